@@ -1,0 +1,24 @@
+"""What every role's `run(context)` is given: its place in the run, its channel to the controller, its trace."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.messages import Welcome
+
+if TYPE_CHECKING:
+    from laminar_hpc.cluster.channel import Channel
+    from laminar_hpc.observability.trace import Trace
+
+
+@dataclass
+class RoleContext:
+    config: RunConfig
+    role: str  # trainer | relay | rollout | controller
+    index: int  # within the role, from 0
+    machine: str  # names the host, that is, whose shared memory it sees
+    run_dir: Path
+    channel: "Channel"
+    welcome: Welcome
+    trace: "Trace"

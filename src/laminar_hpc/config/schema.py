@@ -1,0 +1,162 @@
+"""Every setting of a run, as dataclasses, one per component. `conf/` holds their values; this file holds their types, units and defaults.
+
+Read by `config.load.load_config`, which merges `conf/` with the command line and refuses unknown keys. Imports no torch.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ModelConfig:
+    """The policy: a Hugging Face directory (config.json, *.safetensors, tokenizer.json)."""
+
+    path: str = ""
+    dtype: str = "float32"  # of the served weights: float32 | bfloat16
+
+
+@dataclass
+class DataConfig:
+    """Prompts: one JSON object per line."""
+
+    train: str = ""
+    prompt_field: str = "prompt"
+    shuffle: bool = True  # a new order per pass over the file, by run.seed
+
+
+@dataclass
+class RewardConfig:
+    """The reward: `function` is called as f(prompt=str, response=str, row=dict) in worker processes of each rollout rank."""
+
+    function: str = ""  # dotted path, plain or async; returns a float or a dict with "reward" and named parts
+    workers: int = 1  # processes per rollout rank
+    slots: int = 64  # calls in flight per rollout rank
+    timeout_seconds: float = 10.0
+    score_on_failure: float = 0.0  # given to a trajectory whose reward raised, hung or returned something else
+
+
+@dataclass
+class SamplingConfig:
+    """How responses are drawn. Settings after `max_response_tokens` bend the behaviour distribution and are refused for training."""
+
+    temperature: float = 1.0
+    max_response_tokens: int = 256
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass
+class AlgorithmConfig:
+    """GRPO: groups of samples per prompt, clip-higher, token-level loss with a global token denominator."""
+
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    minibatches_per_step: int = 2  # optimizer updates per trainer step
+    normalize_std: bool = True
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    shuffle_rewards: bool = False  # negative control: rewards are permuted over the batch, so there is nothing to learn
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-4
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    warmup_steps: int = 0
+    max_skipped_updates: int = 5  # non-finite gradients in a row before the run ends
+
+
+@dataclass
+class TrainerConfig:
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    tokens_per_microbatch: int = 4096  # packed; a longer trajectory is refused at start-up
+    distributed_optimizer: bool = False
+    threads: int = 1  # CPU threads per rank
+
+
+@dataclass
+class RelayConfig:
+    slots: int = 3
+    shm_dir: str = "/dev/shm"
+    chunk_megabytes: int = 64
+    publish_timeout_seconds: float = 60.0
+    threads: int = 1
+
+
+@dataclass
+class RolloutConfig:
+    replicas: int = 1
+    tensor_parallel: int = 1
+    max_concurrent: int = 256  # requests in flight per replica
+    kv_cache_tokens: int = 65536
+    engine_start_seconds: float = 180.0
+    request_timeout_seconds: float = 600.0
+    threads: int = 1  # CPU threads per engine
+    engine_arguments: dict[str, str] = field(default_factory=dict)  # passed to SGLang's server as --key value
+
+
+@dataclass
+class PipelineConfig:
+    """A pipeline is three policy values; `conf/pipeline/*.yaml` are presets of them."""
+
+    name: str = "laminar"
+    refresh: str = "drained"  # drained: a replica pulls when its local batch is done; barrier: all replicas wait for each other
+    consumption: str = "batch"
+    max_staleness: int | None = 2  # in trainer steps at training time; null = no bound, first finished first trained
+    local_batch_groups: int | None = None  # prompt groups per local batch; null = ceil(prompts_per_step / replicas)
+
+
+@dataclass
+class EvaluationConfig:
+    file: str = ""  # held-out rows; empty = no evaluation
+    problems: int | None = None  # the first so many; null = all
+    every: int = 0  # trainer steps between evaluations on the way; 0 = before and after only
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 20  # trainer steps; the last step is always checkpointed
+    keep: int = 2
+
+
+@dataclass
+class ClusterConfig:
+    host: str = "127.0.0.1"  # address at which the controller listens and others reach this run
+    port: int = 0  # 0 = any free port
+    join_timeout_seconds: float = 300.0  # for all ranks to be there
+    heartbeat_timeout_seconds: float = 10.0
+    batch_timeout_seconds: float = 900.0  # a trainer's longest wait for a batch
+    stop_timeout_seconds: float = 60.0
+
+
+@dataclass
+class RunConfig:
+    run_dir: str = "runs/default"
+    seed: int = 0
+    steps: int = 60  # trainer steps in all, also over a resume
+    resume: str = "never"  # auto: go on from run_dir's newest checkpoint; never: an earlier run there is moved aside
+    source: str = "rollout"  # rollout | replay:RUN_DIR (train again from that run's store)
+    role: str = "all"  # all | trainer | relay | rollout | controller
+    dry_run: bool = False  # print the derived quantities and stop
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    relay: RelayConfig = field(default_factory=RelayConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)

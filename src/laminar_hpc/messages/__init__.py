@@ -1,0 +1,316 @@
+"""Every message between processes, as msgspec structs (msgpack on the wire); nothing else crosses.
+
+`encode` and `decode` are the only serialisers: a frame that does not fit its type raises msgspec.ValidationError, never runs code.
+Times are seconds since the Unix epoch; weight ids are counters of the store (0 = the user's model directory).
+"""
+
+import msgspec
+
+
+class Message(msgspec.Struct, tag=True, omit_defaults=True):
+    """Base of everything that crosses between processes."""
+
+
+# ---- data carried by messages -------------------------------------------------------------------------------------------------
+
+
+class Sample(msgspec.Struct):
+    """One trajectory to be generated."""
+
+    trajectory_id: int
+    attempt: int
+
+
+class PromptGroup(msgspec.Struct):
+    """A prompt and the trajectories that are to answer it."""
+
+    group_id: int
+    prompt_tokens: list[int]
+    prompt: str
+    row: dict
+    samples: list[Sample]
+
+
+class VersionSpan(msgspec.Struct):
+    """Tokens [start, end) of a response were generated with weights `weight_id`, by the engine's own report."""
+
+    weight_id: int
+    start: int
+    end: int
+
+
+class Trajectory(msgspec.Struct):
+    """A generated and scored response, as stored and as trained on. `logprobs` are the engine's behaviour log-probs, one per response token."""
+
+    trajectory_id: int
+    group_id: int
+    attempt: int
+    replica: int
+    weight_id: int
+    weight_step: int
+    prompt_tokens: list[int]
+    response_tokens: list[int]
+    logprobs: list[float]
+    loss_mask: list[int]  # one per response token; 0 = given by the environment, not by the policy
+    finish_reason: str  # stop | length
+    version_spans: list[VersionSpan]
+    time_started: float
+    time_finished: float
+    step_finished: int = -1  # trainer step when the last token was generated, stamped by the controller
+    time_scored: float = 0.0
+    reward: float = 0.0
+    reward_parts: dict[str, float] = {}
+    reward_error: str = ""
+    turns: int = 1
+    moves: int = 0
+
+
+# ---- all roles <-> controller -------------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a worker. `incarnation` differs after a restart; `machine` names the host whose shared memory it sees."""
+
+    role: str
+    index: int
+    incarnation: str
+    pid: int
+    machine: str
+
+
+class Welcome(Message):
+    """Answer to Hello: the state to join with. `restored_step` is -1 for a fresh run, else the step of the checkpoint to load."""
+
+    run_id: str
+    restored_step: int
+    trainer_step: int
+    newest_weight_id: int
+
+
+class Ping(Message):
+    pass
+
+
+class Pong(Message):
+    pass
+
+
+class Failure(Message):
+    """A worker ends with this error; the run ends with it."""
+
+    text: str
+
+
+class Goodbye(Message):
+    """A worker has finished its work and leaves with exit code 0."""
+
+
+class Stop(Message):
+    """Controller to workers: leave now. Trainers get it only after they have said that their checkpoint is on disk."""
+
+    reason: str
+
+
+class StopRequest(Message):
+    """From `laminar stop` or a signal: finish the step, checkpoint, leave."""
+
+    reason: str
+
+
+# ---- rollout <-> controller ---------------------------------------------------------------------------------------------------
+
+
+class WeightsOpened(Message):
+    """A replica has loaded and verified these weights. `probe_logprobs`: its log-probs of the run's fixed probe at this id."""
+
+    weight_id: int
+    weight_step: int
+    seconds: float
+    parts: dict[str, float]
+    probe_logprobs: list[float]
+    time: float
+
+
+class RequestWork(Message):
+    """An idle replica at this id asks for a local batch; it supersedes an earlier request of the same replica."""
+
+    weight_id: int
+
+
+class Grant(Message):
+    """A local batch: a closed set of groups on one weight id. `evaluation` names the evaluation it belongs to, "" for training."""
+
+    batch_id: int
+    weight_id: int
+    weight_step: int
+    groups: list[PromptGroup]
+    temperature: float
+    max_response_tokens: int
+    evaluation: str = ""
+
+
+class Generated(Message):
+    """The last token of a trajectory was generated; its score follows in Scored."""
+
+    trajectory: Trajectory
+    evaluation: str = ""
+
+
+class Scored(Message):
+    trajectory_id: int
+    attempt: int
+    reward: float
+    parts: dict[str, float]
+    error: str  # "" | what the reward function did wrong
+    time: float
+    evaluation: str = ""
+
+
+class Lost(Message):
+    """This attempt came to nothing (engine error, mixed versions); the controller gives the sample out again."""
+
+    trajectory_id: int
+    attempt: int
+    reason: str
+    evaluation: str = ""
+
+
+class WeightsAvailable(Message):
+    """Controller to the rollouts of one machine: their relay holds these weights now."""
+
+    weight_id: int
+    weight_step: int
+
+
+# ---- trainer <-> controller (rank 0 of the trainer world only, but for Hello and Failure) --------------------------------------
+
+
+class TakeBatch(Message):
+    """Asks for the batch that turns weights of step `step` into `step + 1`."""
+
+    step: int
+
+
+class Batch(Message):
+    step: int
+    trajectories: list[Trajectory]
+    samples_per_prompt: int
+
+
+class NotYet(Message):
+    """The batch is not there yet, and why; sent about once a second while the trainer waits."""
+
+    step: int
+    reason: str
+
+
+class Leave(Message):
+    """Answer to TakeBatch or StepDone: checkpoint now, then say TrainerDone."""
+
+    reason: str
+
+
+class StepDone(Message):
+    """Step `step` is in the weights (step + 1 is the version now). The answer is Continue or Leave."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class Continue(Message):
+    pass
+
+
+class NewWeightId(Message):
+    step: int
+
+
+class WeightId(Message):
+    weight_id: int
+    step: int
+
+
+class Published(Message):
+    """The weights have left the trainer. `probe_logprobs`: the trainer's log-probs of the fixed probe at this id."""
+
+    weight_id: int
+    step: int
+    stall_seconds: float
+    seconds: float
+    bytes: int
+    probe_logprobs: list[float]
+    time: float
+
+
+class Checkpointed(Message):
+    step: int
+    path: str
+    seconds: float
+    state_hash: str  # SHA-256 over weights, optimizer state and RNG
+
+
+class TrainerDone(Message):
+    step: int
+    weight_id: int  # the last id that was published
+
+
+# ---- trainer, relay <-> controller: groups of a membership epoch ---------------------------------------------------------------
+
+
+class EpochProposed(Message):
+    """To trainer rank 0: the relays of a new epoch, in chain order; open a store for it."""
+
+    epoch: int
+    relays: list[int]
+
+
+class StoreOpened(Message):
+    """From the epoch's leader: its store listens here."""
+
+    epoch: int
+    host: str
+    port: int
+
+
+class JoinEpoch(Message):
+    """To a relay: make the two-member groups of this epoch. Link i joins chain member i (0 = the trainer) and i + 1."""
+
+    epoch: int
+    host: str
+    port: int
+    position: int  # 1 = the master relay
+    length: int  # relays in the chain
+
+
+class RelayHas(Message):
+    """A relay holds these weights, complete and with equal sums."""
+
+    weight_id: int
+    weight_step: int
+    bytes: int
+    seconds: float
+    time: float
+
+
+AnyMessage = (
+    Hello | Welcome | Ping | Pong | Failure | Goodbye | Stop | StopRequest | WeightsOpened | RequestWork | Grant | Generated | Scored | Lost
+    | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | NewWeightId | WeightId | Published | Checkpointed
+    | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | RelayHas
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_trajectory_decoder = msgspec.msgpack.Decoder(Trajectory)
+
+
+def encode(value: Message | Trajectory) -> bytes:
+    return _encoder.encode(value)
+
+
+def decode(frame: bytes) -> AnyMessage:
+    """Raises msgspec.ValidationError or msgspec.DecodeError on anything that is not one of the messages above."""
+    return _decoder.decode(frame)
+
+
+def decode_trajectory(blob: bytes) -> Trajectory:
+    return _trajectory_decoder.decode(blob)

@@ -1,0 +1,70 @@
+"""What a slot holds: weight id, step, and name, shape, dtype and sums of every canonical tensor, plus where it lies in model.safetensors.
+
+Canonical means Hugging Face names and shapes in the serving dtype. The layout of a safetensors file follows from the names and shapes
+alone, so a slot's file is laid out once and only its data bytes are rewritten for a new id.
+"""
+
+import json
+import struct
+
+import msgspec
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+MANIFEST_FILE = "manifest.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+class TensorEntry(msgspec.Struct):
+    """One canonical tensor; `offset` and `nbytes` are in bytes of the data part of the safetensors file."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    offset: int = 0
+    nbytes: int = 0
+    sum_words: int = 0
+    sum_indexed: int = 0
+
+
+class Manifest(msgspec.Struct):
+    """All tensors of one weight id, in file order."""
+
+    weight_id: int
+    step: int
+    dtype: str
+    tensors: list[TensorEntry]
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+def layout(tensors: list[tuple[str, tuple[int, ...], torch.dtype]], weight_id: int, step: int) -> Manifest:
+    """A manifest without sums: tensors one after the other, without gaps, in the given order."""
+    entries, offset = [], 0
+    for name, shape, dtype in tensors:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        entries.append(TensorEntry(name, list(shape), str(dtype).removeprefix("torch."), offset, nbytes))
+        offset += nbytes
+    return Manifest(weight_id, step, entries[0].dtype if entries else "float32", entries)
+
+
+def safetensors_header(manifest: Manifest) -> bytes:
+    """The safetensors file's first part: a little-endian 64-bit length, then JSON padded with spaces to 8 bytes."""
+    fields: dict = {"__metadata__": {"format": "pt"}}
+    for t in manifest.tensors:
+        fields[t.name] = {"dtype": _SAFETENSORS_NAME[t.dtype], "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    return msgspec.json.encode(manifest)
+
+
+def decode_manifest(text: bytes) -> Manifest:
+    """Raises msgspec.DecodeError or ValidationError on anything else than a manifest."""
+    return msgspec.json.decode(text, type=Manifest)

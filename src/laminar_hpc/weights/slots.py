@@ -1,0 +1,171 @@
+"""The slots of a machine: a few Hugging Face directories in shared memory, written by the relay and read by the rollouts beside it.
+
+A slot's file is allocated once and mapped by the relay, which receives into it. Reader and writer meet on a file lock only: a reader holds
+it shared during a load, the writer rewrites a slot only under an exclusive lock that it gets without waiting. A slot is complete when its
+manifest is there (removed before the first byte is written, renamed into place after the last); the kernel frees a dead reader's lock.
+
+    <shm_dir>/laminar-<run_id>/slot0/{model.safetensors, config.json, tokenizer..., manifest.json, lock}
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, decode_manifest, encode_manifest, safetensors_header
+
+SIDE_FILES = (
+    "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json merges.txt chat_template.jinja"
+).split()
+
+
+class SlotGone(Exception):
+    """The slot was rewritten between the look and the lease; look again."""
+
+
+@dataclass(frozen=True)
+class SlotHandle:
+    """A complete slot as it was when looked at."""
+
+    weight_id: int
+    step: int
+    directory: Path
+    manifest: Manifest
+
+
+def slots_root(shm_dir: str, run_id: str) -> Path:
+    return Path(shm_dir) / f"laminar-{run_id}"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Rename into place, so that a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+class SlotReader:
+    """A rollout's view of its machine's slots."""
+
+    def __init__(self, shm_dir: str, run_id: str) -> None:
+        self.root = slots_root(shm_dir, run_id)
+
+    def newest(self) -> SlotHandle | None:
+        """The complete slot with the highest weight id, or None."""
+        best = None
+        for path in self.root.glob(f"slot*/{MANIFEST_FILE}"):
+            with contextlib.suppress(FileNotFoundError):  # taken away between glob and read
+                manifest = decode_manifest(path.read_bytes())
+                if best is None or manifest.weight_id > best.weight_id:
+                    best = SlotHandle(manifest.weight_id, manifest.step, path.parent, manifest)
+        return best
+
+    @contextlib.contextmanager
+    def lease(self, handle: SlotHandle) -> Iterator[None]:
+        """Keeps the slot from being rewritten while it is loaded. Raises SlotGone when it holds another id by now."""
+        try:
+            descriptor = os.open(handle.directory / "lock", os.O_RDWR)
+        except FileNotFoundError:
+            raise SlotGone(f"{handle.directory} is gone") from None
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                now = decode_manifest((handle.directory / MANIFEST_FILE).read_bytes())
+            except (BlockingIOError, FileNotFoundError):
+                raise SlotGone(f"{handle.directory} is being rewritten") from None
+            if now.weight_id != handle.weight_id:
+                raise SlotGone(f"{handle.directory} holds weight id {now.weight_id} by now")
+            yield
+        finally:
+            os.close(descriptor)
+
+
+class SlotWriter:
+    """A relay's side: owns the folder of its machine, hands out one slot at a time to be written."""
+
+    def __init__(self, shm_dir: str, run_id: str, slots: int, model_dir: Path) -> None:
+        self.root = slots_root(shm_dir, run_id)
+        self.model_dir = model_dir
+        self.count = slots
+        self._maps: dict[int, tuple[mmap.mmap, np.ndarray]] = {}
+        self._held: tuple[int, int] | None = None  # (slot, lock descriptor) of the slot being written
+        shutil.rmtree(self.root, ignore_errors=True)  # leftovers of a killed relay of this very run
+        self.root.mkdir(mode=0o700, parents=True)
+
+    def _allocate(self, index: int, manifest: Manifest) -> np.ndarray:
+        """The slot's data bytes, mapped; the file is made and all its pages are taken at the first use, so that memory cannot run out later."""
+        if index not in self._maps:
+            directory = self.root / f"slot{index}"
+            directory.mkdir(mode=0o700, exist_ok=True)
+            header = safetensors_header(manifest)
+            size = len(header) + manifest.data_bytes
+            with open(directory / WEIGHTS_FILE, "w+b") as file:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size)
+                except OSError:
+                    raise LaminarError(
+                        f"{self.root.parent} has no room for weight slot {index + 1} of {self.count} ({size / 1e6:.0f} MB each): "
+                        f"give it {self.count * size / 1e9:.1f} GB (containers: --shm-size) or set relay.shm_dir"
+                    ) from None
+                mapping = mmap.mmap(file.fileno(), size)
+            mapping[: len(header)] = header
+            for name in SIDE_FILES:
+                if (self.model_dir / name).exists():
+                    shutil.copy(self.model_dir / name, directory / name)
+            (directory / "lock").touch(mode=0o600)
+            self._maps[index] = (mapping, np.frombuffer(mapping, dtype=np.uint8, offset=len(header)))
+        return self._maps[index][1]
+
+    def begin(self, manifest: Manifest) -> np.ndarray:
+        """Takes a slot that nobody reads and that is not the newest one; returns its data bytes (uint8, `manifest.data_bytes` long) to be filled.
+
+        Raises LaminarError when readers hold all of them (more readers than slots, each on another id).
+        """
+        ids = {i: self._weight_id(i) for i in range(self.count)}
+        newest = max(ids, key=lambda i: ids[i])
+        for index in sorted(ids, key=lambda i: ids[i]):
+            if index == newest and ids[index] >= 0 and self.count > 1:
+                continue
+            data = self._allocate(index, manifest)
+            descriptor = os.open(self.root / f"slot{index}" / "lock", os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                continue
+            (self.root / f"slot{index}" / MANIFEST_FILE).unlink(missing_ok=True)
+            self._held = (index, descriptor)
+            return data
+        raise LaminarError(f"all {self.count} weight slots under {self.root} are being read; raise relay.slots")
+
+    def _weight_id(self, index: int) -> int:
+        try:
+            return decode_manifest((self.root / f"slot{index}" / MANIFEST_FILE).read_bytes()).weight_id
+        except FileNotFoundError:
+            return -1
+
+    def commit(self, manifest: Manifest) -> Path:
+        """The slot is complete: readers may see it from here on."""
+        assert self._held is not None
+        index, descriptor = self._held
+        directory = self.root / f"slot{index}"
+        write_atomically(directory / MANIFEST_FILE, encode_manifest(manifest))
+        self.abandon()
+        return directory
+
+    def abandon(self) -> None:
+        """Lets go of the slot being written; without a manifest nobody sees it."""
+        if self._held is not None:
+            os.close(self._held[1])
+            self._held = None
+
+    def close(self) -> None:
+        self.abandon()
+        shutil.rmtree(self.root, ignore_errors=True)
