@@ -1,0 +1,63 @@
+"""Append-only files of one JSON object per line, as a killed process leaves them.
+
+`trace` and `metrics` write through `Appender`, everything that reads a run's files reads through `read`. A line is written by one
+write call, so a death can tear the last line of a file only; `Appender` closes such a line off before it goes on, and `read` leaves
+out what is no whole JSON object.
+"""
+
+import io
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+
+def _plain(value: object) -> object:
+    """A number of numpy or torch as Python's own; anything else unknown (a path, say) as text."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_plain)
+_decoder = msgspec.json.Decoder(dict)
+
+
+class Appender:
+    """Appends objects to `path`, which is made with its folder. Each object is in the file when `write` returns. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._file = io.FileIO(path, "a")
+        if self._file.tell() > 0 and not _ends_with_newline(path):
+            self._file.write(b"\n")
+
+    def write(self, record: dict) -> None:
+        """`record` holds plain values (also lists and dicts of them); NaN and infinity become null. No-op after `close`."""
+        line = _encoder.encode(record) + b"\n"
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(line)
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+
+def read(path: Path) -> Iterator[dict]:
+    """The objects of `path` in order; nothing if the file is not there. Lines that a death tore apart are left out."""
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                yield _decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue  # a torn line: its writer died in the middle of it
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
