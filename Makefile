@@ -1,0 +1,38 @@
+# Two commands: `make demo` sets everything up in .venv and runs the main job; `make test` sets up the same way and tests.
+#   TORCH_INDEX=URL  where to take torch from     CUDA=13|12|none  which build of it     PYTEST_ARGS="-k relay"  more for pytest
+SHELL := /bin/bash
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint apex clean
+
+help:
+	@echo 'make demo        set up .venv and run the main job: laminar train experiment=demo'
+	@echo 'make test        set up .venv and run the tests (those marked slow are left out)'
+	@echo 'make test-slow   the tests marked slow: long runs, process deaths, a real two-node Slurm'
+	@echo 'make lint        ruff and mypy'
+	@echo 'make setup       set up .venv only; a second call installs nothing'
+	@echo "make apex        build NVIDIA's apex into .venv (machines with CUDA's compiler)"
+	@echo 'make clean       remove .venv and caches; runs are kept'
+
+setup:
+	@bash requirements/setup.sh
+
+demo: setup
+	@echo '$$ laminar train experiment=demo'
+	@$(BIN)/laminar train experiment=demo
+
+test: setup
+	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: setup
+	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+apex: setup
+	@bash requirements/apex.sh
+
+clean:
+	@rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,0 +1,64 @@
+"""Packaging of laminar_hpc: the command, the two SGLang entry points, the configuration files, and the exact pins.
+
+`make setup` installs this with --no-deps after requirements/*.txt, which is the environment the tests run in. A plain
+`pip install laminar_hpc[cuda13]` takes the same pins from the same files. Pins are read, never written twice.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+# What src/laminar_hpc itself imports; lock.txt holds the version of each, and of everything they bring along.
+DIRECT = (
+    "einops fsspec hydra-core matplotlib megatron-core msgspec numpy omegaconf psutil pyzmq safetensors setproctitle tensorboardX "
+    "tokenizers transformers xxhash"
+).split()
+
+
+def pins(name: str) -> list[str]:
+    """The requirement lines of requirements/NAME.txt, without comments."""
+    lines = (HERE / "requirements" / f"{name}.txt").read_text().splitlines()
+    return [line.split(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def direct_pins() -> list[str]:
+    """torch and the packages of DIRECT, each at the version that lock.txt pins."""
+    locked = {line.split("==")[0].lower().replace("_", "-"): line for line in pins("lock")}
+    return pins("torch") + [locked[name.lower()] for name in DIRECT]
+
+
+def version() -> str:
+    """The version string of src/laminar_hpc/__init__.py."""
+    found = re.search(r'^__version__ = "([^"]+)"', (HERE / "src/laminar_hpc/__init__.py").read_text(), re.M)
+    assert found, "src/laminar_hpc/__init__.py has no __version__"
+    return found.group(1)
+
+
+conf = sorted({path.parent for path in (HERE / "conf").rglob("*.yaml")})
+conf_packages = ["laminar_hpc.conf", *(".".join(["laminar_hpc.conf", *p.relative_to(HERE / "conf").parts]) for p in conf if p != HERE / "conf")]
+
+setup(
+    name="laminar_hpc",
+    version=version(),
+    description="Asynchronous RL post-training of language models on Megatron-core, SGLang and NCCL, after Laminar (EuroSys '26)",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    package_dir={"": "src", "laminar_hpc.conf": "conf"},
+    packages=[*find_packages("src"), *conf_packages],
+    package_data={name: ["*.yaml"] for name in conf_packages},
+    include_package_data=False,
+    install_requires=direct_pins(),
+    extras_require={
+        "cuda12": [*pins("nodeps"), *pins("cuda12")],
+        "cuda13": [*pins("nodeps"), *pins("cuda13")],
+        "test": pins("dev"),
+    },
+    entry_points={
+        "console_scripts": ["laminar = laminar_hpc.cli:main"],
+        "sglang.srt.platforms": ["laminar_cpu = laminar_hpc.rollout.sglang_plugin.platform:activate"],
+        "sglang.srt.plugins": ["laminar_port = laminar_hpc.rollout.sglang_plugin.port:register"],
+    },
+)
