@@ -1,0 +1,143 @@
+"""The lines a user reads while a run goes on. Pure functions from plain values to text; the controller and the command line print them.
+
+Numbers stand in fixed columns, and every line fits 120 columns.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ETA_STEPS = 10  # recent steps whose median gives the time left: long enough to ride out an evaluation or a checkpoint
+LABEL_WIDTH = 12
+
+
+def duration(seconds: float | None) -> str:
+    """0.6s, 42s, 1m32s, 2h05m."""
+    if seconds is None:
+        return "-"
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def count(value: float | None) -> str:
+    """950, 6.1k, 61k, 2.4M: at most four characters below a thousand millions."""
+    if value is None:
+        return "-"
+    for limit, scale, unit in ((999.5, 1, ""), (999.5e3, 1e3, "k"), (999.5e6, 1e6, "M"), (float("inf"), 1e9, "G")):
+        if abs(value) < limit:
+            scaled = value / scale
+            return f"{scaled:.1f}{unit}" if unit and abs(scaled) < 9.95 else f"{scaled:.0f}{unit}"
+    return str(value)
+
+
+def size(bytes_: float | None) -> str:
+    """812 B, 3.1 MB, 14 GB (powers of 1000)."""
+    if bytes_ is None:
+        return "-"
+    text = count(bytes_).replace("k", " k")
+    text = text.replace("M", " M").replace("G", " G")
+    return f"{text}B" if " " in text else f"{text} B"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """`value` with `digits` decimals, "-" where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def line(label: str, text: str) -> str:
+    """Any line of ours: what it is about, then the text, from the same column on in every line."""
+    return f"{label:<{LABEL_WIDTH}} {text}"
+
+
+def derived_block(derived: Mapping[str, object], title: str = "this run") -> list[str]:
+    """The derived quantities printed before a run starts: one per line, names aligned, bytes and seconds by their name's ending."""
+    names = {name: name.replace("_bytes", "").replace("_seconds", "").replace("_", " ") for name in derived}
+    width = max((len(name) for name in names.values()), default=0)
+    return [title, *(f"  {names[name]:<{width}}  {_value(name, value)}" for name, value in derived.items())]
+
+
+def setup_line(what: str, seconds: float | None = None) -> str:
+    """Set-up progress: what is there now, and after how long."""
+    return line("set-up", what if seconds is None else f"{what:<70} {duration(seconds):>8}")
+
+
+def step_line(step: Mapping, steps: int, eta_seconds: float | None) -> str:
+    """One trainer step. `step`: the fields of a metrics line of kind step; `steps`: how many there shall be; see `eta`."""
+    width = len(str(steps))
+    tokens = (step["prompt_tokens"] + step["response_tokens"]) / step["seconds"] if step["seconds"] else None
+    return "  ".join((
+        f"step {step['step']:>{width}}/{steps}",
+        f"reward {step['reward_mean']:5.2f}",
+        f"acc {step['accuracy_mean']:4.2f}",
+        f"len {step['response_length_mean']:4.0f} (max {step['response_length_max']:4.0f})",
+        f"stale {step['staleness_training_mean']:3.1f}/{step['staleness_training_max']:.0f}",
+        f"wait {duration(step['wait_seconds']):>5}",
+        f"train {duration(step['train_seconds']):>5}",
+        f"{count(tokens):>4} tok/s",
+        f"eta {duration(eta_seconds)}",
+    ))  # fmt: skip
+
+
+def eta(seconds_per_step: Sequence[float], steps_left: int) -> float | None:
+    """Seconds until the last step, by the median of the newest steps; None before the first one."""
+    return statistics.median(seconds_per_step[-ETA_STEPS:]) * steps_left if seconds_per_step else None
+
+
+def evaluation_progress(name: str, label: str, done: int, problems: int) -> str:
+    """An evaluation on its way. `name`: greedy or sampled; `label`: before, step or after."""
+    return line("evaluation", f"{label:<6} {name:<7}  {done:>{len(str(problems))}}/{problems} problems")
+
+
+def evaluation_line(evaluation: Mapping) -> str:
+    """An evaluation that is done. `evaluation`: the fields of a metrics line of kind evaluation."""
+    return line("evaluation", "  ".join((
+        f"{evaluation['label']:<6} {evaluation['name']:<7}",
+        f"accuracy {evaluation['accuracy']:5.3f}",
+        f"{evaluation['problems']} problems",
+        f"len {evaluation['response_length_mean']:.0f}",
+        f"step {evaluation['step']}",
+        duration(evaluation["seconds"]),
+    )))  # fmt: skip
+
+
+def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: str = "") -> list[str]:
+    """The end of a run: what it reached and where it lies. `summary` as built by `summary.build`; `reason`: why, if it ended early."""
+    lines = [line("done", "  ".join((
+        f"{summary['steps']} steps in {duration(summary['wall_seconds'])}" + (f" ({reason})" if reason else ""),
+        f"{count(summary['trajectories_trained'])} trajectories",
+        f"{count(summary['tokens_per_second'])} tok/s",
+        f"versions per trajectory {_value('', summary['max_versions_per_trajectory'])}",
+    )))]  # fmt: skip
+    if summary["accuracy_before"] is not None or summary["accuracy_after"] is not None:
+        sampled = summary["accuracy_after_sampled"]
+        lines.append(line("accuracy", f"before {number(summary['accuracy_before'])}   after {number(summary['accuracy_after'])}"
+                          + (f"   (sampled {number(sampled)})" if sampled is not None else "")))  # fmt: skip
+    lines.append(line("run", str(run_dir)))
+    if report is not None:
+        lines.append(line("report", str(report)))
+    return lines
+
+
+def _value(name: str, value: object) -> str:
+    """A value as text, by what the ending of its name says of it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        if name.endswith("_bytes"):
+            return size(value)
+        if name.endswith("_seconds"):
+            return duration(value)
+        return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_value(key, part)}" for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_value(name, part) for part in value)
+    return str(value)

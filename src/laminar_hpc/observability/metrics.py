@@ -1,0 +1,87 @@
+"""What a run measured: run_dir/metrics.jsonl, one JSON object per line, mirrored to TensorBoard under run_dir/tensorboard.
+
+Only the controller writes, through one `MetricsWriter`. Each line carries "kind" and "time" (seconds since the Unix epoch); the kinds
+and their fields are in docs/metrics.md. A line is in the file when `write` returns; a restart appends. Imports no torch.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from laminar_hpc.observability import jsonl
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
+
+# Fields that say which one was measured rather than what: they become part of the TensorBoard tag.
+LABELS = {"evaluation": ("name",), "pull": ("replica",), "relay": ("index",)}
+NOT_CURVES = frozenset({"start", "end", "given_up", "lost", "regranted"})
+TENSORBOARD_FLUSH_SECONDS = 5
+
+
+class MetricsWriter:
+    """Appends to the metrics of one run. Used by one thread."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = Path(run_dir)
+        self._file = jsonl.Appender(self._run_dir / "metrics.jsonl")
+        self._board: SummaryWriter | None = None
+
+    def write(self, kind: str, **fields: object) -> dict:
+        """Appends one line of `kind`, and its numbers as curves over "step" where the line has one. Gives the line back.
+
+        `start` with a restored_step hides the curves beyond that step, as those steps are done again.
+        """
+        record = {"kind": kind, "time": time.time(), **fields}
+        self._file.write(record)
+        if kind == "start":
+            self._open_board(fields.get("restored_step"))
+        elif kind not in NOT_CURVES and isinstance(fields.get("step"), int):
+            board = self._board or self._open_board(None)
+            for tag, value in curves(record):
+                board.add_scalar(tag, value, global_step=fields["step"], walltime=record["time"])
+        return record
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _open_board(self, restored_step: object) -> "SummaryWriter":
+        if self._board is not None:
+            self._board.close()
+        purge = restored_step + 1 if isinstance(restored_step, int) and restored_step >= 0 else None
+        self._board = _summary_writer_class()(
+            str(self._run_dir / "tensorboard"), purge_step=purge, flush_secs=TENSORBOARD_FLUSH_SECONDS, filename_suffix=f".{os.getpid()}"
+        )
+        return self._board
+
+
+def curves(record: Mapping) -> Iterator[tuple[str, float]]:
+    """(TensorBoard tag, value) of every number in `record`: evaluation/greedy/accuracy, pull/0/parts/load, step/loss ..."""
+    labels = LABELS.get(record["kind"], ())
+    prefix = "/".join([record["kind"], *(str(record.get(name, "")) for name in labels)])
+    yield from _numbers(prefix, {k: v for k, v in record.items() if k not in ("kind", "time", "step", *labels)})
+
+
+def _numbers(prefix: str, values: Mapping) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(f"{prefix}/{name}", value)
+        elif isinstance(value, int | float):
+            yield f"{prefix}/{name}", float(value)
+
+
+def _summary_writer_class() -> "type[SummaryWriter]":
+    """tensorboardX's writer, loaded without torch: it would import it for tensors, which cost seconds and memory and are not used here."""
+    had_torch = "torch" in sys.modules
+    sys.modules.setdefault("torch", None)
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if not had_torch:
+            del sys.modules["torch"]
+    return SummaryWriter
