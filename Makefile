@@ -21,14 +21,18 @@ demo: setup
 	@echo '$$ laminar train experiment=demo'
 	@$(BIN)/laminar train experiment=demo
 
+# One thread per process: the tests start many of them. Tests marked gpu run where there is one.
+test test-slow: export OMP_NUM_THREADS := 1
+test test-slow: GPU = $(shell nvidia-smi -L >/dev/null 2>&1 || echo ' and not gpu')
+
 test: setup
-	@$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m 'not slow$(GPU)' $(PYTEST_ARGS)
 
 test-slow: setup
-	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m 'slow$(GPU)' $(PYTEST_ARGS)
 
 lint: setup
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/mypy
 
 apex: setup

@@ -24,6 +24,13 @@ def pins(name: str) -> list[str]:
     return [line.split(" #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
+def kernels(name: str) -> list[str]:
+    """The extra NAME: the pins of nodeps.txt, with requirements/NAME.txt before them where both name a package."""
+    chosen = {line.split("==")[0]: line for line in [*pins("nodeps"), *pins(name)]}
+    # SGLang 0.5.19 runs on CUDA 12 but its metadata asks for CUDA 13 packages: it goes in with --no-deps, as `make setup CUDA=12` does.
+    return [line for line in chosen.values() if line != "sglang==0.5.19"]
+
+
 def direct_pins() -> list[str]:
     """torch and the packages of DIRECT, each at the version that lock.txt pins."""
     locked = {line.split("==")[0].lower().replace("_", "-"): line for line in pins("lock")}
@@ -52,8 +59,8 @@ setup(
     include_package_data=False,
     install_requires=direct_pins(),
     extras_require={
-        "cuda12": [*pins("nodeps"), *pins("cuda12")],
-        "cuda13": [*pins("nodeps"), *pins("cuda13")],
+        "cuda12": kernels("cuda12"),
+        "cuda13": kernels("cuda13"),
         "test": pins("dev"),
     },
     entry_points={

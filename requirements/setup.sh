@@ -4,66 +4,78 @@
 # A second call finds the stamp of the first and installs nothing. Settings (environment):
 #   TORCH_INDEX=URL    where to take torch from, for example PyTorch's CPU wheel index
 #   CUDA=13|12|none    the CUDA of the torch build: by default 13 where nvidia-smi finds a GPU, else none
+#   KERNEL_INDEX=URL   with CUDA=12: SGLang's wheel index for CUDA 12.9 (see cuda12.txt)
 #   PYTHON=PROGRAM     the Python to use: by default python3.11, else a python3 that is 3.11 or 3.12
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=$PWD/.venv; STAMP=$VENV/.laminar-setup; LOG=$VENV/setup.log
+CUDA=${CUDA:-}; TORCH_INDEX=${TORCH_INDEX:-}; KERNEL_INDEX=${KERNEL_INDEX:-}
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-CUDA=${CUDA:-}; TORCH_INDEX=${TORCH_INDEX:-}
 if [ -z "$CUDA" ]; then if nvidia-smi -L >/dev/null 2>&1; then CUDA=13; else CUDA=none; fi; fi
-case $CUDA in none|12|13) ;; *) die "CUDA=$CUDA is not known: name 13, 12 or none" ;; esac
+case $CUDA in
+  none|13) ;;
+  12) [ -n "$TORCH_INDEX" ] && [ -n "$KERNEL_INDEX" ] ||
+        die "CUDA=12 needs TORCH_INDEX=<PyTorch's cu129 wheel index> and KERNEL_INDEX=<SGLang's>: PyPI has CUDA 13 builds only" ;;
+  *) die "CUDA=$CUDA is not known: name 13, 12 or none" ;;
+esac
 
-exec 9<requirements; flock -w 900 9 || die "another set-up of this folder has run for 15 minutes; wait for it or end it"
-key=$({ cat requirements/* setup.py src/laminar_hpc/__init__.py; echo "$CUDA $TORCH_INDEX $PWD"; } | sha256sum | cut -c1-64)
+exec 9<requirements
+flock -w 900 9 || die "another set-up of this folder has run for 15 minutes; wait for it or end it"
+key=$({ cat requirements/* setup.py src/laminar_hpc/__init__.py; echo "$CUDA $TORCH_INDEX $KERNEL_INDEX $PWD"; } | sha256sum | cut -c1-64)
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$key" ]; then exit 0; fi
 
 # ---- a Python and its venv ---------------------------------------------------------------------
 fits() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }
-if [ ! -x "$VENV/bin/python" ] || ! fits "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+if ! fits "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
   py=
   for p in ${PYTHON:-python3.11 python3 python3.12}; do if fits "$p"; then py=$p; break; fi; done
   [ -n "$py" ] || die "no Python 3.11 or 3.12 found: 'apt-get install python3.11 python3.11-venv', or name one with PYTHON=/path/to/python"
   rm -rf "$VENV"
-  out=$("$py" -m venv "$VENV" 2>&1) || { rm -rf "$VENV"
-    die "'$py -m venv' failed: 'apt-get install $("$py" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')' (${out%%$'\n'*})"; }
+  "$py" -m venv "$VENV" >/dev/null 2>&1 || { rm -rf "$VENV"
+    die "'$py -m venv' failed: 'apt-get install $("$py" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')'"; }
 fi
 rm -f "$STAMP"; : >"$LOG"
 pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip "$@"; }
 
-# ---- stages: one line each, pip's own words in the log -------------------------------------------
-why() { # the reason of a failed stage in a few words, from the log
-  if grep -qE 'NewConnectionError|NameResolutionError|Temporary failure in name|ProxyError|Network is unreachable|ConnectTimeout|ReadTimeout' "$LOG"
-  then echo "no package index could be reached: check the network, or the proxy and index settings of pip"
-  elif grep -q 'No space left on device' "$LOG"; then echo "the disk is full: the environment takes about 2.5 GB without CUDA, 15 GB with it"
-  else grep -E '^ *(ERROR|error)' "$LOG" | tail -1; fi
+# ---- stages: one line each; pip's own words go to the log ----------------------------------------
+why() { # the reason of a failed stage in a few words
+  if grep -qE 'NewConnectionError|NameResolutionError|Temporary failure in name|ProxyError|unreachable|ConnectTimeout|ReadTimeout' "$LOG"; then
+    echo "no package index could be reached: check the network, or the proxy and index settings of pip"
+  elif grep -q 'No space left on device' "$LOG"; then
+    echo "the disk is full: the environment takes about 2.5 GB without CUDA and 15 GB with it"
+  else grep -iE '^ *error' "$LOG" | tail -1 || true; fi
 }
-stage() { # words cmd...
+stage() { # words, command...
   local words=$1 t0=$SECONDS; shift
   printf 'setup: %-58s' "$words"
   if ! "$@" >>"$LOG" 2>&1 </dev/null; then printf ' failed\n'; die "$words: $(why) (all of it: $LOG)"; fi
   printf ' %4d s\n' $((SECONDS-t0))
 }
-pinned() { sed -nE "s/^($1==[^ ;]+).*/\1/p" requirements/*.txt | head -1; }
+pinned() { grep -hE "^$1==" requirements/{torch,lock,nodeps}.txt; }
 
-TORCH=$(pinned torch); from=()
-[ -z "$TORCH_INDEX" ] || from=(--index-url "$TORCH_INDEX")
 stage "pip and build tools" pip install --no-deps "$(pinned pip)" "$(pinned setuptools)" "$(pinned wheel)"
+torch=$(pinned torch); cuda=(); pins=(-c requirements/lock.txt)
 case $CUDA in
-  none)
-    if [ -z "$TORCH_INDEX" ] && [[ $(pip index versions torch 2>/dev/null || true) != *"${TORCH#*==}+cpu"* ]]; then
-      echo "setup: pip finds no CPU build of torch and takes the CUDA one; TORCH_INDEX=<PyTorch's CPU wheel index> would save several GB"
-    fi ;;
-  13) [ -n "$TORCH_INDEX" ] || TORCH=${TORCH/==/===} ;;             # exactly PyPI's build, even where pip also sees a +cpu one
-  12) [ -n "$TORCH_INDEX" ] || die "CUDA=12 needs TORCH_INDEX=<PyTorch's cu126 wheel index>: PyPI's build of torch is for CUDA 13" ;;
+  none) if [ -z "$TORCH_INDEX" ] && [[ $(pip index versions torch 2>/dev/null || true) != *"${torch#*==}+cpu"* ]]; then
+          echo "setup: pip finds no CPU build of torch and takes the CUDA one; TORCH_INDEX=<PyTorch's CPU wheel index> saves several GB"
+        fi ;;
+  *) cuda=("requirements/cuda$CUDA.txt"); pins+=(-c "${cuda[0]}")
+     [ -n "$TORCH_INDEX" ] || torch=${torch/==/===} ;;      # exactly PyPI's build, even where pip also sees a +cpu one
 esac
-[ -z "$TORCH_INDEX" ] || stage "$TORCH from TORCH_INDEX" pip install --no-deps "${from[@]}" "$TORCH"
-stage "$TORCH" pip install -c requirements/lock.txt "$TORCH"
-build=$("$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))')
-
-stage "libraries ($(grep -c == requirements/lock.txt))" pip install --no-deps --no-build-isolation -r requirements/lock.txt -r requirements/dev.txt
-stage "sglang and its kernels' compiler" pip install --no-deps -r requirements/nodeps.txt
-[ "$CUDA" = none ] || stage "kernel packages for CUDA $CUDA" pip install --no-build-isolation -c requirements/lock.txt -c <(echo "torch==$build") -r "requirements/cuda$CUDA.txt"
+if [ -n "$TORCH_INDEX" ]; then
+  vision=(); [ "$CUDA" = none ] || vision=("$(pinned torchvision)")
+  stage "$torch from TORCH_INDEX" pip install --no-deps --index-url "$TORCH_INDEX" "$torch" "${vision[@]}"
+fi
+stage "$torch and its own needs" pip install "${pins[@]}" "$torch"
+stage "libraries and test tools ($(cat requirements/{lock,dev}.txt | grep -c ==) packages)" \
+  pip install --no-deps --no-build-isolation -r requirements/lock.txt -r requirements/dev.txt
+stage "$(pinned sglang), $(pinned triton)" pip install --no-deps -r requirements/nodeps.txt
+for file in "${cuda[@]}"; do
+  stage "kernels for CUDA $CUDA ($(grep -c == "$file") packages)" \
+    pip install --no-deps ${KERNEL_INDEX:+--extra-index-url "$KERNEL_INDEX"} -r "$file"
+done
 stage "laminar" pip install --no-deps --no-build-isolation -e .
+
 echo "$key" >"$STAMP"
-echo "setup: ready in $SECONDS s: .venv with torch $build"
+echo "setup: ready in $SECONDS s: .venv with $("$VENV/bin/python" -c 'import importlib.metadata as m; print("torch", m.version("torch"))')"

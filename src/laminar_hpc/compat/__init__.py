@@ -1,0 +1,1 @@
+"""Small bridges to other people's packages that do not fit together by themselves; one module per package."""
