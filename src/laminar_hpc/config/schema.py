@@ -106,11 +106,10 @@ class RolloutConfig:
 
 @dataclass
 class PipelineConfig:
-    """A pipeline is three policy values; `conf/pipeline/*.yaml` are presets of them."""
+    """A pipeline is a few policy values; `conf/pipeline/*.yaml` are presets of them."""
 
     name: str = "laminar"
-    refresh: str = "drained"  # drained: a replica pulls when its local batch is done; barrier: all replicas wait for each other
-    consumption: str = "batch"
+    refresh: str = "drained"  # drained: a replica goes on by itself when its local batch is done; barrier: all wait for each other
     max_staleness: int | None = 2  # in trainer steps at training time; null = no bound, first finished first trained
     local_batch_groups: int | None = None  # prompt groups per local batch; null = ceil(prompts_per_step / replicas)
 
@@ -145,7 +144,9 @@ class RunConfig:
     steps: int = 60  # trainer steps in all, also over a resume
     resume: str = "never"  # auto: go on from run_dir's newest checkpoint; never: an earlier run there is moved aside
     source: str = "rollout"  # rollout | replay:RUN_DIR (train again from that run's store)
+    store_dir: str = ""  # of the SQLite store, on a local disk of the controller's machine; empty = run_dir
     role: str = "all"  # all | trainer | relay | rollout | controller
+    first_index: int = 0  # with a torchrun per role: index within the role of its first rank
     dry_run: bool = False  # print the derived quantities and stop
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -282,6 +282,21 @@ class JoinEpoch(Message):
     length: int  # relays in the chain
 
 
+class Receive(Message):
+    """To every relay of the epoch: these weights are about to come down the chain; receive them."""
+
+    epoch: int
+    weight_id: int
+    step: int
+
+
+class LinkDown(Message):
+    """From the trainer or a relay: a link of this epoch broke. The controller forms a new epoch."""
+
+    epoch: int
+    text: str
+
+
 class RelayHas(Message):
     """A relay holds these weights, complete and with equal sums."""
 
@@ -295,7 +310,7 @@ class RelayHas(Message):
 AnyMessage = (
     Hello | Welcome | Ping | Pong | Failure | Goodbye | Stop | StopRequest | WeightsOpened | RequestWork | Grant | Generated | Scored | Lost
     | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | NewWeightId | WeightId | Published | Checkpointed
-    | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | RelayHas
+    | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | Receive | LinkDown | RelayHas
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.layout import claim, clean_leftovers, slots_root
 from laminar_hpc.weights.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, decode_manifest, encode_manifest, safetensors_header
 
 SIDE_FILES = (
@@ -38,10 +39,6 @@ class SlotHandle:
     step: int
     directory: Path
     manifest: Manifest
-
-
-def slots_root(shm_dir: str, run_id: str) -> Path:
-    return Path(shm_dir) / f"laminar-{run_id}"
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -96,8 +93,10 @@ class SlotWriter:
         self.count = slots
         self._maps: dict[int, tuple[mmap.mmap, np.ndarray]] = {}
         self._held: tuple[int, int] | None = None  # (slot, lock descriptor) of the slot being written
-        shutil.rmtree(self.root, ignore_errors=True)  # leftovers of a killed relay of this very run
+        clean_leftovers(shm_dir)
+        shutil.rmtree(self.root, ignore_errors=True)  # of an earlier relay of this very run
         self.root.mkdir(mode=0o700, parents=True)
+        claim(self.root)
 
     def _allocate(self, index: int, manifest: Manifest) -> np.ndarray:
         """The slot's data bytes, mapped; the file is made and all its pages are taken at the first use, so that memory cannot run out later."""

@@ -1,0 +1,161 @@
+"""What torchrun starts: rank -> role -> run.
+
+    torchrun --nproc-per-node=4 -m laminar_hpc experiment=demo            one world with all roles
+    torchrun --nproc-per-node=1 -m laminar_hpc role=relay run_dir=...     a torchrun per role
+
+A rank prints only what a user should read; all else goes to run_dir/logs/<role><index>.log once the run directory is there.
+"""
+
+import dataclasses
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from laminar_hpc.cluster.channel import Channel, StopReceived
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.processes import die_with_parent, machine_name
+from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
+from laminar_hpc.config.check import check, derive
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.load import load_config
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.messages import Failure, Hello
+from laminar_hpc.observability import console
+
+LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
+_RUN_FAILED = "the run has failed"
+
+
+def place(config: RunConfig) -> tuple[RoleOfRank, int]:
+    """This rank's role, and how many relays the run has at least."""
+    rank, world, per_node = (
+        int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    if config.role != "all":
+        return RoleOfRank(config.role, config.first_index + rank), 1
+    derived = derive(config)
+    roles = assign_roles(derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node)
+    return roles[rank], sum(role.role == "relay" for role in roles)
+
+
+def watch_signals() -> None:
+    """TERM and INT: the controller ends the run in order; if that takes too long this process ends by itself.
+
+    A thread reads the interpreter's wake-up pipe, because a Python handler would not run while the main thread waits in a collective.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+    def leave() -> None:
+        os.read(read_end, 1)
+        time.sleep(LEAVE_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=leave, name="signals", daemon=True).start()
+
+
+def redirect_output(run_dir: Path, name: str) -> None:
+    """Everything this process and its children print goes to its log."""
+    path = run_dir / "logs" / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(log, stream.fileno())
+    os.close(log)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+
+
+class Voice:
+    """The user's terminal: the standard output and error that this process was started with."""
+
+    def __init__(self) -> None:
+        self._out, self._error = os.fdopen(os.dup(1), "w", buffering=1), os.fdopen(os.dup(2), "w", buffering=1)
+
+    def say(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+    def complain(self, text: str) -> None:
+        print(f"laminar: error: {text}", file=self._error, flush=True)
+
+
+def run_worker(config: RunConfig, mine: RoleOfRank) -> None:
+    """Joins the run, then runs the role. A failure is told to the controller before it is raised."""
+    watch_signals()
+    run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
+    hello = Hello(mine.role, mine.index, uuid.uuid4().hex[:8], os.getpid(), machine)
+    channel = Channel(run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds)
+    redirect_output(run_dir, f"{mine.role}{mine.index}")
+    goodbye = False
+    try:
+        trace_class = importlib.import_module("laminar_hpc.observability.trace").Trace
+        module = importlib.import_module(
+            {"trainer": "laminar_hpc.trainer.loop", "relay": "laminar_hpc.relay.run", "rollout": "laminar_hpc.rollout.worker"}[mine.role]
+        )
+        trace = trace_class(run_dir, mine.role, mine.index)
+        module.run(RoleContext(config, mine.role, mine.index, machine, run_dir, channel, channel.welcome, trace))
+        goodbye = True
+    except StopReceived:
+        goodbye = True
+        raise
+    except BaseException as error:
+        channel.send(Failure(f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        channel.close(goodbye)
+
+
+def run_controller(config: RunConfig, relays: int, say: Callable[[str], None]) -> None:
+    from laminar_hpc.controller.run import run
+
+    run(config, relays, machine_name(config.relay.shm_dir), say, lambda: redirect_output(Path(config.run_dir), "controller0"))
+
+
+def main(overrides: list[str]) -> int:
+    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began."""
+    die_with_parent()
+    voice, mine = Voice(), None
+    started = time.monotonic()
+    try:
+        config = load_config(overrides)
+        mine, relays = place(config)
+        if config.dry_run:
+            if mine.role == "controller":
+                for text in console.derived_block(dataclasses.asdict(check(config))):
+                    voice.say(text)
+            return 0
+        if mine.role == "controller":
+            run_controller(config, relays, voice.say)
+        else:
+            run_worker(config, mine)
+    except StopReceived as stop:
+        return 1 if stop.reason == _RUN_FAILED else 0
+    except LaminarError as error:
+        if str(error) != "a worker has failed" and (mine is not None or int(os.environ.get("RANK", "0")) == 0):
+            voice.complain(f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error))
+        return 1 if mine is not None and time.monotonic() - started > 1 else 2
+    except Exception as error:
+        logging.getLogger(__name__).exception("failed")
+        who = f"{mine.role} {mine.index}" if mine else "start-up"
+        voice.complain(
+            f"{who}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (the traceback is in the run directory's logs/)"
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of libraries must not keep a finished rank alive

@@ -1,0 +1,75 @@
+"""`laminar`: the command line. Thin: each command checks its words and calls the part that does the work.
+
+laminar train [key=value ...]     check, then run the job on this machine (a torchrun of all roles) and watch over it
+laminar stop RUN_DIR              let a running job finish its step, checkpoint and exit 0
+laminar report RUN_DIR            write summary.json and report.html again
+laminar doctor                    what this machine can run
+"""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from laminar_hpc.cluster.launch import run_torchrun
+from laminar_hpc.cluster.stop import request_stop
+from laminar_hpc.config.check import check, check_machine
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.load import load_config
+from laminar_hpc.observability import console
+
+
+def train(arguments: list[str]) -> int:
+    config = load_config(arguments)
+    derived = check(config)
+    if config.dry_run:
+        for text in console.derived_block({**dataclasses.asdict(derived), "pipeline": config.pipeline.name}):
+            print(text)
+        return 0
+    check_machine(config, derived)
+    if config.role != "all":
+        raise LaminarError(
+            "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the scripts in launch/ do"
+        )
+    return run_torchrun(config, arguments, derived.world_size)
+
+
+def stop(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        raise LaminarError("usage: laminar stop RUN_DIR")
+    request_stop(Path(arguments[0]), "laminar stop")
+    print(f"asked the job in {arguments[0]} to finish its step, checkpoint and leave")
+    return 0
+
+
+def elsewhere(module: str) -> Callable[[list[str]], int]:
+    return lambda arguments: importlib.import_module(module).main(arguments)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "stop": stop,
+    "report": elsewhere("laminar_hpc.observability.report"),
+    "doctor": elsewhere("laminar_hpc.doctor"),
+}
+
+
+def main() -> None:
+    """Exit codes: 0 = done or stopped in order, 1 = the job failed, 2 = refused before it began."""
+    words = sys.argv[1:]
+    if not words or words[0] not in COMMANDS:
+        asked = words and words[0] in ("-h", "--help", "help")
+        print(__doc__, file=sys.stdout if asked else sys.stderr)
+        sys.exit(0 if asked else 2)
+    try:
+        sys.exit(COMMANDS[words[0]](words[1:]))
+    except LaminarError as error:
+        print(f"laminar: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

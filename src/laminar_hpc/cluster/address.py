@@ -1,0 +1,65 @@
+"""Where the controller is and the keys to talk to it: `run_dir/controller.json`, mode 0600, new at every launch.
+
+The keys are CURVE pairs (ZeroMQ's authenticated encryption): whoever can read the run directory may talk to the run, nobody else.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from laminar_hpc.config.errors import LaminarError
+
+ADDRESS_FILE = "controller.json"
+
+
+class ControllerAddress(msgspec.Struct):
+    run_id: str
+    host: str
+    port: int
+    machine: str  # with pid: lets the workers beside it see its death at once
+    pid: int
+    server_public: str
+    client_public: str
+    client_secret: str
+
+
+def new_address(run_id: str, host: str, machine: str) -> tuple[ControllerAddress, str]:
+    """A fresh address (port still 0) and the controller's own secret key."""
+    server_public, server_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    address = ControllerAddress(
+        run_id, host, 0, machine, os.getpid(), server_public.decode(), client_public.decode(), client_secret.decode()
+    )
+    return address, server_secret.decode()
+
+
+def write_address(run_dir: Path, address: ControllerAddress) -> None:
+    temporary = run_dir / f".{ADDRESS_FILE}.{os.getpid()}"
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(address))
+    temporary.replace(run_dir / ADDRESS_FILE)
+
+
+def read_address(run_dir: Path) -> ControllerAddress | None:
+    """The address as it stands now, or None while there is none."""
+    try:
+        return msgspec.json.decode((run_dir / ADDRESS_FILE).read_bytes(), type=ControllerAddress)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise LaminarError(f"{run_dir / ADDRESS_FILE} is not a controller's address ({error}); delete it and start again") from None
+
+
+def wait_for_address(run_dir: Path, seconds: float) -> ControllerAddress:
+    """The address once the controller has written it; bounded."""
+    deadline = time.monotonic() + seconds
+    while (address := read_address(run_dir)) is None:
+        if time.monotonic() > deadline:
+            raise LaminarError(
+                f"no controller after {seconds:.0f} s: {run_dir / ADDRESS_FILE} has not appeared; is the controller rank running?"
+            )
+        time.sleep(0.05)
+    return address

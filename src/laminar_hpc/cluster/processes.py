@@ -1,0 +1,33 @@
+"""Processes and machines: naming them for good, telling whether they live, and dying with one's parent."""
+
+import ctypes
+import os
+import signal
+import socket
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def process_started(pid: int) -> str:
+    """Start time of a process in clock ticks since boot: with the pid it names one process for good. Empty if it does not run (a zombie does not)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def process_is_alive(pid: int) -> bool:
+    return process_started(pid) != ""
+
+
+def machine_name(shm_dir: str) -> str:
+    """Names what shares memory with this process: the host, and which of its (containers') shared-memory folders it sees."""
+    device = os.stat(shm_dir).st_dev if os.path.isdir(shm_dir) else 0
+    return f"{socket.gethostname()}/{device}"
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """The kernel sends this signal to the calling process when its parent ends, so that nothing is left behind."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)

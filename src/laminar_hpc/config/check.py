@@ -1,0 +1,243 @@
+"""What a configuration means (derived quantities) and whether it can work; both before anything starts. Imports no torch.
+
+`derive` reads the model's config.json and counts bytes; `check` refuses what is wrong with one line that says how to mend it.
+"""
+
+import json
+import math
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import RunConfig
+
+_SERVING_BYTES = {"float32": 4, "bfloat16": 2}
+_NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+_FAMILIES = {"Qwen2ForCausalLM"}
+_NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "beegfs", "gpfs", "cifs", "ceph", "fuse.sshfs", "9p", "smb3"}
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Quantities that follow from a configuration; printed before a run starts."""
+
+    trainer_ranks: int
+    rollout_ranks: int
+    relay_ranks_per_machine: int
+    world_size: int  # on one machine
+    trajectories_per_step: int
+    trajectories_per_update: int
+    local_batch_groups: int
+    parameters: int
+    publish_bytes: int
+    slot_bytes: int  # all slots of a machine
+    max_staleness: int | None
+
+
+def model_config(path: str) -> dict:
+    """The model's config.json. Raises LaminarError when there is no Hugging Face directory."""
+    file = Path(path) / "config.json"
+    if not path or not file.exists():
+        raise LaminarError(
+            f"model.path={path or '(empty)'}: no config.json there; name a Hugging Face model directory, e.g. model.path=/models/Qwen2.5-0.5B"
+        )
+    try:
+        return json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise LaminarError(f"{file} is not JSON ({error}); download the model again") from None
+
+
+def count_parameters(model: dict) -> int:
+    """Parameters of a Qwen2-like model, from its config.json."""
+    hidden, layers, vocab = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
+    head = model.get("head_dim") or hidden // model["num_attention_heads"]
+    q, kv = model["num_attention_heads"] * head, model.get("num_key_value_heads", model["num_attention_heads"]) * head
+    attention = hidden * (q + 2 * kv) + (q + 2 * kv) + q * hidden
+    layer = attention + 3 * hidden * model["intermediate_size"] + 2 * hidden
+    return vocab * hidden * (1 if model.get("tie_word_embeddings") else 2) + layers * layer + hidden
+
+
+def derive(config: RunConfig) -> Derived:
+    model = model_config(config.model.path)
+    replay = config.source.startswith("replay:")
+    trainers = config.trainer.tensor_parallel * config.trainer.pipeline_parallel * config.trainer.data_parallel
+    rollouts = 0 if replay else config.rollout.replicas
+    trajectories = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
+    parameters = count_parameters(model)
+    publish = parameters * _SERVING_BYTES.get(config.model.dtype, 4)
+    groups = config.pipeline.local_batch_groups or math.ceil(config.algorithm.prompts_per_step / max(1, rollouts))
+    return Derived(
+        trainer_ranks=trainers,
+        rollout_ranks=rollouts,
+        relay_ranks_per_machine=0 if replay else 1,
+        world_size=trainers + 1 + (rollouts + 1 if rollouts else 0),
+        trajectories_per_step=trajectories,
+        trajectories_per_update=trajectories // config.algorithm.minibatches_per_step,
+        local_batch_groups=groups,
+        parameters=parameters,
+        publish_bytes=publish,
+        slot_bytes=0 if replay else publish * config.relay.slots,
+        max_staleness=config.pipeline.max_staleness,
+    )
+
+
+def _refuse(condition: bool, text: str) -> None:
+    if condition:
+        raise LaminarError(text)
+
+
+def check(config: RunConfig) -> Derived:
+    """Raises LaminarError for the first thing that cannot work; else returns the derived quantities."""
+    model = model_config(config.model.path)
+    architecture = (model.get("architectures") or ["unknown"])[0]
+    _refuse(
+        architecture not in _FAMILIES,
+        f"{config.model.path}/config.json: architecture {architecture} is not supported; supported: {', '.join(sorted(_FAMILIES))}",
+    )
+    _refuse(config.model.dtype not in _SERVING_BYTES, f"model.dtype={config.model.dtype}: use float32 or bfloat16")
+    _check_parallelism(config)
+    _check_choices(config)
+    _check_numbers(config, model)
+    if not config.source.startswith("replay:"):
+        _check_rollout_inputs(config)
+    derived = derive(config)
+    _check_batch(config, derived)
+    return derived
+
+
+def _check_parallelism(config: RunConfig) -> None:
+    for key in ("tensor_parallel", "pipeline_parallel"):
+        value = getattr(config.trainer, key)
+        _refuse(value != 1, f"trainer.{key}={value} is not supported; use 1 and scale with trainer.data_parallel")
+    _refuse(config.trainer.data_parallel < 1, f"trainer.data_parallel={config.trainer.data_parallel}: must be at least 1")
+    _refuse(
+        config.rollout.tensor_parallel != 1,
+        f"rollout.tensor_parallel={config.rollout.tensor_parallel} is not supported; use 1 and scale with rollout.replicas",
+    )
+    _refuse(config.rollout.replicas < 1, f"rollout.replicas={config.rollout.replicas}: must be at least 1")
+
+
+def _check_choices(config: RunConfig) -> None:
+    choices = {
+        "role": (config.role, ("all", "trainer", "relay", "rollout", "controller")),
+        "resume": (config.resume, ("auto", "never")),
+        "pipeline.refresh": (config.pipeline.refresh, ("drained", "barrier")),
+    }
+    for key, (value, allowed) in choices.items():
+        _refuse(value not in allowed, f"{key}={value}: use one of {', '.join(allowed)}")
+    replay = config.source.startswith("replay:")
+    _refuse(config.source != "rollout" and not replay, f"source={config.source}: use rollout or replay:RUN_DIR")
+    _refuse(
+        replay and not (Path(config.source.removeprefix("replay:")) / "store.sqlite").exists(),
+        f"source={config.source}: no store.sqlite in that run directory",
+    )
+
+
+def _check_numbers(config: RunConfig, model: dict) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(config.sampling, name)
+        _refuse(
+            value != neutral,
+            f"sampling.{name}={value} is refused for training: the engine's log-probs would not be those of the sampled distribution; leave it at {neutral}",
+        )
+    _refuse(
+        config.sampling.temperature <= 0, f"sampling.temperature={config.sampling.temperature}: training samples need a temperature above 0"
+    )
+    _refuse(
+        config.sampling.max_response_tokens < 1, f"sampling.max_response_tokens={config.sampling.max_response_tokens}: must be at least 1"
+    )
+    positions = model.get("max_position_embeddings", 1 << 62)
+    _refuse(
+        config.sampling.max_response_tokens >= positions,
+        f"sampling.max_response_tokens={config.sampling.max_response_tokens} does not leave room for a prompt in the model's {positions} positions; lower it",
+    )
+    _refuse(config.steps < 1, f"steps={config.steps}: must be at least 1")
+    _refuse(config.relay.slots < 2, f"relay.slots={config.relay.slots}: at least 2, one to read and one to write")
+    bound = config.pipeline.max_staleness
+    _refuse(bound is not None and bound < 0, f"pipeline.max_staleness={bound}: must be 0 or more, or null for no bound")
+    _refuse(
+        config.pipeline.refresh == "barrier" and bound != 0,
+        f"pipeline.refresh=barrier needs pipeline.max_staleness=0, not {bound}: replicas that wait for each other cannot run ahead",
+    )
+    _refuse(config.rollout.max_concurrent < 1, f"rollout.max_concurrent={config.rollout.max_concurrent}: must be at least 1")
+    _refuse(config.reward.slots < 1 or config.reward.workers < 1, "reward.slots and reward.workers must be at least 1")
+    _refuse(config.checkpoint.every < 1 or config.checkpoint.keep < 1, "checkpoint.every and checkpoint.keep must be at least 1")
+
+
+def _check_batch(config: RunConfig, derived: Derived) -> None:
+    algorithm, ranks = config.algorithm, config.trainer.data_parallel
+    _refuse(
+        algorithm.samples_per_prompt < 2,
+        f"algorithm.samples_per_prompt={algorithm.samples_per_prompt}: a group needs at least 2 samples to have an advantage",
+    )
+    _refuse(algorithm.minibatches_per_step < 1, f"algorithm.minibatches_per_step={algorithm.minibatches_per_step}: must be at least 1")
+    _refuse(
+        derived.trajectories_per_step % (algorithm.minibatches_per_step * ranks) != 0,
+        f"algorithm.prompts_per_step={algorithm.prompts_per_step} x algorithm.samples_per_prompt={algorithm.samples_per_prompt} = {derived.trajectories_per_step} trajectories do not divide into "
+        f"algorithm.minibatches_per_step={algorithm.minibatches_per_step} x trainer.data_parallel={ranks}; change one of them",
+    )
+    budget = config.trainer.tokens_per_microbatch
+    _refuse(
+        budget <= config.sampling.max_response_tokens,
+        f"trainer.tokens_per_microbatch={budget} cannot hold a prompt and sampling.max_response_tokens={config.sampling.max_response_tokens}; raise it",
+    )
+    _refuse(
+        config.rollout.kv_cache_tokens <= config.sampling.max_response_tokens,
+        f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} cannot hold one response of sampling.max_response_tokens={config.sampling.max_response_tokens}; raise it",
+    )
+
+
+def _check_rollout_inputs(config: RunConfig) -> None:
+    _refuse(
+        not Path(config.data.train).is_file(),
+        f"data.train={config.data.train or '(empty)'}: no such file; name a JSONL file with one prompt per line",
+    )
+    _refuse(
+        bool(config.evaluation.file) and not Path(config.evaluation.file).is_file(),
+        f"evaluation.file={config.evaluation.file}: no such file; name a JSONL file or leave it empty",
+    )
+    _refuse(
+        not config.reward.function,
+        "reward.function is empty: name a Python function by its dotted path, e.g. laminar_hpc.environments.arithmetic.reward",
+    )
+
+
+def check_machine(config: RunConfig, derived: Derived) -> None:
+    """What only the machine of the relay or controller can tell: room in shared memory, a free port, a proper disk for the store."""
+    shm = Path(config.relay.shm_dir)
+    if derived.slot_bytes:
+        _refuse(not shm.is_dir(), f"relay.shm_dir={shm}: no such folder; name one in memory (tmpfs)")
+        free = shutil.disk_usage(shm).free
+        _refuse(
+            free < derived.slot_bytes * 1.05,
+            f"{shm} has {free / 1e6:.0f} MB free, {config.relay.slots} weight slots need {derived.slot_bytes / 1e6:.0f} MB: give it more (containers: --shm-size) or set relay.shm_dir or relay.slots",
+        )
+    if config.cluster.port:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.cluster.host, config.cluster.port))
+            except OSError as error:
+                raise LaminarError(
+                    f"cluster.port={config.cluster.port} at {config.cluster.host} cannot be used ({os.strerror(error.errno or 0)}): choose another, or 0 for any free one"
+                ) from None
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds `path`, by /proc/mounts."""
+    path = path.resolve()
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    holding = [(point, kind) for point, kind in mounts if path == Path(point) or Path(point) in path.parents]
+    return max(holding, key=lambda m: len(m[0]))[1] if holding else "unknown"
+
+
+def check_store_directory(directory: Path) -> None:
+    """SQLite's write-ahead log needs shared memory between processes, which network file systems do not give."""
+    kind = file_system(directory)
+    _refuse(
+        kind in _NETWORK_FILE_SYSTEMS,
+        f"{directory} is on {kind}: the store must not be on a network file system; set store_dir to a local folder of the controller's machine",
+    )

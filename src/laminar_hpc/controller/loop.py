@@ -1,0 +1,361 @@
+"""The controller's loop: receive or tick, decide by the policies, one transaction, then send.
+
+    rollouts --Generated, Scored--> [book] --choose--> Batch --> trainer --StepDone--> version + 1
+    trainer --NewWeightId--> id; relays --RelayHas--> WeightsAvailable --> rollouts pull, RequestWork --> [admission] --> Grant
+
+    waits                  for                                   bounded by
+    trainer (TakeBatch)    groups that `admission.choose` takes  cluster.batch_timeout_seconds, reason once a second
+    replica (RequestWork)  quota of `admission.quota`            the next weights, which the trainer makes from what is there
+    end of a run           Goodbye of all                        cluster.stop_timeout_seconds
+
+One thread. Handlers only change state and fill the outbox; `turn` commits, then sends. Nothing is sent before its transaction commits.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from laminar_hpc import messages as m
+from laminar_hpc.cluster.hub import Hub
+from laminar_hpc.config.check import Derived
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.book import Book
+from laminar_hpc.controller.evaluations import Evaluations
+from laminar_hpc.controller.members import Member, Members
+from laminar_hpc.controller.store import Store
+from laminar_hpc.observability import console
+from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.policies import admission
+
+log = logging.getLogger(__name__)
+_TICK_SECONDS = 0.1
+_NOT_YET_SECONDS = 1.0
+_GAP_LIMIT = {"float32": 1e-3, "bfloat16": 5e-2}  # mean |engine - trainer| log-prob on the probe that is still rounding
+
+
+class Controller:
+    """All state of a run in memory. `say` prints a line for the user."""
+
+    def __init__(
+        self, config: RunConfig, derived: Derived, hub: Hub, store: Store, book: Book, evaluations: Evaluations | None,
+        metrics: MetricsWriter, members: Members, relays: int, restored_step: int, replay: Store | None, say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.config, self.derived, self.hub, self.store, self.book, self.evaluations = config, derived, hub, store, book, evaluations
+        self.metrics, self.members, self.relays, self.say, self.replay = metrics, members, relays, say, replay
+        self.restored_step = restored_step
+        self.trainer_step = max(0, restored_step)
+        self.next_weight_id = store.next_ids()[0]
+        self.newest_weights = (-1, -1)  # (id, step) that some relay holds
+        self.open_weights: dict[int, int] = {}  # replica -> the id that it serves
+        self.waiting: dict[int, m.RequestWork] = {}
+        self.weight_steps: dict[int, int] = {}
+        self.machine_weights: dict[str, tuple[int, int]] = {}
+        self.take: m.TakeBatch | None = None
+        self.take_since = self.last_not_yet = self.last_step_time = 0.0
+        self.step_seconds: list[float] = []
+        self.probes: dict[int, dict[str, list[float]]] = {}
+        self.outbox: list[tuple[str, m.Message]] = []
+        self.batches = 0
+        self.stopping = ""
+        self.trainer_done = False
+        self.finished = False
+        self.ending = False  # all workers have been told to leave
+        self.started = time.time()
+        self.separate = config.role != "all"
+
+    # ---- one turn --------------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        for identity, message in self.hub.poll(_TICK_SECONDS):
+            self.handle(identity, message)
+        self.tick()
+        self.store.commit()
+        for identity, message in self.outbox:
+            self.hub.send(identity, message)
+        self.outbox.clear()
+
+    def send(self, member: Member | None, message: m.Message) -> None:
+        if member is not None:
+            self.outbox.append((member.identity, message))
+
+    def handle(self, identity: str, message: m.AnyMessage) -> None:
+        if isinstance(message, m.Hello):
+            return self.on_hello(identity, message)
+        if isinstance(message, m.StopRequest):
+            return self.request_stop(message.reason)
+        member = self.members.of(identity)
+        if member is None:
+            log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
+            return None
+        member.heard = time.monotonic()
+        if isinstance(message, m.Ping):
+            self.send(member, m.Pong())
+        else:
+            getattr(self, f"on_{type(message).__name__}")(member, message)
+        return None
+
+    def tick(self) -> None:
+        for member in self.members.dead():
+            self.on_death(
+                member, "has died" if member.hello.machine == self.members.machine else "has been silent for too long or has died"
+            )
+        epoch = self.members.propose_epoch(self.relays)
+        if epoch is not None:
+            self.send(self.members.at("trainer"), m.EpochProposed(epoch, self.members.chain))
+        if not self.ending:
+            self.answer_trainer()
+            self.dispatch()
+
+    # ---- membership ------------------------------------------------------------------------------------------------------------
+
+    def on_hello(self, identity: str, hello: m.Hello) -> None:
+        earlier = self.members.join(identity, hello)
+        if earlier and earlier.identity != identity:
+            self.forget(earlier)
+        log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
+        self.outbox.append((identity, m.Welcome(self.hub.address.run_id, self.restored_step, self.trainer_step, self.newest_weights[0])))
+        if hello.role == "rollout" and hello.machine in self.machine_weights:
+            self.outbox.append((identity, m.WeightsAvailable(*self.machine_weights[hello.machine])))
+
+    def on_Goodbye(self, member: Member, _: m.Goodbye) -> None:
+        self.members.leave(member)
+        self.forget(member)
+
+    def on_Failure(self, member: Member, failure: m.Failure) -> None:
+        self.members.leave(member)
+        if member.hello.role == "rollout" and self.separate:
+            self.say(f"{member.name} failed: {failure.text}")
+            self.forget(member)
+        elif not self.ending:
+            raise LaminarError("a worker has failed")  # it has said itself why
+
+    def on_death(self, member: Member, how: str) -> None:
+        self.members.leave(member)
+        self.forget(member)
+        if self.ending or (self.trainer_done and member.hello.role == "trainer"):
+            return
+        text = f"{member.name} (pid {member.hello.pid} on {member.hello.machine}) {how}; see logs/{member.hello.role}{member.hello.index}.log in the run directory"
+        if not self.separate or member.hello.role == "trainer":
+            raise LaminarError(f"{text}, then go on with the same command and resume=auto")
+        self.say(f"{text}; the others go on")
+
+    def forget(self, member: Member) -> None:
+        """What a rollout had in hand goes to others."""
+        if member.hello.role != "rollout":
+            return
+        replica = member.hello.index
+        self.waiting.pop(replica, None)
+        self.open_weights.pop(replica, None)
+        lost = self.book.replica_gone(replica)
+        if self.evaluations:
+            self.evaluations.replica_gone(replica)
+        if lost:
+            self.metrics.write("regranted", replica=replica, trajectories=lost, reason="replica gone")
+
+    def on_StoreOpened(self, member: Member, opened: m.StoreOpened) -> None:
+        if opened.epoch != self.members.epoch:
+            return
+        for position, index in enumerate(self.members.chain, 1):
+            self.send(
+                self.members.at("relay", index), m.JoinEpoch(opened.epoch, opened.host, opened.port, position, len(self.members.chain))
+            )
+
+    def on_LinkDown(self, member: Member, down: m.LinkDown) -> None:
+        if down.epoch == self.members.epoch:
+            self.say(console.line("warning", f"{member.name}: {down.text}; linking again"))
+            self.members.link_down()
+
+    def request_stop(self, reason: str) -> None:
+        if not self.stopping:
+            self.stopping = reason
+            self.say(console.line("stopping", f"{reason}: finishing step {self.trainer_step + 1}, then a checkpoint"))
+            if not self.members.at("trainer") or self.trainer_done:
+                self.finished = True
+
+    # ---- weights ---------------------------------------------------------------------------------------------------------------
+
+    def on_NewWeightId(self, member: Member, request: m.NewWeightId) -> None:
+        weight_id, self.next_weight_id = self.next_weight_id, self.next_weight_id + 1
+        self.store.add_weights(weight_id, self.store.get("restore_epoch", 0), request.step, time.time())
+        self.weight_steps[weight_id] = request.step
+        self.send(member, m.WeightId(weight_id, request.step))
+        for index in self.members.chain:
+            self.send(self.members.at("relay", index), m.Receive(self.members.epoch, weight_id, request.step))
+
+    def on_Published(self, member: Member, p: m.Published) -> None:
+        self.metrics.write("publish", weight_id=p.weight_id, step=p.step, stall_seconds=p.stall_seconds, seconds=p.seconds, bytes=p.bytes)
+        self.compare_probe(p.weight_id, p.step, "trainer", p.probe_logprobs)
+
+    def on_RelayHas(self, member: Member, has: m.RelayHas) -> None:
+        self.metrics.write(
+            "relay", index=member.hello.index, weight_id=has.weight_id, step=has.weight_step, seconds=has.seconds, bytes=has.bytes
+        )
+        self.newest_weights = max(self.newest_weights, (has.weight_id, has.weight_step))
+        self.machine_weights[member.hello.machine] = (has.weight_id, has.weight_step)
+        for rollout in self.members.all("rollout"):
+            if rollout.hello.machine == member.hello.machine:
+                self.send(rollout, m.WeightsAvailable(has.weight_id, has.weight_step))
+
+    def on_WeightsOpened(self, member: Member, opened: m.WeightsOpened) -> None:
+        replica = member.hello.index
+        if replica not in self.open_weights:
+            self.say(console.setup_line(f"replica {replica} serves weight id {opened.weight_id}", time.time() - self.started))
+        self.open_weights[replica] = opened.weight_id
+        self.metrics.write(
+            "pull", replica=replica, weight_id=opened.weight_id, step=opened.weight_step, seconds=opened.seconds, parts=opened.parts
+        )
+        self.compare_probe(opened.weight_id, opened.weight_step, f"rollout{replica}", opened.probe_logprobs)
+
+    def compare_probe(self, weight_id: int, step: int, who: str, logprobs: list[float]) -> None:
+        """|engine - trainer| over the fixed probe, as soon as both sides have scored it with the same weights."""
+        known = self.probes.setdefault(weight_id, {})
+        known[who] = logprobs
+        trainer = known.get("trainer")
+        if trainer is None:
+            return
+        for rollout in [name for name in known if name != "trainer"]:
+            gaps = [abs(a - b) for a, b in zip(trainer, known.pop(rollout), strict=True)]
+            mean, worst = sum(gaps) / len(gaps), max(gaps)
+            self.metrics.write("logprob_gap", weight_id=weight_id, step=step, replica=rollout, mean=mean, max=worst)
+            if mean > _GAP_LIMIT[self.config.model.dtype]:
+                self.say(
+                    console.line(
+                        "warning",
+                        f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}: engine and trainer do not compute the same model",
+                    )
+                )
+        for old in [i for i in self.probes if i < weight_id - 100]:
+            del self.probes[old]
+
+    # ---- rollouts --------------------------------------------------------------------------------------------------------------
+
+    def on_RequestWork(self, member: Member, request: m.RequestWork) -> None:
+        self.waiting[member.hello.index] = request
+
+    def dispatch(self) -> None:
+        """Local batches for idle replicas: evaluations first, then what admission allows."""
+        if self.evaluations:
+            self.evaluations.reset_stranded(set(self.open_weights.values()))
+        for replica, request in list(self.waiting.items()):
+            member = self.members.at("rollout", replica)
+            step = self.weight_steps.get(request.weight_id)
+            if member is None or step is None or self.stopping:
+                continue
+            grant = self.evaluations.grant(replica, request.weight_id, step, self.batches, time.time()) if self.evaluations else None
+            grant = grant or self.training_grant(replica, request.weight_id, step)
+            if grant is not None:
+                self.batches += 1
+                del self.waiting[replica]
+                self.send(member, grant)
+
+    def training_grant(self, replica: int, weight_id: int, step: int) -> m.Grant | None:
+        if self.trainer_done or not self.barrier_passed(step):
+            return None
+        quota = admission.quota(
+            step, self.book.counted, self.config.algorithm.prompts_per_step, self.config.steps, self.config.pipeline.max_staleness
+        )
+        groups = self.book.draw(self.derived.local_batch_groups, quota, replica, weight_id, step, time.time())
+        sampling = self.config.sampling
+        return m.Grant(self.batches, weight_id, step, groups, sampling.temperature, sampling.max_response_tokens) if groups else None
+
+    def barrier_passed(self, step: int) -> bool:
+        """With refresh=barrier a batch starts when every replica serves the trainer's own version."""
+        if self.config.pipeline.refresh != "barrier":
+            return True
+        steps = [self.weight_steps.get(i) for i in self.open_weights.values()]
+        return step == self.trainer_step and len(steps) >= self.derived.rollout_ranks and all(s == step for s in steps)
+
+    def on_Generated(self, member: Member, generated: m.Generated) -> None:
+        if generated.evaluation and self.evaluations:
+            self.evaluations.generated(generated)
+        else:
+            self.book.generated(generated.trajectory, self.trainer_step)
+
+    def on_Scored(self, member: Member, scored: m.Scored) -> None:
+        if scored.error:
+            log.warning("reward of trajectory %d: %s", scored.trajectory_id, scored.error)
+        if scored.evaluation and self.evaluations:
+            evaluation = self.evaluations.scored(scored)
+            if evaluation is not None:
+                result = self.metrics.write("evaluation", **self.evaluations.result(evaluation, time.time()))
+                self.say(console.evaluation_line(result))
+                self.finished = self.finished or (self.trainer_done and not self.evaluations.queue)
+        else:
+            self.book.scored(scored.trajectory_id, scored.attempt, scored.reward, scored.parts, scored.error, scored.time)
+
+    def on_Lost(self, member: Member, lost: m.Lost) -> None:
+        log.warning("trajectory %d, attempt %d, was lost: %s", lost.trajectory_id, lost.attempt, lost.reason)
+        if lost.evaluation and self.evaluations:
+            self.evaluations.lost(lost)
+        else:
+            self.book.lost(lost.trajectory_id, lost.attempt)
+            self.metrics.write("lost", trajectory_id=lost.trajectory_id, attempt=lost.attempt, reason=lost.reason)
+
+    # ---- the trainer -----------------------------------------------------------------------------------------------------------
+
+    def on_TakeBatch(self, member: Member, take: m.TakeBatch) -> None:
+        if take.step != self.trainer_step:
+            raise LaminarError(f"the trainer asks for step {take.step}, the run is at step {self.trainer_step}; go on with resume=auto")
+        if self.last_step_time == 0.0:
+            self.last_step_time = time.time()
+            self.say(console.setup_line("the trainer is ready", time.time() - self.started))
+        self.take, self.take_since, self.last_not_yet = take, time.time(), time.time()
+
+    def answer_trainer(self) -> None:
+        """Gives the waiting trainer its batch, the word to leave, or once a second the reason why it waits."""
+        trainer = self.members.at("trainer")
+        if self.take is None or trainer is None:
+            return
+        step, size = self.take.step, self.config.algorithm.prompts_per_step
+        if self.stopping:
+            self.take = None
+            self.send(trainer, m.Leave(self.stopping))
+            return
+        if self.replay is not None:
+            trajectories = self.replay.trajectories(self.replay.consumed_groups(step))
+            if not trajectories:
+                raise LaminarError(f"{self.config.source} holds no batch of step {step}; set steps={step}")
+            choice = admission.Choice([-1])
+        else:
+            choice = admission.choose(step, self.book.views(), size, self.config.pipeline.max_staleness)
+            trajectories = self.book.consume(sorted(choice.group_ids), step) if choice.group_ids else []
+        if choice.group_ids:
+            self.take = None
+            self.send(trainer, m.Batch(step, trajectories, self.config.algorithm.samples_per_prompt))
+        elif time.time() - self.last_not_yet > _NOT_YET_SECONDS:
+            self.last_not_yet = time.time()
+            self.send(trainer, m.NotYet(step, choice.reason))
+
+    def on_StepDone(self, member: Member, done: m.StepDone) -> None:
+        now = time.time()
+        self.trainer_step = done.step + 1
+        fields = {**done.metrics, "step": self.trainer_step, "seconds": now - self.last_step_time}
+        self.last_step_time = now
+        self.step_seconds.append(fields["seconds"])
+        record = self.metrics.write("step", **fields)
+        left = console.eta(self.step_seconds, self.config.steps - self.trainer_step)
+        self.say(console.step_line(record, self.config.steps, left))
+        every = self.config.evaluation.every
+        if self.evaluations and every and self.trainer_step % every == 0 and self.trainer_step < self.config.steps:
+            self.evaluations.add("greedy", "step", self.trainer_step, 0.0, 1)
+        self.send(member, m.Leave(self.stopping) if self.stopping else m.Continue())
+
+    def on_Checkpointed(self, member: Member, saved: m.Checkpointed) -> None:
+        self.metrics.write("checkpoint", step=saved.step, path=saved.path, seconds=saved.seconds, state_hash=saved.state_hash)
+        log.info("checkpoint of step %d in %.1f s: %s", saved.step, saved.seconds, saved.path)
+
+    def on_TrainerDone(self, member: Member, done: m.TrainerDone) -> None:
+        self.trainer_done = True
+        if self.stopping or self.evaluations is None:
+            self.finished = True
+            return
+        for name, temperature in (("greedy", 0.0), ("sampled", self.config.sampling.temperature)):
+            self.evaluations.add(name, "after", self.config.steps, temperature, self.derived.rollout_ranks)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------------------
+
+    def tell_all_to_leave(self, reason: str) -> None:
+        self.ending = True
+        for member in self.members.by_place.values():
+            self.send(member, m.Stop(reason))

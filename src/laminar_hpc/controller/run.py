@@ -1,0 +1,173 @@
+"""The controller rank: owns the run from the first line to the last. Imports no torch.
+
+It makes the run directory ready, prints the derived quantities, lets the others in, runs the loop until the work is done or someone asks to
+stop, tells everybody to leave, and writes summary and report.
+"""
+
+import dataclasses
+import logging
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from laminar_hpc.cluster.hub import Hub
+from laminar_hpc.config.check import Derived, check, check_machine, model_config
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.load import dump_config
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.book import Book
+from laminar_hpc.controller.evaluations import Evaluations
+from laminar_hpc.controller.loop import Controller
+from laminar_hpc.controller.members import Members
+from laminar_hpc.controller.prompts import check_token_ids, load_prompts, load_tokenizer
+from laminar_hpc.controller.rundir import Start, prepare, store_directory
+from laminar_hpc.controller.store import Store
+from laminar_hpc.observability import console, report, summary
+from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.policies.sampling import prompt_index
+from laminar_hpc.weights.layout import slots_root
+
+log = logging.getLogger(__name__)
+
+
+def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, Start]:
+    """Checks everything that can be checked without the others, then takes the run directory."""
+    derived = check(config)
+    check_machine(config, derived)
+    for text in console.derived_block({**dataclasses.asdict(derived), "pipeline": config.pipeline.name}):
+        say(text)
+    start = prepare(config)
+    if start.moved_to:
+        say(console.line("set-up", f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)"))
+    if start.restored_step >= 0:
+        say(console.line("set-up", f"going on from the checkpoint of step {start.restored_step}"))
+    return derived, start
+
+
+def load_data(config: RunConfig) -> tuple[list, list]:
+    """(training prompts, held-out prompts), checked against tokenizer and model."""
+    if config.source.startswith("replay:"):
+        return [], []
+    tokenizer = load_tokenizer(config.model.path)
+    model = model_config(config.model.path)
+    room = (
+        min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30)) - config.sampling.max_response_tokens - 1
+    )
+    prompts = load_prompts(config.data.train, config.data.prompt_field, tokenizer, room)
+    held_out = (
+        load_prompts(config.evaluation.file, config.data.prompt_field, tokenizer, room, config.evaluation.problems)
+        if config.evaluation.file
+        else []
+    )
+    check_token_ids(prompts + held_out, model["vocab_size"], config.data.train)
+    return prompts, held_out
+
+
+def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: int, machine: str, say: Callable[[str], None]) -> Controller:
+    prompts, held_out = load_data(config)
+    store = Store(store_directory(config))
+    epoch = store.get("restore_epoch", -1) + 1
+    store.put("restore_epoch", epoch)
+    store.restore(max(0, start.restored_step))
+    order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
+    book = Book(store, prompts, config.algorithm.samples_per_prompt, order)
+    book.load()
+    replay = Store(Path(config.source.removeprefix("replay:"))) if config.source.startswith("replay:") else None
+    evaluations = Evaluations(held_out, config.sampling.max_response_tokens) if held_out else None
+    if evaluations and start.restored_step < 0:
+        evaluations.add("greedy", "before", 0, 0.0, derived.rollout_ranks)
+    metrics = MetricsWriter(Path(config.run_dir))
+    metrics.write(
+        "start", restored_step=start.restored_step, pipeline=config.pipeline.name, derived=dataclasses.asdict(derived), epoch=epoch
+    )
+    members = Members(machine, config.cluster.heartbeat_timeout_seconds)
+    return Controller(config, derived, hub, store, book, evaluations, metrics, members, relays, start.restored_step, replay, say)
+
+
+def run(config: RunConfig, relays: int, machine: str, say: Callable[[str], None], redirect_output: Callable[[], None]) -> None:
+    """The whole life of the controller. Raises LaminarError when the run fails; returns when it is done or was stopped."""
+    derived, start = start_up(config, say)
+    run_dir = Path(config.run_dir)
+    redirect_output()
+    if start.restored_step >= config.steps:
+        say(console.line("done", f"{run_dir} is complete at step {start.restored_step}; raise steps to go on, or choose another run_dir"))
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    run_id = f"{run_dir.resolve().name}-{secrets.token_hex(4)}"
+    hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
+    controller = None
+    try:
+        controller = build(config, derived, start, hub, relays, machine, say)
+        if start.restored_step >= config.steps:
+            controller.finished = True
+        received: list[str] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
+        loop(controller, received)
+        controller.metrics.write("end", reason=controller.stopping or "done", step=controller.trainer_step)
+    except BaseException as error:
+        if controller is not None:
+            controller.metrics.write("end", reason=f"failed: {error}", step=controller.trainer_step)
+        raise
+    finally:
+        close(controller, hub, run_dir)
+        shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)  # a relay that was killed could not
+    if start.restored_step < config.steps:
+        finish(run_dir, controller.stopping, say)
+
+
+def loop(controller: Controller, received: list[str]) -> None:
+    """Turns until the work is done, then until all have said goodbye. Bounded by the join and stop time limits."""
+    config = controller.config
+    wanted = {"trainer": controller.derived.trainer_ranks, "rollout": controller.derived.rollout_ranks}
+    joined, joining_until = False, time.monotonic() + config.cluster.join_timeout_seconds
+    stop_until = None
+    while not controller.finished:
+        controller.turn()
+        if received:
+            controller.request_stop(received[0])
+        if controller.stopping:
+            stop_until = stop_until or time.monotonic() + config.cluster.stop_timeout_seconds
+            if time.monotonic() > stop_until:
+                raise LaminarError(
+                    f"{controller.stopping}: the trainer did not finish step {controller.trainer_step + 1} and its checkpoint within {config.cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
+                )
+        missing = [
+            f"{number - len(controller.members.all(role))} {role}"
+            for role, number in wanted.items()
+            if len(controller.members.all(role)) < number
+        ]
+        joined = joined or not missing
+        if not joined and time.monotonic() > joining_until:
+            raise LaminarError(
+                f"after {config.cluster.join_timeout_seconds:.0f} s these ranks have not joined: {', '.join(missing)}; see the logs folder of the run directory"
+            )
+    controller.tell_all_to_leave(controller.stopping or "done")
+    patience = time.monotonic() + config.cluster.stop_timeout_seconds
+    while controller.members.by_place and time.monotonic() < patience:
+        controller.turn()
+    for member in controller.members.by_place.values():
+        log.error("%s did not leave within %.0f s", member.name, config.cluster.stop_timeout_seconds)
+
+
+def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:
+    """Tells whoever is left to leave, and lets go of files and sockets; also after a failure."""
+    if controller is not None:
+        controller.tell_all_to_leave("the run has failed" if not controller.finished else "done")
+        for identity, message in controller.outbox:
+            hub.send(identity, message)
+        controller.store.close()
+        controller.metrics.close()
+    hub.close()
+    (run_dir / "controller.json").unlink(missing_ok=True)
+
+
+def finish(run_dir: Path, stopped: str, say: Callable[[str], None]) -> None:
+    """Summary, report and the closing lines."""
+    figures = summary.write(run_dir)
+    page = report.write(run_dir)
+    for text in console.final_lines(figures, run_dir, page, stopped):
+        say(text)

@@ -1,0 +1,159 @@
+"""The experience buffer and the run's memory: one SQLite file, written by the controller only.
+
+WAL with synchronous=FULL: what is committed survives a power cut. The loop commits once per turn, before it sends anything. States of a
+trajectory: granted -> finished -> consumed(step), or given_up(reason). Nothing is deleted, so a run can be replayed.
+"""
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+from laminar_hpc.config.check import check_store_directory
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages import Trajectory, decode_trajectory, encode
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS weights(id INTEGER PRIMARY KEY, restore_epoch INTEGER, step INTEGER, published_at REAL);
+CREATE TABLE IF NOT EXISTS groups(
+  id INTEGER PRIMARY KEY, prompt_index INTEGER, state TEXT, weight_id INTEGER, weight_step INTEGER, number INTEGER,
+  granted_at REAL, finished_at REAL, finish_order INTEGER, consumed_step INTEGER, reason TEXT);
+CREATE TABLE IF NOT EXISTS trajectories(
+  id INTEGER PRIMARY KEY, group_id INTEGER, sample_index INTEGER, attempt INTEGER, state TEXT, replica INTEGER, weight_id INTEGER,
+  weight_step INTEGER, step_finished INTEGER, consumed_step INTEGER, response_length INTEGER, reward REAL, accuracy REAL,
+  finish_reason TEXT, reward_error TEXT, time_started REAL, time_finished REAL, time_scored REAL, payload BLOB);
+CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories(group_id);
+CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
+"""
+
+
+class Store:
+    """All SQL of the controller. Every method works inside the open transaction; `commit` ends it."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        check_store_directory(directory)
+        self.path = directory / "store.sqlite"
+        try:
+            self._db = sqlite3.connect(self.path, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
+            self._db.execute("BEGIN IMMEDIATE")
+        except sqlite3.DatabaseError as error:
+            raise LaminarError(f"{self.path} cannot be used as the store ({error}); move it away or choose another run_dir") from None
+
+    def commit(self) -> None:
+        self._db.execute("COMMIT")
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def close(self) -> None:
+        self._db.execute("COMMIT")
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._db.close()
+
+    # ---- counters --------------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, default: int) -> int:
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return default if row is None else int(row[0])
+
+    def put(self, key: str, value: int) -> None:
+        self._db.execute("INSERT INTO meta VALUES(?, ?) ON CONFLICT(key) DO UPDATE SET value = excluded.value", (key, str(value)))
+
+    def next_ids(self) -> tuple[int, int, int]:
+        """The next free weight, group and trajectory ids; none is ever used twice."""
+        return tuple(
+            self._db.execute(f"SELECT COALESCE(MAX(id) + 1, 0) FROM {table}").fetchone()[0]
+            for table in ("weights", "groups", "trajectories")
+        )  # type: ignore[return-value]
+
+    # ---- weights ---------------------------------------------------------------------------------------------------------------
+
+    def add_weights(self, weight_id: int, restore_epoch: int, step: int, time: float) -> None:
+        self._db.execute("INSERT INTO weights VALUES(?, ?, ?, ?)", (weight_id, restore_epoch, step, time))
+
+    # ---- groups and trajectories -----------------------------------------------------------------------------------------------
+
+    def add_group(self, group_id: int, prompt_index: int, weight_id: int, weight_step: int, number: int, time: float) -> None:
+        self._db.execute(
+            "INSERT INTO groups VALUES(?, ?, 'granted', ?, ?, ?, ?, NULL, NULL, NULL, NULL)",
+            (group_id, prompt_index, weight_id, weight_step, number, time),
+        )
+
+    def add_trajectory(self, trajectory_id: int, group_id: int, sample_index: int, replica: int, weight_id: int, weight_step: int) -> None:
+        self._db.execute(
+            "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, replica, weight_id, weight_step) VALUES(?, ?, ?, 0, 'granted', ?, ?, ?)",
+            (trajectory_id, group_id, sample_index, replica, weight_id, weight_step),
+        )
+
+    def grant_again(self, trajectory_id: int, attempt: int, replica: int, weight_id: int, weight_step: int) -> None:
+        self._db.execute(
+            "UPDATE trajectories SET attempt = ?, replica = ?, weight_id = ?, weight_step = ?, state = 'granted' WHERE id = ?",
+            (attempt, replica, weight_id, weight_step, trajectory_id),
+        )
+
+    def set_group_weights(self, group_id: int, weight_step: int) -> None:
+        self._db.execute("UPDATE groups SET weight_step = ? WHERE id = ?", (weight_step, group_id))
+
+    def finish_trajectory(self, t: Trajectory, accuracy: float) -> None:
+        self._db.execute(
+            "UPDATE trajectories SET state = 'finished', attempt = ?, replica = ?, weight_id = ?, weight_step = ?, step_finished = ?, response_length = ?, reward = ?, accuracy = ?,"
+            " finish_reason = ?, reward_error = ?, time_started = ?, time_finished = ?, time_scored = ?, payload = ? WHERE id = ?",
+            (t.attempt, t.replica, t.weight_id, t.weight_step, t.step_finished, len(t.response_tokens), t.reward, accuracy, t.finish_reason, t.reward_error,
+             t.time_started, t.time_finished, t.time_scored, encode(t), t.trajectory_id),
+        )  # fmt: skip
+
+    def finish_group(self, group_id: int, weight_step: int, order: int, time: float) -> None:
+        self._db.execute(
+            "UPDATE groups SET state = 'finished', weight_step = ?, finish_order = ?, finished_at = ? WHERE id = ?",
+            (weight_step, order, time, group_id),
+        )
+
+    def consume(self, group_ids: Iterable[int], step: int) -> None:
+        for group_id in group_ids:
+            self._db.execute("UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group_id))
+            self._db.execute("UPDATE trajectories SET state = 'consumed', consumed_step = ? WHERE group_id = ?", (step, group_id))
+
+    def trajectories(self, group_ids: Iterable[int]) -> list[Trajectory]:
+        """The finished or consumed trajectories of these groups, group by group, in sample order."""
+        found = []
+        for group_id in group_ids:
+            rows = self._db.execute(
+                "SELECT payload FROM trajectories WHERE group_id = ? AND payload IS NOT NULL ORDER BY sample_index", (group_id,)
+            )
+            found += [decode_trajectory(blob) for (blob,) in rows]
+        return found
+
+    # ---- restore and replay ----------------------------------------------------------------------------------------------------
+
+    def restore(self, step: int) -> None:
+        """Back to the checkpoint of step `step`: what later steps trained on is finished again. A step's number is that of the version before it."""
+        self._db.execute(
+            "UPDATE trajectories SET state = 'finished', consumed_step = NULL WHERE state = 'consumed' AND consumed_step >= ?", (step,)
+        )
+        self._db.execute(
+            "UPDATE groups SET state = 'finished', consumed_step = NULL WHERE state = 'consumed' AND consumed_step >= ?", (step,)
+        )
+
+    def live_groups(self) -> list[tuple[int, int, str, int, int, int]]:
+        """(id, prompt_index, state, weight_step, number, finish_order) of all granted and finished groups."""
+        return self._db.execute(
+            "SELECT id, prompt_index, state, weight_step, number, COALESCE(finish_order, 0) FROM groups WHERE state IN ('granted', 'finished') ORDER BY id"
+        ).fetchall()
+
+    def samples_of(self, group_id: int) -> list[tuple[int, int, str, int]]:
+        """(id, attempt, state, weight_step) of a group's trajectories."""
+        return self._db.execute(
+            "SELECT id, attempt, state, weight_step FROM trajectories WHERE group_id = ? ORDER BY sample_index", (group_id,)
+        ).fetchall()
+
+    def counted_groups(self) -> int:
+        """Groups granted and not given up."""
+        return self._db.execute("SELECT COUNT(*) FROM groups WHERE state != 'given_up'").fetchone()[0]
+
+    def consumed_groups(self, step: int) -> list[int]:
+        """Groups that step `step` trained on, in the order of the batch: by id."""
+        return [
+            row[0] for row in self._db.execute("SELECT id FROM groups WHERE state = 'consumed' AND consumed_step = ? ORDER BY id", (step,))
+        ]

@@ -1,0 +1,225 @@
+"""Publishing: the trainer's live weights leave for the master relay while the trainer goes on.
+
+`publish` copies the canonical tensors into a staging buffer (the stall), and a thread of its own asks for a weight id, sends and reports. Two
+buffers: if a newer publication is ready while one is on its way, it takes the place of any that waits; skipping an id is legal. The thread
+also makes the link to the master relay for every epoch of the membership that the controller proposes.
+
+Used by `trainer.loop` (publish, fence, close); collective over the trainer world. Rank 0 holds all bytes at tensor parallel 1 and sends them.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from laminar_hpc import messages as m
+from laminar_hpc.cluster.channel import StopReceived
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.links import Link, LinkBroken, host_store, own_address
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.manifest import Manifest, encode_manifest, layout
+from laminar_hpc.weights.sums import tensor_sums
+
+log = logging.getLogger(__name__)
+_POLL_SECONDS = 0.2
+
+
+class Publishable(Protocol):
+    """What the publisher needs of the policy."""
+
+    def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]: ...
+    def canonical_tensors(self): ...
+    def probe_logprobs(self) -> list[float]: ...
+
+
+@dataclass
+class Staged:
+    """A complete copy of the weights of one step, ready to be sent."""
+
+    step: int
+    buffer: torch.Tensor  # uint8, on the sending device
+    probe: list[float]
+    stall_seconds: float
+
+
+class Publisher:
+    def __init__(self, context: RoleContext, model: Publishable) -> None:
+        self._context, self._model = context, model
+        self._config = context.config
+        self._lead = dist.get_rank() == 0
+        self.last_weight_id = -1
+        if not self._lead:
+            return
+        self._address = own_address(self._config.cluster.host)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self._plan = layout(model.canonical_metadata(), 0, 0)
+        self._free = [torch.empty(self._plan.data_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        self._waiting: Staged | None = None
+        self._sent: Staged | None = None  # the last one, kept for relays that come later
+        self._epoch = 0
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._sending = self._closing = False
+        self._link: Link | None = None
+        self._stores: list = []  # kept alive: a link's store must outlive its epoch's members
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    # ---- called by the trainer -------------------------------------------------------------------------------------------------
+
+    def publish(self, step: int) -> float:
+        """Stages the live weights as those of step `step`; returns the seconds that the trainer stood still. Raises LaminarError if sending failed."""
+        started = time.time()
+        probe = self._model.probe_logprobs()
+        if not self._lead:
+            return time.time() - started
+        buffer = self._take_buffer()
+        for entry, (_, tensor) in zip(self._plan.tensors, self._model.canonical_tensors(), strict=True):
+            target = buffer[entry.offset : entry.offset + entry.nbytes]
+            target.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+        if buffer.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        stall = time.time() - started
+        self._context.trace.record("publish", started, started + stall, step=step)
+        with self._changed:
+            if self._waiting is not None:
+                self._free.append(self._waiting.buffer)
+            self._waiting = Staged(step, buffer, probe, stall)
+            self._changed.notify_all()
+        return stall
+
+    def _take_buffer(self) -> torch.Tensor:
+        """A free buffer: with two of them there is always one that is not being sent."""
+        with self._changed:
+            self._raise()
+            if self._free:
+                return self._free.pop()
+            if self._sent is not None:
+                buffer, self._sent = self._sent.buffer, None
+                return buffer
+            assert self._waiting is not None
+            buffer, self._waiting = self._waiting.buffer, None
+            return buffer
+
+    def fence(self) -> None:
+        """Before the optimizer writes: nothing reads the live parameters any more, because they were staged. Raises if sending has failed."""
+        if self._lead:
+            with self._changed:
+                self._raise()
+
+    def close(self) -> None:
+        """Waits until everything staged is with the master relay."""
+        if not self._lead:
+            return
+        seconds = 2 * self._config.relay.publish_timeout_seconds
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while (self._waiting or self._sending) and not self._error:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise LaminarError(f"the last weights were not with the master relay after {seconds:.0f} s")
+            self._closing = True
+            self._changed.notify_all()
+            self._raise()
+        self._thread.join(5)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # ---- the publisher's thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._follow_membership()
+                staged = self._next()
+                if staged is not None:
+                    self._try_to_send(staged)
+        except StopReceived:
+            return
+        except Exception as error:
+            log.exception("publishing failed")
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _follow_membership(self) -> None:
+        """Links to the master relay of the newest epoch; the leader's store listens on the run's address only."""
+        proposed = self._context.channel.wait(m.EpochProposed, timeout=0)
+        if proposed is None:
+            return
+        assert isinstance(proposed, m.EpochProposed)
+        seconds = self._config.relay.publish_timeout_seconds
+        store, port = host_store(self._address, seconds)
+        self._stores = [*self._stores[-1:], store]
+        self._context.channel.send(m.StoreOpened(proposed.epoch, self._address, port))
+        self._epoch, self._link = proposed.epoch, None
+        try:
+            self._link = Link(store, proposed.epoch, 0, True, f"relay {proposed.relays[0]}", self._address, self._device, seconds)
+        except LinkBroken as error:
+            self._context.channel.send(m.LinkDown(proposed.epoch, str(error)))
+            return
+        log.info("epoch %d: linked to relay %d", proposed.epoch, proposed.relays[0])
+        with self._changed:
+            if self._waiting is None and self._sent is not None:  # relays that are new in this epoch have no weights yet
+                self._waiting, self._sent = self._sent, None
+
+    def _next(self) -> Staged | None:
+        with self._changed:
+            if self._waiting is None or self._link is None:
+                self._changed.wait(_POLL_SECONDS)
+                return None
+            staged, self._waiting, self._sending = self._waiting, None, True
+            return staged
+
+    def _try_to_send(self, staged: Staged) -> None:
+        """Sends; if the link breaks, these weights wait for the next epoch unless newer ones are there by then."""
+        sent = True
+        try:
+            self._send(staged)
+        except LinkBroken as error:
+            sent, self._link = False, None
+            self._context.channel.send(m.LinkDown(self._epoch, str(error)))
+        with self._changed:
+            self._sending = False
+            if self._sent is not None:
+                self._free.append(self._sent.buffer)
+                self._sent = None
+            if sent:
+                self._sent = staged
+            elif self._waiting is None:
+                self._waiting = staged
+            else:
+                self._free.append(staged.buffer)
+            self._changed.notify_all()
+
+    def _send(self, staged: Staged) -> None:
+        assert self._link is not None
+        channel, started = self._context.channel, time.time()
+        answer = channel.request(
+            m.NewWeightId(staged.step), m.WeightId, timeout=self._config.relay.publish_timeout_seconds, what="a weight id"
+        )
+        assert isinstance(answer, m.WeightId)
+        manifest = self._manifest(staged, answer.weight_id)
+        self._link.send_bytes(encode_manifest(manifest))
+        chunk = self._config.relay.chunk_megabytes << 20
+        for first in range(0, manifest.data_bytes, chunk):
+            self._link.send(staged.buffer[first : first + chunk])
+        now = time.time()
+        self._context.trace.record("send", started, now, step=staged.step, weight_id=answer.weight_id)
+        channel.send(
+            m.Published(answer.weight_id, staged.step, staged.stall_seconds, now - started, manifest.data_bytes, staged.probe, now)
+        )
+        self.last_weight_id = answer.weight_id
+
+    def _manifest(self, staged: Staged, weight_id: int) -> Manifest:
+        """The layout with this id and the sums of the staged bytes."""
+        host = staged.buffer.cpu()
+        manifest = layout(self._model.canonical_metadata(), weight_id, staged.step)
+        for entry in manifest.tensors:
+            entry.sum_words, entry.sum_indexed = tensor_sums(host[entry.offset : entry.offset + entry.nbytes])
+        return manifest
