@@ -1,0 +1,136 @@
+"""The engine as a process: starts SGLang's server as a child, notices its death, ends it with all that it started.
+
+Used by `sglang_server.SglangServer` only. The child runs in a session of its own, so that one signal reaches all of its processes, and dies
+with its parent (sglang_plugin/serve.py asks the kernel for that); its temporary files, the port's socket among them, lie in a folder
+that only this user can enter and that `stop` removes.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.rollout.sglang_plugin import protocol, serve
+
+MODEL_PACKAGE = "laminar_hpc.rollout.sglang_plugin.models"
+# What torchrun and Slurm tell their workers must not reach the engine's own torch.distributed.
+FOREIGN_VARIABLES = re.compile(r"^(TORCHELASTIC_|GROUP_|ROLE_|LOCAL_(RANK|WORLD_SIZE)$|RANK$|WORLD_SIZE$|MASTER_|TORCH_NCCL_|SLURM_)")
+_ERROR_LINE = re.compile(r"^(\w+\.)*\w*(Error|Exception|Killed)\b.*|.*\b(ERROR|error:|Fatal|SIGKILL)\b.*|SGLang does not find .*")
+
+
+class EngineDied(LaminarError):
+    """The engine's process has ended."""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def last_words(log: Path, limit: int = 300) -> str:
+    """The last line of `log` that tells of an error, else its last line at all."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 200_000))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except FileNotFoundError:
+        return "it left no log"
+    errors = [line for line in lines if _ERROR_LINE.match(line)]
+    return (errors or lines or ["its log is empty"])[-1][:limit]
+
+
+class EngineProcess:
+    """One life of an engine. `dead` is set as soon as the server's process has ended for a reason other than `stop`."""
+
+    def __init__(self, name: str, log: Path, threads: int) -> None:
+        self.name = name
+        self.log = log
+        self.threads = threads
+        self.port = 0
+        self.key = ""
+        self.folder = Path()
+        self.dead = asyncio.Event()
+        self._child: subprocess.Popen | None = None
+        self._watch: asyncio.Task | None = None
+
+    @property
+    def socket_path(self) -> Path:
+        return self.folder / "port"
+
+    @property
+    def pid(self) -> int:
+        assert self._child is not None
+        return self._child.pid
+
+    def start(self, arguments: list[str]) -> None:
+        """Starts the server with SGLang's `arguments` on a free loopback port. The end of the calling thread ends the child."""
+        self.folder = Path(tempfile.mkdtemp(prefix="laminar-engine-"))
+        self.port, self.key = free_port(), secrets.token_urlsafe(24)
+        environment = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
+        environment |= {
+            "OMP_NUM_THREADS": str(self.threads),
+            "MKL_NUM_THREADS": str(self.threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "TMPDIR": str(self.folder),
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE,
+            "PYTHONUNBUFFERED": "1",
+            serve.KEY_VARIABLE: self.key,
+            serve.PARENT_VARIABLE: str(os.getpid()),
+            protocol.SOCKET_VARIABLE: str(self.socket_path),
+        }
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # SGLang logs its arguments, the key too
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", serve.__name__, "--host", "127.0.0.1", "--port", str(self.port), *arguments],
+                stdin=subprocess.DEVNULL, stdout=descriptor, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(descriptor)
+        self._watch = asyncio.create_task(self._until_death())
+
+    async def _until_death(self) -> None:
+        assert self._child is not None
+        descriptor = os.pidfd_open(self._child.pid)
+        ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(descriptor, ended.set)
+        try:
+            await ended.wait()
+            self.dead.set()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+    def death(self) -> EngineDied:
+        """What to raise when `dead` is set."""
+        assert self._child is not None
+        code = self._child.poll()
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return EngineDied(f"{self.name} died ({how}): {last_words(self.log)} (log: {self.log})")
+
+    async def stop(self) -> None:
+        """Ends the server and all its processes at once, and removes its temporary files; at most some seconds."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            try:
+                await asyncio.to_thread(self._child.wait, 10)
+            except subprocess.TimeoutExpired:
+                raise LaminarError(f"{self.name} (pid {self._child.pid}) did not end within 10 s of SIGKILL") from None
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,143 @@
+"""How a drained replica gets newer weights: check the slot, load it, compare sums of the live parameters, score the probe.
+
+Used by worker.py. Whatever goes wrong between the look at a slot and the last comparison, the engine is killed and started from the slot,
+then verified again; weights are announced only when the live parameters have the manifest's sums (ARCHITECTURE 4, promise 4).
+"""
+
+import asyncio
+import logging
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.observability.trace import Trace
+from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
+from laminar_hpc.rollout.sglang_server import SglangServer
+from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, safetensors_header
+from laminar_hpc.weights.slots import SlotGone, SlotHandle, SlotReader
+
+logger = logging.getLogger(__name__)
+TRIES = 2  # fresh engines in a row before the weights themselves are held to be wrong
+LEASE_SECONDS = 30.0  # longest time in which every slot looked at is being rewritten
+
+
+class WeightsRefused(LaminarError):
+    """A slot, or what the engine made of it, is not what the manifest says."""
+
+
+@dataclass
+class Pulled:
+    """Weights that are loaded and verified; `parts` are seconds."""
+
+    weight_id: int
+    weight_step: int
+    seconds: float
+    parts: dict[str, float]
+    probe_logprobs: list[float]
+
+
+@dataclass
+class _Clock:
+    parts: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=time.monotonic)
+
+    def lap(self, part: str) -> None:
+        now = time.monotonic()
+        self.parts[part] = self.parts.get(part, 0.0) + now - self.last
+        self.last = now
+
+
+def check_layout(engine: list[TensorLayout], manifest: Manifest) -> None:
+    """Raises WeightsRefused unless manifest and engine agree on names, shapes and dtypes."""
+    have = {tensor.name: (list(tensor.shape), tensor.dtype) for tensor in engine}
+    want = {tensor.name: (list(tensor.shape), tensor.dtype) for tensor in manifest.tensors}
+    for name in sorted(have.keys() | want.keys()):
+        if have.get(name) != want.get(name):
+            in_slot, in_engine = want.get(name, "missing"), have.get(name, "missing")
+            raise WeightsRefused(f"weight id {manifest.weight_id}: tensor {name} is {in_slot} in the slot and {in_engine} in the engine")
+
+
+def check_file(handle: SlotHandle) -> None:
+    """Raises WeightsRefused unless the file is laid out as its manifest says: SGLang takes what it finds, and a wrong shape ends it."""
+    path, expected = handle.directory / WEIGHTS_FILE, safetensors_header(handle.manifest)
+    with open(path, "rb") as file:
+        header = file.read(8)
+        header += file.read(min(struct.unpack("<Q", header)[0], len(expected))) if len(header) == 8 else b""
+    if header != expected or path.stat().st_size != len(expected) + handle.manifest.data_bytes:
+        raise WeightsRefused(f"weight id {handle.weight_id}: {path} is not laid out as its manifest says")
+
+
+def check_sums(live: dict[str, tuple[int, int]], manifest: Manifest) -> None:
+    """Raises WeightsRefused unless every live tensor has the manifest's sums."""
+    wrong = [t.name for t in manifest.tensors if tuple(live.get(t.name, ())) != (t.sum_words, t.sum_indexed)]
+    if wrong:
+        count = f"{len(wrong)} of {len(manifest.tensors)} tensors"
+        raise WeightsRefused(f"weight id {manifest.weight_id}: {count} in the engine differ from the manifest, first {wrong[0]}")
+
+
+class Puller:
+    """Owns the engine's lives: `engine` is the one to use now, made by `new_engine`."""
+
+    def __init__(
+        self, reader: SlotReader, probe: list[list[int]], trace: Trace, new_engine: Callable[[], SglangServer], seed: Callable[[], int]
+    ) -> None:
+        self.reader = reader
+        self.probe = probe
+        self.trace = trace
+        self.new_engine = new_engine
+        self.seed = seed
+        self.engine = new_engine()
+        self._layout: list[TensorLayout] | None = None  # of the running engine
+
+    async def pull(self) -> Pulled:
+        """Gives the engine the newest slot and verifies it. Raises LaminarError when TRIES fresh engines fail as well."""
+        t0, clock = time.time(), _Clock()
+        restarts = 0
+        deadline = time.monotonic() + LEASE_SECONDS
+        while True:
+            handle = self.reader.newest()
+            if handle is None:
+                raise LaminarError(f"there is no complete weight slot under {self.reader.root}")
+            try:
+                with self.reader.lease(handle):
+                    clock.lap("lock")
+                    await self._give(handle, clock, restart=restarts > 0)
+                check_sums(await self.engine.sums(), handle.manifest)
+                clock.lap("sums")
+                values = await self.engine.score(self.probe, str(handle.weight_id))
+                clock.lap("probe")
+                break
+            except SlotGone as gone:
+                if time.monotonic() > deadline:
+                    raise LaminarError(f"no weight slot could be read for {LEASE_SECONDS:g} s, the last because {gone}") from None
+                await asyncio.sleep(0.01)
+            except LaminarError as error:
+                restarts += 1
+                if restarts > TRIES:
+                    raise LaminarError(f"{error}; {TRIES} engines started from {handle.directory} failed the same way") from None
+                logger.warning("pull of weight id %d: %s; starting the engine from the slot", handle.weight_id, error)
+                await self._kill()
+        t1 = time.time()
+        self.trace.record("pull", t0, t1, weight_id=handle.weight_id, step=handle.step, restarts=restarts)
+        return Pulled(handle.weight_id, handle.step, t1 - t0, clock.parts, [value for sequence in values for value in sequence])
+
+    async def _give(self, handle: SlotHandle, clock: _Clock, restart: bool) -> None:
+        """The slot's weights into the engine, by a load or by a fresh start."""
+        check_file(handle)
+        if restart:
+            await self.engine.start(handle.directory, str(handle.weight_id), self.seed())
+            clock.lap("start")
+        if self._layout is None:
+            self._layout = await self.engine.layout()
+        check_layout(self._layout, handle.manifest)
+        clock.lap("check")
+        if not restart:
+            with self.trace.span("load", weight_id=handle.weight_id, step=handle.step):
+                await self.engine.load(handle.directory, str(handle.weight_id))
+            clock.lap("load")
+
+    async def _kill(self) -> None:
+        await self.engine.stop()
+        self.engine, self._layout = self.new_engine(), None

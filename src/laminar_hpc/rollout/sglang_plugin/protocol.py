@@ -1,0 +1,78 @@
+"""What crosses the engine port: one request, one reply, as msgspec structs. Spoken by `port.EnginePort` and `port_client.PortClient`.
+
+A new operation is a request struct and a reply struct here, and one handler in `port.OPERATIONS`.
+"""
+
+import msgspec
+
+SOCKET_VARIABLE = "LAMINAR_ENGINE_PORT"  # path of the Unix socket that the engine's first scheduler serves
+
+
+class Request(msgspec.Struct, tag=True):
+    """Base of the requests."""
+
+
+class Reply(msgspec.Struct, tag=True):
+    """Base of the replies."""
+
+
+class Ping(Request):
+    """Is the scheduler's loop alive?"""
+
+
+class Alive(Reply):
+    pid: int
+
+
+class Layout(Request):
+    """Names, shapes and dtypes of the live parameters."""
+
+
+class TensorLayout(msgspec.Struct):
+    """One live tensor under its Hugging Face name."""
+
+    name: str
+    shape: list[int]
+    dtype: str  # as torch names it, without "torch."
+
+
+class LiveLayout(Reply):
+    tensors: list[TensorLayout]
+
+
+class Sums(Request):
+    """Check sums of the live parameters."""
+
+
+class LiveSums(Reply):
+    """Hugging Face name -> (sum_words, sum_indexed), see weights/sums.py."""
+
+    sums: dict[str, tuple[int, int]]
+
+
+class Refused(Reply):
+    """The operation failed; the engine goes on."""
+
+    text: str
+
+
+AnyRequest = Ping | Layout | Sums
+AnyReply = Alive | LiveLayout | LiveSums | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(AnyRequest)
+_reply_decoder = msgspec.msgpack.Decoder(AnyReply)
+
+
+def encode(message: Request | Reply) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes) -> AnyRequest:
+    """Raises msgspec.ValidationError or msgspec.DecodeError on anything else."""
+    return _request_decoder.decode(frame)
+
+
+def decode_reply(frame: bytes) -> AnyReply:
+    """Raises msgspec.ValidationError or msgspec.DecodeError on anything else."""
+    return _reply_decoder.decode(frame)

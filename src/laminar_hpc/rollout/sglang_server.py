@@ -1,0 +1,251 @@
+"""The one adapter of SGLang: every endpoint, argument and field name of its server that this system knows stands here.
+
+A rollout worker owns one `SglangServer`: it starts the server as a child on a loopback port, generates, scores, loads weights, and asks
+the engine port for sums of the live weights. Its methods run in the worker's event loop. Every wait is bounded; a dead server raises
+EngineDied.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import aiohttp
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import RunConfig, SamplingConfig
+from laminar_hpc.messages import VersionSpan
+from laminar_hpc.rollout.engine_process import EngineDied, EngineProcess, last_words
+from laminar_hpc.rollout.port_client import PortClient
+from laminar_hpc.rollout.sglang_plugin import protocol
+
+SGLANG_VERSION = tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())
+REPORTS_SPANS = SGLANG_VERSION >= (0, 5, 20)  # meta_info.weight_versions; older ones report the version at the end only
+CONTROL_SECONDS = 120.0  # longest wait for a control request; a load from shared memory moves some GB per second
+
+
+class RequestFailed(LaminarError):
+    """The engine refused or dropped this one request; it goes on with others."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response: tokens with the end-of-sequence token, the log-probs of exactly these tokens, and which weights drew them."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str  # stop | length | abort
+    spans: list[VersionSpan]  # weight_id -1 where the engine named a version that is no weight id
+
+
+def sampling_parameters(sampling: SamplingConfig, temperature: float, max_tokens: int, stop_token_ids: list[int]) -> dict:
+    """SGLang's sampling_params. Log-probs that it returns are of the distribution at this temperature, before top-k, top-p and min-p."""
+    return {
+        "temperature": temperature,
+        "max_new_tokens": max_tokens,
+        "stop_token_ids": stop_token_ids,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
+
+
+def _weight_id(version_name: object) -> int:
+    return int(version_name) if str(version_name).isdigit() else -1
+
+
+def parse_generation(reply: dict) -> Generation:
+    """Raises RequestFailed when tokens and log-probs of the reply do not belong together."""
+    meta = reply["meta_info"]
+    pairs = meta.get("output_token_logprobs") or []
+    tokens = [entry[1] for entry in pairs]
+    if tokens != list(reply["output_ids"]):
+        raise RequestFailed(f"the engine returned {len(reply['output_ids'])} tokens with {len(pairs)} log-probs of other tokens")
+    spans = meta.get("weight_versions") if REPORTS_SPANS else None
+    if not spans:
+        spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+    return Generation(
+        tokens,
+        [entry[0] for entry in pairs],
+        meta["finish_reason"]["type"],
+        [VersionSpan(_weight_id(span["version"]), span["start"], span["end"]) for span in spans],
+    )
+
+
+class SglangServer:
+    """One life of one engine: `start`, use, `stop`; a second start needs a new object."""
+
+    def __init__(self, config: RunConfig, index: int, run_dir: Path) -> None:
+        self.config = config
+        self.name = f"engine {index}"
+        self.log = run_dir / "logs" / f"engine{index}.log"
+        self.process = EngineProcess(self.name, self.log, config.rollout.threads)
+        self._http: aiohttp.ClientSession | None = None
+        self._port: PortClient | None = None
+
+    # ---- life ------------------------------------------------------------------------------------------------------------------------
+
+    def arguments(self, directory: Path, weight_version: str, seed: int) -> list[str]:
+        """SGLang's command line, without host, port and key."""
+        rollout = self.config.rollout
+        values = {
+            "model-path": str(directory),
+            "weight-version": weight_version,
+            "dtype": self.config.model.dtype,
+            "random-seed": str(seed),
+            "tensor-parallel-size": str(rollout.tensor_parallel),
+            "max-total-tokens": str(rollout.kv_cache_tokens),
+            "max-running-requests": str(rollout.max_concurrent),
+            "log-level-http": "warning",  # one line per request would be most of the log
+            "skip-tokenizer-init": "true",
+            "skip-server-warmup": "true",  # it sleeps a second first; the probe of the first verification warms up as well
+            "sleep-on-idle": "true",
+        }
+        if not _cuda():
+            # A whole batch of short prompts is prefilled at once; the KV cache is bounded by max-total-tokens, not by a share of memory.
+            values |= {"device": "cpu", "chunked-prefill-size": "16384", "max-prefill-tokens": "16384", "mem-fraction-static": "0.8"}
+        values |= {key.replace("_", "-"): value for key, value in rollout.engine_arguments.items()}
+        flat = [(f"--{key}",) if value == "true" else (f"--{key}", value) for key, value in values.items() if value != "false"]
+        return [word for pair in flat for word in pair]
+
+    async def start(self, directory: Path, weight_version: str, seed: int) -> float:
+        """Starts the server on the weights in `directory`; returns the seconds until it answered. Raises EngineDied or LaminarError."""
+        t0, limit = time.monotonic(), self.config.rollout.engine_start_seconds
+        self.process.start(self.arguments(directory, weight_version, seed))
+        self._http = aiohttp.ClientSession(
+            f"http://127.0.0.1:{self.process.port}",
+            connector=aiohttp.TCPConnector(limit=0),
+            headers={"Authorization": f"Bearer {self.process.key}"},
+        )
+        self._port = PortClient(self.process.socket_path)
+        while not await self._answers():
+            if self.process.dead.is_set():
+                raise self.process.death()
+            if time.monotonic() - t0 > limit:
+                raise LaminarError(
+                    f"{self.name} did not answer within rollout.engine_start_seconds={limit:g}: {last_words(self.log)} (log: {self.log})"
+                )
+            await asyncio.sleep(0.05)
+        await self.ping()
+        await self._post("/freeze_gc", {}, CONTROL_SECONDS)  # objects made at the start are never collected: shorter pauses later
+        return time.monotonic() - t0
+
+    async def _answers(self) -> bool:
+        assert self._http is not None
+        try:
+            async with self._http.get("/model_info", timeout=aiohttp.ClientTimeout(total=5)) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def stop(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+        if self._port is not None:
+            self._port.close()
+        await self.process.stop()
+
+    # ---- requests --------------------------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt_tokens: list[int], sampling: dict, request_id: str, namespace: str) -> Generation:
+        """One response. `namespace` keeps cached KV of other weights apart. Raises RequestFailed, EngineDied."""
+        payload = {
+            "rid": request_id,
+            "input_ids": prompt_tokens,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "extra_key": namespace,
+        }
+        return parse_generation(await self._post("/generate", payload, self.config.rollout.request_timeout_seconds))
+
+    async def score(self, sequences: list[list[int]], namespace: str) -> list[list[float]]:
+        """Log-probs of tokens 1.. of each sequence given the prefix, at temperature 1."""
+        payload = {
+            "input_ids": sequences,
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "extra_key": [namespace] * len(sequences),
+        }
+        replies = await self._post("/generate", payload, CONTROL_SECONDS)
+        return [[entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]] for reply in replies]
+
+    async def load(self, directory: Path, weight_version: str) -> None:
+        """Loads the weights of a Hugging Face directory in place, empties the prefix cache and sets the version. The caller has drained it.
+
+        SGLang takes what it finds: missing tensors stay as they were, without an error. The caller compares sums afterwards.
+        """
+        payload = {"model_path": str(directory), "weight_version": weight_version, "flush_cache": True, "abort_all_requests": False}
+        reply = await self._post("/update_weights_from_disk", payload, CONTROL_SECONDS)
+        if not reply.get("success"):
+            raise LaminarError(f"{self.name} could not load {directory}: {reply.get('message')}")
+
+    async def flush(self) -> None:
+        """Empties the prefix cache of an idle engine."""
+        await self._post("/flush_cache", {}, CONTROL_SECONDS)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        """Ends one request, or all of them; each ends with finish_reason abort."""
+        await self._post("/abort_request", {"rid": request_id or "", "abort_all": request_id is None}, CONTROL_SECONDS)
+
+    async def _post(self, path: str, payload: dict, seconds: float) -> dict | list:
+        assert self._http is not None
+        try:
+            async with self._http.post(path, json=payload, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
+                body = await response.read()
+                if response.status == 200:
+                    return await response.json(content_type=None) if body[:1] in (b"{", b"[") else {"text": body.decode(errors="replace")}
+        except TimeoutError:
+            raise RequestFailed(f"{self.name} did not answer {path} within {seconds:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            await self._raise_if_dead()
+            raise RequestFailed(f"{self.name} broke off {path}: {type(error).__name__}: {error}") from None
+        await self._raise_if_dead()
+        raise RequestFailed(f"{self.name} answered {path} with HTTP {response.status}: {body[:300].decode(errors='replace')}")
+
+    async def _raise_if_dead(self) -> None:
+        """SGLang ends its processes one after the other: a broken connection is seen up to a second before the death."""
+        try:
+            await asyncio.wait_for(self.process.dead.wait(), 1.0)
+        except TimeoutError:
+            return
+        raise self.process.death()
+
+    # ---- the engine port -------------------------------------------------------------------------------------------------------------
+
+    async def _call(self, request: protocol.Request, seconds: float) -> protocol.AnyReply:
+        assert self._port is not None
+        call = asyncio.create_task(self._port.call(request, seconds))
+        death = asyncio.create_task(self.process.dead.wait())
+        try:
+            await asyncio.wait((call, death), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise self.process.death()
+            return call.result()
+        finally:
+            call.cancel()
+            death.cancel()
+
+    async def ping(self, seconds: float = CONTROL_SECONDS) -> protocol.Alive:
+        """Asks the scheduler's own loop for a sign of life and its weight version."""
+        return await self._call(protocol.Ping(), seconds)
+
+    async def layout(self) -> list[protocol.TensorLayout]:
+        """Hugging Face names, shapes and dtypes of the engine's parameters."""
+        return (await self._call(protocol.Layout(), CONTROL_SECONDS)).tensors
+
+    async def sums(self) -> dict[str, tuple[int, int]]:
+        """Hugging Face name -> (sum_words, sum_indexed) over the live parameters, see weights/sums.py."""
+        return (await self._call(protocol.Sums(), CONTROL_SECONDS)).sums
+
+
+def _cuda() -> bool:
+    """Whether the engine will run on a GPU; the same question as the platform plugin's, asked without importing torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+__all__ = ["EngineDied", "Generation", "RequestFailed", "SglangServer", "sampling_parameters"]

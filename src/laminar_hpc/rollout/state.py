@@ -1,0 +1,81 @@
+"""The state of one replica as a pure machine: which weights it serves, and what it may do next. Owns no engine, no task and no clock.
+
+    UNVERIFIED --begin_pull--> PULLING --verified--> VERIFIED --open--> OPEN(id) --grant--> DRAINING --last token--> OPEN(id)
+                                  |  ^                                    |
+                                  |  +-------------- begin_pull ----------+
+                                  +--pull_failed--> UNVERIFIED
+
+Invariants: a request is admitted only for the id that it names and that is open; weights are replaced only while nothing is in flight; an
+id never goes back. Any step that would break one raises WrongState and changes nothing. Driven by worker.py, tested with plain values.
+
+    >>> state = ReplicaState()
+    >>> state.begin_pull(3); state.verified(3); state.open(weight_step=2)
+    >>> state.grant(3, requests=2); state.phase
+    <Phase.DRAINING: 'draining'>
+    >>> state.finished(); state.finished(); state.phase
+    <Phase.OPEN: 'open'>
+"""
+
+from enum import Enum
+
+
+class Phase(Enum):
+    UNVERIFIED = "unverified"  # the engine holds weights that nobody has checked
+    PULLING = "pulling"
+    VERIFIED = "verified"  # loaded, sums equal, probe scored; not announced yet
+    OPEN = "open"  # idle on announced weights
+    DRAINING = "draining"  # a local batch is in flight; nothing is added to it
+
+
+class WrongState(Exception):
+    """This step is not allowed now."""
+
+
+class ReplicaState:
+    def __init__(self) -> None:
+        self.phase = Phase.UNVERIFIED
+        self.weight_id = -1  # the open id; -1 = none was ever open
+        self.weight_step = -1
+        self.in_flight = 0
+        self._pulling_id = -1
+
+    def _require(self, allowed: bool, step: str) -> None:
+        if not allowed:
+            raise WrongState(f"{step} is not allowed in {self.phase.value} (weight id {self.weight_id}, {self.in_flight} in flight)")
+
+    # ---- weights ---------------------------------------------------------------------------------------------------------------------
+
+    def begin_pull(self, weight_id: int) -> None:
+        """The engine is about to be given other weights, newer than any that it served."""
+        self._require(self.phase in (Phase.UNVERIFIED, Phase.OPEN) and self.in_flight == 0, f"pulling weight id {weight_id}")
+        self._require(weight_id > self.weight_id, f"going back to weight id {weight_id}")
+        self.phase, self._pulling_id = Phase.PULLING, weight_id
+
+    def pull_failed(self) -> None:
+        """What the engine holds is unknown now."""
+        self._require(self.phase is Phase.PULLING, "a failed pull")
+        self.phase = Phase.UNVERIFIED
+
+    def verified(self, weight_id: int) -> None:
+        """`weight_id` is in the engine: the one that was asked for, or a newer one that came meanwhile."""
+        self._require(self.phase is Phase.PULLING and weight_id >= self._pulling_id, f"a verification of weight id {weight_id}")
+        self.phase, self._pulling_id = Phase.VERIFIED, weight_id
+
+    def open(self, weight_step: int) -> None:
+        self._require(self.phase is Phase.VERIFIED, "opening")
+        self.phase, self.weight_id, self.weight_step = Phase.OPEN, self._pulling_id, weight_step
+
+    # ---- work ------------------------------------------------------------------------------------------------------------------------
+
+    def grant(self, weight_id: int, requests: int) -> None:
+        """A local batch of `requests` requests on `weight_id` begins."""
+        self._require(self.phase is Phase.OPEN and weight_id == self.weight_id, f"work on weight id {weight_id}")
+        self._require(requests > 0, "an empty batch")
+        self.phase, self.in_flight = Phase.DRAINING, requests
+
+    def finished(self) -> None:
+        """A request of the batch has its last token, or is lost."""
+        self._require(self.phase is Phase.DRAINING, "the end of a request")
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self.phase = Phase.OPEN

@@ -1,0 +1,40 @@
+"""Text of token ids, and the ids that end a response, from the files of a Hugging Face directory. Needs the `tokenizers` library only."""
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from laminar_hpc.config.errors import LaminarError
+
+
+def _read_json(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def model_config(model: Path) -> dict:
+    """config.json of the model. Raises LaminarError when it is not there."""
+    if not (model / "config.json").exists():
+        raise LaminarError(f"model.path={model} holds no config.json: give a Hugging Face directory")
+    return _read_json(model / "config.json")
+
+
+def stop_token_ids(model: Path) -> list[int]:
+    """The end-of-sequence ids of generation_config.json, else those of config.json."""
+    for file in ("generation_config.json", "config.json"):
+        ids = _read_json(model / file).get("eos_token_id")
+        if ids is not None:
+            return sorted({ids} if isinstance(ids, int) else set(ids))
+    raise LaminarError(f"model.path={model} names no eos_token_id in generation_config.json or config.json, so no response would ever end")
+
+
+class TextDecoder:
+    def __init__(self, model: Path) -> None:
+        path = model / "tokenizer.json"
+        if not path.exists():
+            raise LaminarError(f"model.path={model} holds no tokenizer.json: save the tokenizer there in its fast form")
+        self._tokenizer = Tokenizer.from_file(str(path))
+
+    def text(self, token_ids: list[int]) -> str:
+        """The text without special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -1,0 +1,272 @@
+"""The rollout role: one replica with its engine, its weights and its reward workers. `run(context)` is what its rank executes.
+
+    start the engine from model.path (unverified) | wait for the first slot
+    forever: a newer slot is there   -> pull, verify, WeightsOpened
+             RequestWork -> wait for a Grant, or for newer weights (then pull and ask again)
+             Grant -> all its requests at once; Generated as each ends; scores go out behind and delay nothing
+
+What is allowed when stands in state.py, how weights are replaced in puller.py. Waits for: the relay's first slot (bounded), a Grant
+(bounded by the controller's heartbeat). Waited for by: the controller, for Generated and Scored.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Coroutine
+from pathlib import Path
+
+from laminar_hpc.cluster.channel import StopReceived
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.reward_pool import RewardPool
+from laminar_hpc.messages import (
+    Generated,
+    Grant,
+    Lost,
+    Message,
+    PromptGroup,
+    RequestWork,
+    Sample,
+    Scored,
+    Trajectory,
+    WeightsAvailable,
+    WeightsOpened,
+)
+from laminar_hpc.rollout.puller import Puller
+from laminar_hpc.rollout.sglang_server import Generation, RequestFailed, SglangServer, sampling_parameters
+from laminar_hpc.rollout.state import ReplicaState, WrongState
+from laminar_hpc.rollout.tokens import TextDecoder, model_config, stop_token_ids
+from laminar_hpc.weights.probe import probe_sequences
+from laminar_hpc.weights.slots import SlotReader
+
+logger = logging.getLogger(__name__)
+MOST_FRUITLESS = 3  # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
+
+
+def run(context: RoleContext) -> None:
+    """Serves until the controller says Stop. Raises LaminarError when the replica cannot go on."""
+    asyncio.run(RolloutWorker(context).run())
+
+
+def objection(generation: Generation, weight_id: int) -> str:
+    """Why this response must not be trained on, or "". One trajectory, one policy, by the engine's own report (promise 1)."""
+    if generation.finish_reason not in ("stop", "length"):
+        return f"the engine ended it with {generation.finish_reason}"
+    if not generation.tokens:
+        return "the engine returned no token"
+    ids = [span.weight_id for span in generation.spans]
+    if ids != [weight_id]:
+        return f"generated with weight ids {ids} instead of {weight_id}"
+    return ""
+
+
+class RolloutWorker:
+    def __init__(self, context: RoleContext) -> None:
+        self.context = context
+        self.config = context.config
+        self.state = ReplicaState()
+        model = Path(self.config.model.path)
+        self.decoder = TextDecoder(model)
+        self.stop_ids = stop_token_ids(model)
+        self.pool = RewardPool(self.config.reward)
+        self.reader = SlotReader(self.config.relay.shm_dir, context.welcome.run_id)
+        probe = probe_sequences(model_config(model)["vocab_size"])
+        self.puller = Puller(self.reader, probe, context.trace, self._new_engine, self._engine_seed)
+        self.engine_starts = 0
+        self.grants: deque[Grant] = deque()
+        self.wake = asyncio.Event()  # a grant or newer weights
+        self.scoring: set[asyncio.Task] = set()
+        self.fruitless = 0  # local batches in a row of which everything was lost
+
+    def _new_engine(self) -> SglangServer:
+        return SglangServer(self.config, self.context.index, self.context.run_dir)
+
+    def _engine_seed(self) -> int:
+        """Another seed for each start of each engine, so that nothing is drawn twice; the same ones for the same run.seed."""
+        self.engine_starts += 1
+        name = f"{self.config.seed}/{self.context.index}/{self.context.welcome.restored_step}/{self.engine_starts}"
+        return random.Random(name).randrange(2**31)
+
+    # ---- life ------------------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.leaving: asyncio.Future = loop.create_future()
+        self.context.channel.subscribe(lambda item: loop.call_soon_threadsafe(self._arrived, item))
+        try:
+            await self._guarded(self._start())
+            while True:
+                await self._guarded(self._turn())
+        except StopReceived as stop:
+            logger.info("rollout %d leaves: %s", self.context.index, stop.reason)
+            await self._settle_scores()
+        finally:
+            await self.pool.close()
+            await self.puller.engine.stop()
+
+    def _arrived(self, item: Message | Exception) -> None:
+        if isinstance(item, Exception):
+            if not self.leaving.done():
+                self.leaving.set_exception(item)
+        elif isinstance(item, Grant):
+            self.grants.append(item)
+            self.wake.set()
+        elif isinstance(item, WeightsAvailable):
+            self.wake.set()
+
+    async def _guarded(self, work: Coroutine) -> None:
+        """Runs `work` until it ends, the engine dies, or the controller says Stop or falls silent; raises in the latter cases."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait((task, self.leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.leaving.result()
+            task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _start(self) -> None:
+        """Engine and reward workers at once, while the trainer loads and publishes; then the first weights."""
+        t0 = time.time()
+        engine = self.puller.engine
+        await asyncio.gather(self.pool.start(), engine.start(Path(self.config.model.path), "unverified", self._engine_seed()))
+        logger.info("engine %d answered after %.1f s", self.context.index, time.time() - t0)
+        limit = self.config.cluster.join_timeout_seconds
+        with self.context.trace.span("wait", what="first weights"):
+            while self.reader.newest() is None:
+                if time.time() - t0 > limit:
+                    who = f"rollout {self.context.index} waited {limit:g} s for the first weights of its relay"
+                    raise LaminarError(f"{who} under {self.reader.root} and gave up: see the logs of the relay and of trainer 0")
+                await asyncio.sleep(0.05)
+
+    async def _settle_scores(self) -> None:
+        limit = min(self.config.reward.timeout_seconds, self.config.cluster.stop_timeout_seconds / 2)
+        if self.scoring:
+            _, late = await asyncio.wait(self.scoring, timeout=limit)
+            if late:
+                logger.warning("%d scores were not there %g s after Stop and are dropped", len(late), limit)
+
+    # ---- one turn: weights, then work ------------------------------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        if self._newer_weights():
+            await self._pull()
+        self.context.channel.send(RequestWork(self.state.weight_id))
+        grant = await self._next_grant()
+        if grant is not None:
+            await self._local_batch(grant)
+
+    def _newer_weights(self) -> bool:
+        newest = self.reader.newest()
+        return newest is not None and newest.weight_id > self.state.weight_id
+
+    async def _pull(self) -> None:
+        newest = self.reader.newest()
+        self.state.begin_pull(newest.weight_id if newest else self.state.weight_id + 1)
+        pulled = await self.puller.pull()
+        self.state.verified(pulled.weight_id)
+        self.state.open(pulled.weight_step)
+        self.context.channel.send(
+            WeightsOpened(pulled.weight_id, pulled.weight_step, pulled.seconds, pulled.parts, pulled.probe_logprobs, time.time())
+        )
+
+    async def _next_grant(self) -> Grant | None:
+        """A grant, or None when newer weights came first. Raises EngineDied."""
+        dead = asyncio.create_task(self.puller.engine.process.dead.wait())
+        try:
+            with self.context.trace.span("wait", what="work"):
+                while not self.grants and not self._newer_weights():
+                    self.wake.clear()
+                    woken = asyncio.create_task(self.wake.wait())
+                    await asyncio.wait((woken, dead), return_when=asyncio.FIRST_COMPLETED)
+                    woken.cancel()
+                    if dead.done():
+                        raise self.puller.engine.process.death()
+        finally:
+            dead.cancel()
+        return self.grants.popleft() if self.grants else None
+
+    # ---- a local batch ---------------------------------------------------------------------------------------------------------------
+
+    async def _local_batch(self, grant: Grant) -> None:
+        """Generates all of `grant`; returns when its last token is there. Scores may still be pending then."""
+        work = [(group, sample) for group in grant.groups for sample in group.samples]
+        try:
+            self.state.grant(grant.weight_id, len(work))
+        except WrongState as refusal:
+            for _, sample in work:
+                self._lost(grant, sample, str(refusal))
+            return
+        sampling = sampling_parameters(self.config.sampling, grant.temperature, grant.max_response_tokens, self.stop_ids)
+        places = asyncio.Semaphore(self.config.rollout.max_concurrent)
+        with self.context.trace.span("generate", batch_id=grant.batch_id, weight_id=grant.weight_id, step=grant.weight_step) as fields:
+            fields |= {"trajectories": len(work), "evaluation": grant.evaluation}
+            tasks = [asyncio.create_task(self._one(grant, group, sample, sampling, places)) for group, sample in work]
+            try:
+                lengths = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            fields["tokens"] = sum(lengths)
+        self.fruitless = 0 if any(lengths) else self.fruitless + 1
+        if self.fruitless == MOST_FRUITLESS:
+            raise LaminarError(
+                f"rollout {self.context.index} lost all trajectories of {MOST_FRUITLESS} local batches in a row: "
+                f"see its log and {self.puller.engine.log}"
+            )
+
+    async def _one(self, grant: Grant, group: PromptGroup, sample: Sample, sampling: dict, places: asyncio.Semaphore) -> int:
+        """One trajectory from prompt to last token; returns its length in tokens, 0 when it is lost."""
+        async with places:
+            started = time.time()
+            request_id = f"{self.context.welcome.run_id}-{sample.trajectory_id}-{sample.attempt}-{grant.batch_id}"
+            try:
+                generation = await self.puller.engine.generate(group.prompt_tokens, sampling, request_id, str(grant.weight_id))
+                reason = objection(generation, grant.weight_id)
+            except RequestFailed as error:
+                reason = str(error)
+                await self.puller.engine.abort(request_id)
+        self.state.finished()
+        if reason:
+            self._lost(grant, sample, reason)
+            return 0
+        trajectory = Trajectory(
+            trajectory_id=sample.trajectory_id,
+            group_id=group.group_id,
+            attempt=sample.attempt,
+            replica=self.context.index,
+            weight_id=grant.weight_id,
+            weight_step=grant.weight_step,
+            prompt_tokens=group.prompt_tokens,
+            response_tokens=generation.tokens,
+            logprobs=generation.logprobs,
+            loss_mask=[1] * len(generation.tokens),
+            finish_reason=generation.finish_reason,
+            version_spans=generation.spans,
+            time_started=started,
+            time_finished=time.time(),
+        )
+        self.context.channel.send(Generated(trajectory, grant.evaluation))
+        task = asyncio.create_task(self._score(grant.evaluation, group, trajectory))
+        self.scoring.add(task)
+        task.add_done_callback(self._scored)
+        return len(generation.tokens)
+
+    async def _score(self, evaluation: str, group: PromptGroup, trajectory: Trajectory) -> None:
+        score = await self.pool.score(group.prompt, self.decoder.text(trajectory.response_tokens), group.row)
+        self.context.trace.record("score", score.t0, score.t1, trajectory_id=trajectory.trajectory_id)
+        self.context.channel.send(
+            Scored(trajectory.trajectory_id, trajectory.attempt, score.reward, score.parts, score.error, score.t1, evaluation)
+        )
+
+    def _scored(self, task: asyncio.Task) -> None:
+        self.scoring.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self.leaving.done():
+            self.leaving.set_exception(task.exception())  # no reward worker can be started any more: the replica cannot go on
+
+    def _lost(self, grant: Grant, sample: Sample, reason: str) -> None:
+        logger.warning("trajectory %d (attempt %d) is lost: %s", sample.trajectory_id, sample.attempt, reason)
+        self.context.channel.send(Lost(sample.trajectory_id, sample.attempt, reason, grant.evaluation))

@@ -1,0 +1,122 @@
+"""Real engines and real weight slots for tests: a tiny random Qwen2, an event loop in a thread, and two SGLang servers that tests share."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.rollout.sglang_plugin.platform import declare_torchvision_schemas
+from laminar_hpc.rollout.sglang_server import SglangServer
+from laminar_hpc.weights.manifest import Manifest, layout
+from laminar_hpc.weights.slots import SlotWriter
+from laminar_hpc.weights.sums import tensor_sums
+
+EOS = 258
+
+
+def make_model(directory: Path, seed: int, tied: bool = False) -> Path:
+    """A random 140k-parameter Qwen2 (float32, 2 layers, 4 heads, 2 KV heads, vocabulary 500) with a byte-level tokenizer."""
+    declare_torchvision_schemas()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"])
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=2048, tie_word_embeddings=tied, eos_token_id=EOS, pad_token_id=259, bos_token_id=None, rope_theta=10000.0,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).to(torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>").save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return directory
+
+
+def reference(directory: Path) -> torch.nn.Module:
+    """Transformers' own model of a directory, to compare with."""
+    declare_torchvision_schemas()
+    from transformers import Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def fill_slot(writer: SlotWriter, source: Path, weight_id: int, step: int) -> tuple[Path, Manifest]:
+    """What a relay does: the weights of a Hugging Face directory into a slot, with sums and manifest."""
+    tensors = load_file(source / "model.safetensors")
+    manifest = layout([(name, tuple(t.shape), t.dtype) for name, t in tensors.items()], weight_id, step)
+    data = writer.begin(manifest)
+    for entry in manifest.tensors:
+        tensor = tensors[entry.name].contiguous()
+        data[entry.offset : entry.offset + entry.nbytes] = np.frombuffer(tensor.view(torch.uint8).numpy().tobytes(), dtype=np.uint8)
+        entry.sum_words, entry.sum_indexed = tensor_sums(tensor)
+    return writer.commit(manifest), manifest
+
+
+class LoopThread:
+    """An event loop in a thread, so that plain tests can use one engine one after the other."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def run(self, coroutine: Coroutine, seconds: float = 120.0) -> Any:
+        return self.start(coroutine).result(seconds)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+
+
+@dataclass
+class Pair:
+    """Two engines on the weights of `models[0]` (weight version "0"); `models[1]` holds others of the same shape."""
+
+    loop: LoopThread
+    engines: list[SglangServer]
+    models: list[Path]
+    config: RunConfig
+
+    def stop(self) -> None:
+        for engine in self.engines:
+            self.loop.run(engine.stop())
+        self.loop.close()
+
+
+def engine_config(model: Path) -> RunConfig:
+    config = RunConfig()
+    config.model.path = str(model)
+    config.rollout.kv_cache_tokens = 16384
+    return config
+
+
+def start_pair(folder: Path) -> Pair:
+    """Starts both at once. The caller stops them."""
+    models = [make_model(folder / f"model{seed}", seed) for seed in (0, 1)]
+    config, loop = engine_config(models[0]), LoopThread()
+
+    async def start() -> list[SglangServer]:
+        engines = [SglangServer(config, index, folder) for index in range(2)]
+        await asyncio.gather(*(engine.start(models[0], "0", seed=index) for index, engine in enumerate(engines)))
+        return engines
+
+    return Pair(loop, loop.run(start()), models, config)
