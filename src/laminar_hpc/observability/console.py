@@ -57,7 +57,7 @@ def line(label: str, text: str) -> str:
 
 def derived_block(derived: Mapping[str, object], title: str = "this run") -> list[str]:
     """The derived quantities printed before a run starts: one per line, names aligned, bytes and seconds by their name's ending."""
-    names = {name: name.replace("_bytes", "").replace("_seconds", "").replace("_", " ") for name in derived}
+    names = {name: name.replace("_bytes", " size").replace("_seconds", "").replace("_", " ") for name in derived}
     width = max((len(name) for name in names.values()), default=0)
     return [title, *(f"  {names[name]:<{width}}  {_value(name, value)}" for name, value in derived.items())]
 

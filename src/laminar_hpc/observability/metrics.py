@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 # Fields that say which one was measured rather than what: they become part of the TensorBoard tag.
-LABELS = {"evaluation": ("name",), "pull": ("replica",), "relay": ("index",)}
+LABELS = {"evaluation": ("name",), "pull": ("replica",), "relay": ("index",), "logprob_gap": ("replica",)}
 NOT_CURVES = frozenset({"start", "end", "given_up", "lost", "regranted"})
 TENSORBOARD_FLUSH_SECONDS = 5
 
@@ -78,7 +78,7 @@ def _numbers(prefix: str, values: Mapping) -> Iterator[tuple[str, float]]:
 def _summary_writer_class() -> "type[SummaryWriter]":
     """tensorboardX's writer, loaded without torch: it would import it for tensors, which cost seconds and memory and are not used here."""
     had_torch = "torch" in sys.modules
-    sys.modules.setdefault("torch", None)
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:
         from tensorboardX import SummaryWriter
     finally:

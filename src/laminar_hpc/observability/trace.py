@@ -16,7 +16,8 @@ from laminar_hpc.observability import jsonl
 KINDS = (
     "load", "generate", "score", "pull", "train", "publish", "send", "wait", "checkpoint", "evaluate", "relay", "chain",
 )  # fmt: skip
-IDLE = frozenset({"wait"})
+# What keeps a process busy: not its waiting, and neither what goes on behind its back (sending weights, scoring in reward workers).
+BUSY = frozenset({"load", "generate", "pull", "train", "publish", "checkpoint", "evaluate", "relay", "chain"})
 
 
 class Span(NamedTuple):

@@ -1,0 +1,250 @@
+"""run_dir/report.html: one self-contained page about a run, made from its files alone; also `laminar report RUN_DIR`.
+
+Written at the end of every run and again on demand; works for running, crashed, resumed and replayed runs, and leaves out what their
+files do not hold. The figures are those of `summary`; docs/metrics.md says what each means.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.observability import rundata, samples, summary, svg, timeline
+from laminar_hpc.observability.console import count, duration, number
+from laminar_hpc.observability.page import figure, grid, keys, page, section, tiles
+from laminar_hpc.observability.rundata import Run
+from laminar_hpc.observability.svg import Series, tag, text
+
+BLUE, ORANGE, GREEN, PURPLE, GREY = "var(--generate)", "var(--train)", "var(--pull)", "var(--publish)", "var(--soft)"
+
+
+def write(run_dir: Path) -> Path:
+    """Writes run_dir/report.html in one piece and gives its path. Raises LaminarError when `run_dir` is no run."""
+    run = rundata.load(run_dir)
+    path = Path(run_dir) / "report.html"
+    temporary = path.with_name(f".report.{os.getpid()}.html")
+    temporary.write_text(document(run), encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def main(argv: list[str]) -> int:
+    """`laminar report RUN_DIR`: makes summary.json and report.html anew and prints where the report lies. Gives the exit code."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print("usage: laminar report RUN_DIR", file=sys.stderr)
+        return 2
+    try:
+        summary.write(Path(argv[0]))
+        print(write(Path(argv[0])))
+    except LaminarError as error:
+        print(f"laminar report: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def document(run: Run) -> str:
+    """The page of a loaded run."""
+    figures = summary.figures(run)
+    sections = (learning, staleness, lengths, time_line, accounts, trainer_curves, weights, sample_trajectories, configuration, launches)
+    body = header(run, figures) + headline(run, figures) + "".join(part(run) for part in sections)
+    return page(f"{run.directory.resolve().name}: laminar report", body)
+
+
+def header(run: Run, figures: dict) -> str:
+    launch = run.launches[-1] if run.launches else None
+    reason = launch.reason if launch else ""
+    wanted = run.config.get("steps")
+    state = f"ended: {reason}" if reason else f"no end recorded after step {figures['steps']}: still going, or cut off"
+    started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.launches[0].start)) if run.launches else "never started"
+    facts = [f"pipeline {figures['pipeline'] or 'unknown'}", f"step {figures['steps']}" + (f" of {wanted}" if wanted else ""), started]
+    if str(run.config.get("source", "")).startswith("replay:"):
+        facts.append(f"trained again from {run.config['source'].removeprefix('replay:')}")
+    badge = tag("span", text(state), class_="state " + ("good" if reason and not reason.startswith("failed") else "bad"))
+    return tag("header", tag("h1", text(run.directory.resolve().name)) + badge + tag("p", text("  ·  ".join(facts))))
+
+
+def headline(run: Run, f: dict) -> str:
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value * 100:.1f}%"
+
+    bound = (run.config.get("pipeline") or {}).get("max_staleness")
+    sampled = f["accuracy_after_sampled"]
+    seconds = [step["seconds"] for step in run.steps]
+    return tiles([
+        ("held-out accuracy (greedy)", f"{number(f['accuracy_before'])} → {number(f['accuracy_after'])}",
+         "" if sampled is None else f"sampled, after: {number(sampled)}"),
+        ("trajectories trained", f"{f['trajectories_trained']:,}" if f["trajectories_trained"] is not None else "-",
+         f"accuracy 0.70 after {f['trajectories_to_070']:,}" if f["trajectories_to_070"] else "accuracy 0.70 not reached"),
+        ("wall time", duration(f["wall_seconds"]),
+         f"{duration(statistics.median(seconds))} per step (median)" if seconds else "no step done"),
+        ("tokens per second", count(f["tokens_per_second"]), "of a batch, over the time between updates"),
+        ("staleness at training", f"{number(f['staleness_training_mean'], 2)} / {number(f['staleness_training_max'], 0)}",
+         "mean / max, " + ("no bound" if bound is None else f"bound {bound}")),
+        ("versions per trajectory", str(f["max_versions_per_trajectory"] or "-"), "the most in any trajectory trained"),
+        ("trainer idle", share(f["trainer_idle_fraction"]), f"rollouts idle {share(f['rollout_idle_fraction'])}"),
+        ("publishing holds up", duration_ms(f["publish_stall_seconds_mean"]), f"a pull takes {duration_ms(f['pull_seconds_mean'])}"),
+    ])  # fmt: skip
+
+
+def duration_ms(seconds: float | None) -> str:
+    """Milliseconds below one second."""
+    return f"{seconds * 1000:.0f} ms" if seconds is not None and seconds < 0.9995 else duration(seconds)
+
+
+def learning(run: Run) -> str:
+    clock = timeline.RunTime(run)
+    charts = []
+    axes: list[tuple[str, str, Callable[[dict], float]]] = [
+        ("by trainer step", "trainer step", lambda record: record["step"]),
+        ("by time", "minutes since the start", lambda record: clock(record["time"]) / 60),
+    ]
+    for title, x_name, place in axes:
+        steps = [(place(s), s) for s in run.steps]
+        accuracy = [s["accuracy_mean"] for s in run.steps]
+        smooth = [(x, statistics.fmean(accuracy[max(0, i - 2) : i + 1])) for i, (x, _) in enumerate(steps)]
+        found = {name: [(place(e), e["accuracy"]) for e in run.evaluations if e["name"] == name] for name in ("greedy", "sampled")}
+        series = [
+            Series("reward of the batch", GREY, [(x, s["reward_mean"]) for x, s in steps]),
+            Series("accuracy of the batch", BLUE, [(x, s["accuracy_mean"]) for x, s in steps], faint=True),
+            Series("accuracy, mean of 3 steps", BLUE, smooth),
+            Series("held-out, sampled", ORANGE, found["sampled"], points=True, hollow=True),
+            Series("held-out, greedy", ORANGE, found["greedy"], points=True),
+        ]
+        charts.append(figure(title, svg.lines(series, x_name, y_range=(0.0, 1.0))))
+    names = [("batch accuracy, and its mean of 3 steps", BLUE), ("batch reward", GREY), ("held-out: filled greedy, hollow sampled", ORANGE)]
+    return section("Accuracy and reward", svg.legend(names) + grid("two", *charts))
+
+
+def staleness(run: Run) -> str:
+    bound = (run.config.get("pipeline") or {}).get("max_staleness")
+    generation = sorted(Counter(t.staleness_generation for t in run.consumed).items())
+    training = sorted(Counter(t.staleness_training for t in run.consumed).items())
+    steps = run.steps
+    over_time = [
+        Series("at training", ORANGE, [(s["step"], s["staleness_training_mean"]) for s in steps]),
+        Series("at generation", BLUE, [(s["step"], s["staleness_generation_mean"]) for s in steps]),
+    ]
+    charts = grid(
+        "three",
+        figure("when the last token was generated", svg.share_bars(generation, BLUE, "trainer steps", width=380)),
+        figure("when it was trained on", svg.share_bars(training, ORANGE, "trainer steps", width=380, bound=bound)),
+        figure("mean per batch: the same two", svg.lines(over_time, "trainer step", width=380)),
+    )
+    note = "Trainer steps between the weights that generated a trajectory and the trainer's own, as shares of the trajectories trained."
+    return section("Staleness", charts, note)
+
+
+def lengths(run: Run) -> str:
+    everything = [t.response_length for t in run.consumed]
+    third = len(everything) // 3
+    marks = []
+    if len(everything) > 1:
+        cuts = statistics.quantiles(everything, n=100, method="inclusive")
+        marks = [(cuts[49], f"median {cuts[49]:.0f}"), (cuts[98], f"99th percentile {cuts[98]:.0f}")]
+    first, last = everything[:third], everything[-third:] if third else []
+    over_time = [
+        Series("longest", GREY, [(s["step"], s["response_length_max"]) for s in run.steps], faint=True),
+        Series("mean", BLUE, [(s["step"], s["response_length_mean"]) for s in run.steps]),
+    ]
+    thirds = [("first third", ORANGE, first), ("last third", BLUE, last)]
+    charts = grid(
+        "three",
+        figure("all of the run", svg.log_histogram([("all", BLUE, everything)], "response tokens", width=380, marks=marks)),
+        figure("first third (orange), last third (blue)", svg.log_histogram(thirds, "response tokens", width=380)),
+        figure("per batch: mean (blue) and longest", svg.lines(over_time, "trainer step", width=380)),
+    )
+    return section("Response lengths", charts)
+
+
+def time_line(run: Run) -> str:
+    content = timeline.figures(run)
+    return section("Every process over time", content) if content else ""
+
+
+def accounts(run: Run) -> str:
+    rows = timeline.accounts(run)
+    if not rows:
+        return ""
+    body = ""
+    for name, parts in rows:
+        listed = ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds, _ in parts)
+        body += tag("tr", tag("td", text(name)) + tag("td", text(listed)))
+    details = tag("details", tag("summary", "in seconds") + tag("table", body))
+    return section("Where the time went", svg.stacked_bars(rows) + details, "From the first batch taken to the last step done.")
+
+
+def trainer_curves(run: Run) -> str:
+    steps = run.steps
+    if not steps:
+        return ""
+
+    def curve(title: str, *fields: tuple[str, str]) -> str:
+        series = [Series(field.replace("_", " "), color, [(s["step"], s.get(field)) for s in steps]) for field, color in fields]
+        return figure(title, svg.lines(series, "trainer step", width=380, height=190))
+
+    return section("Trainer", grid(
+        "three",
+        curve("entropy per token (nats)", ("entropy", BLUE)),
+        curve("gradient norm", ("grad_norm", BLUE)),
+        curve("loss", ("loss", BLUE)),
+        curve("share of clipped tokens", ("clip_fraction", BLUE)),
+        curve("largest importance ratio", ("ratio_max", BLUE)),
+        curve("seconds per step: training (orange), waiting", ("wait_seconds", GREY), ("train_seconds", ORANGE)),
+    ))  # fmt: skip
+
+
+def weights(run: Run) -> str:
+    gaps, pulls = run.records.get("logprob_gap", []), run.records.get("pull", [])
+    if not gaps and not pulls:
+        return ""
+    gap = [Series(name, color, [(g["weight_id"], g[name]) for g in gaps]) for name, color in (("max", GREY), ("mean", BLUE))]
+    published = [Series("stall of the trainer", PURPLE, [(p["weight_id"], p["stall_seconds"]) for p in run.records.get("publish", [])])]
+    pulled = [Series("pull", GREEN, [(p["weight_id"], p["seconds"]) for p in pulls], points=len({p["replica"] for p in pulls}) > 1)]
+    return section("Weights", grid(
+        "three",
+        figure("log-prob gap: mean (blue) and largest", svg.lines(gap, "weight id", width=380, log_y=True)),
+        figure("seconds the trainer stood still to publish", svg.lines(published, "weight id", width=380)),
+        figure("seconds of a replica's pull", svg.lines(pulled, "weight id", width=380)),
+    ), "The gap is |engine − trainer| over a fixed probe of 124 tokens, with the same weights on both sides.")  # fmt: skip
+
+
+def sample_trajectories(run: Run) -> str:
+    table = samples.table(run)
+    note = "From the first and the last step: of each prompt the best answer and the worst. Staleness: at generation → at training."
+    return section("Sample trajectories", table, note) if table else ""
+
+
+def configuration(run: Run) -> str:
+    derived = {key.replace("_", " "): value for key, value in (run.launches[-1].derived if run.launches else {}).items()}
+    content = (keys(derived) if derived else "") + tag("details", tag("summary", "every key") + keys(_flat(run.config)))
+    return section("Configuration", content)
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = "null" if value is None else value
+    return flat
+
+
+def launches(run: Run) -> str:
+    head = tag("tr", "".join(tag("th", name) for name in ("launch", "started (UTC)", "from step", "steps that count", "time", "end")))
+    rows = ""
+    for index, launch in enumerate(run.launches, 1):
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(launch.start))
+        origin = "the beginning" if launch.restored_step < 0 else f"step {launch.restored_step}"
+        end = launch.reason or "none recorded"
+        cells = (index, started, origin, len(launch.steps), duration(launch.end - launch.start), end)
+        rows += tag("tr", "".join(tag("td", text(cell)) for cell in cells))
+    kinds = ("given_up", "lost", "regranted")
+    incidents = [f"{len(run.records[kind])} × {kind.replace('_', ' ')}" for kind in kinds if kind in run.records]
+    if run.abandoned_steps:
+        incidents.insert(0, f"{run.abandoned_steps} steps after a checkpoint done again")
+    return section("Launches", tag("table", head + rows), "Incidents: " + (", ".join(incidents) or "none") + ".")

@@ -1,0 +1,185 @@
+"""A run as its files tell it: launches, the history of steps that led to the weights, spans, and what the store says was consumed.
+
+`summary` and `report` read a run through `load`; nothing here talks to a live process, so a running, crashed or copied folder reads
+alike. A launch that restored step s abandons the steps > s before it: they are not in `Run.steps`. Missing files leave their part
+empty; only a folder without metrics is refused.
+"""
+
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages import Trajectory, VersionSpan, decode_trajectory
+from laminar_hpc.observability import jsonl
+from laminar_hpc.observability.trace import Span, read_spans
+
+
+class Consumed(msgspec.Struct):
+    """A trajectory trained on. `consumed_step` is the step of the weights that it was trained with; times are seconds since the epoch."""
+
+    id: int
+    group_id: int
+    replica: int
+    weight_id: int
+    weight_step: int
+    step_finished: int
+    consumed_step: int
+    response_length: int
+    reward: float
+    accuracy: float
+    finish_reason: str
+    reward_error: str
+    time_started: float
+    time_finished: float
+    time_scored: float
+
+    @property
+    def staleness_generation(self) -> int:
+        """Trainer steps between its weights and its last token."""
+        return self.step_finished - self.weight_step
+
+    @property
+    def staleness_training(self) -> int:
+        """Trainer steps between its weights and the weights that it was trained with."""
+        return self.consumed_step - self.weight_step
+
+
+class _Spans(msgspec.Struct):
+    """Of a stored trajectory only this is decoded."""
+
+    version_spans: list[VersionSpan]
+
+
+@dataclass
+class Launch:
+    """One start of the run. `reason` is "" and `end` the time of its newest line where the launch came to no end of its own."""
+
+    start: float
+    end: float
+    restored_step: int
+    pipeline: str | None
+    derived: dict
+    reason: str = ""
+    steps: list[dict] = field(default_factory=list)  # of these, those that led to the weights
+
+
+@dataclass
+class Run:
+    """Everything that is known of a run. `steps`: step records in order, each step once; `records`: the other kinds, all launches."""
+
+    directory: Path
+    config: dict
+    launches: list[Launch]
+    evaluations: list[dict]
+    abandoned_steps: int
+    records: dict[str, list[dict]]
+    spans: dict[str, list[Span]]
+    consumed: list[Consumed]
+
+    @property
+    def store(self) -> Path:
+        """Where the store is: in the run's folder unless its configuration says otherwise."""
+        elsewhere = self.config.get("store_dir")
+        return (Path(elsewhere) / self.directory.resolve().name if elsewhere else self.directory) / "store.sqlite"
+
+    @property
+    def steps(self) -> list[dict]:
+        return [step for launch in self.launches for step in launch.steps]
+
+    def versions(self) -> Iterator[int]:
+        """How many weight ids each trained trajectory was generated with, by the engine's own report."""
+        decoder = msgspec.msgpack.Decoder(_Spans)
+        for (payload,) in _select(self.store, "payload", "state = 'consumed' AND payload IS NOT NULL"):
+            yield len({span.weight_id for span in decoder.decode(payload).version_spans})
+
+    def payloads(self, ids: list[int]) -> list[Trajectory]:
+        """The stored trajectories with these ids, prompt and response included, in order of the ids."""
+        where = f"payload IS NOT NULL AND id IN ({','.join(str(int(i)) for i in ids)}) ORDER BY id"
+        return [decode_trajectory(payload) for (payload,) in _select(self.store, "payload", where)]
+
+
+def load(run_dir: Path) -> Run:
+    """Raises LaminarError when `run_dir` is no run."""
+    run_dir = Path(run_dir)
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise LaminarError(f"{run_dir} is no run: no metrics.jsonl there; name the run_dir of a `laminar train`")
+    launches: list[Launch] = []
+    evaluations: list[dict] = []
+    abandoned = 0
+    records: dict[str, list[dict]] = defaultdict(list)
+    for record in jsonl.read(run_dir / "metrics.jsonl"):
+        kind, time = record.get("kind"), record.get("time", 0.0)
+        if kind == "start" or not launches:
+            restored = record.get("restored_step", -1)
+            abandoned += _abandon(launches, evaluations, max(restored, 0))
+            launches.append(Launch(time, time, restored, record.get("pipeline"), record.get("derived") or {}))
+        launches[-1].end = time
+        if kind == "step":
+            launches[-1].steps.append(record)
+        elif kind == "evaluation":
+            evaluations.append(record)
+        elif kind == "end":
+            launches[-1].reason = record.get("reason", "")
+        elif kind != "start":
+            records[str(kind)].append(record)
+    run = Run(run_dir, _config(run_dir), launches, evaluations, abandoned, dict(records), _spans(run_dir), [])
+    run.consumed = _consumed(run)
+    return run
+
+
+def _abandon(launches: list[Launch], evaluations: list[dict], restored: int) -> int:
+    """Takes back what came after step `restored`; gives how many steps that were."""
+    dropped = 0
+    for launch in launches:
+        kept = [step for step in launch.steps if step["step"] <= restored]
+        dropped += len(launch.steps) - len(kept)
+        launch.steps = kept
+    evaluations[:] = [evaluation for evaluation in evaluations if evaluation["step"] <= restored]
+    return dropped
+
+
+def _config(run_dir: Path) -> dict:
+    """The resolved configuration; empty where the run has none."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        return yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise LaminarError(f"{path} is not YAML ({str(error).splitlines()[0]}); restore it from the run") from None
+
+
+def _spans(run_dir: Path) -> dict[str, list[Span]]:
+    """The traces, with the generation for evaluations set apart from that for training."""
+    return {
+        name: [span._replace(kind="evaluate") if span.kind == "generate" and span.fields.get("evaluation") else span for span in spans]
+        for name, spans in read_spans(run_dir).items()
+    }
+
+
+def _consumed(run: Run) -> list[Consumed]:
+    """The trajectories that led to the weights. A batch is marked consumed before its step is done; such a step is not in the history."""
+    done = max((step["step"] for step in run.steps), default=0)
+    fields = Consumed.__struct_fields__
+    rows = _select(run.store, ", ".join(fields), f"state = 'consumed' AND consumed_step < {done} ORDER BY consumed_step, id")
+    return [Consumed(*row) for row in rows]
+
+
+def _select(path: Path, columns: str, where: str) -> Iterator[tuple]:
+    """Rows of the trajectories in the store at `path`, read-only; none where there is no store."""
+    if not path.is_file():
+        return
+    try:
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
+        try:
+            yield from connection.execute(f"SELECT {columns} FROM trajectories WHERE {where}")
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        raise LaminarError(f"{path} cannot be read ({error}); copy the run again, with store.sqlite-wal if there is one") from None

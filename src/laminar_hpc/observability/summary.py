@@ -1,0 +1,131 @@
+"""run_dir/summary.json: the figures of a run, made from its files alone. docs/metrics.md defines every one of them.
+
+Called at the end of a run, by `laminar report`, and by the benches. A figure that the files do not hold is null, never a guess. What was
+learned and trained counts over the history that led to the weights; durations count over everything that happened.
+"""
+
+import json
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from laminar_hpc.observability import rundata
+from laminar_hpc.observability.idle import idle_fraction
+from laminar_hpc.observability.rundata import Consumed, Run
+
+GOAL = 0.70  # mean accuracy of the trained batches ...
+GOAL_STEPS = 3  # ... over so many steps in a row
+
+
+def build(run_dir: Path) -> dict:
+    """The figures of the run in `run_dir`. Raises LaminarError when it is no run."""
+    return figures(rundata.load(run_dir))
+
+
+def write(run_dir: Path) -> dict:
+    """Writes run_dir/summary.json in one piece and gives its content."""
+    summary = build(run_dir)
+    path = Path(run_dir) / "summary.json"
+    temporary = path.with_name(f".summary.{os.getpid()}.json")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n")
+    temporary.replace(path)
+    return summary
+
+
+def figures(run: Run) -> dict:
+    """The figures of a loaded run; keys as in docs/metrics.md."""
+    steps = run.steps
+    gaps = run.records.get("logprob_gap", [])
+    pipelines = [launch.pipeline for launch in run.launches if launch.pipeline]
+    return {
+        "accuracy_before": accuracy(run, "greedy", "before"),
+        "accuracy_after": accuracy(run, "greedy", "after"),
+        "accuracy_after_sampled": accuracy(run, "sampled", "after"),
+        "steps": max((step["step"] for step in steps), default=0),
+        "trajectories_trained": _per_step(run, "trajectories", Counter(t.consumed_step for t in run.consumed)),
+        "trajectories_to_070": trajectories_to_goal(steps),
+        "response_tokens_trained": _per_step(run, "response_tokens", _summed(run, lambda t: t.response_length)),
+        "wall_seconds": sum(launch.end - launch.start for launch in run.launches),
+        "tokens_per_second": tokens_per_second(run),
+        "max_versions_per_trajectory": max(run.versions(), default=_max(steps, "versions_per_trajectory_max")),
+        "staleness_generation_mean": _weighted_mean(steps, "staleness_generation_mean"),
+        "staleness_generation_max": _max(steps, "staleness_generation_max"),
+        "staleness_training_mean": _weighted_mean(steps, "staleness_training_mean"),
+        "staleness_training_max": _max(steps, "staleness_training_max"),
+        "trainer_idle_fraction": idle_fraction(run, "trainer"),
+        "rollout_idle_fraction": idle_fraction(run, "rollout"),
+        "publish_stall_seconds_mean": _mean(run.records.get("publish", []), "stall_seconds"),
+        "pull_seconds_mean": _mean(run.records.get("pull", []), "seconds"),
+        "logprob_gap_mean": _mean(gaps, "mean"),
+        "logprob_gap_max": _max(gaps, "max"),
+        "reward_errors": _per_step(run, "reward_error_count", _summed(run, lambda t: bool(t.reward_error))),
+        "pipeline": pipelines[-1] if pipelines else (run.config.get("pipeline") or {}).get("name"),
+    }
+
+
+def accuracy(run: Run, name: str, label: str) -> float | None:
+    """Of the newest evaluation so named and labelled."""
+    return next((e["accuracy"] for e in reversed(run.evaluations) if (e["name"], e["label"]) == (name, label)), None)
+
+
+def trajectories_to_goal(steps: list[dict]) -> int | None:
+    """Trajectories trained when the mean accuracy of the trained batches over GOAL_STEPS steps first reached GOAL; None if never."""
+    trained = 0
+    for index, step in enumerate(steps):
+        trained += step["trajectories"]
+        recent = [s["accuracy_mean"] for s in steps[max(0, index + 1 - GOAL_STEPS) : index + 1]]
+        if len(recent) == GOAL_STEPS and statistics.fmean(recent) >= GOAL - 1e-9:
+            return trained
+    return None
+
+
+def tokens_per_second(run: Run) -> float | None:
+    """Prompt and response tokens of a global batch over the time between actor updates (the paper's metric, section 6).
+
+    Each interval between two updates of one launch counts with the batch that ends it; None before the second update.
+    """
+    tokens, seconds = 0, 0.0
+    for launch in run.launches:
+        for step in launch.steps[1:]:
+            tokens += step["prompt_tokens"] + step["response_tokens"]
+        if launch.steps:
+            seconds += launch.steps[-1]["time"] - launch.steps[0]["time"]
+    return tokens / seconds if seconds > 0 else None
+
+
+def _per_step(run: Run, field: str, stored: Counter) -> int | None:
+    """Total over the history: of each step what the store holds, else (a replay has no store of its own) what its metrics say."""
+    in_store = {trajectory.consumed_step for trajectory in run.consumed}
+    values = [stored[step["step"] - 1] if step["step"] - 1 in in_store else step.get(field) for step in run.steps]
+    known = [int(value) for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _summed(run: Run, value: Callable[[Consumed], int]) -> Counter:
+    """Sum of value(trajectory) per step that consumed it."""
+    sums: Counter = Counter()
+    for trajectory in run.consumed:
+        sums[trajectory.consumed_step] += value(trajectory)
+    return sums
+
+
+def _values(records: Iterable[dict], field: str) -> list[float]:
+    return [record[field] for record in records if record.get(field) is not None]
+
+
+def _mean(records: Iterable[dict], field: str) -> float | None:
+    values = _values(records, field)
+    return statistics.fmean(values) if values else None
+
+
+def _max(records: Iterable[dict], field: str) -> float | None:
+    return max(_values(records, field), default=None)
+
+
+def _weighted_mean(steps: list[dict], field: str) -> float | None:
+    """Mean over trajectories of a field that each step has the mean of."""
+    known = [step for step in steps if step.get(field) is not None]
+    weight = sum(step["trajectories"] for step in known)
+    return sum(step[field] * step["trajectories"] for step in known) / weight if weight else None
