@@ -44,8 +44,8 @@ def version() -> str:
     return found.group(1)
 
 
-conf = sorted({path.parent for path in (HERE / "conf").rglob("*.yaml")})
-conf_packages = ["laminar_hpc.conf", *(".".join(["laminar_hpc.conf", *p.relative_to(HERE / "conf").parts]) for p in conf if p != HERE / "conf")]
+conf_folders = sorted({path.parent.relative_to(HERE) for path in (HERE / "conf").rglob("*.yaml")})
+conf_packages = [".".join(["laminar_hpc", *folder.parts]) for folder in conf_folders]
 
 setup(
     name="laminar_hpc",

@@ -40,8 +40,8 @@ pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip "$@"; }
 
 # ---- stages: one line each; pip's own words go to the log ----------------------------------------
 why() { # the reason of a failed stage in a few words
-  if grep -qE 'NewConnectionError|NameResolutionError|Temporary failure in name|ProxyError|unreachable|ConnectTimeout|ReadTimeout' "$LOG"; then
-    echo "no package index could be reached: check the network, or the proxy and index settings of pip"
+  if grep -qE 'NewConnectionError|NameResolutionError|Temporary failure in name|ProxyError|unreachable|ConnectTimeout|ReadTimeout|from versions: none' "$LOG"; then
+    echo "no package index that has it could be reached: check the network, or the proxy and index settings of pip"
   elif grep -q 'No space left on device' "$LOG"; then
     echo "the disk is full: the environment takes about 2.5 GB without CUDA and 15 GB with it"
   else grep -iE '^ *error' "$LOG" | tail -1 || true; fi

@@ -1,0 +1,19 @@
+"""A copy of the source tree, so that no test of packaging writes into the real one."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """What `make setup` and `pip install` read, copied to a folder of its own."""
+    copy = tmp_path / "tree"
+    for name in ("src", "conf", "requirements"):
+        shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("setup.py", "MANIFEST.in", "pyproject.toml", "Makefile", "LICENSE"):
+        shutil.copy(REPOSITORY / name, copy / name)
+    return copy

@@ -1,0 +1,68 @@
+"""`make setup` and the wheel: what is installed, what is not installed twice, and what a user reads when it cannot work."""
+
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def setup(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, environment = ["bash", "requirements/setup.sh"], {**os.environ, **environment}
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.skipif(Path(sys.prefix) != REPOSITORY / ".venv", reason="runs in another environment than the one make setup made")
+def test_a_second_setup_installs_nothing() -> None:
+    """`make demo` after `make test` starts at once: no word, no touched file, well under a second."""
+    log = REPOSITORY / ".venv/setup.log"
+    before, start = log.stat().st_mtime_ns, time.monotonic()
+    done = setup(REPOSITORY)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert log.stat().st_mtime_ns == before
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"PYTHON": "/bin/false"}, "no Python 3.11 or 3.12 found"),
+        ({"CUDA": "11"}, "CUDA=11 is not known"),
+        ({"CUDA": "12"}, "CUDA=12 needs TORCH_INDEX"),
+    ],
+)
+def test_setup_fails_in_one_line(tree: Path, environment: dict[str, str], words: str) -> None:
+    """What a user can get wrong is said in one line that names the cure, before anything is made."""
+    done = setup(tree, TORCH_INDEX="", **environment)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and words in done.stderr
+    assert not (tree / ".venv").exists()
+
+
+def test_setup_without_a_network_says_so(tree: Path) -> None:
+    """An unreachable package index is named as such, in one line, with the log beside it."""
+    nowhere = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
+    done = setup(tree, CUDA="none", TORCH_INDEX="", PIP_FIND_LINKS="", PYTHON=sys.executable, **nowhere)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and "no package index that has it could be reached" in done.stderr
+    assert (tree / ".venv/setup.log").stat().st_size > 0
+
+
+def test_the_wheel_holds_the_configuration_and_the_entry_points(tree: Path, tmp_path: Path) -> None:
+    """An installed laminar_hpc finds conf/ inside itself, its command, and the two places where SGLang looks for us."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    shipped = {f"laminar_hpc/conf/{path.relative_to(tree / 'conf')}" for path in (tree / "conf").rglob("*.yaml")}
+    assert shipped and shipped <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    for line in ("laminar = laminar_hpc.cli:main", "laminar_cpu = laminar_hpc.rollout", "laminar_port = laminar_hpc.rollout"):
+        assert line in entry_points

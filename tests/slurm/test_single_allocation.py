@@ -1,0 +1,48 @@
+"""slurm/laminar_single.sbatch, the very script that users submit, on two nodes of a real Slurm: the whole system over a network."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.slurm]
+SCRIPT = "slurm/laminar_single.sbatch"
+RUN_SECONDS = 420  # start-up of one SGLang server on a busy machine, then a few steps
+
+
+def submit(cluster, run_dir: Path, *overrides: str) -> str:
+    """Trainer and controller on n1, relay and rollout on n2."""
+    settings = {"VENV": sys.prefix, "RUN_DIR": str(run_dir), "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+    return cluster.submit("--nodes=2", SCRIPT, "experiment=demo", *overrides, **settings)
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+    return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
+
+
+@pytest.mark.timeout(600)
+def test_demo_runs_over_two_nodes(slurm_cluster, tmp_path: Path) -> None:
+    """The job completes, all steps are trained, and no trajectory saw two policies (promise 1), with the roles on two machines."""
+    job = submit(slurm_cluster, tmp_path / "run", "steps=3")
+    assert slurm_cluster.wait(job, RUN_SECONDS) == "COMPLETED", slurm_cluster.output(job)[-3000:]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["max_versions_per_trajectory"] == 1
+
+
+@pytest.mark.timeout(900)
+def test_a_stopped_job_goes_on_when_submitted_again(slurm_cluster, tmp_path: Path) -> None:
+    """What Slurm does before a time limit (a signal to the batch script) ends the job in order; the next job finishes the run."""
+    run_dir = tmp_path / "run"
+    first = submit(slurm_cluster, run_dir, "steps=40")
+    slurm_cluster.poll(lambda: steps_done(run_dir) >= 2, RUN_SECONDS, "two steps", first)
+    slurm_cluster.command("scancel", "--batch", "--signal=USR1", first)
+    assert slurm_cluster.wait(first, 120) == "COMPLETED", slurm_cluster.output(first)[-3000:]
+    done = steps_done(run_dir)
+    assert 2 <= done < 40
+    second = submit(slurm_cluster, run_dir, f"steps={done + 2}")
+    assert slurm_cluster.wait(second, RUN_SECONDS) == "COMPLETED", slurm_cluster.output(second)[-3000:]
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == done + 2
