@@ -1,0 +1,134 @@
+"""The channel between controller and workers: authenticated, bounded, and clear about what it waited for."""
+
+import os
+import threading
+import time
+
+import pytest
+import zmq
+
+from laminar_hpc import messages as m
+from laminar_hpc.cluster.address import read_address
+from laminar_hpc.cluster.channel import Channel, ControllerLost, StopReceived
+from laminar_hpc.cluster.hub import Hub
+from laminar_hpc.cluster.stop import request_stop
+from laminar_hpc.config.errors import LaminarError
+
+
+class Served:
+    """A hub in a thread that answers Hello and Ping like the controller and keeps the rest."""
+
+    def __init__(self, run_dir):
+        self.hub = Hub(run_dir, "test", "127.0.0.1", 0, "here")
+        self.got, self.running, self.silent = [], True, False
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+
+    def _serve(self):
+        while self.running:
+            for identity, message in self.hub.poll(0.02):
+                if self.silent:
+                    continue
+                self.got.append((identity, message))
+                if isinstance(message, m.Hello):
+                    self.hub.send(identity, m.Welcome("test", -1, 0, -1))
+                elif isinstance(message, m.Ping):
+                    self.hub.send(identity, m.Pong())
+                elif isinstance(message, m.NewWeightId):
+                    self.hub.send(identity, m.Continue())
+                    self.hub.send(identity, m.WeightId(7, message.step))
+                elif isinstance(message, m.TakeBatch):
+                    self.hub.send(identity, m.Stop("enough"))
+
+    def close(self):
+        self.running = False
+        self.thread.join()
+        self.hub.close()
+
+
+@pytest.fixture
+def served(tmp_path):
+    server = Served(tmp_path)
+    yield server
+    server.close()
+
+
+def connect(tmp_path, heartbeat=10.0, machine="elsewhere"):
+    return Channel(tmp_path, m.Hello("trainer", 0, "i", os.getpid(), machine), 10, heartbeat)
+
+
+def test_request_leaves_other_messages_in_the_queue(tmp_path, served):
+    channel = connect(tmp_path)
+    answer = channel.request(m.NewWeightId(3), m.WeightId, timeout=5, what="a weight id")
+    assert answer == m.WeightId(7, 3)
+    assert isinstance(channel.receive(5, "anything"), m.Continue)
+    channel.close()
+
+
+def test_a_wait_ends_and_says_for_what(tmp_path, served):
+    """Promise 7."""
+    channel = connect(tmp_path)
+    with pytest.raises(LaminarError, match=r"trainer 0 waited 0 s for a comet from the controller"):
+        channel.receive(0.2, "a comet")
+    channel.close()
+
+
+def test_stop_is_raised_where_one_waits(tmp_path, served):
+    channel = connect(tmp_path)
+    with pytest.raises(StopReceived, match="enough"):
+        channel.request(m.TakeBatch(0), m.Batch, timeout=5, what="a batch")
+    channel.close()
+
+
+def test_a_silent_controller_is_noticed(tmp_path, served):
+    channel = connect(tmp_path, heartbeat=1.0)
+    served.silent = True
+    started = time.monotonic()
+    with pytest.raises(ControllerLost, match="silent for 1 s"):
+        channel.receive(20, "anything")
+    assert time.monotonic() - started < 6
+    channel.close()
+
+
+def test_nobody_gets_in_without_the_runs_key(tmp_path, served):
+    """Messages are authenticated: a client with a key of its own reaches nothing."""
+    address = read_address(tmp_path)
+    assert oct((tmp_path / "controller.json").stat().st_mode)[-3:] == "600"
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.LINGER, 0)
+    stranger.curve_serverkey = address.server_public.encode()
+    stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+    stranger.connect(f"tcp://{address.host}:{address.port}")
+    stranger.send(m.encode(m.StopRequest("evil")))
+    plain = context.socket(zmq.DEALER)
+    plain.setsockopt(zmq.LINGER, 0)
+    plain.connect(f"tcp://{address.host}:{address.port}")
+    plain.send(m.encode(m.StopRequest("evil")))
+    request_stop(tmp_path, "good")  # the proof that the hub was serving meanwhile
+    deadline = time.monotonic() + 5
+    while not any(isinstance(x, m.StopRequest) for _, x in served.got) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [x.reason for _, x in served.got if isinstance(x, m.StopRequest)] == ["good"]
+    stranger.close()
+    plain.close()
+    context.term()
+
+
+def test_garbage_is_dropped_and_the_channel_lives(tmp_path, served):
+    channel = connect(tmp_path)
+    for frame in (b"", b"\xff\x00garbage", m.encode(m.Ping())[:-1], b"\x81\xa4type\xa4Nope"):
+        channel._outgoing.put(frame)
+    channel.send(m.NewWeightId(1))
+    assert isinstance(channel.request(m.NewWeightId(2), m.WeightId, timeout=5, what="an id"), m.WeightId)
+    channel.close()
+
+
+def test_no_controller_is_said_with_the_time_waited(tmp_path):
+    with pytest.raises(LaminarError, match="waited 0 s for the controller"):
+        Channel(tmp_path, m.Hello("relay", 0, "i", os.getpid(), "x"), 0.3, 10)
+
+
+def test_stop_request_without_a_job(tmp_path):
+    with pytest.raises(LaminarError, match="no job runs in"):
+        request_stop(tmp_path, "x")

@@ -1,0 +1,29 @@
+"""Roles follow from the layout alone; a world of the wrong size is refused in one line with the right one."""
+
+import pytest
+
+from laminar_hpc.cluster.roles import assign_roles
+from laminar_hpc.config.errors import LaminarError
+
+
+def names(*layout):
+    return [f"{r.role}{r.index}" for r in assign_roles(*layout)]
+
+
+def test_layouts():
+    assert names(1, 1, 1, 4) == ["trainer0", "controller0", "relay0", "rollout0"]
+    assert names(2, 2, 1, 6) == ["trainer0", "trainer1", "controller0", "relay0", "rollout0", "rollout1"]
+    assert names(1, 1, 2, 2) == ["trainer0", "controller0", "relay0", "rollout0"]
+    assert names(1, 0, 1, 2) == ["trainer0", "controller0"]
+
+
+def test_each_machine_with_rollouts_has_its_relay():
+    roles = assign_roles(1, 4, 2, 4)
+    assert [r.role for r in roles[4:]].count("relay") == 1
+    assert [r.role for r in roles[:4]] == ["trainer", "controller", "relay", "rollout"]
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 3), (2, 1, 1, 4), (1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 1, 5)])
+def test_wrong_worlds_are_refused_with_the_right_size(layout):
+    with pytest.raises(LaminarError, match=r"does not fit .* start \d+ ranks"):
+        assign_roles(*layout)

@@ -1,0 +1,97 @@
+"""Slots: readers see complete weights only, a lease keeps them, leftovers of dead runs are cleaned, no room is said before bytes move."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.layout import clean_leftovers, slots_root
+from laminar_hpc.weights.manifest import layout
+from laminar_hpc.weights.slots import SlotGone, SlotReader, SlotWriter
+from laminar_hpc.weights.sums import tensor_sums
+
+TENSORS = [("b", (7, 3), torch.float32), ("a", (5,), torch.float32)]
+
+
+def write(writer, weight_id, value, commit=True):
+    manifest = layout(TENSORS, weight_id, weight_id)
+    data = torch.from_numpy(writer.begin(manifest))
+    data.view(torch.float32).fill_(value)
+    if commit:
+        writer.commit(manifest)
+
+
+@pytest.fixture
+def writer(tmp_path):
+    made = SlotWriter(str(tmp_path), "run", 3, tmp_path)
+    yield made
+    made.close()
+
+
+def test_newest_complete_slot_is_a_loadable_directory(tmp_path, writer):
+    reader = SlotReader(str(tmp_path), "run")
+    assert reader.newest() is None
+    for weight_id in range(7):
+        write(writer, weight_id, float(weight_id))
+    write(writer, 7, 9.0, commit=False)
+    newest = reader.newest()
+    assert newest.weight_id == 6
+    tensors = load_file(newest.directory / "model.safetensors")
+    assert {k: tuple(v.shape) for k, v in tensors.items()} == {"b": (7, 3), "a": (5,)} and (tensors["b"] == 6).all()
+
+
+def test_a_leased_slot_is_not_rewritten(tmp_path, writer):
+    reader = SlotReader(str(tmp_path), "run")
+    write(writer, 0, 1.0)
+    handle = reader.newest()
+    with reader.lease(handle):
+        for weight_id in range(1, 6):
+            write(writer, weight_id, 2.0)
+        assert (load_file(handle.directory / "model.safetensors")["a"] == 1.0).all()
+    for weight_id in range(6, 9):
+        write(writer, weight_id, 3.0)
+    with pytest.raises(SlotGone), reader.lease(handle):
+        pass
+
+
+def test_all_slots_read_is_said(tmp_path, writer):
+    reader = SlotReader(str(tmp_path), "run")
+    for weight_id in range(3):
+        write(writer, weight_id, 0.0)
+    handles = [reader.newest()]
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(reader.lease(handles[0]))
+        write(writer, 3, 0.0)
+        stack.enter_context(reader.lease(reader.newest()))
+        write(writer, 4, 0.0)
+        with pytest.raises(LaminarError, match="raise relay.slots"):
+            write(writer, 5, 0.0)
+
+
+def test_leftovers_of_a_killed_run_are_cleaned_and_a_living_run_is_left_alone(tmp_path, writer):
+    code = (
+        "import sys, os, signal, pathlib; from laminar_hpc.weights.slots import SlotWriter;"
+        "SlotWriter(sys.argv[1], 'dead', 3, pathlib.Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
+    assert slots_root(str(tmp_path), "dead").exists()
+    assert clean_leftovers(str(tmp_path)) == [slots_root(str(tmp_path), "dead")]
+    assert slots_root(str(tmp_path), "run").exists()
+
+
+def test_sums_see_bits_and_places_and_add_up():
+    whole = torch.randn(1001)
+    parts = [tensor_sums(whole[:400]), tensor_sums(whole[400:], first_word=400)]
+    assert tensor_sums(whole) == tuple(sum(x) % 2**64 for x in zip(*parts, strict=True))
+    swapped = whole.clone()
+    swapped[3], swapped[900] = whole[900], whole[3]
+    assert tensor_sums(swapped)[0] == tensor_sums(whole)[0] and tensor_sums(swapped)[1] != tensor_sums(whole)[1]
+    flipped = whole.clone()
+    flipped.view(torch.int32)[17] ^= 1
+    assert tensor_sums(flipped) != tensor_sums(whole)
+    assert tensor_sums(torch.ones(3, dtype=torch.bfloat16)) != tensor_sums(torch.ones(4, dtype=torch.bfloat16))
