@@ -1,0 +1,125 @@
+"""Configuration: every file under conf/ parses, wrong values are refused in one line that says how to mend it, before anything starts."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc.config.check import check, check_machine, count_parameters, derive, file_system
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.load import conf_directory, dump_config, load_config, read_config
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 16, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def words(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    return [f"model.path={tmp_path}", f"data.train={tmp_path}/rows.jsonl", "reward.function=a.b", f"run_dir={tmp_path}/run"]
+
+
+@pytest.mark.parametrize("file", sorted(str(p.relative_to(conf_directory())) for p in conf_directory().rglob("*.yaml")))
+def test_every_file_parses(file):
+    group, _, name = file.removesuffix(".yaml").rpartition("/")
+    config = load_config([f"{group}={name}"] if group else [])
+    assert config.steps > 0
+
+
+def test_number_of_keys_is_bounded():
+    def count(node):
+        return sum(count(v) if isinstance(v, dict) and v else 1 for v in node.values())
+
+    from omegaconf import OmegaConf
+
+    from laminar_hpc.config.schema import RunConfig
+
+    assert count(OmegaConf.to_container(OmegaConf.structured(RunConfig))) <= 150
+
+
+def test_dump_and_read_give_the_same(words, tmp_path):
+    config = load_config(words)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert read_config(tmp_path / "config.yaml") == config
+
+
+def test_derived_quantities(words):
+    derived = check(load_config([*words, "rollout.replicas=3", "trainer.data_parallel=2"]))
+    assert (derived.trainer_ranks, derived.rollout_ranks, derived.world_size) == (2, 3, 7)
+    assert derived.trajectories_per_step == 256 and derived.trajectories_per_update == 128 and derived.local_batch_groups == 11
+    assert derived.publish_bytes == 4 * derived.parameters and derived.slot_bytes == 3 * derived.publish_bytes
+
+
+def test_parameters_are_counted_as_transformers_counts_them():
+    import laminar_hpc.compat.torchvision  # noqa: F401
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    for tied in (False, True):
+        model = {**MODEL, "tie_word_embeddings": tied}
+        real = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in model.items() if k != "architectures"}))
+        assert count_parameters(model) == sum(p.numel() for p in real.parameters())
+
+
+BAD = [
+    ("stepz=3", "Key 'stepz' not in 'RunConfig'"),
+    ("steps=abc", "could not be converted to Integer"),
+    ("steps=0", "steps=0: must be at least 1"),
+    ("experiment=nope", "Could not find 'experiment/nope'; Available options"),
+    ("model.path=/nowhere", "no config.json there"),
+    ("model.dtype=int4", "use float32 or bfloat16"),
+    ("data.train=/nowhere.jsonl", "no such file"),
+    ("evaluation.file=/nowhere.jsonl", "no such file"),
+    ("reward.function=", "reward.function is empty"),
+    ("algorithm.minibatches_per_step=3", r"= 256 trajectories do not divide into algorithm.minibatches_per_step=3 x trainer.data_parallel=1"),
+    ("algorithm.samples_per_prompt=1", "at least 2 samples"),
+    ("sampling.top_p=0.9", "refused for training"),
+    ("sampling.top_k=40", "refused for training"),
+    ("sampling.min_p=0.1", "refused for training"),
+    ("sampling.repetition_penalty=1.1", "refused for training"),
+    ("sampling.temperature=0", "above 0"),
+    ("sampling.max_response_tokens=512", "does not leave room for a prompt"),
+    ("trainer.tensor_parallel=2", "trainer.tensor_parallel=2 is not supported"),
+    ("trainer.tokens_per_microbatch=100", "cannot hold a prompt"),
+    ("rollout.kv_cache_tokens=100", "cannot hold one response"),
+    ("pipeline.max_staleness=-1", "must be 0 or more"),
+    ("pipeline.refresh=barrier", "needs pipeline.max_staleness=0"),
+    ("pipeline.refresh=sometimes", "use one of drained, barrier"),
+    ("source=replay:/nowhere", "no store.sqlite"),
+    ("resume=maybe", "use one of auto, never"),
+]
+
+
+@pytest.mark.parametrize(("word", "text"), BAD)
+def test_wrong_values_are_refused_in_one_line(words, word, text):
+    with pytest.raises(LaminarError, match=text) as error:
+        check(load_config([*words, word]))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 320
+
+
+def test_other_architectures_are_refused(words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "architectures": ["MixtralForCausalLM"]}))
+    with pytest.raises(LaminarError, match="MixtralForCausalLM is not supported"):
+        check(load_config(words))
+
+
+def test_port_in_use_and_too_little_shared_memory(words, tmp_path):
+    import socket
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        config = load_config([*words, f"cluster.port={other.getsockname()[1]}"])
+        with pytest.raises(LaminarError, match="choose another, or 0 for any free one"):
+            check_machine(config, derive(config))
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "vocab_size": 10**10}))
+    config = load_config(words)
+    with pytest.raises(LaminarError, match=r"weight slots need \d+ MB: give it more \(containers: --shm-size\)"):
+        check_machine(config, derive(config))
+
+
+def test_file_system_of_a_path():
+    assert file_system(Path("/dev/shm")) == "tmpfs" and re.fullmatch(r"[\w.]+", file_system(Path("/")))

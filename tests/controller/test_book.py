@@ -1,0 +1,101 @@
+"""The controller's memory and store: attempts guard each trajectory, nothing finished is lost, nothing is trained twice, restores go back."""
+
+import pytest
+
+from laminar_hpc.controller.book import Book
+from laminar_hpc.controller.prompts import Prompt
+from laminar_hpc.controller.store import Store
+from laminar_hpc.messages import Trajectory, VersionSpan
+
+
+def new_book(tmp_path):
+    store = Store(tmp_path)
+    prompts = [Prompt(f"{i}+1=", [i], {"n": i}) for i in range(5)]
+    book = Book(store, prompts, 2, lambda draw: draw % 5)
+    book.load()
+    return store, book
+
+
+def trajectory(group, sample, weight_id=0, step=0):
+    return Trajectory(
+        sample.trajectory_id, group.group_id, sample.attempt, 0, weight_id, step, group.prompt_tokens, [1, 2, 3], [-0.1, -0.2, -0.3], [1, 1, 1],
+        "stop", [VersionSpan(weight_id, 0, 3)], 1.0, 2.0,
+    )  # fmt: skip
+
+
+def finish(book, group, trainer_step=0):
+    for sample in group.samples:
+        book.generated(trajectory(group, sample), trainer_step)
+        book.scored(sample.trajectory_id, sample.attempt, 1.0, {"accuracy": 1.0}, "", 3.0)
+
+
+def test_a_group_is_finished_with_its_last_score_and_stamped_with_the_step(tmp_path):
+    store, book = new_book(tmp_path)
+    (group,) = book.draw(1, 5, replica=0, weight_id=0, weight_step=0, now=0.0)
+    first, second = group.samples
+    book.generated(trajectory(group, first), 3)
+    assert not book.scored(first.trajectory_id, 0, 1.0, {}, "", 3.0)
+    assert not book.scored(second.trajectory_id, 0, 1.0, {}, "", 3.0), "a score before its trajectory counts for nothing"
+    book.generated(trajectory(group, second), 4)
+    assert book.scored(second.trajectory_id, 0, 0.0, {}, "", 3.0)
+    batch = book.consume([group.group_id], 5)
+    assert [t.step_finished for t in batch] == [3, 4] and [t.reward for t in batch] == [1.0, 0.0]
+    assert book.groups == {}
+    store.close()
+
+
+def test_reports_of_old_attempts_are_refused(tmp_path):
+    """Promise 2: a process that wakes up late can do no harm."""
+    store, book = new_book(tmp_path)
+    (group,) = book.draw(1, 5, replica=0, weight_id=0, weight_step=0, now=0.0)
+    assert book.replica_gone(0) == 2
+    (again,) = book.draw(3, 0, replica=1, weight_id=1, weight_step=1, now=0.0)
+    assert [s.attempt for s in again.samples] == [1, 1] and again.group_id == group.group_id
+    finish(book, group)
+    assert book.refused_reports == 4 and not book.groups[group.group_id].finished
+    finish(book, again)
+    finish(book, again)  # twice reported counts once
+    assert book.groups[group.group_id].finished and book.refused_reports == 8
+    assert book.counted == 1, "a redone group keeps its admission number"
+    store.close()
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_restore_brings_back_what_later_steps_trained_on(tmp_path, kill):
+    """Promise 2 over a resume: consumed after the checkpoint -> finished; in progress -> from its prompt; ids and prompt order go on."""
+    store, book = new_book(tmp_path)
+    groups = book.draw(3, 3, replica=0, weight_id=0, weight_step=0, now=0.0)
+    for group in groups[:2]:
+        finish(book, group)
+    book.consume([groups[0].group_id], 0)
+    book.consume([groups[1].group_id], 1)
+    store.commit()
+    if kill:  # as a power cut leaves it: what was not committed is gone
+        book.draw(1, 1, replica=0, weight_id=0, weight_step=0, now=0.0)
+        store._db.close()
+    else:
+        store.close()
+    store = Store(tmp_path)
+    store.restore(1)
+    book = Book(store, book._prompts, 2, lambda draw: draw % 5)
+    book.load()
+    assert store.consumed_groups(0) == [groups[0].group_id] and store.consumed_groups(1) == []
+    assert [g.group_id for g in book.groups.values() if g.finished] == [groups[1].group_id]
+    lost, new = book.draw(2, 1, replica=0, weight_id=5, weight_step=1, now=0.0)
+    assert lost.group_id == groups[2].group_id and [s.attempt for s in lost.samples] == [1, 1]
+    assert new.group_id == 3 and new.row == {"n": 3} and book.counted == 4
+    assert {s.trajectory_id for s in new.samples}.isdisjoint({s.trajectory_id for g in groups for s in g.samples})
+    store.close()
+
+
+def test_a_lost_member_is_redone_alone(tmp_path):
+    store, book = new_book(tmp_path)
+    (group,) = book.draw(1, 1, replica=0, weight_id=0, weight_step=0, now=0.0)
+    first, second = group.samples
+    book.generated(trajectory(group, first), 0)
+    book.scored(first.trajectory_id, 0, 1.0, {}, "", 0.0)
+    book.lost(second.trajectory_id, 0)
+    (again,) = book.draw(1, 0, replica=0, weight_id=3, weight_step=2, now=0.0)
+    assert [s.trajectory_id for s in again.samples] == [second.trajectory_id]
+    assert book.groups[group.group_id].view().weight_step == 0, "the group's age is that of its oldest trajectory"
+    store.close()
