@@ -6,7 +6,6 @@ Every number that a test needs is either given by the caller or can be recompute
 
 import json
 import random
-import sqlite3
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,18 +14,12 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from laminar_hpc import messages
+from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace
 
 CHARACTERS = "0123456789+=;>"
 EPOCH = 1_800_000_000.0
-SCHEMA = """
-CREATE TABLE trajectories(id INTEGER PRIMARY KEY, group_id, sample_index, attempt, state, replica, weight_id, weight_step, step_finished,
-  consumed_step, response_length, reward, accuracy, finish_reason, reward_error, time_started, time_finished, time_scored, payload BLOB);
-CREATE TABLE groups(id INTEGER PRIMARY KEY, prompt_index, state, weight_id, weight_step, number, granted_at, finished_at, consumed_step,
-  reason);
-CREATE TABLE weights(id INTEGER PRIMARY KEY, restore_epoch, step, published_at);
-"""
 
 
 @dataclass
@@ -90,7 +83,8 @@ def write(
     config = {"run_dir": str(run_dir), "seed": seed, "steps": steps, "source": "rollout", "model": {"path": str(model)},
               "pipeline": {"name": "laminar", "max_staleness": bound}}  # fmt: skip
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
-    store = open_store(run_dir, restored_step=start_step)
+    store = Store(run_dir)
+    store.restore(start_step)
     derived = {"trajectories_per_step": groups * samples, "publish_bytes": 3_100_000, "max_staleness": bound}
     log("start", start, restored_step=start_step or -1, pipeline="laminar", derived=derived)
 
@@ -110,9 +104,10 @@ def write(
 
     written = Written(start=start)
     available = {start_step: ready}  # weight step -> since when the relay has it
-    finished: list[tuple[float, int, int, int]] = []  # (time, replica, weight step, group number), in grant order
+    finished: list[tuple[float, int, int]] = []  # (time, replica, weight step) of groups, in grant order
     clock = last_end = ready
-    step, granted, next_id = start_step, start_step * groups, 1 + (start_step * groups + rng.randrange(100, 200)) * samples * 10
+    step, granted = start_step, start_step * groups
+    _, next_group, next_id = store.next_ids()
     controller.record("wait", start, ready)
     while step < steps:
         if len(finished) >= groups:
@@ -125,8 +120,8 @@ def write(
             trainer.record("send", train + 0.03, train + 0.15, step=step + 1)
             relay.record("relay", train + 0.03, train + 0.2, step=step + 1)
             done = train + 0.04
-            rows = make_rows(rng, batch, step, steps, samples, next_id, available)
-            next_id += len(rows)
+            rows = make_rows(rng, batch, step, steps, samples, next_group, next_id, available)
+            next_group, next_id = next_group + groups, next_id + len(rows)
             store_rows(store, rows, step)
             record = step_record(rows, step, begin - clock, train - begin, done - last_end)
             written.steps.append(log("step", done, **record))
@@ -154,7 +149,7 @@ def write(
         if (granted + share - 1) // groups <= worker.version + bound:
             end = worker.clock + rng.uniform(0.9, 1.5)
             worker.trace.record("generate", worker.clock, end, weight_id=worker.version, trajectories=share * samples)
-            finished += [(end - rng.uniform(0, 0.3), worker.index, worker.version, granted + i) for i in range(share)]
+            finished += [(end - rng.uniform(0, 0.3), worker.index, worker.version) for _ in range(share)]
             granted, worker.clock = granted + share, end
         else:
             later = min(since for since in available.values() if since > worker.clock)
@@ -178,24 +173,26 @@ def write(
     return written
 
 
-def open_store(run_dir: Path, restored_step: int) -> sqlite3.Connection:
-    """The run's store; consumption beyond the restored step is taken back, as the controller does it."""
-    path = run_dir / "store.sqlite"
-    fresh = not path.exists()
-    store = sqlite3.connect(path)
-    store.execute("PRAGMA journal_mode=WAL")
-    if fresh:
-        store.executescript(SCHEMA)
-    store.execute("UPDATE trajectories SET state='finished', consumed_step=NULL WHERE consumed_step >= ?", (restored_step,))
-    store.commit()
-    return store
+def trajectory(
+    trajectory_id: int, group: int, *, prompt: str, response: str, versions: tuple[int, ...], replica: int = 0, end: float = EPOCH
+) -> messages.Trajectory:
+    """A wrong answer, generated in equal parts with `versions` as weight ids and steps."""
+    tokens = [CHARACTERS.index(c) for c in response]
+    cuts = [len(tokens) * i // len(versions) for i in range(len(versions) + 1)]
+    return messages.Trajectory(
+        trajectory_id=trajectory_id, group_id=group, attempt=1, replica=replica, weight_id=versions[0], weight_step=versions[0],
+        prompt_tokens=[CHARACTERS.index(c) for c in prompt], response_tokens=tokens, logprobs=[-0.1] * len(tokens),
+        loss_mask=[1] * len(tokens), finish_reason="stop", time_started=end - 0.8, time_finished=end, step_finished=versions[0],
+        version_spans=[messages.VersionSpan(v, start, stop) for v, start, stop in zip(versions, cuts, cuts[1:], strict=False)],
+        time_scored=end, reward_parts={"accuracy": 0.0},
+    )  # fmt: skip
 
 
-def make_rows(rng, batch, step, steps, samples, first_id, available) -> list[messages.Trajectory]:
+def make_rows(rng, batch, step, steps, samples, first_group, first_id, available) -> list[messages.Trajectory]:
     """The trajectories of one batch: answers get better and shorter with `step`."""
     rows = []
     skill = 0.2 + 0.75 * step / max(1, steps)
-    for end, replica, version, group in batch:
+    for group, (end, replica, version) in enumerate(batch, first_group):
         a, b = rng.randrange(10, 99), rng.randrange(10, 99)
         finished_at = max(v for v, since in available.items() if since <= end) if min(available.values()) <= end else version
         for _ in range(samples):
@@ -203,28 +200,28 @@ def make_rows(rng, batch, step, steps, samples, first_id, available) -> list[mes
             text = ("1+2+0=03;" * rng.randrange(0, 6) if rng.random() > skill / 2 else "") + f">{a + b if right else a + b + 1}"
             if rng.random() < 0.03:
                 text = "9+9+1=19;" * rng.randrange(8, 20) + text
-            tokens = [CHARACTERS.index(c) for c in text]
-            rows.append(messages.Trajectory(
-                trajectory_id=first_id + len(rows), group_id=group, attempt=1, replica=replica, weight_id=version, weight_step=version,
-                prompt_tokens=[CHARACTERS.index(c) for c in f"{a}+{b}="], response_tokens=tokens, logprobs=[-0.1] * len(tokens),
-                loss_mask=[1] * len(tokens), finish_reason="stop", version_spans=[messages.VersionSpan(version, 0, len(tokens))],
-                time_started=end - 0.8, time_finished=end, step_finished=max(version, finished_at),
-                time_scored=end + rng.uniform(0.01, 0.05), reward=float(right), reward_parts={"accuracy": float(right)},
-                reward_error="" if rng.random() < 0.98 else "ValueError: no",
-            ))  # fmt: skip
+            row = trajectory(first_id + len(rows), group, prompt=f"{a}+{b}=", response=text, versions=(version,), replica=replica, end=end)
+            row.step_finished = max(version, finished_at)
+            row.time_scored = end + rng.uniform(0.01, 0.05)
+            row.reward = row.reward_parts["accuracy"] = float(right)
+            row.reward_error = "" if rng.random() < 0.98 else "ValueError: no"
+            rows.append(row)
     for row in rows:
         row.step_finished = min(row.step_finished, step)
     return rows
 
 
-def store_rows(store: sqlite3.Connection, rows: list[messages.Trajectory], consumed_step: int) -> None:
-    """Puts the trajectories into the store as consumed by the weights of `consumed_step`."""
-    store.executemany(f"INSERT INTO trajectories VALUES ({','.join('?' * 19)})", [
-        (r.trajectory_id, r.group_id, i, r.attempt, "consumed", r.replica, r.weight_id, r.weight_step, r.step_finished, consumed_step,
-         len(r.response_tokens), r.reward, r.reward_parts["accuracy"], r.finish_reason, r.reward_error, r.time_started, r.time_finished,
-         r.time_scored, messages.encode(r))
-        for i, r in enumerate(rows)
-    ])  # fmt: skip
+def store_rows(store: Store, rows: list[messages.Trajectory], consumed_step: int) -> None:
+    """Puts the trajectories into the store as the controller does: granted, finished, consumed with the weights of `consumed_step`."""
+    groups = sorted({r.group_id for r in rows})
+    for group in groups:
+        members = [r for r in rows if r.group_id == group]
+        store.add_group(group, 0, members[0].weight_id, members[0].weight_step, group, members[0].time_started)
+        for index, row in enumerate(members):
+            store.add_trajectory(row.trajectory_id, group, index, row.replica, row.weight_id, row.weight_step)
+            store.finish_trajectory(row, row.reward_parts["accuracy"])
+        store.finish_group(group, members[0].weight_step, group, members[0].time_scored)
+    store.consume(groups, consumed_step)
     store.commit()
 
 

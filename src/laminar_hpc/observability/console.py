@@ -59,7 +59,7 @@ def derived_block(derived: Mapping[str, object], title: str = "this run") -> lis
     """The derived quantities printed before a run starts: one per line, names aligned, bytes and seconds by their name's ending."""
     names = {name: name.replace("_bytes", " size").replace("_seconds", "").replace("_", " ") for name in derived}
     width = max((len(name) for name in names.values()), default=0)
-    return [title, *(f"  {names[name]:<{width}}  {_value(name, value)}" for name, value in derived.items())]
+    return [title, *(f"  {names[name]:<{width}}  {value_text(name, value)}" for name, value in derived.items())]
 
 
 def setup_line(what: str, seconds: float | None = None) -> str:
@@ -77,8 +77,8 @@ def step_line(step: Mapping, steps: int, eta_seconds: float | None) -> str:
         f"acc {step['accuracy_mean']:4.2f}",
         f"len {step['response_length_mean']:4.0f} (max {step['response_length_max']:4.0f})",
         f"stale {step['staleness_training_mean']:3.1f}/{step['staleness_training_max']:.0f}",
-        f"wait {duration(step['wait_seconds']):>5}",
-        f"train {duration(step['train_seconds']):>5}",
+        f"wait {duration(step['wait_seconds']):>6}",
+        f"train {duration(step['train_seconds']):>6}",
         f"{count(tokens):>4} tok/s",
         f"eta {duration(eta_seconds)}",
     ))  # fmt: skip
@@ -112,7 +112,7 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
         f"{summary['steps']} steps in {duration(summary['wall_seconds'])}" + (f" ({reason})" if reason else ""),
         f"{count(summary['trajectories_trained'])} trajectories",
         f"{count(summary['tokens_per_second'])} tok/s",
-        f"versions per trajectory {_value('', summary['max_versions_per_trajectory'])}",
+        f"versions per trajectory {value_text('', summary['max_versions_per_trajectory'])}",
     )))]  # fmt: skip
     if summary["accuracy_before"] is not None or summary["accuracy_after"] is not None:
         sampled = summary["accuracy_after_sampled"]
@@ -124,8 +124,8 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
     return lines
 
 
-def _value(name: str, value: object) -> str:
-    """A value as text, by what the ending of its name says of it."""
+def value_text(name: str, value: object) -> str:
+    """A value as text: bytes and seconds by their name's ending, a list as its items, None as none."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -137,7 +137,7 @@ def _value(name: str, value: object) -> str:
             return duration(value)
         return f"{value:,}" if isinstance(value, int) else f"{value:g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_value(key, part)}" for key, part in value.items())
+        return ", ".join(f"{key} {value_text(key, part)}" for key, part in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(_value(name, part) for part in value)
+        return ", ".join(value_text(name, part) for part in value)
     return str(value)

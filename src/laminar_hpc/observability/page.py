@@ -17,7 +17,7 @@ body { margin:0; background:var(--page); color:var(--text); font:15px/1.5 system
 main { max-width:1240px; margin:0 auto; padding:28px 24px 60px }
 header { display:flex; flex-wrap:wrap; align-items:baseline; gap:4px 18px; margin-bottom:16px }
 h1 { font-size:25px; margin:0; letter-spacing:-.01em } h2 { font-size:18px; margin:0 0 2px } h3 { font-size:14px; margin:0 0 2px }
-header p, .note, .hint { color:var(--soft); margin:0 } .note { margin:0 0 12px; max-width:90ch } .hint { margin:6px 0 8px; font-size:13px }
+header p, .note, .hint { color:var(--soft); margin:0 } .note { margin:0 0 12px } .hint { margin:6px 0 8px; font-size:13px }
 .state { font-weight:600; padding:1px 10px; border-radius:99px; font-size:13px; border:1px solid currentColor }
 .tiles { display:grid; grid-template-columns:repeat(4,1fr); gap:12px; margin-bottom:18px }
 .tile { background:var(--card); border:1px solid var(--line); border-radius:10px; padding:11px 14px 12px }

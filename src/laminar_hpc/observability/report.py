@@ -14,7 +14,7 @@ from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability import rundata, samples, summary, svg, timeline
-from laminar_hpc.observability.console import count, duration, number
+from laminar_hpc.observability.console import count, duration, number, value_text
 from laminar_hpc.observability.page import figure, grid, keys, page, section, tiles
 from laminar_hpc.observability.rundata import Run
 from laminar_hpc.observability.svg import Series, tag, text
@@ -81,7 +81,7 @@ def headline(run: Run, f: dict) -> str:
          f"accuracy 0.70 after {f['trajectories_to_070']:,}" if f["trajectories_to_070"] else "accuracy 0.70 not reached"),
         ("wall time", duration(f["wall_seconds"]),
          f"{duration(statistics.median(seconds))} per step (median)" if seconds else "no step done"),
-        ("tokens per second", count(f["tokens_per_second"]), "of a batch, over the time between updates"),
+        ("tokens per second", count(f["tokens_per_second"]), "batch over time between updates"),
         ("staleness at training", f"{number(f['staleness_training_mean'], 2)} / {number(f['staleness_training_max'], 0)}",
          "mean / max, " + ("no bound" if bound is None else f"bound {bound}")),
         ("versions per trajectory", str(f["max_versions_per_trajectory"] or "-"), "the most in any trajectory trained"),
@@ -98,6 +98,7 @@ def duration_ms(seconds: float | None) -> str:
 def learning(run: Run) -> str:
     clock = timeline.RunTime(run)
     charts = []
+    own_reward = any(s["reward_mean"] != s["accuracy_mean"] for s in run.steps)
     axes: list[tuple[str, str, Callable[[dict], float]]] = [
         ("by trainer step", "trainer step", lambda record: record["step"]),
         ("by time", "minutes since the start", lambda record: clock(record["time"]) / 60),
@@ -108,14 +109,18 @@ def learning(run: Run) -> str:
         smooth = [(x, statistics.fmean(accuracy[max(0, i - 2) : i + 1])) for i, (x, _) in enumerate(steps)]
         found = {name: [(place(e), e["accuracy"]) for e in run.evaluations if e["name"] == name] for name in ("greedy", "sampled")}
         series = [
-            Series("reward of the batch", GREY, [(x, s["reward_mean"]) for x, s in steps]),
+            *([Series("reward of the batch", GREY, [(x, s["reward_mean"]) for x, s in steps], faint=True)] if own_reward else []),
             Series("accuracy of the batch", BLUE, [(x, s["accuracy_mean"]) for x, s in steps], faint=True),
             Series("accuracy, mean of 3 steps", BLUE, smooth),
             Series("held-out, sampled", ORANGE, found["sampled"], points=True, hollow=True),
             Series("held-out, greedy", ORANGE, found["greedy"], points=True),
         ]
         charts.append(figure(title, svg.lines(series, x_name, y_range=(0.0, 1.0))))
-    names = [("batch accuracy, and its mean of 3 steps", BLUE), ("batch reward", GREY), ("held-out: filled greedy, hollow sampled", ORANGE)]
+    names = [
+        ("batch accuracy and its mean of 3 steps", BLUE),
+        ("batch reward" + ("" if own_reward else ": equal to its accuracy"), GREY),
+        ("held-out: filled greedy, hollow sampled", ORANGE),
+    ]
     return section("Accuracy and reward", svg.legend(names) + grid("two", *charts))
 
 
@@ -207,8 +212,8 @@ def weights(run: Run) -> str:
     return section("Weights", grid(
         "three",
         figure("log-prob gap: mean (blue) and largest", svg.lines(gap, "weight id", width=380, log_y=True)),
-        figure("seconds the trainer stood still to publish", svg.lines(published, "weight id", width=380)),
-        figure("seconds of a replica's pull", svg.lines(pulled, "weight id", width=380)),
+        figure("seconds the trainer stood still to publish", svg.lines(published, "weight id", width=380, y_range=(0.0, 0.0))),
+        figure("seconds of a replica's pull", svg.lines(pulled, "weight id", width=380, y_range=(0.0, 0.0))),
     ), "The gap is |engine − trainer| over a fixed probe of 124 tokens, with the same weights on both sides.")  # fmt: skip
 
 
@@ -219,7 +224,8 @@ def sample_trajectories(run: Run) -> str:
 
 
 def configuration(run: Run) -> str:
-    derived = {key.replace("_", " "): value for key, value in (run.launches[-1].derived if run.launches else {}).items()}
+    known = run.launches[-1].derived if run.launches else {}
+    derived = {name.replace("_bytes", " size").replace("_", " "): value_text(name, value) for name, value in known.items()}
     content = (keys(derived) if derived else "") + tag("details", tag("summary", "every key") + keys(_flat(run.config)))
     return section("Configuration", content)
 

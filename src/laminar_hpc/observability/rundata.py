@@ -119,7 +119,7 @@ def load(run_dir: Path) -> Run:
             restored = record.get("restored_step", -1)
             abandoned += _abandon(launches, evaluations, max(restored, 0))
             launches.append(Launch(time, time, restored, record.get("pipeline"), record.get("derived") or {}))
-        launches[-1].end = time
+        launches[-1].end = max(launches[-1].end, time)
         if kind == "step":
             launches[-1].steps.append(record)
         elif kind == "evaluation":

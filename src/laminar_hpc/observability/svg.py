@@ -175,7 +175,7 @@ def share_bars(
     low, high = min(k for k, _ in counts), max(max(k for k, _ in counts), bound if bound is not None else 0)
     top = max(n for _, n in counts) / total * 1.12
     plot = Plot(width, height, scale(low - 0.6, high + 0.6, LEFT, width - RIGHT), scale(0, top, height - BOTTOM, TOP))
-    body = plot.axes(list(range(low, high + 1, max(1, (high - low) // 12))), ticks(0, top, 4), x_name, percent)
+    body = plot.axes(list(range(low, high + 1, max(1, (high - low) // 12))), ticks(0, top), x_name, percent)
     half = min(60.0, (plot.x(1) - plot.x(0)) * 0.36)
     for value, n in counts:
         share, y = n / total, plot.y(n / total)

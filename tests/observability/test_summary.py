@@ -1,0 +1,144 @@
+"""The summary's figures, against synthetic runs whose history is known."""
+
+import json
+
+import pytest
+import synthetic
+from synthetic import EPOCH
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.observability import jsonl, rundata, summary
+
+KEYS = [
+    "accuracy_before", "accuracy_after", "accuracy_after_sampled", "steps", "trajectories_trained", "trajectories_to_070",
+    "response_tokens_trained", "wall_seconds", "tokens_per_second", "max_versions_per_trajectory", "staleness_generation_mean",
+    "staleness_generation_max", "staleness_training_mean", "staleness_training_max", "trainer_idle_fraction", "rollout_idle_fraction",
+    "publish_stall_seconds_mean", "pull_seconds_mean", "logprob_gap_mean", "logprob_gap_max", "reward_errors", "pipeline",
+]  # fmt: skip
+
+
+def test_a_finished_run(finished):
+    """Promise: every figure is there under its name, and equals what the files say."""
+    run_dir, written = finished
+    found = summary.write(run_dir)
+    assert list(found) == KEYS
+    assert json.loads((run_dir / "summary.json").read_text()) == found
+    assert (found["accuracy_before"], found["accuracy_after"], found["accuracy_after_sampled"]) == (0.21, 0.93, 0.88)
+    assert (found["steps"], found["pipeline"], found["max_versions_per_trajectory"]) == (12, "laminar", 1)
+    assert found["trajectories_trained"] == len(written.consumed) == 12 * 32
+    assert found["response_tokens_trained"] == sum(length for *_, length in written.consumed)
+    assert found["reward_errors"] == sum(step["reward_error_count"] for step in written.steps)
+    assert found["staleness_training_max"] == 2
+    assert found["wall_seconds"] == pytest.approx(written.end - written.start)
+
+
+def test_tokens_per_second_is_a_batch_over_the_time_between_updates(finished):
+    """Promise: the paper's metric: the first update opens the clock, so its batch does not count."""
+    _, written = finished
+    tokens = sum(step["prompt_tokens"] + step["response_tokens"] for step in written.steps[1:])
+    seconds = written.steps[-1]["time"] - written.steps[0]["time"]
+    assert summary.build(finished[0])["tokens_per_second"] == pytest.approx(tokens / seconds)
+
+
+def test_stored_staleness_agrees_with_the_steps(finished):
+    """Promise: the staleness shown per trajectory, computed from the store, is the one that the trainer measured per batch."""
+    run = rundata.load(finished[0])
+    for step in run.steps:
+        batch = [t for t in run.consumed if t.consumed_step == step["step"] - 1]
+        assert sum(t.staleness_training for t in batch) / len(batch) == pytest.approx(step["staleness_training_mean"])
+        assert sum(t.staleness_generation for t in batch) / len(batch) == pytest.approx(step["staleness_generation_mean"])
+
+
+def test_a_resumed_run_counts_every_step_once(resumed):
+    """Promise: steps beyond the restored one are abandoned; totals are those of the history that led to the weights."""
+    run_dir, before, after = resumed
+    run, found = rundata.load(run_dir), summary.build(run_dir)
+    history = before.steps[:4] + after.steps
+    assert [step["step"] for step in run.steps] == list(range(1, 11)) and run.abandoned_steps == 3
+    assert found["steps"] == 10
+    assert found["trajectories_trained"] == 10 * 32
+    assert found["response_tokens_trained"] == sum(step["response_tokens"] for step in history)
+    assert found["accuracy_before"] == 0.21 and found["accuracy_after"] == 0.93
+    crashed_at = max(record["time"] for record in jsonl.read(run_dir / "metrics.jsonl") if record["time"] < after.start)
+    assert found["wall_seconds"] == pytest.approx(crashed_at - before.start + after.end - after.start)
+    spent = before.steps[3]["time"] - before.steps[0]["time"] + after.steps[-1]["time"] - after.steps[0]["time"]
+    tokens = sum(s["prompt_tokens"] + s["response_tokens"] for s in before.steps[1:4] + after.steps[1:])
+    assert found["tokens_per_second"] == pytest.approx(tokens / spent)
+
+
+def test_a_batch_taken_by_a_step_that_never_came_to_its_end_does_not_count(tmp_path):
+    """Promise: what the store marks as consumed by a step that died is not counted as trained."""
+    written = synthetic.write(tmp_path / "run", steps=3, crash=True)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if not ('"kind":"step"' in line and '"step":3' in line)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(kept) + '\n{"kind":"step","ste')
+    found = summary.build(tmp_path / "run")
+    assert found["steps"] == 2 and found["trajectories_trained"] == 64
+    assert found["response_tokens_trained"] == sum(step["response_tokens"] for step in written.steps[:2])
+    assert found["accuracy_after"] is None
+
+
+def test_a_store_elsewhere_is_found(tmp_path):
+    """Promise: with store_dir, the summary reads the store from there."""
+    run_dir = tmp_path / "run"
+    synthetic.write(run_dir, steps=2)
+    (tmp_path / "local" / "run").mkdir(parents=True)
+    (run_dir / "store.sqlite").rename(tmp_path / "local" / "run" / "store.sqlite")
+    with open(run_dir / "config.yaml", "a") as file:
+        file.write(f"store_dir: {tmp_path / 'local'}\n")
+    assert len(rundata.load(run_dir).consumed) == 64
+
+
+def test_a_replay_has_no_invented_figures(finished, tmp_path):
+    """Promise: what the files do not hold is null: a replay evaluates nothing, publishes nothing and has no rollouts."""
+    synthetic.replay_of(tmp_path / "again", finished[1])
+    found = summary.build(tmp_path / "again")
+    assert (found["steps"], found["trajectories_trained"], found["pipeline"]) == (12, 12 * 32, "laminar")
+    missing = (
+        "accuracy_before",
+        "accuracy_after",
+        "rollout_idle_fraction",
+        "publish_stall_seconds_mean",
+        "pull_seconds_mean",
+        "logprob_gap_max",
+    )
+    assert [found[name] for name in missing] == [None] * len(missing)
+    assert found["response_tokens_trained"] == sum(step["response_tokens"] for step in finished[1].steps)
+
+
+def test_a_run_without_a_step(tmp_path):
+    """Promise: a run that failed before its first step has a summary of zeros and nulls."""
+    (tmp_path / "metrics.jsonl").write_text('{"kind":"start","time":5.0,"restored_step":-1,"pipeline":"sync","derived":{}}\n')
+    found = summary.build(tmp_path)
+    assert (found["steps"], found["trajectories_trained"], found["pipeline"]) == (0, 0, "sync")
+    assert found["tokens_per_second"] is None and found["trainer_idle_fraction"] is None and found["max_versions_per_trajectory"] is None
+
+
+def test_no_run_is_refused_in_one_line(tmp_path):
+    """Promise: a folder that is no run is said to be none."""
+    with pytest.raises(LaminarError, match=r"is no run: no metrics\.jsonl there"):
+        summary.build(tmp_path)
+
+
+@pytest.mark.parametrize(("accuracies", "expected"), [
+    ([0.9, 0.9], None),  # less than three steps
+    ([0.1, 0.9, 0.9, 0.2, 0.9, 1.0, 0.9], 60),  # 0.63, 0.67, 0.67, then 0.70 exactly
+    ([0.7, 0.7, 0.7], 30),
+    ([0.6] * 9, None),
+])  # fmt: skip
+def test_trajectories_to_070(accuracies, expected):
+    """Promise: trajectories trained when the mean accuracy of three batches in a row first reached 0.70."""
+    assert summary.trajectories_to_goal([{"trajectories": 10, "accuracy_mean": a} for a in accuracies]) == expected
+
+
+def test_mixed_versions_are_seen(tmp_path):
+    """Promise: a trajectory generated with two weight ids shows up, by the engine's own report in the store."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    steps = [{"kind": "step", "time": EPOCH, "step": 1, "trajectories": 1, "prompt_tokens": 1, "response_tokens": 2, "accuracy_mean": 0.0}]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    store = synthetic.Store(run_dir)
+    row = synthetic.trajectory(1, 0, prompt="1+1=", response=">2", versions=(0, 1))
+    synthetic.store_rows(store, [row], 0)
+    store.close()
+    assert summary.build(run_dir)["max_versions_per_trajectory"] == 2

@@ -1,0 +1,78 @@
+"""Traces and metrics: what is written is there at once, and a death in the middle of a line costs that line only."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from laminar_hpc.observability import jsonl
+from laminar_hpc.observability.metrics import MetricsWriter, curves
+from laminar_hpc.observability.trace import Trace, read_spans
+
+
+def test_a_span_is_in_the_file_when_it_ends(tmp_path):
+    """Promise: a killed process leaves every span that had ended, also one that ended by an exception, with what it learned on the way."""
+    trace = Trace(tmp_path, "rollout", 1)
+    with pytest.raises(ValueError, match="broken"), trace.span("generate", weight_id=3) as fields:
+        fields["tokens"] = 17
+        raise ValueError("broken")
+    (span,) = read_spans(tmp_path)["rollout1"]
+    assert (span.kind, span.fields) == ("generate", {"weight_id": 3, "tokens": 17})
+    assert 0 <= span.t1 - span.t0 < 5
+
+
+def test_a_torn_line_costs_itself_only(tmp_path):
+    """Promise: after a death in mid-write, a restarted process appends whole lines, and readers leave out the torn one."""
+    trace = Trace(tmp_path, "trainer", 0)
+    trace.record("train", 1.0, 2.0, step=1)
+    trace.close()
+    with open(trace.path, "ab") as file:
+        file.write(b'{"kind":"train","t0":3.0,"t\xc3')
+    assert [s.t0 for s in read_spans(tmp_path)["trainer0"]] == [1.0]
+    again = Trace(tmp_path, "trainer", 0)
+    again.record("wait", 5.0, 6.0)
+    assert [(s.kind, s.t0) for s in read_spans(tmp_path)["trainer0"]] == [("train", 1.0), ("wait", 5.0)]
+    assert len(trace.path.read_bytes().splitlines()) == 3
+
+
+def test_an_unknown_kind_is_refused(tmp_path):
+    """Promise: every kind in a trace is one that the summary and the report know."""
+    with pytest.raises(ValueError, match="'generat' is no kind of span"):
+        Trace(tmp_path, "rollout", 0).record("generat", 0.0, 1.0)
+
+
+def test_threads_do_not_mix_their_lines(tmp_path):
+    """Promise: the publisher's thread and the trainer may record at the same time."""
+    trace = Trace(tmp_path, "trainer", 0)
+    threads = [threading.Thread(target=lambda n=n: [trace.record("send", n, n + 1, note="x" * 300) for _ in range(200)]) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read_spans(tmp_path)["trainer0"]) == 800
+
+
+def test_metrics_are_lines_and_curves(tmp_path):
+    """Promise: a metrics line is in the file when `write` returns, and its numbers are in TensorBoard's file after `close`."""
+    writer = MetricsWriter(tmp_path)
+    writer.write("start", restored_step=-1, pipeline="laminar", derived={})
+    line = writer.write("step", step=1, loss=0.25, skipped_updates=0)
+    assert [r["kind"] for r in jsonl.read(tmp_path / "metrics.jsonl")] == ["start", "step"]
+    assert line["loss"] == 0.25 and line["time"] > 0
+    writer.write("pull", replica=0, weight_id=1, step=1, seconds=0.2, parts={"load": 0.1})
+    writer.close()
+    board = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+    for name in (b"step/loss", b"step/skipped_updates", b"pull/0/seconds", b"pull/0/parts/load"):
+        assert name in board
+    assert dict(curves({"kind": "step", "time": 1.0, "step": 1, "loss": 0.25})) == {"step/loss": 0.25}
+
+
+def test_metrics_import_no_torch():
+    """Promise: the controller, which writes the metrics, runs without torch."""
+    code = (
+        "import sys, tempfile, pathlib; from laminar_hpc.observability import console, report, summary, trace;"
+        "from laminar_hpc.observability.metrics import MetricsWriter; w = MetricsWriter(pathlib.Path(tempfile.mkdtemp()));"
+        "w.write('step', step=1, loss=1.0); w.close(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
