@@ -1,0 +1,1 @@
+"""Advantages and losses: small pure functions, each with its source."""

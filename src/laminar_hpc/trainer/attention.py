@@ -1,0 +1,192 @@
+"""Attention and RoPE for packed sequences ("thd") in Megatron without Transformer Engine, on any device. Plugged in by
+trainer/megatron.py.
+
+A pack is many short sequences, one after the other, without padding. A Python loop over them is too slow, and one block-diagonal mask
+wastes the square of the pack. So the sequences are sorted into a few buckets of similar length, gathered into padded [sequences, length]
+batches, run through torch's fused causal attention, and scattered back. On CUDA with half precision, torch's variable-length attention
+takes the pack as it is.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
+from torch.nn.attention.varlen import varlen_attn
+
+_STEP = 1.25  # a bucket's longest sequence by its shortest: under a quarter of padding, few buckets
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Where the tokens of a pack go. `shapes`: (sequences, padded length) of each bucket; the buckets' tokens follow one another.
+
+    `gather` [padded tokens]: for each padded place its token in the pack (0 for padding). `padding`: the places that are padding.
+    `scatter` [tokens]: for each token of the pack its padded place.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    gather: torch.Tensor
+    padding: torch.Tensor
+    scatter: torch.Tensor
+
+
+def make_buckets(lengths: list[int], device: torch.device) -> Buckets:
+    """Groups sequences of these lengths (all > 0, in pack order), longest first, a new bucket when a sequence is shorter by the factor
+    _STEP."""
+    starts = [0]
+    for n in lengths:
+        starts.append(starts[-1] + n)
+    rows: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not rows or lengths[i] * _STEP < lengths[rows[-1][0]]:
+            rows.append([])
+        rows[-1].append(i)
+    shapes, gather, real = [], [], []
+    for members in rows:
+        width = lengths[members[0]]
+        place = torch.arange(width)
+        first = torch.tensor([starts[i] for i in members])[:, None]
+        inside = place < torch.tensor([lengths[i] for i in members])[:, None]
+        shapes.append((len(members), width))
+        gather.append(torch.where(inside, first + place, 0).flatten())
+        real.append(inside.flatten())
+    gathered, mask = torch.cat(gather), torch.cat(real)
+    scatter = torch.empty(starts[-1], dtype=torch.long)
+    scatter[gathered[mask]] = mask.nonzero()[:, 0]
+    return Buckets(tuple(shapes), gathered.to(device), (~mask).nonzero()[:, 0].to(device), scatter.to(device))
+
+
+class _Pad(torch.autograd.Function):
+    """[tokens, ...] -> [padded tokens, ...]. Each token has one place, so the gradient is a gather too, not a sum."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, buckets: Buckets) -> torch.Tensor:
+        ctx.buckets = buckets
+        return x.index_select(0, buckets.gather)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.index_select(0, ctx.buckets.scatter), None
+
+
+class _Unpad(torch.autograd.Function):
+    """[padded tokens, ...] -> [tokens, ...]; the padding's gradient is zero, so nothing leaks from it into keys and values."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, buckets: Buckets) -> torch.Tensor:
+        ctx.buckets = buckets
+        return x.index_select(0, buckets.scatter)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.index_select(0, ctx.buckets.gather).index_fill_(0, ctx.buckets.padding, 0), None
+
+
+@dataclass
+class PackLayout(PackedSeqParams):
+    """Megatron's description of a pack, and ours beside it.
+
+    `cu_seqlens_*_padded` name the whole pack as one segment: Megatron's RoPE goes by them, and so makes one call with the pack's own
+    position table (PackedRotary) instead of a Python loop over sequences.
+    """
+
+    buckets: Buckets | None = None
+
+
+def pack_layout(lengths: list[int], device: torch.device) -> PackLayout:
+    """The layout of sequences of these lengths, one after the other."""
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    whole = torch.tensor([0, sum(lengths)], dtype=torch.int32, device=device)
+    return PackLayout(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=whole,
+        cu_seqlens_kv_padded=whole,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        buckets=make_buckets(lengths, device),
+    )
+
+
+class PackedCausalAttention(MegatronModule):
+    """Megatron's core_attention for PackLayout: causal within each sequence, nothing between them. Takes no other mask, no bias, no
+    dropout."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: object,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size != 1 or config.attention_dropout or attention_dropout:
+            raise ValueError("PackedCausalAttention knows neither context parallelism nor dropout")
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        self.width = divide(config.kv_channels * config.num_attention_heads, groups.tp.size())
+        self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.grouped = config.num_attention_heads != config.num_query_groups
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        attn_mask_type: object = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackLayout | None = None,
+    ) -> torch.Tensor:
+        """query [tokens, heads, d], key and value [tokens, kv_heads, d] -> [tokens, heads * d]."""
+        layout = packed_seq_params
+        if attention_mask is not None or attention_bias is not None or not isinstance(layout, PackLayout):
+            raise ValueError("PackedCausalAttention takes a PackLayout and no mask")
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+            return self._varlen(query, key, value, layout).reshape(-1, self.width)
+        buckets = layout.buckets
+        q, k, v = (_Pad.apply(t, buckets) for t in (query, key, value))
+        outputs, at = [], 0
+        for sequences, length in buckets.shapes:
+            part = slice(at, at + sequences * length)
+            at = part.stop
+            batch = [t[part].view(sequences, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v)]  # [sequences, heads, length, d]
+            out = F.scaled_dot_product_attention(*batch, is_causal=True, scale=self.scale, enable_gqa=self.grouped)
+            outputs.append(out.transpose(1, 2).reshape(sequences * length, self.width))
+        return _Unpad.apply(torch.cat(outputs), buckets)
+
+    def _varlen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackLayout) -> torch.Tensor:
+        if self.grouped:  # torch 2.11's varlen_attn has no enable_gqa
+            key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+        ends, longest = layout.cu_seqlens_q, layout.max_seqlen_q
+        return varlen_attn(query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=(-1, 0))
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        return {}
+
+
+class PackedRotary(torch.nn.Module):
+    """Megatron's rotary embedding for a pack: its table, gathered at each token's position in its own sequence."""
+
+    def __init__(self, table: torch.nn.Module, max_positions: int) -> None:
+        super().__init__()
+        self._table, self._max_positions = [table], max_positions  # in a list, so that it is no submodule and no part of the state dict
+        self.positions: torch.Tensor | None = None  # [tokens], of the pack being forwarded
+
+    def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
+        return self._max_positions
+
+    def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group: object = None) -> torch.Tensor:
+        """[tokens, 1, 1, head_dim]."""
+        return self._table[0](max_seq_len, packed_seq=packed_seq, cp_group=cp_group).index_select(0, self.positions)

@@ -1,0 +1,72 @@
+"""The trainer's line to the controller: batches in, finished steps out. Rank 0 talks; the other ranks hear what it heard.
+
+Batches travel inside the trainer world as the bytes that they have on the wire (msgpack), never pickled. Every wait is bounded.
+"""
+
+import logging
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages import AnyMessage, Batch, Continue, Leave, Message, NotYet, StepDone, TakeBatch, decode, encode
+
+log = logging.getLogger(__name__)
+_MARGIN_SECONDS = 60.0  # the other ranks wait so much longer than rank 0, so that rank 0's error is the one that is seen
+
+
+class Inbox:
+    """Collective: every rank of the trainer world makes the same calls in the same order."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self._channel, self._seconds = context.channel, context.config.cluster.batch_timeout_seconds
+        self._rank = dist.get_rank()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._seconds + _MARGIN_SECONDS))
+
+    def take(self, step: int) -> Batch | None:
+        """The batch that turns step `step` into step + 1; None when the run is to end here. Raises LaminarError after
+        batch_timeout_seconds."""
+        answer = self._ask(TakeBatch(step), Batch, f"the batch of step {step}")
+        if isinstance(answer, Leave):
+            log.info("leaving at step %d: %s", step, answer.reason)
+            return None
+        return answer
+
+    def report(self, step: int, metrics: dict[str, float]) -> bool:
+        """Says that `step` is in the weights; False when the run is to end here."""
+        answer = self._ask(StepDone(step, metrics), Continue, f"the answer to step {step}")
+        if isinstance(answer, Leave):
+            log.info("leaving after step %d: %s", step, answer.reason)
+        return isinstance(answer, Continue)
+
+    def _ask(self, message: TakeBatch | StepDone, answer: type, what: str) -> AnyMessage:
+        return decode(self._broadcast(encode(self._request(message, answer, what)) if self._rank == 0 else b""))
+
+    def _request(self, message: TakeBatch | StepDone, answer: type, what: str) -> Message:
+        """Rank 0: sends, and waits for `answer` or Leave; the controller says about once a second why it is not there yet."""
+        self._channel.send(message)
+        deadline, reason = time.monotonic() + self._seconds, "it has given no reason"
+        while (left := deadline - time.monotonic()) > 0:
+            heard = self._channel.wait(answer, Leave, NotYet, timeout=left)
+            if isinstance(heard, NotYet):
+                if heard.reason != reason:
+                    log.info("waiting for %s: %s", what, heard.reason)
+                reason = heard.reason
+            elif heard is not None:
+                return heard
+        raise LaminarError(
+            f"trainer 0 waited {self._seconds:.0f} s for {what} from the controller ({reason}); "
+            "look at the rollouts' logs, or raise cluster.batch_timeout_seconds"
+        )
+
+    def _broadcast(self, frame: bytes) -> bytes:
+        if dist.get_world_size() == 1:
+            return frame
+        size = torch.tensor([len(frame)])
+        dist.broadcast(size, 0, group=self._group)
+        data = torch.frombuffer(bytearray(frame), dtype=torch.uint8) if self._rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self._group)
+        return data.numpy().tobytes()

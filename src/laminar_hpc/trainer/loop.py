@@ -1,0 +1,87 @@
+"""The trainer role: take a batch, train on it, publish the weights, checkpoint; until the steps are done or the controller says leave.
+
+    controller --Batch--> inbox --broadcast--> learner --weights--> publisher --> relays
+        ^--StepDone(metrics)--'                   '--> checkpointer (every N steps, and the last)
+
+Waits for: the next batch, at most cluster.batch_timeout_seconds. Is waited for by: nobody, but for the data that it consumes.
+Every rank of the trainer world runs this; rank 0 owns step, stop and checkpoint.
+"""
+
+import time
+
+import torch.distributed as dist
+
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.world import init_trainer_world
+from laminar_hpc.messages import Checkpointed, TrainerDone
+from laminar_hpc.trainer.checkpoint import Checkpointer
+from laminar_hpc.trainer.inbox import Inbox
+from laminar_hpc.trainer.learner import Learner
+from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.publisher import Publisher
+
+
+class _NoPublisher:
+    """In a replay nobody takes the weights."""
+
+    weight_id = 0
+
+    def publish(self, step: int) -> None: ...
+    def fence(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def run(context: RoleContext) -> None:
+    """The whole life of a trainer rank. Raises LaminarError for whatever ends the run, StopReceived when the controller ends it."""
+    config, trace, restored = context.config, context.trace, context.welcome.restored_step
+    with trace.span("load"):
+        init_trainer_world(context)
+        policy = MegatronPolicy(config)
+        learner = Learner(config, policy)
+        checkpointer = Checkpointer(context.run_dir, policy, learner)
+        if restored >= 0:
+            checkpointer.load(restored)
+        inbox = Inbox(context)
+        publisher = _NoPublisher() if config.source.startswith("replay:") else Publisher(context, policy)
+    step, saved = max(0, restored), restored
+    _publish(context, publisher, step)
+
+    ended = time.time()
+    while step < config.steps:
+        with trace.span("wait", step=step):
+            batch = inbox.take(step)
+        if batch is None:
+            break
+        taken = time.time()
+        with trace.span("train", step=step):
+            metrics = learner.train(batch.trajectories, step, before_update=publisher.fence)
+        trained = time.time()
+        step += 1
+        _publish(context, publisher, step)
+        if step % config.checkpoint.every == 0 or step == config.steps:
+            _checkpoint(context, checkpointer, step, publisher.weight_id)
+            saved = step
+        metrics |= {"wait_seconds": taken - ended, "train_seconds": trained - taken, "seconds": time.time() - ended}
+        ended = time.time()
+        if not inbox.report(step - 1, metrics):
+            break
+
+    if saved != step:
+        _checkpoint(context, checkpointer, step, publisher.weight_id)
+    publisher.close()
+    if dist.get_rank() == 0:
+        context.channel.send(TrainerDone(step, publisher.weight_id))
+    dist.destroy_process_group()
+
+
+def _publish(context: RoleContext, publisher: Publisher | _NoPublisher, step: int) -> None:
+    with context.trace.span("publish", step=step):
+        publisher.publish(step)
+
+
+def _checkpoint(context: RoleContext, checkpointer: Checkpointer, step: int, weight_id: int) -> None:
+    started = time.time()
+    with context.trace.span("checkpoint", step=step):
+        path, state_hash = checkpointer.save(step, weight_id)
+    if dist.get_rank() == 0:
+        context.channel.send(Checkpointed(step, str(path), time.time() - started, state_hash))

@@ -1,0 +1,146 @@
+"""Hugging Face model directories: what config.json says, tensors read one by one, and a directory written back whole.
+
+Used by the trainer's Megatron adapter. A new model family is one row of FAMILIES (and its tensors' rows in mapping.py). Needs no
+transformers.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.manifest import WEIGHTS_FILE
+from laminar_hpc.weights.slots import SIDE_FILES
+
+_INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the config.json of a family does not say."""
+
+    qkv_bias: bool
+    qk_norm: bool
+
+
+FAMILIES = {"qwen2": Family(qkv_bias=True, qk_norm=False)}  # by config.json's model_type
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The architecture of a model, from its config.json."""
+
+    family: Family
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    rope_theta: float
+    norm_eps: float
+    tied: bool
+    max_positions: int
+
+
+def read_shape(directory: str | Path) -> ModelShape:
+    """Raises LaminarError when there is no config.json, or for what the trainer cannot compute: other families, scaled RoPE, sliding
+    windows."""
+    file = Path(directory) / "config.json"
+    try:
+        c = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise LaminarError(f"{file} cannot be read ({error}); name a Hugging Face model directory in model.path") from None
+    if c.get("model_type") not in FAMILIES:
+        raise LaminarError(f"{file}: model_type {c.get('model_type')} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5 | 4
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise LaminarError(f"{file}: RoPE of type {rope.get('rope_type', rope.get('type'))} is not supported; use a model with plain RoPE")
+    if c.get("use_sliding_window") or c.get("hidden_act", "silu") != "silu" or c.get("attention_dropout", 0.0):
+        raise LaminarError(f"{file}: sliding windows, dropout and activations other than silu are not supported; use another model")
+    heads = c["num_attention_heads"]
+    return ModelShape(
+        family=FAMILIES[c["model_type"]],
+        layers=c["num_hidden_layers"],
+        hidden=c["hidden_size"],
+        heads=heads,
+        kv_heads=c.get("num_key_value_heads") or heads,
+        head_dim=c.get("head_dim") or c["hidden_size"] // heads,
+        ffn=c["intermediate_size"],
+        vocab=c["vocab_size"],
+        rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
+        norm_eps=c.get("rms_norm_eps", 1e-6),
+        tied=bool(c.get("tie_word_embeddings", False)),
+        max_positions=c.get("max_position_embeddings", 32768),
+    )
+
+
+class TensorReader:
+    """The tensors of a directory, read when asked for. A context manager; the files stay open inside it."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises LaminarError when the directory holds no safetensors file, or not all that its index names."""
+        self._directory, self._stack = Path(directory), ExitStack()
+        index = self._directory / _INDEX_FILE
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [WEIGHTS_FILE]
+        missing = [n for n in names if not (self._directory / n).is_file()]
+        if missing:
+            raise LaminarError(
+                f"{self._directory}: {', '.join(missing)} is missing; the model must be there as safetensors, download it again"
+            )
+        files = [self._stack.enter_context(safe_open(self._directory / n, framework="pt")) for n in names]
+        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (safe_open is no dict)
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def narrow(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+        """Elements [start, start + length) of dimension `dim` (0 or 1); only these are read."""
+        part = self._file_of[name].get_slice(name)
+        return part[start : start + length] if dim == 0 else part[:, start : start + length]
+
+
+def copy_side_files(source: str | Path, target: Path, dtype: torch.dtype) -> None:
+    """Everything of a model directory but its weights: config.json (with its dtype set to `dtype`) and the tokenizer's files."""
+    for name in SIDE_FILES:
+        if (Path(source) / name).exists():
+            shutil.copyfile(Path(source) / name, target / name)
+    config = json.loads((target / "config.json").read_text())
+    for key in {"dtype", "torch_dtype"} & set(config):  # transformers 5 | 4
+        config[key] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save_directory(source: str | Path, target: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Writes a complete model directory: side files from `source`, `tensors` as one safetensors file, synced to the disk.
+
+    `target` is made if absent; the caller renames it into place, since a reader must not see it half-written.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
+    save_file(on_cpu, target / WEIGHTS_FILE, metadata={"format": "pt"})
+    copy_side_files(source, target, next(iter(on_cpu.values())).dtype)
+    for path in target.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,151 @@
+"""Megatron parameters <-> Hugging Face tensors, as one table: each row says where a Hugging Face tensor lies inside a Megatron parameter.
+
+Used by trainer/megatron.py, both to load and to write or publish. A row gives a *view* of the local shard, so one table serves both ways:
+loading copies into the views, writing copies out of them. Knows nothing of torch.distributed; a tensor-parallel shard is (rank, size).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.hf import ModelShape
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which of the tensor-parallel shards a Megatron parameter is."""
+
+    rank: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + length) along `dim` of one Hugging Face tensor, and the view of a Megatron parameter that holds them.
+
+    `shape` is that of the whole Hugging Face tensor. `view` shares the parameter's memory; it may split a dimension in several.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    length: int
+    view: torch.Tensor
+
+    @property
+    def slice_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+
+    def load(self, part: torch.Tensor) -> None:
+        """Copies this slice of the Hugging Face tensor, shape `slice_shape` and any float dtype, into the Megatron parameter."""
+        self.view.copy_(part.reshape(self.view.shape))
+
+    def value(self) -> torch.Tensor:
+        """This slice as Hugging Face has it, contiguous: a view of the parameter where the layouts agree, else a copy."""
+        return self.view.reshape(self.slice_shape)
+
+
+Part = Callable[[torch.Tensor, ModelShape, Shard], tuple[int, int, int, torch.Tensor]]  # -> dim, start, length in all, view
+
+
+def whole(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
+    """Replicated over the shards."""
+    return 0, 0, t.shape[0], t
+
+
+def columns(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
+    """RowParallelLinear: the input dimension is split."""
+    return 1, shard.rank * t.shape[1], shard.size * t.shape[1], t
+
+
+def vocabulary(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
+    """Rows of the padded vocabulary; the padding, at the end of the last shards, has no counterpart."""
+    start = min(shard.rank * t.shape[0], shape.vocab)
+    return 0, start, shape.vocab, t[: shape.vocab - start]
+
+
+def _qkv(first: int | None) -> Part:
+    """linear_qkv interleaves, per key-value group, its query heads, its key head, its value head; a shard holds whole groups."""
+
+    def part(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
+        queries = shape.heads // shape.kv_heads
+        groups = t.view(-1, queries + 2, shape.head_dim, *t.shape[1:])
+        view = groups[:, :queries] if first is None else groups[:, queries + first : queries + first + 1]
+        rows = view.shape[0] * view.shape[1] * shape.head_dim
+        return 0, shard.rank * rows, shard.size * rows, view
+
+    return part
+
+
+def _half(which: int) -> Part:
+    """linear_fc1 holds, per shard, its rows of the gate, then its rows of the up projection."""
+
+    def part(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
+        view = t.chunk(2)[which]
+        return 0, shard.rank * view.shape[0], shard.size * view.shape[0], view
+
+    return part
+
+
+query, key, value, gate, up = _qkv(None), _qkv(0), _qkv(1), _half(0), _half(1)
+
+# Hugging Face tensor, Megatron parameter, how the one lies in the other; in the order of a Hugging Face state dict.
+FIRST: tuple[tuple[str, str, Part], ...] = (("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocabulary),)
+LAYER: tuple[tuple[str, str, Part], ...] = (
+    ("self_attn.q_proj.weight", "self_attention.linear_qkv.weight", query),
+    ("self_attn.q_proj.bias", "self_attention.linear_qkv.bias", query),
+    ("self_attn.k_proj.weight", "self_attention.linear_qkv.weight", key),
+    ("self_attn.k_proj.bias", "self_attention.linear_qkv.bias", key),
+    ("self_attn.v_proj.weight", "self_attention.linear_qkv.weight", value),
+    ("self_attn.v_proj.bias", "self_attention.linear_qkv.bias", value),
+    ("self_attn.o_proj.weight", "self_attention.linear_proj.weight", columns),
+    ("mlp.gate_proj.weight", "mlp.linear_fc1.weight", gate),
+    ("mlp.up_proj.weight", "mlp.linear_fc1.weight", up),
+    ("mlp.down_proj.weight", "mlp.linear_fc2.weight", columns),
+    ("input_layernorm.weight", "input_layernorm.weight", whole),
+    ("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", whole),
+)
+LAST: tuple[tuple[str, str, Part], ...] = (
+    ("model.norm.weight", "decoder.final_layernorm.weight", whole),
+    ("lm_head.weight", "output_layer.weight", vocabulary),
+)
+
+
+def pieces(parameters: dict[str, torch.Tensor], shape: ModelShape, first_layer: int = 0, shard: Shard | None = None) -> list[Piece]:
+    """Every Hugging Face slice that these local parameters hold, in the order of a Hugging Face state dict.
+
+    `parameters` are named as in GPTModel.named_parameters(); `first_layer` is the global index of decoder.layers.0 (pipeline stages).
+    Raises LaminarError when a parameter has no row: a silent gap would train weights that are never served.
+    """
+    shard = shard or Shard()
+    local_layers = 1 + max((int(n.split(".")[2]) for n in parameters if n.startswith("decoder.layers.")), default=-1)
+    rows = [*FIRST]
+    for i in range(local_layers):
+        rows += [(f"model.layers.{first_layer + i}.{hf}", f"decoder.layers.{i}.{name}", part) for hf, name, part in LAYER]
+    rows += LAST
+    found = []
+    for hf, name, part in rows:
+        if name in parameters:
+            t = parameters[name].detach()
+            dim, start, total, view = part(t, shape, shard)
+            whole_shape = (*t.shape[:dim], total, *t.shape[dim + 1 :])
+            length = view.numel() // (t.numel() // t.shape[dim])
+            found.append(Piece(hf, whole_shape, dim, start, length, view))
+    unmapped = set(parameters) - {name for _, name, _ in rows}
+    if unmapped:
+        raise LaminarError(f"Megatron parameters without a row in weights/mapping.py: {', '.join(sorted(unmapped))}")
+    return found
+
+
+def check_names(wanted: Iterable[str], there: set[str], tied: bool, where: str) -> None:
+    """A directory must hold exactly the model's tensors. A tied model may carry lm_head.weight once more; RoPE tables are recomputed."""
+    wanted = set(wanted)
+    surplus = {n for n in there - wanted if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")}
+    if wanted - there or surplus:
+        raise LaminarError(
+            f"{where} does not fit its config.json: missing {sorted(wanted - there)[:3]}, not known {sorted(surplus)[:3]}; "
+            "check tie_word_embeddings and model_type, or download the model again"
+        )
