@@ -1,0 +1,170 @@
+"""Trains the example's base model and writes it to `base/`, a Hugging Face directory of less than 2 MB.
+
+Run by hand (`python examples/arithmetic/train_base.py`, about NN minutes on one core). Plain torch and transformers:
+
+- a Qwen2 of 448,128 parameters, one token per character;
+- supervised on correct examples only, drawn on the fly from the training side of make_data.py's partition of the numbers;
+- first mostly worked answers of all lengths, so that the model can work a sum out; then mostly answers given at once, so that
+  this is what it prefers although it is often wrong. What is left for RL to find out is that working pays.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers: lets it import under CPU torch)
+import torch
+import torch.nn.functional as F
+from make_data import DIGIT_SHARES, draw_problem
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+PAD, EOS = "<pad>", "<eos>"
+VOCABULARY = [PAD, EOS, *"0123456789+=;>"]  # 16 entries: no embedding row is padding
+TOKEN_ID = {token: i for i, token in enumerate(VOCABULARY)}
+MAX_POSITIONS = 512
+MAX_BYTES = 2_000_000
+
+LEARNING_RATE = 2e-3
+WARMUP_STEPS = 50
+EXAMPLES_PER_STEP = 48
+MICRO_BATCH = 24  # examples of similar length, so that little of a batch is padding
+
+# Long sums are rare among the problems; working them out is learnt from worked examples with a flatter share of each length.
+WORKED_DIGIT_SHARES = {digits: 1 / digits for digits in range(min(DIGIT_SHARES), max(DIGIT_SHARES) + 1)}
+
+BASE = Path(__file__).parent / "base"
+
+
+class Phase(NamedTuple):
+    """`steps` optimizer steps in which `worked_share` of the examples are worked out."""
+
+    steps: int
+    worked_share: float
+
+
+PHASES = (Phase(1000, 0.85), Phase(600, 0.3))
+
+
+class Example(NamedTuple):
+    """Token ids of a prompt and of a correct response with its end token."""
+
+    prompt: list[int]
+    response: list[int]
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; characters outside the vocabulary read as padding."""
+    tokenizer = Tokenizer(models.WordLevel(TOKEN_ID, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, model_max_length=MAX_POSITIONS)
+
+
+def build_model() -> Qwen2ForCausalLM:
+    """Random weights. RoPE's base and the initial scale suit short sequences and small matrices: the defaults learn far slower."""
+    config = Qwen2Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+        initializer_range=0.07,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=TOKEN_ID[EOS],
+        pad_token_id=TOKEN_ID[PAD],
+    )
+    return Qwen2ForCausalLM(config).float()
+
+
+def encode(text: str) -> list[int]:
+    return [TOKEN_ID[character] for character in text]
+
+
+def draw_example(rng: random.Random, worked_share: float) -> Example:
+    """A correct example of the training side."""
+    if rng.random() < worked_share:
+        problem = draw_problem(rng, "train", digit_shares=WORKED_DIGIT_SHARES)
+        response = problem.worked
+    else:
+        problem = draw_problem(rng, "train")
+        response = problem.at_once
+    return Example(encode(problem.prompt), [*encode(response), TOKEN_ID[EOS]])
+
+
+def summed_loss(model: Qwen2ForCausalLM, examples: list[Example]) -> torch.Tensor:
+    """Cross-entropy summed over the response tokens of `examples`."""
+    width = max(example.length for example in examples)
+    ids = torch.full((len(examples), width), TOKEN_ID[PAD])
+    labels = torch.full((len(examples), width), -100)
+    for i, (prompt, response) in enumerate(examples):
+        ids[i, : len(prompt) + len(response)] = torch.tensor(prompt + response)
+        labels[i, len(prompt) : len(prompt) + len(response)] = torch.tensor(response)
+    logits = model(ids).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+
+
+def train(model: Qwen2ForCausalLM, phases: tuple[Phase, ...], seed: int) -> None:
+    """Run `phases` in order; the learning rate warms up, stays, and falls linearly over the second half of all steps."""
+    rng = random.Random(f"supervised:{seed}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    num_steps = sum(phase.steps for phase in phases)
+    shares = [phase.worked_share for phase in phases for _ in range(phase.steps)]
+    started = time.monotonic()
+    for step, worked_share in enumerate(shares, start=1):
+        scale = min(1.0, step / WARMUP_STEPS, 2 * (num_steps - step + 1) / num_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * scale
+        examples = sorted((draw_example(rng, worked_share) for _ in range(EXAMPLES_PER_STEP)), key=lambda example: example.length)
+        num_tokens = sum(len(example.response) for example in examples)
+        mean_loss = 0.0
+        for start in range(0, EXAMPLES_PER_STEP, MICRO_BATCH):
+            loss = summed_loss(model, examples[start : start + MICRO_BATCH]) / num_tokens
+            loss.backward()
+            mean_loss += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 100 == 0:
+            print(f"step {step}/{num_steps}: loss {mean_loss:.4f}, {time.monotonic() - started:.0f} s", flush=True)
+
+
+def save(model: Qwen2ForCausalLM, out: Path) -> None:
+    """Write the Hugging Face directory and check its size."""
+    model.generation_config = GenerationConfig(eos_token_id=TOKEN_ID[EOS], pad_token_id=TOKEN_ID[PAD])
+    model.save_pretrained(out)
+    build_tokenizer().save_pretrained(out)
+    tokenizer_config = out / "tokenizer_config.json"  # the class under the name that transformers 4 knows too
+    content = json.loads(tokenizer_config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokenizer_config.write_text(json.dumps(content, indent=2) + "\n")
+    size = sum(file.stat().st_size for file in out.iterdir())
+    if size > MAX_BYTES:
+        raise SystemExit(f"{out} has {size} bytes, more than {MAX_BYTES}: make the model smaller")
+    print(f"{out}: {sum(p.numel() for p in model.parameters())} parameters, {size} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=BASE)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # as fast as two at this size, and the same sums everywhere
+    torch.manual_seed(args.seed)
+    model = build_model()
+    train(model, PHASES, args.seed)
+    save(model.eval(), args.out)
+
+
+if __name__ == "__main__":
+    main()
