@@ -1,0 +1,167 @@
+"""Writes docs/configuration.md: every key with its type, default, unit and meaning, from config/schema.py and conf/pipeline.
+
+    python docs/make_configuration.py          write the page
+    python docs/make_configuration.py --check  exit 1 if the page on disk is not what would be written (a test runs this)
+
+Meanings are the comments of the schema; MEANING holds those of keys whose name says most of it. A key with neither is an error.
+"""
+
+import ast
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+import yaml
+
+from laminar_hpc.config import schema
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = Path(__file__).with_name("configuration.md")
+
+INTRO = """# Configuration
+
+Every key of a run, written `key=value` on the command line (`laminar train experiment=demo steps=20 sampling.temperature=0.9`) or in a
+file under `conf/experiment/`. Unknown keys and wrong types are refused in one line. A finished run keeps its resolved configuration in
+`config.yaml`. `dry_run=true` prints what follows from a configuration and stops.
+
+This page is made by `python docs/make_configuration.py` from `src/laminar_hpc/config/schema.py`; a test keeps the two together.
+"""
+
+# By the ending of a key's name, else by the whole key.
+UNITS_BY_ENDING = {
+    "_seconds": "s", "_tokens": "tokens", "_megabytes": "MiB", "threads": "CPU threads", "tokens_per_microbatch": "tokens",
+    "_parallel": "ranks", "_staleness": "trainer steps",
+}  # fmt: skip
+UNITS = {
+    "steps": "trainer steps", "evaluation.every": "trainer steps", "checkpoint.every": "trainer steps", "checkpoint.keep": "checkpoints",
+    "optimizer.warmup_steps": "trainer steps", "optimizer.max_skipped_updates": "optimizer updates",
+    "algorithm.prompts_per_step": "prompts", "algorithm.samples_per_prompt": "trajectories", "algorithm.minibatches_per_step": "updates",
+    "reward.workers": "processes", "reward.slots": "calls", "relay.slots": "copies of the weights", "rollout.replicas": "replicas",
+    "rollout.max_concurrent": "requests", "evaluation.problems": "rows", "pipeline.local_batch_groups": "prompt groups",
+}  # fmt: skip
+MEANING = {
+    "run_dir": "folder of the run: metrics, traces, store, checkpoints, report",
+    "seed": "of the order of prompts, the mini-batches and the shuffled rewards; the engines' seeds follow from it",
+    "model.path": "Hugging Face directory of the model to train (config.json, safetensors, tokenizer.json)",
+    "data.train": "JSONL file of the training prompts",
+    "data.prompt_field": "field of a row that holds the prompt",
+    "reward.timeout_seconds": "longest time for one call; then the trajectory gets `reward.score_on_failure`",
+    "sampling.temperature": "of the softmax over next tokens; above 0",
+    "sampling.max_response_tokens": "a response is cut here",
+    "sampling.top_p": "refused for training unless 1.0",
+    "sampling.top_k": "refused for training unless -1",
+    "sampling.min_p": "refused for training unless 0.0",
+    "sampling.frequency_penalty": "refused for training unless 0.0",
+    "sampling.presence_penalty": "refused for training unless 0.0",
+    "sampling.repetition_penalty": "refused for training unless 1.0",
+    "algorithm.prompts_per_step": "prompt groups in the global batch of a trainer step",
+    "algorithm.samples_per_prompt": "trajectories per prompt: the group over which advantages are taken; at least 2",
+    "algorithm.normalize_std": "divide advantages by the group's standard deviation",
+    "algorithm.clip_low": "importance ratios are clipped below 1 - clip_low",
+    "algorithm.clip_high": "importance ratios are clipped above 1 + clip_high",
+    "optimizer.lr": "Adam's learning rate",
+    "optimizer.weight_decay": "decoupled, as in AdamW",
+    "optimizer.beta1": "Adam's decay of the first moment",
+    "optimizer.beta2": "Adam's decay of the second moment",
+    "optimizer.eps": "Adam's epsilon",
+    "optimizer.clip_grad": "largest global gradient norm",
+    "optimizer.warmup_steps": "linear warm-up of the learning rate",
+    "trainer.tensor_parallel": "only 1 is supported",
+    "trainer.pipeline_parallel": "only 1 is supported",
+    "trainer.data_parallel": "trainer ranks; each takes its share of every batch",
+    "trainer.distributed_optimizer": "shard the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer)",
+    "relay.slots": "complete weight versions kept in shared memory per machine; at least 2",
+    "relay.shm_dir": "folder in memory that holds the slots",
+    "relay.chunk_megabytes": "size of the pieces in which weights are sent",
+    "relay.publish_timeout_seconds": "longest time for one publication to reach a relay",
+    "relay.threads": "of a relay's process",
+    "rollout.replicas": "rollout ranks, each with an engine of its own",
+    "rollout.tensor_parallel": "only 1 is supported",
+    "rollout.kv_cache_tokens": "size of an engine's KV cache",
+    "rollout.engine_start_seconds": "longest time for an engine to be ready",
+    "rollout.request_timeout_seconds": "longest time for one generation",
+    "pipeline.name": "shown in logs and reports; decides nothing",
+    "cluster.heartbeat_timeout_seconds": "a process that is silent for so long counts as dead",
+    "cluster.stop_timeout_seconds": "longest time for an orderly stop",
+    "checkpoint.keep": "the newest so many stay on disk",
+}  # fmt: skip
+
+
+def comments() -> dict[tuple[str, str], str]:
+    """(class name, field name) -> the comment behind the field."""
+    source = Path(schema.__file__).read_text()
+    lines, found = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                if (
+                    isinstance(part, ast.AnnAssign)
+                    and isinstance(part.target, ast.Name)
+                    and (match := re.search(r"#\s*(.+)$", lines[part.lineno - 1]))
+                ):
+                    found[node.name, part.target.id] = match.group(1)
+    return found
+
+
+def unit(key: str) -> str:
+    return UNITS.get(key) or next((unit for ending, unit in UNITS_BY_ENDING.items() if key.endswith(ending)), "")
+
+
+def default(field: dataclasses.Field) -> str:
+    value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value) if value != "" else "(empty)"
+
+
+def rows(cls: type, prefix: str, known: dict[tuple[str, str], str]) -> list[str]:
+    """The table rows of a dataclass's plain fields. Raises SystemExit for a key without a meaning."""
+    found = []
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            continue
+        key = prefix + field.name
+        comment = known.get((cls.__name__, field.name))
+        meaning = "; ".join(text for text in (MEANING.get(key), comment) if text)
+        if not meaning:
+            raise SystemExit(f"{key} has no meaning: write a comment behind it in {schema.__file__}, or an entry of MEANING here")
+        kind = field.type.__name__ if isinstance(field.type, type) and not hasattr(field.type, "__args__") else str(field.type)
+        found.append(f"| `{key}` | {kind.replace('|', 'or')} | `{default(field)}` | {unit(key)} | {meaning.replace('|', 'or')} |")
+    return found
+
+
+def presets() -> list[str]:
+    """The pipelines of conf/pipeline as a table."""
+    read = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf" / "pipeline").glob("*.yaml"))}
+    keys = list(dict.fromkeys(key for values in read.values() for key in values if key != "name"))
+    table = [f"| `pipeline=` | {' | '.join(f'`{key}`' for key in keys)} |", "|---" * (len(keys) + 1) + "|"]
+    cell = {None: "null"}
+    table += [
+        f"| `{name}` | {' | '.join(str(cell.get(values.get(key), values.get(key))) for key in keys)} |" for name, values in read.items()
+    ]
+    return table
+
+
+def page() -> str:
+    head = ["| key | type | default | unit | meaning |", "|---|---|---|---|---|"]
+    known = comments()
+    text = [INTRO, "## The run", "", *head, *rows(schema.RunConfig, "", known), ""]
+    for field in dataclasses.fields(schema.RunConfig):
+        if dataclasses.is_dataclass(field.type):
+            assert isinstance(field.type, type)
+            written = (field.type.__doc__ or "").strip()
+            about = "" if written.startswith(f"{field.type.__name__}(") else written  # what dataclass writes where there is none
+            text += [f"## {field.name}", "", *([about, ""] if about else []), *head, *rows(field.type, f"{field.name}.", known), ""]
+            if field.name == "pipeline":
+                text += [*presets(), ""]
+    return "\n".join(text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        if not PAGE.is_file() or PAGE.read_text() != page():
+            sys.exit("docs/configuration.md is not that of the schema: run `python docs/make_configuration.py`")
+    else:
+        PAGE.write_text(page())
