@@ -1,0 +1,31 @@
+"""The arithmetic example's reward behind a wait, as if a judge or a sandbox had to answer first: reward.function=bench.rewards.waiting.
+
+The wait is log-normal (median 0.2 s, 99th percentile 3 s), asleep and not at work. It depends on (prompt, response) alone, so that every
+pipeline meets the same distribution. Imported by reward workers, which search the folder that `laminar` was started in.
+"""
+
+import asyncio
+import hashlib
+import math
+import statistics
+
+from laminar_hpc.environments import arithmetic
+
+MEDIAN_SECONDS, P99_SECONDS = 0.2, 3.0
+_NORMAL = statistics.NormalDist()
+_SIGMA = math.log(P99_SECONDS / MEDIAN_SECONDS) / _NORMAL.inv_cdf(0.99)
+_TAIL = 1e-4  # cut at this quantile on both sides: the longest wait is 15 s, and reward.timeout_seconds can exceed it
+TIMEOUT_SECONDS = 30.0
+
+
+def wait_seconds(prompt: str, response: str) -> float:
+    """The wait of this trajectory: the log-normal's quantile at a hash of its text."""
+    digest = hashlib.sha256(f"{prompt}\0{response}".encode()).digest()
+    share = (int.from_bytes(digest[:8], "big") + 0.5) / 2**64
+    return MEDIAN_SECONDS * math.exp(_SIGMA * _NORMAL.inv_cdf(min(max(share, _TAIL), 1 - _TAIL)))
+
+
+async def waiting(*, prompt: str, response: str, row: dict) -> dict[str, float]:
+    """`arithmetic.reward` after the wait."""
+    await asyncio.sleep(wait_seconds(prompt, response))
+    return arithmetic.reward(prompt=prompt, response=response, row=row)

@@ -1,0 +1,76 @@
+"""The benches' own arithmetic, on synthetic runs; the benches themselves run the real system and are started by hand."""
+
+import importlib
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+import synthetic
+
+from laminar_hpc.observability import rundata
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a bench as its own command line would."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+def test_waits_are_the_distribution_promised(load):
+    """Promise: log-normal with median 0.2 s and 99th percentile 3 s, the same for the same text, never beyond the reward's time limit."""
+    rewards = load("rewards")
+    waits = [rewards.wait_seconds(f"{i}+1=", f">{i + 1}") for i in range(20_000)]
+    cuts = statistics.quantiles(waits, n=100)
+    assert cuts[49] == pytest.approx(0.2, rel=0.05) and cuts[98] == pytest.approx(3.0, rel=0.1)
+    assert max(waits) < rewards.TIMEOUT_SECONDS / 1.5
+    assert rewards.wait_seconds("1+1=", ">2") == rewards.wait_seconds("1+1=", ">2") != rewards.wait_seconds("1+1=", ">3")
+
+
+async def test_the_reward_itself_is_unchanged(load, monkeypatch):
+    """Promise: waiting changes no score."""
+    rewards = load("rewards")
+    monkeypatch.setattr(rewards, "MEDIAN_SECONDS", 1e-3)
+    assert (await rewards.waiting(prompt="1+1=", response=">2", row={"answer": "2"}))["reward"] == 1.0
+    assert (await rewards.waiting(prompt="1+1=", response=">3", row={"answer": "2"}))["reward"] == 0.0
+
+
+def test_seconds_per_step_add_up(load, finished):
+    """Promise: where the time goes is measured over the same window as the throughput, and work never exceeds the whole."""
+    common = load("common")
+    run = rundata.load(finished[0])
+    found = common.seconds_per_step(run, 2)
+    assert 0 < found["work"] <= found["all"] * (1 + 1e-9)
+    assert found["trainer train"] + found["trainer wait"] + found["trainer publish"] == pytest.approx(found["all"], rel=0.1)
+    written = finished[1].steps
+    tokens = sum(step["prompt_tokens"] + step["response_tokens"] for step in written[2:])
+    assert common.tokens_per_second(run, 2) == pytest.approx(tokens / (written[-1]["time"] - written[1]["time"]))
+
+
+def test_a_run_that_never_reaches_the_goal(load, tmp_path):
+    """Promise: no time to accuracy is invented for a run that did not get there."""
+    synthetic.write(tmp_path / "run", steps=4)
+    assert load("common").seconds_to_accuracy(rundata.load(tmp_path / "run")) is None
+
+
+def test_results_are_one_table_and_one_file(load, tmp_path, capsys):
+    """Promise: --json holds figures, rows and the machine; the table has a column per name, a dash where there is no value."""
+    common = load("common")
+    options = common.parser("A bench.").parse_args(["--json", str(tmp_path / "out.json"), "--repeats", "2", "seed=3"])
+    assert options.repeats == 2 and options.overrides == ["seed=3"]
+    common.finish(options, {"gain": 0.5, "speed": None}, [{"a": 1.0, "b": None}, {"a": 12.5, "b": "x"}], ("a", "b"))
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["figures"] == {"gain": 0.5, "speed": None} and len(written["rows"]) == 2
+    assert {"cpu", "cores", "ram_gb", "torch"} <= written["machine"].keys()
+    assert capsys.readouterr().out.splitlines()[:3] == ["     a  b", " 1.000  -", "12.500  x"]
+
+
+def test_a_run_that_fails_ends_the_bench_with_its_words(load, tmp_path):
+    """Promise: a failing run is not a sample; the bench ends with what the run said."""
+    common = load("common")
+    options = common.parser("A bench.").parse_args([])
+    with pytest.raises(SystemExit, match=r"broken failed \(2\); it said last:\n.*no-such-pipeline"):
+        common.train(options, tmp_path, "broken", {"pipeline": "no-such-pipeline"})
