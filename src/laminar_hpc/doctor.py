@@ -188,7 +188,10 @@ def slurm() -> Iterator[Finding]:
         yield Finding("ok", "Slurm", "not found; runs start with laminar train or launch/")
         return
     out = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=2, check=False)
-    yield Finding("ok", "Slurm", (out.stdout or out.stderr).strip().splitlines()[0])
+    if found := re.match(r"slurm[- ](\S+)", out.stdout):
+        yield Finding("ok", "Slurm", f"{found.group(1)}; slurm/ has the job scripts")
+    else:
+        yield Finding("ok", "Slurm", "installed, but it names no cluster; runs start with laminar train or launch/")
 
 
 def demo() -> Iterator[Finding]:
