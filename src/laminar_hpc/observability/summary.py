@@ -49,11 +49,11 @@ def figures(run: Run) -> dict:
         "response_tokens_trained": _per_step(run, "response_tokens", _summed(run, lambda t: t.response_length)),
         "wall_seconds": sum(launch.end - launch.start for launch in run.launches),
         "tokens_per_second": tokens_per_second(run),
-        "max_versions_per_trajectory": max(run.versions(), default=_max(steps, "versions_per_trajectory_max")),
+        "max_versions_per_trajectory": max(run.versions(), default=_whole_max(steps, "versions_per_trajectory_max")),
         "staleness_generation_mean": _weighted_mean(steps, "staleness_generation_mean"),
-        "staleness_generation_max": _max(steps, "staleness_generation_max"),
+        "staleness_generation_max": _whole_max(steps, "staleness_generation_max"),
         "staleness_training_mean": _weighted_mean(steps, "staleness_training_mean"),
-        "staleness_training_max": _max(steps, "staleness_training_max"),
+        "staleness_training_max": _whole_max(steps, "staleness_training_max"),
         "trainer_idle_fraction": idle_fraction(run, "trainer"),
         "rollout_idle_fraction": idle_fraction(run, "rollout"),
         "publish_stall_seconds_mean": _mean(run.records.get("publish", []), "stall_seconds"),
@@ -122,6 +122,12 @@ def _mean(records: Iterable[dict], field: str) -> float | None:
 
 def _max(records: Iterable[dict], field: str) -> float | None:
     return max(_values(records, field), default=None)
+
+
+def _whole_max(records: Iterable[dict], field: str) -> int | None:
+    """As `_max`, of counts, which cross between processes as floats."""
+    found = _max(records, field)
+    return None if found is None else int(found)
 
 
 def _weighted_mean(steps: list[dict], field: str) -> float | None:

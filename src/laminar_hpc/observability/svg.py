@@ -52,14 +52,14 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) within [low, high]."""
+def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[float]:
+    """Round numbers (1, 2 or 5 times a power of ten apart) within [low, high]; with `whole` at least 1 apart."""
     span = high - low
     if span <= 0:
         return [low]
     raw = span / about
     power = 10 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    step = max(next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999), 1.0 if whole else 0.0)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
 
@@ -143,7 +143,7 @@ def lines(
         pad = (high - low or abs(high) or 1.0) * 0.06
         low, high = (0.0 if 0 <= low <= (high - low) * 0.5 else low - pad), high + pad
     plot = Plot(width, height, scale(x_low, x_high, LEFT, width - RIGHT), scale(low, high, height - BOTTOM, TOP, log_y))
-    body = plot.axes(ticks(x_low, x_high, 6), log_ticks(low, high) if log_y else ticks(low, high), x_name)
+    body = plot.axes(ticks(x_low, x_high, 6, all(isinstance(x, int) for x in xs)), log_ticks(low, high) if log_y else ticks(low, high), x_name)
     for s, values in kept:
         if s.points or len(values) == 1:
             fill, edge = ("var(--card)", s.color) if s.hollow else (s.color, "var(--card)")

@@ -12,7 +12,7 @@ from laminar_hpc.observability import svg
 from laminar_hpc.observability.idle import busy, overlap, training_windows, union
 from laminar_hpc.observability.rundata import Run
 from laminar_hpc.observability.svg import tag
-from laminar_hpc.observability.trace import BUSY, Span
+from laminar_hpc.observability.trace import Span
 
 COLORS = {
     "generate": "var(--generate)", "train": "var(--train)", "publish": "var(--publish)", "send": "var(--send)", "pull": "var(--pull)",
@@ -139,9 +139,9 @@ def _frame(shown: Sequence[Row], view: str, content: str, start: float, end: flo
 
 
 def _rectangles(row: Row, index: int, time: RunTime) -> str:
-    """The spans of a row, in seconds of run time by pixels; waiting first, so that nothing hides behind it."""
+    """The spans of a row, in seconds of run time by pixels; waiting at the bottom, the background on top."""
     parts = []
-    for kind in sorted({s.kind for s in row.spans}, key=lambda k: (k in BUSY, k)):
+    for kind in sorted({s.kind for s in row.spans}, key=lambda k: (k != "wait", k in BACKGROUND, k)):
         top, height = (index * ROW + BAR - 5, 5) if kind in BACKGROUND else (index * ROW, BAR)
         for t0, t1, title in _joined([s for s in row.spans if s.kind == kind], time):
             width = max(t1 - t0, 0.002)
