@@ -1,7 +1,8 @@
 """How a drained replica gets newer weights: check the slot, load it, compare sums of the live parameters, score the probe.
 
-Used by worker.py. Whatever goes wrong between the look at a slot and the last comparison, the engine is killed and started from the slot,
-then verified again; weights are announced only when the live parameters have the manifest's sums (ARCHITECTURE 4, promise 4).
+Used by worker.py. A slot that does not fit the engine is refused before anything is loaded. Whatever goes wrong from the load on, the engine
+is killed and started from the slot, then verified again; weights are announced only when the live parameters have the manifest's sums
+(ARCHITECTURE 4, promise 4).
 """
 
 import asyncio
@@ -23,8 +24,12 @@ TRIES = 2  # fresh engines in a row before the weights themselves are held to be
 LEASE_SECONDS = 30.0  # longest time in which every slot looked at is being rewritten
 
 
-class WeightsRefused(LaminarError):
-    """A slot, or what the engine made of it, is not what the manifest says."""
+class SlotRefused(LaminarError):
+    """The slot is not what its manifest says, or does not fit the engine; a fresh engine would not mend that."""
+
+
+class SumsDiffer(LaminarError):
+    """What the engine holds is not what the manifest says."""
 
 
 @dataclass
@@ -50,31 +55,31 @@ class _Clock:
 
 
 def check_layout(engine: list[TensorLayout], manifest: Manifest) -> None:
-    """Raises WeightsRefused unless manifest and engine agree on names, shapes and dtypes."""
+    """Raises SlotRefused unless manifest and engine agree on names, shapes and dtypes."""
     have = {tensor.name: (list(tensor.shape), tensor.dtype) for tensor in engine}
     want = {tensor.name: (list(tensor.shape), tensor.dtype) for tensor in manifest.tensors}
     for name in sorted(have.keys() | want.keys()):
         if have.get(name) != want.get(name):
             in_slot, in_engine = want.get(name, "missing"), have.get(name, "missing")
-            raise WeightsRefused(f"weight id {manifest.weight_id}: tensor {name} is {in_slot} in the slot and {in_engine} in the engine")
+            raise SlotRefused(f"weight id {manifest.weight_id}: tensor {name} is {in_slot} in the slot and {in_engine} in the engine")
 
 
 def check_file(handle: SlotHandle) -> None:
-    """Raises WeightsRefused unless the file is laid out as its manifest says: SGLang takes what it finds, and a wrong shape ends it."""
+    """Raises SlotRefused unless the file is laid out as its manifest says: SGLang takes what it finds, and a wrong shape ends it."""
     path, expected = handle.directory / WEIGHTS_FILE, safetensors_header(handle.manifest)
     with open(path, "rb") as file:
         header = file.read(8)
         header += file.read(min(struct.unpack("<Q", header)[0], len(expected))) if len(header) == 8 else b""
     if header != expected or path.stat().st_size != len(expected) + handle.manifest.data_bytes:
-        raise WeightsRefused(f"weight id {handle.weight_id}: {path} is not laid out as its manifest says")
+        raise SlotRefused(f"weight id {handle.weight_id}: {path} is not laid out as its manifest says")
 
 
 def check_sums(live: dict[str, tuple[int, int]], manifest: Manifest) -> None:
-    """Raises WeightsRefused unless every live tensor has the manifest's sums."""
+    """Raises SumsDiffer unless every live tensor has the manifest's sums."""
     wrong = [t.name for t in manifest.tensors if tuple(live.get(t.name, ())) != (t.sum_words, t.sum_indexed)]
     if wrong:
         count = f"{len(wrong)} of {len(manifest.tensors)} tensors"
-        raise WeightsRefused(f"weight id {manifest.weight_id}: {count} in the engine differ from the manifest, first {wrong[0]}")
+        raise SumsDiffer(f"weight id {manifest.weight_id}: {count} in the engine differ from the manifest, first {wrong[0]}")
 
 
 class Puller:
@@ -92,7 +97,7 @@ class Puller:
         self._layout: list[TensorLayout] | None = None  # of the running engine
 
     async def pull(self) -> Pulled:
-        """Gives the engine the newest slot and verifies it. Raises LaminarError when TRIES fresh engines fail as well."""
+        """Gives the engine the newest slot and verifies it. Raises SlotRefused, or LaminarError when TRIES fresh engines fail as well."""
         t0, clock = time.time(), _Clock()
         restarts = 0
         deadline = time.monotonic() + LEASE_SECONDS
@@ -113,10 +118,12 @@ class Puller:
                 if time.monotonic() > deadline:
                     raise LaminarError(f"no weight slot could be read for {LEASE_SECONDS:g} s, the last because {gone}") from None
                 await asyncio.sleep(0.01)
+            except SlotRefused:
+                raise
             except LaminarError as error:
                 restarts += 1
                 if restarts > TRIES:
-                    raise LaminarError(f"{error}; {TRIES} engines started from {handle.directory} failed the same way") from None
+                    raise LaminarError(f"{error}; the same after {TRIES} fresh starts from {handle.directory}") from None
                 logger.warning("pull of weight id %d: %s; starting the engine from the slot", handle.weight_id, error)
                 await self._kill()
         t1 = time.time()

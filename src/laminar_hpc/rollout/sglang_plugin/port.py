@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from laminar_hpc.rollout.sglang_plugin import forked_children, protocol
+from laminar_hpc.rollout.sglang_plugin import cpu_hooks, protocol
 
 logger = logging.getLogger(__name__)
 
@@ -84,4 +84,4 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.process_input_requests", before_requests, HookType.BEFORE)
-    forked_children.register()
+    cpu_hooks.register()

@@ -1,0 +1,18 @@
+"""The pair of real engines that the tests of this folder share."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from engines import Pair, start_pair
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = start_pair(tmp_path_factory.mktemp("pair"))
+    yield pair
+    pair.stop()

@@ -1,0 +1,100 @@
+"""The replica's state machine: weights change only when nothing is in flight, and work is admitted only for the open id."""
+
+import itertools
+
+import pytest
+
+from laminar_hpc.rollout.state import Phase, ReplicaState, WrongState
+
+
+def opened(weight_id: int = 3) -> ReplicaState:
+    state = ReplicaState()
+    state.begin_pull(weight_id)
+    state.verified(weight_id)
+    state.open(weight_step=weight_id - 1)
+    return state
+
+
+def test_life_of_a_replica():
+    """The order of ARCHITECTURE 4: open(id) -> draining -> open(id) -> pulling -> verified -> open(new id)."""
+    state = opened(3)
+    seen = [state.phase]
+    state.grant(3, requests=2)
+    seen.append(state.phase)
+    state.finished()
+    state.finished()
+    seen.append(state.phase)
+    state.begin_pull(5)
+    seen.append(state.phase)
+    state.verified(5)
+    seen.append(state.phase)
+    state.open(weight_step=4)
+    assert seen == [Phase.OPEN, Phase.DRAINING, Phase.OPEN, Phase.PULLING, Phase.VERIFIED]
+    assert (state.phase, state.weight_id, state.weight_step) == (Phase.OPEN, 5, 4)
+
+
+def test_work_on_another_id_is_refused_and_changes_nothing():
+    """Every request names the id it expects and is refused otherwise."""
+    state = opened(3)
+    for wrong in (2, 4, -1):
+        with pytest.raises(WrongState, match=f"work on weight id {wrong}"):
+            state.grant(wrong, requests=1)
+    assert (state.phase, state.in_flight) == (Phase.OPEN, 0)
+
+
+def test_nothing_is_added_to_a_batch_and_no_weights_come_into_it():
+    """A local batch is a closed set on one id: while it drains there is no second grant and no pull."""
+    state = opened(3)
+    state.grant(3, requests=1)
+    for step in (lambda: state.grant(3, 1), lambda: state.begin_pull(4), lambda: state.open(3), lambda: state.verified(4)):
+        with pytest.raises(WrongState):
+            step()
+    state.finished()
+    assert state.phase is Phase.OPEN
+
+
+def test_weights_are_open_only_after_their_verification():
+    """Promise 4: no step leads from unverified or pulled weights to work."""
+    state = ReplicaState()
+    for step in (lambda: state.open(0), lambda: state.verified(1), lambda: state.grant(-1, 1)):
+        with pytest.raises(WrongState):
+            step()
+    state.begin_pull(1)
+    with pytest.raises(WrongState):
+        state.open(0)
+    state.pull_failed()
+    assert state.phase is Phase.UNVERIFIED
+    state.begin_pull(1)
+    state.verified(2)  # a newer slot came while the pull went on
+    state.open(weight_step=1)
+    assert state.weight_id == 2
+
+
+def test_an_id_never_goes_back():
+    state = opened(3)
+    for old in (3, 2):
+        with pytest.raises(WrongState):
+            state.begin_pull(old)
+
+
+def test_invariants_over_all_short_histories():
+    """Whatever is called in whatever order: work in flight only while DRAINING, and the id only grows."""
+    steps = {
+        "pull": lambda s: s.begin_pull(s.weight_id + 1),
+        "verified": lambda s: s.verified(s.weight_id + 1),
+        "failed": lambda s: s.pull_failed(),
+        "open": lambda s: s.open(0),
+        "grant": lambda s: s.grant(s.weight_id, 2),
+        "finished": lambda s: s.finished(),
+    }
+    for history in itertools.product(steps, repeat=6):
+        state = ReplicaState()
+        last = -1
+        for name in history:
+            try:
+                steps[name](state)
+            except WrongState:
+                continue
+            assert (state.in_flight > 0) == (state.phase is Phase.DRAINING)
+            assert state.weight_id >= last
+            last = state.weight_id
