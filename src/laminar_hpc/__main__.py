@@ -148,7 +148,8 @@ def main(overrides: list[str]) -> int:
         logging.getLogger(__name__).exception("failed")
         who = f"{mine.role} {mine.index}" if mine else "start-up"
         voice.complain(
-            f"{who}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (the traceback is in the run directory's logs/)"
+            f"{who}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (the traceback is in the run "
+            "directory's logs/)"
         )
         return 1
     return 0

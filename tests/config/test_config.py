@@ -55,8 +55,9 @@ def test_derived_quantities(words):
 
 
 def test_parameters_are_counted_as_transformers_counts_them():
-    import laminar_hpc.compat.torchvision  # noqa: F401
     from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    import laminar_hpc.compat.torchvision  # noqa: F401
 
     for tied in (False, True):
         model = {**MODEL, "tie_word_embeddings": tied}
@@ -74,7 +75,10 @@ BAD = [
     ("data.train=/nowhere.jsonl", "no such file"),
     ("evaluation.file=/nowhere.jsonl", "no such file"),
     ("reward.function=", "reward.function is empty"),
-    ("algorithm.minibatches_per_step=3", r"= 256 trajectories do not divide into algorithm.minibatches_per_step=3 x trainer.data_parallel=1"),
+    (
+        "algorithm.minibatches_per_step=3",
+        r"= 256 trajectories do not divide into algorithm.minibatches_per_step=3 x trainer.data_parallel=1",
+    ),
     ("algorithm.samples_per_prompt=1", "at least 2 samples"),
     ("sampling.top_p=0.9", "refused for training"),
     ("sampling.top_k=40", "refused for training"),

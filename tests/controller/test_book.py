@@ -1,4 +1,4 @@
-"""The controller's memory and store: attempts guard each trajectory, nothing finished is lost, nothing is trained twice, restores go back."""
+"""The controller's memory and store: attempts guard each trajectory, nothing finished is lost or trained twice, restores go back."""
 
 import pytest
 
@@ -18,7 +18,8 @@ def new_book(tmp_path):
 
 def trajectory(group, sample, weight_id=0, step=0):
     return Trajectory(
-        sample.trajectory_id, group.group_id, sample.attempt, 0, weight_id, step, group.prompt_tokens, [1, 2, 3], [-0.1, -0.2, -0.3], [1, 1, 1],
+        sample.trajectory_id, group.group_id, sample.attempt, 0, weight_id, step, group.prompt_tokens, [1, 2, 3], [-0.1, -0.2, -0.3], [1,
+        1, 1],
         "stop", [VersionSpan(weight_id, 0, 3)], 1.0, 2.0,
     )  # fmt: skip
 

@@ -59,7 +59,11 @@ def test_bound_holds_for_any_order_of_events(groups_per_step, bound, replicas, s
         if idle_turns > 200:  # nobody could move for long: see whether anybody can at all
             weights = [trained] * replicas
             can_finish = any(not g.finished for g in groups.values())
-            assert can_finish or quota(trained, counted, groups_per_step, steps, bound) > 0 or choose(trained, groups.values(), groups_per_step, bound).group_ids
+            assert (
+                can_finish
+                or quota(trained, counted, groups_per_step, steps, bound) > 0
+                or choose(trained, groups.values(), groups_per_step, bound).group_ids
+            )
             idle_turns = 0
 
 

@@ -69,7 +69,7 @@ def test_all_slots_read_is_said(tmp_path, writer):
         write(writer, 3, 0.0)
         stack.enter_context(reader.lease(reader.newest()))
         write(writer, 4, 0.0)
-        with pytest.raises(LaminarError, match="raise relay.slots"):
+        with pytest.raises(LaminarError, match=r"raise relay\.slots"):
             write(writer, 5, 0.0)
 
 

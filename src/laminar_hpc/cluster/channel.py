@@ -120,7 +120,8 @@ class Channel:
                 how = f"(pid {self._neighbour}) has died" if dead else f"has been silent for {self._heartbeat:.0f} s"
                 self._deliver(
                     ControllerLost(
-                        f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, then go on with the same command and resume=auto"
+                        f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, then go on with the same "
+                        "command and resume=auto"
                     )
                 )
         self._dealer.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from laminar_hpc.cluster.address import ControllerAddress, new_address, write_address
 from laminar_hpc.config.errors import LaminarError
@@ -71,7 +72,7 @@ class Hub:
     def _admit(self) -> None:
         frames = self._zap.recv_multipart()
         version, request_id, mechanism, credentials = frames[0], frames[1], frames[5], frames[6:]
-        welcome = mechanism == b"CURVE" and len(credentials) == 1 and zmq.utils.z85.encode(credentials[0]).decode() == self._client_key
+        welcome = mechanism == b"CURVE" and len(credentials) == 1 and z85.encode(credentials[0]).decode() == self._client_key
         self._zap.send_multipart([version, request_id, b"200" if welcome else b"400", b"" if welcome else b"unknown key", b"", b""])
 
     def send(self, identity: str, message: Message) -> None:

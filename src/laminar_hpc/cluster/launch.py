@@ -1,6 +1,7 @@
 """One torchrun with all roles on this machine, in a session of its own, watched over until everything has ended.
 
-Ctrl-C, TERM and USR1 become a stop message to the controller, so that the ranks leave by themselves and the exit code is 0; a second one ends
+Ctrl-C, TERM and USR1 become a stop message to the controller, so that the ranks leave by themselves and the exit code is 0; a second one
+ends
 the session at once. torchrun's own chatter goes to a log, our one-line errors to the terminal.
 """
 
@@ -60,7 +61,7 @@ class Launch:
     def _read(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            if line.startswith(_ERROR):
+            if line.startswith(_ERROR) and not self._errors:  # the first is the cause, what follows are its consequences
                 self._errors += 1
                 print(line, end="", file=sys.stderr, flush=True)
             else:

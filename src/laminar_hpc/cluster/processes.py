@@ -10,7 +10,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def process_started(pid: int) -> str:
-    """Start time of a process in clock ticks since boot: with the pid it names one process for good. Empty if it does not run (a zombie does not)."""
+    """Start time of a process in clock ticks since boot: with the pid it names one process for good.
+
+    Empty if it does not run (a zombie does not).
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -42,7 +42,8 @@ def model_config(path: str) -> dict:
     file = Path(path) / "config.json"
     if not path or not file.exists():
         raise LaminarError(
-            f"model.path={path or '(empty)'}: no config.json there; name a Hugging Face model directory, e.g. model.path=/models/Qwen2.5-0.5B"
+            f"model.path={path or '(empty)'}: no config.json there; name a Hugging Face model directory, e.g. "
+            "model.path=/models/Qwen2.5-0.5B"
         )
     try:
         return json.loads(file.read_text())
@@ -141,7 +142,8 @@ def _check_numbers(config: RunConfig, model: dict) -> None:
         value = getattr(config.sampling, name)
         _refuse(
             value != neutral,
-            f"sampling.{name}={value} is refused for training: the engine's log-probs would not be those of the sampled distribution; leave it at {neutral}",
+            f"sampling.{name}={value} is refused for training: the engine's log-probs would not be those of the sampled "
+            f"distribution; leave it at {neutral}",
         )
     _refuse(
         config.sampling.temperature <= 0, f"sampling.temperature={config.sampling.temperature}: training samples need a temperature above 0"
@@ -152,7 +154,8 @@ def _check_numbers(config: RunConfig, model: dict) -> None:
     positions = model.get("max_position_embeddings", 1 << 62)
     _refuse(
         config.sampling.max_response_tokens >= positions,
-        f"sampling.max_response_tokens={config.sampling.max_response_tokens} does not leave room for a prompt in the model's {positions} positions; lower it",
+        f"sampling.max_response_tokens={config.sampling.max_response_tokens} does not leave room for a prompt in the model's "
+        f"{positions} positions; lower it",
     )
     _refuse(config.steps < 1, f"steps={config.steps}: must be at least 1")
     _refuse(config.relay.slots < 2, f"relay.slots={config.relay.slots}: at least 2, one to read and one to write")
@@ -176,17 +179,20 @@ def _check_batch(config: RunConfig, derived: Derived) -> None:
     _refuse(algorithm.minibatches_per_step < 1, f"algorithm.minibatches_per_step={algorithm.minibatches_per_step}: must be at least 1")
     _refuse(
         derived.trajectories_per_step % (algorithm.minibatches_per_step * ranks) != 0,
-        f"algorithm.prompts_per_step={algorithm.prompts_per_step} x algorithm.samples_per_prompt={algorithm.samples_per_prompt} = {derived.trajectories_per_step} trajectories do not divide into "
+        f"algorithm.prompts_per_step={algorithm.prompts_per_step} x algorithm.samples_per_prompt={algorithm.samples_per_prompt} = "
+        f"{derived.trajectories_per_step} trajectories do not divide into "
         f"algorithm.minibatches_per_step={algorithm.minibatches_per_step} x trainer.data_parallel={ranks}; change one of them",
     )
     budget = config.trainer.tokens_per_microbatch
     _refuse(
         budget <= config.sampling.max_response_tokens,
-        f"trainer.tokens_per_microbatch={budget} cannot hold a prompt and sampling.max_response_tokens={config.sampling.max_response_tokens}; raise it",
+        f"trainer.tokens_per_microbatch={budget} cannot hold a prompt and "
+        f"sampling.max_response_tokens={config.sampling.max_response_tokens}; raise it",
     )
     _refuse(
         config.rollout.kv_cache_tokens <= config.sampling.max_response_tokens,
-        f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} cannot hold one response of sampling.max_response_tokens={config.sampling.max_response_tokens}; raise it",
+        f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} cannot hold one response of "
+        f"sampling.max_response_tokens={config.sampling.max_response_tokens}; raise it",
     )
 
 
@@ -213,7 +219,8 @@ def check_machine(config: RunConfig, derived: Derived) -> None:
         free = shutil.disk_usage(shm).free
         _refuse(
             free < derived.slot_bytes * 1.05,
-            f"{shm} has {free / 1e6:.0f} MB free, {config.relay.slots} weight slots need {derived.slot_bytes / 1e6:.0f} MB: give it more (containers: --shm-size) or set relay.shm_dir or relay.slots",
+            f"{shm} has {free / 1e6:.0f} MB free, {config.relay.slots} weight slots need {derived.slot_bytes / 1e6:.0f} MB: give "
+            "it more (containers: --shm-size) or set relay.shm_dir or relay.slots",
         )
     if config.cluster.port:
         with socket.socket() as probe:
@@ -222,7 +229,8 @@ def check_machine(config: RunConfig, derived: Derived) -> None:
                 probe.bind((config.cluster.host, config.cluster.port))
             except OSError as error:
                 raise LaminarError(
-                    f"cluster.port={config.cluster.port} at {config.cluster.host} cannot be used ({os.strerror(error.errno or 0)}): choose another, or 0 for any free one"
+                    f"cluster.port={config.cluster.port} at {config.cluster.host} cannot be used "
+                    f"({os.strerror(error.errno or 0)}): choose another, or 0 for any free one"
                 ) from None
 
 
@@ -239,5 +247,6 @@ def check_store_directory(directory: Path) -> None:
     kind = file_system(directory)
     _refuse(
         kind in _NETWORK_FILE_SYSTEMS,
-        f"{directory} is on {kind}: the store must not be on a network file system; set store_dir to a local folder of the controller's machine",
+        f"{directory} is on {kind}: the store must not be on a network file system; set store_dir to a local folder of the "
+        "controller's machine",
     )

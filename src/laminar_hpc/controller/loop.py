@@ -54,6 +54,7 @@ class Controller:
         self.take: m.TakeBatch | None = None
         self.take_since = self.last_not_yet = self.last_step_time = 0.0
         self.step_seconds: list[float] = []
+        self.seen_steps = 0
         self.probes: dict[int, dict[str, list[float]]] = {}
         self.outbox: list[tuple[str, m.Message]] = []
         self.batches = 0
@@ -135,7 +136,8 @@ class Controller:
         self.forget(member)
         if self.ending or (self.trainer_done and member.hello.role == "trainer"):
             return
-        text = f"{member.name} (pid {member.hello.pid} on {member.hello.machine}) {how}; see logs/{member.hello.role}{member.hello.index}.log in the run directory"
+        log_file = f"logs/{member.hello.role}{member.hello.index}.log in the run directory"
+        text = f"{member.name} (pid {member.hello.pid} on {member.hello.machine}) {how}; see {log_file}"
         if not self.separate or member.hello.role == "trainer":
             raise LaminarError(f"{text}, then go on with the same command and resume=auto")
         self.say(f"{text}; the others go on")
@@ -222,7 +224,8 @@ class Controller:
                 self.say(
                     console.line(
                         "warning",
-                        f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}: engine and trainer do not compute the same model",
+                        f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}: engine and trainer do not compute the "
+                        "same model",
                     )
                 )
         for old in [i for i in self.probes if i < weight_id - 100]:
@@ -332,7 +335,9 @@ class Controller:
         self.trainer_step = done.step + 1
         fields = {**done.metrics, "step": self.trainer_step, "seconds": now - self.last_step_time}
         self.last_step_time = now
-        self.step_seconds.append(fields["seconds"])
+        if self.seen_steps:  # the first step holds the start-up of the engines
+            self.step_seconds.append(fields["seconds"])
+        self.seen_steps += 1
         record = self.metrics.write("step", **fields)
         left = console.eta(self.step_seconds, self.config.steps - self.trainer_step)
         self.say(console.step_line(record, self.config.steps, left))

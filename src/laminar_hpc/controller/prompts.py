@@ -49,7 +49,8 @@ def load_prompts(path: str, field: str, tokenizer: Tokenizer, max_prompt_tokens:
             tokens = tokenizer.encode(text, add_special_tokens=False).ids
             if len(tokens) > max_prompt_tokens:
                 raise LaminarError(
-                    f"{where}: the prompt has {len(tokens)} tokens, at most {max_prompt_tokens} fit; shorten it or raise trainer.tokens_per_microbatch"
+                    f"{where}: the prompt has {len(tokens)} tokens, at most {max_prompt_tokens} fit; shorten it or raise "
+                    "trainer.tokens_per_microbatch"
                 )
             prompts.append(Prompt(text, tokens, row))
     if not prompts:

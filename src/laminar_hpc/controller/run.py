@@ -133,7 +133,8 @@ def loop(controller: Controller, received: list[str]) -> None:
             stop_until = stop_until or time.monotonic() + config.cluster.stop_timeout_seconds
             if time.monotonic() > stop_until:
                 raise LaminarError(
-                    f"{controller.stopping}: the trainer did not finish step {controller.trainer_step + 1} and its checkpoint within {config.cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
+                    f"{controller.stopping}: the trainer did not finish step {controller.trainer_step + 1} and its checkpoint "
+                    f"within {config.cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
                 )
         missing = [
             f"{number - len(controller.members.all(role))} {role}"
@@ -143,7 +144,8 @@ def loop(controller: Controller, received: list[str]) -> None:
         joined = joined or not missing
         if not joined and time.monotonic() > joining_until:
             raise LaminarError(
-                f"after {config.cluster.join_timeout_seconds:.0f} s these ranks have not joined: {', '.join(missing)}; see the logs folder of the run directory"
+                f"after {config.cluster.join_timeout_seconds:.0f} s these ranks have not joined: {', '.join(missing)}; see the "
+                "logs folder of the run directory"
             )
     controller.tell_all_to_leave(controller.stopping or "done")
     patience = time.monotonic() + config.cluster.stop_timeout_seconds

@@ -83,7 +83,8 @@ class Store:
 
     def add_trajectory(self, trajectory_id: int, group_id: int, sample_index: int, replica: int, weight_id: int, weight_step: int) -> None:
         self._db.execute(
-            "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, replica, weight_id, weight_step) VALUES(?, ?, ?, 0, 'granted', ?, ?, ?)",
+            "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, replica, weight_id, weight_step) VALUES(?, ?, "
+            "?, 0, 'granted', ?, ?, ?)",
             (trajectory_id, group_id, sample_index, replica, weight_id, weight_step),
         )
 
@@ -98,9 +99,11 @@ class Store:
 
     def finish_trajectory(self, t: Trajectory, accuracy: float) -> None:
         self._db.execute(
-            "UPDATE trajectories SET state = 'finished', attempt = ?, replica = ?, weight_id = ?, weight_step = ?, step_finished = ?, response_length = ?, reward = ?, accuracy = ?,"
+            "UPDATE trajectories SET state = 'finished', attempt = ?, replica = ?, weight_id = ?, weight_step = ?, step_finished "
+            "= ?, response_length = ?, reward = ?, accuracy = ?,"
             " finish_reason = ?, reward_error = ?, time_started = ?, time_finished = ?, time_scored = ?, payload = ? WHERE id = ?",
-            (t.attempt, t.replica, t.weight_id, t.weight_step, t.step_finished, len(t.response_tokens), t.reward, accuracy, t.finish_reason, t.reward_error,
+            (t.attempt, t.replica, t.weight_id, t.weight_step, t.step_finished, len(t.response_tokens),
+             t.reward, accuracy, t.finish_reason, t.reward_error,
              t.time_started, t.time_finished, t.time_scored, encode(t), t.trajectory_id),
         )  # fmt: skip
 
@@ -128,7 +131,10 @@ class Store:
     # ---- restore and replay ----------------------------------------------------------------------------------------------------
 
     def restore(self, step: int) -> None:
-        """Back to the checkpoint of step `step`: what later steps trained on is finished again. A step's number is that of the version before it."""
+        """Back to the checkpoint of step `step`: what later steps trained on is finished again.
+
+        A step's number is that of the version before it.
+        """
         self._db.execute(
             "UPDATE trajectories SET state = 'finished', consumed_step = NULL WHERE state = 'consumed' AND consumed_step >= ?", (step,)
         )
@@ -139,7 +145,8 @@ class Store:
     def live_groups(self) -> list[tuple[int, int, str, int, int, int]]:
         """(id, prompt_index, state, weight_step, number, finish_order) of all granted and finished groups."""
         return self._db.execute(
-            "SELECT id, prompt_index, state, weight_step, number, COALESCE(finish_order, 0) FROM groups WHERE state IN ('granted', 'finished') ORDER BY id"
+            "SELECT id, prompt_index, state, weight_step, number, COALESCE(finish_order, 0) FROM groups WHERE state IN "
+            "('granted', 'finished') ORDER BY id"
         ).fetchall()
 
     def samples_of(self, group_id: int) -> list[tuple[int, int, str, int]]:

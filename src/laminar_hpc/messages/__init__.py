@@ -40,7 +40,10 @@ class VersionSpan(msgspec.Struct):
 
 
 class Trajectory(msgspec.Struct):
-    """A generated and scored response, as stored and as trained on. `logprobs` are the engine's behaviour log-probs, one per response token."""
+    """A generated and scored response, as stored and as trained on.
+
+    `logprobs` are the engine's behaviour log-probs, one per response token.
+    """
 
     trajectory_id: int
     group_id: int

@@ -1,4 +1,5 @@
-"""Who may generate, and what is trained next: the staleness bound by admission, never by discarding. Pure; live system and simulator use it.
+"""Who may generate, and what is trained next: the staleness bound by admission, never by discarding. Pure; live system and simulator use
+it.
 
 With G groups per step and a bound b, group number n (granted minus given up, itself included) may go to a replica whose weights are of
 step p only if floor((n - 1) / G) <= p + b; it is then due at step p + b. The trainer takes finished groups by due step, oldest first, and

@@ -120,6 +120,7 @@ class Relay:
             if tensor_sums(data[entry.offset : entry.offset + entry.nbytes]) != (entry.sum_words, entry.sum_indexed):
                 self._writer.abandon()
                 raise LaminarError(
-                    f"relay {self._context.index}: tensor {entry.name} of weight id {manifest.weight_id} arrived with other sums than it was sent with; "
+                    f"relay {self._context.index}: tensor {entry.name} of weight id {manifest.weight_id} arrived with other sums "
+                    "than it was sent with; "
                     "check the network and memory of this machine"
                 )

@@ -1,10 +1,11 @@
 """Publishing: the trainer's live weights leave for the master relay while the trainer goes on.
 
-`publish` copies the canonical tensors into a staging buffer (the stall), and a thread of its own asks for a weight id, sends and reports. Two
+`publish` copies the canonical tensors into a staging buffer (the stall), and a thread of its own asks for a weight id, sends and
+reports. Two
 buffers: if a newer publication is ready while one is on its way, it takes the place of any that waits; skipping an id is legal. The thread
 also makes the link to the master relay for every epoch of the membership that the controller proposes.
 
-Used by `trainer.loop` (publish, fence, close); collective over the trainer world. Rank 0 holds all bytes at tensor parallel 1 and sends them.
+Used by `trainer.loop` (publish, fence, close); collective over the trainer world. Rank 0 holds all bytes and sends them.
 """
 
 import logging
@@ -51,7 +52,7 @@ class Publisher:
         self._context, self._model = context, model
         self._config = context.config
         self._lead = dist.get_rank() == 0
-        self.last_weight_id = -1
+        self.weight_id = -1
         if not self._lead:
             return
         self._address = own_address(self._config.cluster.host)
@@ -72,7 +73,10 @@ class Publisher:
     # ---- called by the trainer -------------------------------------------------------------------------------------------------
 
     def publish(self, step: int) -> float:
-        """Stages the live weights as those of step `step`; returns the seconds that the trainer stood still. Raises LaminarError if sending failed."""
+        """Stages the live weights as those of step `step`; returns the seconds that the trainer stood still.
+
+        Raises LaminarError if sending failed.
+        """
         started = time.time()
         probe = self._model.probe_logprobs()
         if not self._lead:
@@ -84,7 +88,6 @@ class Publisher:
         if buffer.is_cuda:
             torch.cuda.current_stream().synchronize()
         stall = time.time() - started
-        self._context.trace.record("publish", started, started + stall, step=step)
         with self._changed:
             if self._waiting is not None:
                 self._free.append(self._waiting.buffer)
@@ -106,7 +109,10 @@ class Publisher:
             return buffer
 
     def fence(self) -> None:
-        """Before the optimizer writes: nothing reads the live parameters any more, because they were staged. Raises if sending has failed."""
+        """Before the optimizer writes: nothing reads the live parameters any more, because they were staged.
+
+        Raises if sending has failed.
+        """
         if self._lead:
             with self._changed:
                 self._raise()
@@ -214,7 +220,7 @@ class Publisher:
         channel.send(
             m.Published(answer.weight_id, staged.step, staged.stall_seconds, now - started, manifest.data_bytes, staged.probe, now)
         )
-        self.last_weight_id = answer.weight_id
+        self.weight_id = answer.weight_id
 
     def _manifest(self, staged: Staged, weight_id: int) -> Manifest:
         """The layout with this id and the sums of the staged bytes."""

@@ -23,7 +23,8 @@ from laminar_hpc.weights.layout import claim, clean_leftovers, slots_root
 from laminar_hpc.weights.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, decode_manifest, encode_manifest, safetensors_header
 
 SIDE_FILES = (
-    "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json merges.txt chat_template.jinja"
+    "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json merges.txt "
+    "chat_template.jinja"
 ).split()
 
 
@@ -99,7 +100,7 @@ class SlotWriter:
         claim(self.root)
 
     def _allocate(self, index: int, manifest: Manifest) -> np.ndarray:
-        """The slot's data bytes, mapped; the file is made and all its pages are taken at the first use, so that memory cannot run out later."""
+        """The slot's data bytes, mapped; all its pages are taken at the first use, so that memory cannot run out later."""
         if index not in self._maps:
             directory = self.root / f"slot{index}"
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -123,7 +124,8 @@ class SlotWriter:
         return self._maps[index][1]
 
     def begin(self, manifest: Manifest) -> np.ndarray:
-        """Takes a slot that nobody reads and that is not the newest one; returns its data bytes (uint8, `manifest.data_bytes` long) to be filled.
+        """Takes a slot that nobody reads and that is not the newest one; returns its data bytes (uint8, `manifest.data_bytes` long) to
+        be filled.
 
         Raises LaminarError when readers hold all of them (more readers than slots, each on another id).
         """
@@ -153,7 +155,7 @@ class SlotWriter:
     def commit(self, manifest: Manifest) -> Path:
         """The slot is complete: readers may see it from here on."""
         assert self._held is not None
-        index, descriptor = self._held
+        index = self._held[0]
         directory = self.root / f"slot{index}"
         write_atomically(directory / MANIFEST_FILE, encode_manifest(manifest))
         self.abandon()

@@ -1,0 +1,116 @@
+"""Starting and watching real runs of the demo, as a user does: `laminar train ...` in a process of its own."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+SHORT = ["experiment=demo", "sampling.max_response_tokens=48", "evaluation.problems=32"]
+
+
+class Run:
+    """One `laminar train`; `lines` is what the user sees."""
+
+    def __init__(self, run_dir: Path, *words: str, short: bool = True) -> None:
+        self.run_dir, self.lines = run_dir, []
+        command = [
+            sys.executable,
+            "-m",
+            "laminar_hpc.cli",
+            "train",
+            *(SHORT if short else ["experiment=demo"]),
+            f"run_dir={run_dir}",
+            *words,
+        ]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        )
+        self.tree: set[psutil.Process] = set()
+
+    def read_until(self, words: str, seconds: float = 150) -> str:
+        """The first line that holds `words`. Fails with all lines when the run ends or time runs out before."""
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        deadline, rest = time.monotonic() + seconds, ""
+        while time.monotonic() < deadline:
+            rest += self.process.stdout.read() or ""
+            while "\n" in rest:
+                line, rest = rest.split("\n", 1)
+                self.lines.append(line)
+                if words in line:
+                    self._pushed_back = rest
+                    return line
+            if self.process.poll() is not None and not rest:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"'{words}' did not come within {seconds} s:\n" + "\n".join(self.lines))
+
+    def members(self) -> list[psutil.Process]:
+        """All processes of the run as of now."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        self.tree.update(found)
+        return found
+
+    def rank(self, role: str) -> psutil.Process:
+        """The rank of a role, by torchrun's RANK in a world of four."""
+        number = {"trainer": "0", "controller": "1", "relay": "2", "rollout": "3"}[role]
+        for process in self.members():
+            if (
+                "laminar_hpc" in process.cmdline()
+                and "torch.distributed.run" not in process.cmdline()
+                and process.environ().get("RANK") == number
+            ):
+                return process
+        raise AssertionError(f"no {role} among the processes of the run")
+
+    def engine(self) -> psutil.Process:
+        """The engine server of the rollout rank."""
+        return next(p for p in self.rank("rollout").children() if any("sglang" in word for word in p.cmdline()))
+
+    def finish(self, seconds: float = 240) -> int:
+        """Waits for the end; returns the exit code and keeps the lines."""
+        if self.process.poll() is None:
+            self.members()
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), True)
+        out, _ = self.process.communicate(timeout=seconds)
+        self.lines += (getattr(self, "_pushed_back", "") + out).splitlines()
+        return self.process.returncode
+
+    def assert_gone(self, seconds: float = 20) -> None:
+        """Every process of the run has ended and its shared memory is clean."""
+        _, alive = psutil.wait_procs([p for p in self.tree if p.is_running()], timeout=seconds)
+        assert not alive, [p.cmdline() for p in alive]
+        assert not list(Path("/dev/shm").glob(f"laminar-{self.run_dir.name}-*"))
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        self.members()
+        self.process.send_signal(number)
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.lines if "error" in line]
+
+
+def summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def metrics(run_dir: Path, kind: str) -> list[dict]:
+    return [r for r in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if r["kind"] == kind]
+
+
+def consumed(run_dir: Path) -> dict[int, list[int]]:
+    """Trajectories by the step that trained on them."""
+    found: dict[int, list[int]] = {}
+    database = sqlite3.connect(f"file:{run_dir / 'store.sqlite'}?mode=ro", uri=True)
+    for step, trajectory_id in database.execute("SELECT consumed_step, id FROM trajectories WHERE state = 'consumed' ORDER BY id"):
+        found.setdefault(step, []).append(trajectory_id)
+    database.close()
+    return found

@@ -1,0 +1,107 @@
+"""What a user does wrong, or what dies: one line with cause and cure, a non-zero exit, nothing left behind."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import Run
+
+from laminar_hpc.config.load import examples_directory
+
+
+def train(*words, seconds=60):
+    """stderr lines and exit code of a `laminar train` that is to be refused."""
+    done = subprocess.run(
+        [sys.executable, "-m", "laminar_hpc.cli", "train", *words], capture_output=True, text=True, timeout=seconds, check=False
+    )
+    return done.stderr.strip().splitlines(), done.returncode
+
+
+@pytest.mark.parametrize(
+    ("word", "cause"),
+    [
+        ("stepz=1", "Key 'stepz' not in 'RunConfig'"),
+        ("model.path=/nowhere", "no config.json there"),
+        ("algorithm.minibatches_per_step=7", "do not divide"),
+        ("relay.shm_dir=/nowhere", "no such folder"),
+    ],
+)
+def test_refused_before_anything_starts(tmp_path, word, cause):
+    lines, code = train("experiment=demo", f"run_dir={tmp_path}/run", word)
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("laminar: error: ") and cause in lines[0]
+    assert not (tmp_path / "run").exists(), "nothing is written for a run that never began"
+
+
+def test_port_in_use(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        lines, code = train("experiment=demo", f"run_dir={tmp_path}/run", f"cluster.port={other.getsockname()[1]}")
+    assert code == 2 and len(lines) == 1 and "choose another, or 0" in lines[0]
+
+
+def test_a_world_of_the_wrong_size():
+    """The bare torchrun line with too few ranks: one line with the right number."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=3",
+        "-m",
+        "laminar_hpc",
+        "experiment=demo",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("laminar: error:")]
+    assert done.returncode != 0 and len(errors) == 1 and "start 4 ranks per node" in errors[0]
+
+
+def test_a_row_without_its_field_ends_the_run_with_file_and_row(tmp_path):
+    rows = Path(examples_directory("arithmetic/data/train.jsonl")).read_text().splitlines()
+    rows[7] = json.dumps({"question": "1+1="})
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    run = Run(tmp_path / "run", f"data.train={tmp_path}/rows.jsonl")
+    assert run.finish() != 0
+    assert len(run.errors) == 1 and "rows.jsonl, row 8: no field 'prompt'" in run.errors[0], run.lines
+    run.assert_gone()
+
+
+def test_a_model_whose_weights_are_cut_off(tmp_path):
+    shutil.copytree(examples_directory("arithmetic/base"), tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    run = Run(tmp_path / "run", f"model.path={tmp_path}/model")
+    assert run.finish() != 0
+    assert len(run.errors) == 1 and "model.safetensors" in run.errors[0], run.lines
+    run.assert_gone()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "who",
+    [
+        "engine",
+        pytest.param("controller", marks=pytest.mark.slow),
+        pytest.param("rollout", marks=pytest.mark.slow),
+        pytest.param("trainer", marks=pytest.mark.slow),
+    ],
+)
+def test_a_death_ends_the_run_in_order(tmp_path, who):
+    """Killed with SIGKILL while training: every process is gone within 20 s, shared memory is clean, one line names who died."""
+    run = Run(tmp_path / f"run-{who}", "steps=500")
+    run.read_until("step   2/500")
+    victim = run.engine() if who == "engine" else run.rank(who)
+    run.members()
+    victim.kill()
+    died = time.monotonic()
+    assert run.finish() == 1
+    assert time.monotonic() - died < 20
+    assert len(run.errors) == 1 and who in run.errors[0], run.lines
+    run.assert_gone()

@@ -1,0 +1,87 @@
+"""One run on real parts through its whole life: killed, resumed, stopped, resumed, finished, replayed."""
+
+import signal
+import time
+
+import pytest
+from runs import Run, consumed, metrics, summary
+
+from laminar_hpc.weights.checkpoints import checkpoint_path, read_state
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("life") / "run"
+
+
+@pytest.mark.timeout(600)
+def test_kill_resume_stop_resume(run_dir):
+    """A relay dies: one line, non-zero exit, everything gone within 20 s, and the same command goes on. Then TERM: the step is finished,
+    checkpointed, exit 0. At the end promises 1 and 2 hold over all launches."""
+    words = [f"steps={STEPS}", "checkpoint.every=2", "resume=auto"]
+    run = Run(run_dir, *words)
+    run.read_until(f"step 3/{STEPS}")
+    run.members()
+    run.rank("relay").kill()
+    died = time.monotonic()
+    assert run.finish() == 1
+    assert time.monotonic() - died < 20
+    assert len(run.errors) == 1 and "relay 0" in run.errors[0] and "resume=auto" in run.errors[0], run.lines
+    run.assert_gone()
+
+    run = Run(run_dir, *words)
+    run.read_until("going on from the checkpoint of step 2")
+    run.read_until(f"step 4/{STEPS}")
+    run.stop(signal.SIGTERM)
+    assert run.finish() == 0, run.lines
+    assert not run.errors
+    run.assert_gone()
+    stopped_at = metrics(run_dir, "end")[-1]["step"]
+    assert 4 <= stopped_at < STEPS
+
+    run = Run(run_dir, *words)
+    run.read_until(f"going on from the checkpoint of step {stopped_at}")
+    assert run.finish() == 0, run.lines
+    run.assert_gone()
+
+    figures = summary(run_dir)
+    assert figures["steps"] == STEPS and figures["trajectories_trained"] == STEPS * 256
+    assert figures["max_versions_per_trajectory"] == 1
+    assert figures["staleness_training_max"] <= 2
+    assert figures["logprob_gap_max"] < 1e-3
+    assert figures["accuracy_after"] is not None and figures["accuracy_before"] is not None
+    batches = consumed(run_dir)
+    assert sorted(batches) == list(range(STEPS)) and all(len(b) == 256 for b in batches.values())
+    trained = [t for b in batches.values() for t in b]
+    assert len(set(trained)) == len(trained), "trained twice"
+    assert (run_dir / "report.html").stat().st_size > 20_000
+
+
+@pytest.mark.timeout(400)
+def test_replay_and_resume_are_bit_exact(run_dir, tmp_path):
+    """`source=replay`: weights, optimizer and RNG after a resume hash equal to an uninterrupted run's on the same batches."""
+    words = [f"source=replay:{run_dir}", "checkpoint.every=2"]
+    whole = Run(tmp_path / "whole", *words, "steps=4")
+    assert whole.finish() == 0, whole.lines
+    first = Run(tmp_path / "parts", *words, "steps=2")
+    assert first.finish() == 0, first.lines
+    second = Run(tmp_path / "parts", *words, "steps=4", "resume=auto")
+    assert second.finish() == 0, second.lines
+    assert (
+        read_state(checkpoint_path(tmp_path / "whole", 4))["state_hash"] == read_state(checkpoint_path(tmp_path / "parts", 4))["state_hash"]
+    )
+    assert (
+        read_state(checkpoint_path(tmp_path / "whole", 2))["state_hash"] != read_state(checkpoint_path(tmp_path / "whole", 4))["state_hash"]
+    )
+
+
+@pytest.mark.timeout(400)
+def test_sync_with_two_trainers_and_two_replicas(tmp_path):
+    """pipeline=sync: every trajectory is on-policy. Data parallel 2 and two replicas; Ctrl-C ends it in order."""
+    run = Run(tmp_path / "run", "pipeline=sync", "trainer.data_parallel=2", "rollout.replicas=2", "steps=2")
+    assert run.finish() == 0, run.lines
+    figures = summary(tmp_path / "run")
+    assert figures["staleness_training_max"] == 0 and figures["pipeline"] == "sync" and figures["steps"] == 2
+    assert figures["max_versions_per_trajectory"] == 1 and figures["logprob_gap_max"] < 1e-3
