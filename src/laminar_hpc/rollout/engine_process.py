@@ -85,6 +85,10 @@ class EngineProcess:
             "TMPDIR": str(self.folder),
             "SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE,
             "PYTHONUNBUFFERED": "1",
+            # The engine's own processes meet in a file and talk over loopback; torch's TCP store would listen on all interfaces.
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self.folder}/rendezvous",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
             serve.KEY_VARIABLE: self.key,
             serve.PARENT_VARIABLE: str(os.getpid()),
             protocol.SOCKET_VARIABLE: str(self.socket_path),

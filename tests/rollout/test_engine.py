@@ -1,0 +1,261 @@
+"""Real SGLang behind the adapter: its numbers are transformers' numbers, its port tells the truth, its failures are one line."""
+
+import asyncio
+import shutil
+import stat
+import time
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+import torch
+import zmq
+from engines import EOS, Pair, fill_slot, reference
+from safetensors.torch import load_file
+
+from laminar_hpc.observability.trace import Trace
+from laminar_hpc.rollout import puller
+from laminar_hpc.rollout.puller import Puller, SlotRefused, SumsDiffer
+from laminar_hpc.rollout.sglang_plugin import protocol
+from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
+from laminar_hpc.rollout.worker import objection
+from laminar_hpc.weights.manifest import WEIGHTS_FILE
+from laminar_hpc.weights.probe import probe_sequences
+from laminar_hpc.weights.slots import SlotReader, SlotWriter
+from laminar_hpc.weights.sums import tensor_sums
+
+PROMPTS = [[(7 * i + j * j) % 250 for j in range(3 + 5 * i)] for i in range(12)]
+
+
+def hf_logprobs(model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def sampling(pair: Pair, temperature: float, length: int, stop: list[int] | None = None) -> dict:
+    return sampling_parameters(pair.config.sampling, temperature, length, stop or [EOS])
+
+
+def generate_all(pair: Pair, parameters: dict, namespace: str, engine: int = 0) -> list:
+    async def run() -> list:
+        calls = [pair.engines[engine].generate(p, parameters, f"{namespace}-{time.time()}-{i}", namespace) for i, p in enumerate(PROMPTS)]
+        return await asyncio.gather(*calls)
+
+    return pair.loop.run(run())
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_behaviour_logprobs_are_those_of_the_sampling_temperature(pair, temperature):
+    """The trainer's ratio starts at 1: returned log-probs equal transformers' at the sampling temperature, for a batch of mixed lengths."""
+    model = reference(pair.models[0])
+    for prompt, generation in zip(PROMPTS, generate_all(pair, sampling(pair, temperature, 24), "sampled"), strict=True):
+        assert generation.finish_reason in ("stop", "length") and len(generation.tokens) == len(generation.logprobs)
+        expected = hf_logprobs(model, prompt, generation.tokens, temperature)
+        torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_greedy_tokens_equal_transformers(pair):
+    """Temperature 0 is greedy decoding, token by token, also with a cached prefix (the second pass)."""
+    model = reference(pair.models[0])
+    for namespace in ("greedy", "greedy"):
+        for prompt, generation in zip(PROMPTS, generate_all(pair, sampling(pair, 0.0, 12), namespace), strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + generation.tokens])).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(-1).tolist() == generation.tokens
+
+
+def test_the_stop_token_is_part_of_the_response(pair):
+    """What ended a response was drawn by the policy: it is trained on, with its log-prob."""
+    greedy = generate_all(pair, sampling(pair, 0.0, 12), "stop")[0]
+    stop = next(token for token in greedy.tokens if token != greedy.tokens[0])
+    ended = generate_all(pair, sampling(pair, 0.0, 12, [stop]), "stop")[0]
+    assert ended.finish_reason == "stop"
+    assert ended.tokens == greedy.tokens[: greedy.tokens.index(stop) + 1]
+    assert ended.logprobs == pytest.approx(greedy.logprobs[: len(ended.tokens)], abs=1e-5)
+
+
+def test_probe_scores_equal_transformers(pair):
+    """The probe that accompanies every weight id: 124 log-probs, of tokens 1.. given the prefix."""
+    model, sequences = reference(pair.models[0]), probe_sequences(500)
+    scores = pair.loop.run(pair.engines[0].score(sequences, "probe"))
+    assert sum(map(len, scores)) == 124
+    for sequence, values in zip(sequences, scores, strict=True):
+        torch.testing.assert_close(torch.tensor(values), hf_logprobs(model, sequence[:1], sequence[1:]), atol=1e-4, rtol=0)
+
+
+# ---- the port ----------------------------------------------------------------------------------------------------------------------------
+
+
+def file_sums(model: Path) -> dict[str, tuple[int, int]]:
+    return {name: tensor_sums(tensor) for name, tensor in load_file(model / WEIGHTS_FILE).items()}
+
+
+def test_sums_of_live_parameters_are_those_of_the_file_and_change_with_a_load(pair):
+    """Promise 4 rests on this: the sums are taken over what the engine computes with, under Hugging Face names."""
+    engine = pair.engines[1]
+    for number in (1, 0):
+        pair.loop.run(engine.load(pair.models[number], str(number)))
+        assert pair.loop.run(engine.sums()) == file_sums(pair.models[number])
+        generation = generate_all(pair, sampling(pair, 0.0, 4), f"load{number}", engine=1)[0]
+        assert [(span.weight_id, span.start, span.end) for span in generation.spans] == [(number, 0, 4)]
+        assert objection(generation, number) == "" and "instead of 7" in objection(generation, 7)
+    shapes = {name: list(tensor.shape) for name, tensor in load_file(pair.models[0] / WEIGHTS_FILE).items()}
+    assert {t.name: t.shape for t in pair.loop.run(engine.layout())} == shapes
+    assert {t.dtype for t in pair.loop.run(engine.layout())} == {"float32"}
+
+
+def test_a_tied_head_is_listed_once():
+    """A tied lm_head is no tensor of the Hugging Face file, so it must be none of the engine's either."""
+    from laminar_hpc.rollout.sglang_plugin.live_weights import canonical_views
+
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.embed_tokens = torch.nn.Embedding(64, 8)  # 60 tokens, padded to 64
+    model.lm_head = model.model.embed_tokens
+    config = type("Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "vocab_size": 60})
+    assert [(name, tuple(t.shape)) for name, t in canonical_views(model, config)] == [("model.embed_tokens.weight", (60, 8))]
+
+
+def test_the_port_answers_an_idle_engine_in_milliseconds(pair):
+    """--sleep-on-idle lets the scheduler sleep up to a second; the port wakes it."""
+
+    async def ping() -> float:
+        await asyncio.sleep(1.2)  # the scheduler is asleep by then
+        t0 = time.monotonic()
+        await pair.engines[0].ping(seconds=5)
+        return time.monotonic() - t0
+
+    assert sorted(pair.loop.run(ping()) for _ in range(3))[1] < 0.05
+
+
+def test_the_port_refuses_what_is_not_a_request_and_lives_on(pair):
+    """Nothing is unpickled: a frame is one of the port's structs, or is refused."""
+    path = pair.engines[0].process.socket_path
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.linger = 0
+        socket.connect(f"ipc://{path}")
+        for frame in (b"", b"\x80\x04K\x01.", protocol.encode(protocol.Refused("not a request"))):
+            socket.send(frame)
+            assert socket.poll(5000)
+            assert isinstance(protocol.decode_reply(socket.recv()), protocol.Refused)
+    pair.loop.run(pair.engines[0].ping())
+
+
+def test_the_engine_is_private(pair):
+    """Loopback only, a key for every request, and the key stands in no process list."""
+    process = pair.engines[0].process
+    everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    assert len(everyone) == 3 and not any(process.key in " ".join(p.cmdline()) for p in everyone)
+    assert {c.laddr.ip for p in everyone for c in p.net_connections() if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+    assert stat.S_IMODE(pair.engines[0].log.stat().st_mode) == 0o600
+
+    async def without_key() -> int:
+        async with aiohttp.ClientSession() as http, http.post(f"http://127.0.0.1:{process.port}/generate", json={}) as response:
+            return response.status
+
+    assert pair.loop.run(without_key()) == 401
+
+
+# ---- weights that must not be served -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slots(pair, tmp_path):
+    writer = SlotWriter(str(tmp_path), "run", 3, pair.models[0])
+    yield writer
+    writer.close()
+
+
+def new_puller(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Puller:
+    """A puller on the second engine that takes the first mismatch for an error, so that this engine lives on."""
+    monkeypatch.setattr(puller, "TRIES", 0)
+    made = Puller(SlotReader(str(tmp_path), "run"), probe_sequences(500), Trace(tmp_path, "rollout", 1), lambda: pair.engines[1], lambda: 1)
+    return made
+
+
+def test_a_flipped_bit_is_found_after_the_load(pair, slots, tmp_path, monkeypatch):
+    """One bit of one weight: the sums of the live parameters differ from the manifest's, and the error names the tensor."""
+    directory, manifest = fill_slot(slots, pair.models[1], 4, 2)
+    entry = next(t for t in manifest.tensors if t.name == "model.layers.1.mlp.up_proj.weight")
+    path = directory / WEIGHTS_FILE
+    blob = bytearray(path.read_bytes())
+    blob[len(blob) - manifest.data_bytes + entry.offset] ^= 1
+    path.write_bytes(blob)
+    with pytest.raises(Exception, match=r"weight id 4: 1 of \d+ tensors in the engine differ .* first model.layers.1.mlp.up_proj.weight"):
+        pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())
+    fill_slot(slots, pair.models[0], 5, 3)
+    pulled = pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())
+    assert (pulled.weight_id, pulled.weight_step, len(pulled.probe_logprobs)) == (5, 3, 124)
+    assert set(pulled.parts) == {"lock", "check", "load", "sums", "probe"}
+
+
+def test_a_missing_tensor_and_a_wrong_shape_are_found_before_the_load(pair, slots, tmp_path, monkeypatch):
+    """SGLang would load the rest and answer success, and would end itself on a wrong shape: neither is ever given to it."""
+    monkeypatch.setattr(SglangServer, "load", lambda *_: pytest.fail("it was loaded"))
+    directory, manifest = fill_slot(slots, pair.models[1], 4, 2)
+    other = tmp_path / "other"
+    shutil.copytree(directory, other)
+    for change in (lambda t: t.pop("lm_head.weight"), lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:400]})):
+        tensors = dict(load_file(other / WEIGHTS_FILE))
+        change(tensors)
+        from safetensors.torch import save_file
+
+        save_file(tensors, directory / WEIGHTS_FILE)  # the file differs from its manifest
+        with pytest.raises(SlotRefused, match="not laid out as its manifest says"):
+            pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())
+        save_file(tensors, other / "changed.safetensors")
+        layout = pair.loop.run(pair.engines[1].layout())  # file and manifest agree with each other, but not with the engine
+        manifest.tensors = [t for t in manifest.tensors if t.name in tensors]
+        for entry in manifest.tensors:
+            entry.shape = list(tensors[entry.name].shape)
+        with pytest.raises(SlotRefused, match="lm_head.weight is"):
+            puller.check_layout(layout, manifest)
+
+
+def test_sums_that_are_missing_count_as_different():
+    """An engine that reports fewer tensors than the manifest lists is not verified by the others."""
+    from laminar_hpc.weights.manifest import Manifest, TensorEntry
+
+    manifest = Manifest(1, 0, "float32", [TensorEntry("a", [1], "float32", sum_words=3, sum_indexed=3), TensorEntry("b", [1], "float32")])
+    with pytest.raises(SumsDiffer, match="1 of 2 tensors .* first b"):
+        puller.check_sums({"a": (3, 3)}, manifest)
+
+
+def test_a_response_of_two_weight_ids_is_seen(pair):
+    """Promise 1: the engine's own report names both ids of a response during which the weights changed, and such a response is refused."""
+    engine = pair.engines[1]
+
+    async def mixed():
+        parameters = sampling(pair, 1.0, 400) | {"ignore_eos": True, "stop_token_ids": []}
+        await engine.load(pair.models[0], "10")
+        request = asyncio.create_task(engine.generate(PROMPTS[3], parameters, "mixed", "10"))
+        await asyncio.sleep(0.15)
+        await engine._post("/pause_generation", {"mode": "in_place"}, 10)
+        payload = {"model_path": str(pair.models[1]), "weight_version": "11", "flush_cache": False}
+        await engine._post("/update_weights_from_disk", payload, 10)
+        await engine._post("/continue_generation", {}, 10)
+        return await request
+
+    generation = pair.loop.run(mixed())
+    pair.loop.run(engine.flush())
+    assert [span.weight_id for span in generation.spans] == [10, 11] and len(generation.tokens) == 400
+    assert objection(generation, 10) == "generated with weight ids [10, 11] instead of 10"
+
+
+def test_an_aborted_response_is_refused(pair):
+    engine = pair.engines[0]
+
+    async def aborted():
+        parameters = sampling(pair, 1.0, 1500) | {"ignore_eos": True, "stop_token_ids": []}
+        request = asyncio.create_task(engine.generate(PROMPTS[3], parameters, "gone", "0"))
+        await asyncio.sleep(0.1)
+        await engine.abort("gone")
+        return await request
+
+    assert "abort" in objection(pair.loop.run(aborted()), 0)
