@@ -3,6 +3,8 @@
 Colours are CSS variables with a light and a dark set, chosen by the reader's system.
 """
 
+from collections.abc import Mapping
+
 from laminar_hpc.observability.svg import tag, text
 
 STYLE = """
@@ -114,6 +116,6 @@ def tiles(values: list[tuple[str, str, str]]) -> str:
     return tag("div", "".join(tag("div", part, class_="tile") for part in parts), class_="tiles")
 
 
-def keys(values: dict[str, object]) -> str:
+def keys(values: Mapping[str, object]) -> str:
     """Names and values in columns."""
     return tag("div", "".join(tag("div", tag("span", text(k)) + tag("b", text(v))) for k, v in values.items()), class_="keys")

@@ -143,7 +143,8 @@ def lines(
         pad = (high - low or abs(high) or 1.0) * 0.06
         low, high = (0.0 if 0 <= low <= (high - low) * 0.5 else low - pad), high + pad
     plot = Plot(width, height, scale(x_low, x_high, LEFT, width - RIGHT), scale(low, high, height - BOTTOM, TOP, log_y))
-    body = plot.axes(ticks(x_low, x_high, 6, all(isinstance(x, int) for x in xs)), log_ticks(low, high) if log_y else ticks(low, high), x_name)
+    x_ticks = ticks(x_low, x_high, 6, whole=all(isinstance(x, int) for x in xs))
+    body = plot.axes(x_ticks, log_ticks(low, high) if log_y else ticks(low, high), x_name)
     for s, values in kept:
         if s.points or len(values) == 1:
             fill, edge = ("var(--card)", s.color) if s.hollow else (s.color, "var(--card)")
