@@ -27,8 +27,9 @@ def pins(name: str) -> list[str]:
 def kernels(name: str) -> list[str]:
     """The extra NAME: the pins of nodeps.txt, with requirements/NAME.txt before them where both name a package."""
     chosen = {line.split("==")[0]: line for line in [*pins("nodeps"), *pins(name)]}
-    # SGLang 0.5.19 runs on CUDA 12 but its metadata asks for CUDA 13 packages: it goes in with --no-deps, as `make setup CUDA=12` does.
-    return [line for line in chosen.values() if line != "sglang==0.5.19"]
+    # A resolver would refuse two of them beside SGLang's own metadata, which names a candidate of cuda-tile, and CUDA 13 packages even
+    # for 0.5.19, the last release that runs on CUDA 12. `make setup` installs both with --no-deps.
+    return [line for line in chosen.values() if line != "sglang==0.5.19" and not line.startswith("cuda-tile==")]
 
 
 def direct_pins() -> list[str]:

@@ -13,7 +13,9 @@ run_dir=$1 here=$(dirname "$0") signals=0 failed=0
 declare -A role_of=()         # process id -> role
 
 stop() {
-  signals=$((signals + 1))
+  # `timeout` and some terminals deliver one wish twice at once
+  if [ $signals = 1 ] && [ $((SECONDS - asked)) -lt 2 ]; then return; fi
+  signals=$((signals + 1)) asked=$SECONDS
   if [ $signals = 1 ]; then laminar stop "$run_dir" || signals=2; fi
   if [ $signals -ge 2 ]; then kill -TERM "${!role_of[@]}" 2>/dev/null || true; fi
 }

@@ -68,11 +68,11 @@ if [ -n "$TORCH_INDEX" ]; then
   stage "$torch from TORCH_INDEX" pip install --no-deps --index-url "$TORCH_INDEX" "$torch" "${vision[@]}"
 fi
 stage "$torch and its own needs" pip install "${pins[@]}" "$torch"
-stage "libraries and test tools ($(cat requirements/{lock,dev}.txt | grep -c ==) packages)" \
+stage "libraries and test tools ($(cat requirements/{lock,dev}.txt | grep -c '^[^#]') packages)" \
   pip install --no-deps --no-build-isolation -r requirements/lock.txt -r requirements/dev.txt
 stage "$(pinned sglang), $(pinned triton)" pip install --no-deps -r requirements/nodeps.txt
 for file in "${cuda[@]}"; do
-  stage "kernels for CUDA $CUDA ($(grep -c == "$file") packages)" \
+  stage "kernels for CUDA $CUDA ($(grep -c '^[^#]' "$file") packages)" \
     pip install --no-deps ${KERNEL_INDEX:+--extra-index-url "$KERNEL_INDEX"} -r "$file"
 done
 stage "laminar" pip install --no-deps --no-build-isolation -e .
