@@ -34,8 +34,8 @@ def forward_mode(name: str) -> SimpleNamespace:
     return SimpleNamespace(is_decode=lambda: name == "decode", is_extend=lambda: name == "extend")
 
 
-def both(totals: list[int], news: list[int] | None, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, BatchedAttention]:
-    """Outputs of the stock backend and of ours on the same random queries and cache. `news` = tokens to attend from; None = decode."""
+def both(totals: list[int], news: list[int] | None, dtype: torch.dtype = torch.float32) -> tuple:
+    """Outputs of the stock backend and of ours on the same random queries and cache, then ours itself. `news`: None = decode."""
     generator = torch.Generator().manual_seed(len(totals))
     model = runner(generator, len(totals), dtype)
     pool = torch.randperm(SLOTS, generator=generator)

@@ -1,8 +1,8 @@
 """How a drained replica gets newer weights: check the slot, load it, compare sums of the live parameters, score the probe.
 
-Used by worker.py. A slot that does not fit the engine is refused before anything is loaded. Whatever goes wrong from the load on, the engine
-is killed and started from the slot, then verified again; weights are announced only when the live parameters have the manifest's sums
-(ARCHITECTURE 4, promise 4).
+Used by worker.py. A slot that does not fit the engine is refused before anything is loaded. Whatever goes wrong from the load on, the
+engine is killed and started from the slot, then verified again; weights are announced only when the live parameters have the manifest's
+sums (ARCHITECTURE 4, promise 4).
 """
 
 import asyncio

@@ -122,7 +122,8 @@ class BatchedAttention(TorchNativeAttnBackend):
         return output
 
     def _covers(self, encoder_lens: object, options: dict) -> bool:
-        return self._buckets is not None and encoder_lens is None and not (options.get("is_cross_attn") or options.get("sliding_window_size"))
+        special = encoder_lens is not None or options.get("is_cross_attn") or options.get("sliding_window_size")
+        return self._buckets is not None and not special
 
     def _run_sdpa_forward_decode(
         self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens=None, scaling=None, **options
@@ -140,5 +141,6 @@ class BatchedAttention(TorchNativeAttnBackend):
         if self._covers(encoder_lens, options) and options.get("causal"):
             return self._batched(query, output, (k_cache, v_cache), scaling)
         return super()._run_sdpa_forward_extend(
-            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, prefix_lens, new_lens, encoder_lens, scaling, **options
-        )
+            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, prefix_lens, new_lens,
+            encoder_lens, scaling, **options,
+        )  # fmt: skip

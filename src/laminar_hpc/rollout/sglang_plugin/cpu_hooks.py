@@ -7,7 +7,7 @@ import multiprocessing
 
 
 def fork_children(result: object, *_: object, **__: object) -> None:
-    """Hook after SGLang has chosen "spawn": fork the scheduler and the detokenizer, so that they get for nothing what the launcher has imported.
+    """Hook after SGLang has chosen "spawn": the scheduler and the detokenizer are forked, and get the launcher's imports for nothing.
 
     At that time the launcher has one thread and has run no tensor operation; a process that uses CUDA could not be forked.
     """

@@ -1,0 +1,299 @@
+"""The rollout role end to end: a real engine, real slots and real reward workers; the test plays the controller and the relay."""
+
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from test_engine import hf_logprobs
+
+from engines import engine_config, fill_slot, make_model, reference
+from laminar_hpc.cluster.channel import StopReceived
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages import (
+    Generated,
+    Grant,
+    Lost,
+    Message,
+    PromptGroup,
+    RequestWork,
+    Sample,
+    Scored,
+    WeightsAvailable,
+    WeightsOpened,
+    Welcome,
+    decode,
+    encode,
+)
+from laminar_hpc.observability.trace import Trace, read_spans
+from laminar_hpc.rollout import worker
+from laminar_hpc.rollout.sglang_server import SglangServer
+from laminar_hpc.weights.probe import probe_sequences
+from laminar_hpc.weights.slots import SlotWriter
+
+SCORER = """
+import asyncio
+
+async def score(*, prompt, response, row):
+    if row["kind"] == "slow":
+        await asyncio.sleep(1.0)
+    if row["kind"] == "broken":
+        raise ValueError("no such problem")
+    return {"reward": float(len(response)), "accuracy": 1.0, "prompt": float(prompt == row["prompt"])}
+"""
+
+
+class Controller:
+    """The other end of the worker's channel: keeps what the worker sends, as bytes on the wire, and sends what the test says."""
+
+    def __init__(self) -> None:
+        self.received: queue.Queue[Message] = queue.Queue()
+        self.requests: queue.Queue[RequestWork] = queue.Queue()  # they come before, among or after the scores of a batch
+        self.callback: Callable | None = None
+        self.batches = 0
+
+    def subscribe(self, callback: Callable) -> None:
+        self.callback = callback
+
+    def send(self, message: Message) -> None:
+        message = decode(encode(message))
+        (self.requests if isinstance(message, RequestWork) else self.received).put(message)
+
+    def tell(self, message: Message | Exception) -> None:
+        assert self.callback is not None
+        self.callback(message)
+
+    def get(self, *kinds: type, seconds: float = 120.0) -> Message:
+        """The next message of these kinds but RequestWork; others before it are dropped."""
+        while True:
+            message = self.received.get(timeout=seconds)
+            if isinstance(message, kinds):
+                return message
+
+    def asked_for(self) -> int:
+        """The weight id of the next RequestWork."""
+        return self.requests.get(timeout=120).weight_id
+
+    def collect(self, count: int, *kinds: type) -> list[Message]:
+        return [self.get(*kinds) for _ in range(count)]
+
+    def grant(self, weight_id: int, groups: int, length: int = 6, temperature: float = 1.0, kind: str = "", evaluation: str = "") -> Grant:
+        self.batches += 1
+        first = self.batches * 1000
+        batch = Grant(self.batches, weight_id, weight_id, [], temperature, length, evaluation)
+        for g in range(groups):
+            tokens = [(g * 31 + j) % 200 for j in range(5 + g)]
+            samples = [Sample(first + g * 10 + i, 0) for i in range(4)]
+            batch.groups.append(PromptGroup(first + g, tokens, f"prompt {g}", {"kind": kind, "prompt": f"prompt {g}"}, samples))
+        self.tell(batch)
+        return batch
+
+
+class Replica:
+    """A worker in a thread, with its controller, its relay's slots, and two models to serve."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.models = [make_model(folder / f"model{seed}", seed) for seed in (0, 1)]
+        (folder / "scorer_for_worker_test.py").write_text(SCORER)
+        config = engine_config(self.models[0])
+        config.relay.shm_dir = str(folder)
+        config.reward.function = "scorer_for_worker_test.score"
+        self.writer = SlotWriter(str(folder), "run", 3, self.models[0])
+        self.controller = Controller()
+        self.trace = Trace(folder, "rollout", 0)
+        context = RoleContext(config, "rollout", 0, "here", folder, self.controller, Welcome("run", -1, 0, 0), self.trace)
+        self.worker = worker.RolloutWorker(context)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        import asyncio
+
+        try:
+            asyncio.run(self.worker.run())
+        except BaseException as error:
+            self.error = error
+
+    def publish(self, model: int, weight_id: int) -> None:
+        fill_slot(self.writer, self.models[model], weight_id, step=weight_id)
+        self.controller.tell(WeightsAvailable(weight_id, weight_id))
+
+    def scheduler(self) -> psutil.Process:
+        engine = psutil.Process(self.worker.puller.engine.process.pid)
+        return next(p for p in engine.children(recursive=True) if "sched" in " ".join(p.cmdline()))
+
+    def ended(self, seconds: float = 60.0) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    folder = tmp_path_factory.mktemp("replica")
+    before = os.getcwd(), list(sys.path)
+    os.chdir(folder)  # where a user's own reward module lies
+    replica = Replica(folder)
+    fill_slot(replica.writer, replica.models[0], 0, step=0)
+    yield replica
+    if not replica.ended(0):
+        replica.controller.tell(StopReceived("the tests are over"))
+    assert replica.ended()
+    replica.writer.close()
+    os.chdir(before[0])
+    sys.path[:] = before[1]
+
+
+# The tests below are one history of one replica, in this order.
+
+
+def test_first_weights_are_verified_before_work_is_asked_for(replica):
+    """WeightsOpened with the probe's log-probs on exactly these weights, and only then RequestWork."""
+    opened = replica.controller.get(WeightsOpened)
+    assert (opened.weight_id, opened.weight_step) == (0, 0)
+    model = reference(replica.models[0])
+    expected = torch.cat([hf_logprobs(model, sequence[:1], sequence[1:]) for sequence in probe_sequences(500)])
+    torch.testing.assert_close(torch.tensor(opened.probe_logprobs), expected, atol=1e-4, rtol=0)
+    assert replica.controller.asked_for() == 0
+
+
+def test_a_local_batch(replica):
+    """Every sample of a grant comes back once as Generated, with the engine's own log-probs and weight id, and once as Scored."""
+    controller = replica.controller
+    grant = controller.grant(0, groups=6, length=9, temperature=0.8, evaluation="sampled")
+    messages = controller.collect(48, Generated, Scored)
+    generated = {m.trajectory.trajectory_id: m.trajectory for m in messages if isinstance(m, Generated)}
+    scored = {m.trajectory_id: m for m in messages if isinstance(m, Scored)}
+    samples = {sample.trajectory_id: group for group in grant.groups for sample in group.samples}
+    assert generated.keys() == scored.keys() == samples.keys()
+    assert {m.evaluation for m in messages} == {"sampled"}
+    model = reference(replica.models[0])
+    for trajectory in generated.values():
+        group = samples[trajectory.trajectory_id]
+        n = len(trajectory.response_tokens)
+        assert (trajectory.group_id, trajectory.prompt_tokens, trajectory.weight_id) == (group.group_id, group.prompt_tokens, 0)
+        assert [(s.weight_id, s.start, s.end) for s in trajectory.version_spans] == [(0, 0, n)] and trajectory.loss_mask == [1] * n
+        assert trajectory.time_started < trajectory.time_finished and trajectory.finish_reason in ("stop", "length")
+        expected = hf_logprobs(model, trajectory.prompt_tokens, trajectory.response_tokens, 0.8)
+        torch.testing.assert_close(torch.tensor(trajectory.logprobs), expected, atol=1e-4, rtol=0)
+        score = scored[trajectory.trajectory_id]
+        assert score.error == "" and score.parts == {"accuracy": 1.0, "prompt": 1.0}
+        assert score.reward == len(replica.worker.decoder.text(trajectory.response_tokens))
+    assert len({tuple(t.response_tokens) for t in generated.values()}) > 12  # four samples of a prompt are four samples
+    assert controller.asked_for() == 0
+
+
+def test_greedy_evaluation(replica):
+    """Temperature 0: the four samples of a prompt are the same response."""
+    grant = replica.controller.grant(0, groups=3, temperature=0.0, evaluation="greedy")
+    by_group: dict[int, set] = {}
+    for message in replica.controller.collect(12, Generated):
+        by_group.setdefault(message.trajectory.group_id, set()).add(tuple(message.trajectory.response_tokens))
+    assert [len(by_group[group.group_id]) for group in grant.groups] == [1, 1, 1]
+    replica.controller.collect(12, Scored)
+    assert replica.controller.asked_for() == 0
+
+
+def test_scoring_delays_no_pull(replica):
+    """A batch is done with its last token: newer weights are open before the slow scores of the batch are there."""
+    controller = replica.controller
+    controller.grant(0, groups=2, kind="slow")
+    controller.collect(8, Generated)
+    replica.publish(1, 5)  # the replica may be draining, idle or asking by now
+    order = controller.collect(9, WeightsOpened, Scored)
+    assert isinstance(order[0], WeightsOpened) and (order[0].weight_id, order[0].weight_step) == (5, 5)
+    assert set(order[0].parts) == {"lock", "check", "load", "sums", "probe"}
+    assert all(isinstance(message, Scored) for message in order[1:])
+    assert [controller.asked_for(), controller.asked_for()] == [0, 5]
+
+
+def test_a_broken_reward_is_counted_and_stops_nothing(replica):
+    controller = replica.controller
+    controller.grant(5, groups=1, kind="broken")
+    scores = controller.collect(4, Scored)
+    assert {(s.reward, s.error) for s in scores} == {(0.0, "ValueError: no such problem")}
+    assert controller.asked_for() == 5
+
+
+def test_a_grant_for_other_weights_is_refused(replica):
+    """Every request names the id that it expects; one for the old weights is given back, none of it is generated."""
+    controller = replica.controller
+    controller.grant(0, groups=2)
+    lost = controller.collect(8, Lost, Generated, Scored)
+    assert all(isinstance(message, Lost) and "weight id 0 is not allowed" in message.reason for message in lost)
+    assert controller.asked_for() == 5
+
+
+def test_more_than_one_version_is_lost(replica, monkeypatch):
+    """Promise 1: a response that the engine reports under two ids is given back with the reason, and is never Generated."""
+    from laminar_hpc.messages import VersionSpan
+    from laminar_hpc.rollout import sglang_server
+
+    def two_versions(reply: dict, parse=sglang_server.parse_generation):
+        generation = parse(reply)
+        if len(generation.tokens) > 1:
+            generation.spans[:] = [VersionSpan(5, 0, 1), VersionSpan(6, 1, len(generation.tokens))]
+        return generation
+
+    monkeypatch.setattr(sglang_server, "parse_generation", two_versions)
+    replica.controller.grant(5, groups=1)
+    messages = replica.controller.collect(4, Lost, Generated)
+    assert all(isinstance(m, Lost) and "weight ids [5, 6] instead of 5" in m.reason for m in messages)
+    monkeypatch.undo()
+    replica.controller.grant(5, groups=1)
+    assert all(isinstance(message, Generated) for message in replica.controller.collect(4, Lost, Generated))
+    assert [replica.controller.asked_for(), replica.controller.asked_for()] == [5, 5]
+
+
+def test_a_pull_that_fails_is_mended_by_a_fresh_engine(replica, monkeypatch):
+    """The engine dies in the middle of a load: it is started from the slot, verified, and serves the new id."""
+    real_load, killed = SglangServer.load, []
+
+    async def load(self, directory, weight_version):
+        scheduler = replica.scheduler()
+        killed.append(scheduler.pid)
+        scheduler.send_signal(signal.SIGSTOP)
+        scheduler.kill()
+        await real_load(self, directory, weight_version)
+
+    monkeypatch.setattr(SglangServer, "load", load)
+    replica.publish(0, 7)
+    opened = replica.controller.get(WeightsOpened)
+    assert opened.weight_id == 7 and "start" in opened.parts and len(killed) == 1 and replica.scheduler().pid != killed[0]
+    model = reference(replica.models[0])
+    expected = torch.cat([hf_logprobs(model, sequence[:1], sequence[1:]) for sequence in probe_sequences(500)])
+    torch.testing.assert_close(torch.tensor(opened.probe_logprobs), expected, atol=1e-4, rtol=0)
+    replica.controller.grant(7, groups=2)
+    assert {m.trajectory.weight_id for m in replica.controller.collect(8, Generated)} == {7}
+    assert [replica.controller.asked_for(), replica.controller.asked_for()] == [7, 7]
+
+
+def test_the_death_of_an_idle_engine_is_one_line(replica):
+    """It is noticed at once, not at the next request; the error says how it died and where its log is; nothing stays behind."""
+    engine = psutil.Process(replica.worker.puller.engine.process.pid)
+    family = [engine, *engine.children(recursive=True)]
+    replica.scheduler().kill()
+    assert replica.ended(20)
+    assert isinstance(replica.error, LaminarError) and "\n" not in str(replica.error)
+    assert "engine 0 died" in str(replica.error) and "logs/engine0.log" in str(replica.error)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_what_the_replica_did_is_in_its_trace(replica):
+    """Spans for loads, pulls, local batches, scores and idle time, from which the report's figures are made."""
+    spans = read_spans(replica.folder)["rollout0"]
+    kinds = [span.kind for span in spans]
+    assert {"load", "pull", "generate", "score", "wait"} <= set(kinds)
+    assert [span.fields["weight_id"] for span in spans if span.kind == "pull"] == [0, 5, 7]
+    assert [span.fields["restarts"] for span in spans if span.kind == "pull"] == [0, 0, 1]
+    batches = [span for span in spans if span.kind == "generate"]
+    assert batches[0].fields["trajectories"] == 24 and batches[0].fields["tokens"] > 24
