@@ -172,7 +172,7 @@ async def test_calls_of_a_dead_worker_are_done_again_once(tmp_path):
 async def test_a_function_that_is_not_there_is_refused_at_the_start(function, says):
     """One line that names the setting, before any trajectory is generated."""
     pool = RewardPool(RewardConfig(function=function))
-    with pytest.raises(LaminarError, match="reward.function=") as refusal:
+    with pytest.raises(LaminarError, match=r"reward\.function=") as refusal:
         await pool.start()
     assert says in str(refusal.value)
 

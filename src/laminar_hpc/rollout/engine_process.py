@@ -58,13 +58,14 @@ class EngineProcess:
         self.threads = threads
         self.port = 0
         self.key = ""
-        self.folder = Path()
+        self.folder: Path | None = None  # temporary files and the port's socket; made by `start`, removed by `stop`
         self.dead = asyncio.Event()
         self._child: subprocess.Popen | None = None
         self._watch: asyncio.Task | None = None
 
     @property
     def socket_path(self) -> Path:
+        assert self.folder is not None
         return self.folder / "port"
 
     @property
@@ -137,4 +138,5 @@ class EngineProcess:
                 await asyncio.to_thread(self._child.wait, 10)
             except subprocess.TimeoutExpired:
                 raise LaminarError(f"{self.name} (pid {self._child.pid}) did not end within 10 s of SIGKILL") from None
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
