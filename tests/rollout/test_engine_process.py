@@ -1,0 +1,124 @@
+"""The engine as a process: it dies with its parent, a failed start is one line, and stopping leaves nothing."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engines import engine_config, make_model
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.rollout.engine_process import FOREIGN_VARIABLES, EngineDied, EngineProcess, last_words
+from laminar_hpc.rollout.sglang_server import SglangServer
+
+PARENT = """
+import asyncio, json, sys
+from pathlib import Path
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.rollout.sglang_server import SglangServer
+
+async def main(model, folder):
+    config = RunConfig()
+    config.model.path = model
+    engine = SglangServer(config, 0, Path(folder))
+    await engine.start(Path(model), "0", 1)
+    print(json.dumps(engine.process.pid), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), 0)
+
+
+@pytest.fixture(scope="module")
+def parent(model: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A process with an engine, as a rollout rank is one."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(model), str(tmp_path_factory.mktemp("parent"))], stdout=subprocess.PIPE, text=True
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_start_that_fails_is_one_line(parent, tmp_path, monkeypatch):
+    """The error is SGLang's own last word with the path of its log. (`parent` comes up meanwhile.)"""
+    broken = make_model(tmp_path / "broken", 1)
+    (broken / "model.safetensors").unlink()
+
+    async def start() -> None:
+        engine = SglangServer(engine_config(broken), 3, tmp_path)
+        try:
+            await engine.start(broken, "0", 1)
+        finally:
+            folder = engine.process.folder
+            await engine.stop()
+            assert folder is not None and not folder.exists()
+
+    with pytest.raises(EngineDied) as death:
+        asyncio.run(start())
+    assert "\n" not in str(death.value) and str(tmp_path / "logs" / "engine3.log") in str(death.value)
+    assert "engine 3 died" in str(death.value) and "broken" in str(death.value)
+
+
+def test_no_process_outlives_the_rank(parent):
+    """kill -9 of a rollout rank takes the server, the scheduler and the detokenizer with it."""
+    engine = psutil.Process(json.loads(parent.stdout.readline()))
+    family = [engine, *engine.children(recursive=True)]
+    assert len(family) == 3
+    parent.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_an_engine_that_does_not_answer_in_time(model, tmp_path):
+    """The wait for the start is bounded, and its error names the setting and the log."""
+    config = engine_config(model)
+    config.rollout.engine_start_seconds = 0.2
+
+    async def start() -> None:
+        engine = SglangServer(config, 4, tmp_path)
+        try:
+            await engine.start(model, "0", 1)
+        finally:
+            await engine.stop()
+
+    t0 = time.monotonic()
+    with pytest.raises(LaminarError, match=r"engine 4 did not answer within rollout\.engine_start_seconds=0\.2.*engine4\.log"):
+        asyncio.run(start())
+    assert time.monotonic() - t0 < 10
+
+
+def test_an_engine_that_was_never_started_can_be_stopped(tmp_path, monkeypatch):
+    """A replica that ends before its start removes nothing, least of all the folder it was started in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "precious").touch()
+    asyncio.run(EngineProcess("engine 5", tmp_path / "log", 1).stop())
+    assert (tmp_path / "precious").exists()
+
+
+def test_last_words(tmp_path):
+    """The last error of a log, else its last line; SGLang's own early call of /freeze_gc is no error."""
+    log = tmp_path / "log"
+    assert last_words(log) == "it left no log"
+    log.write_text("[12:00] loading\nValueError: no room\n  at x\nConnectionError: url: /freeze_gc refused\nkill_process_tree called\n")
+    assert last_words(log) == "ValueError: no room"
+    log.write_text("one\ntwo\n\n")
+    assert last_words(log) == "two"
+
+
+def test_what_torchrun_says_to_its_ranks_does_not_reach_the_engine():
+    """Its torch.distributed would wait for the trainers' store otherwise."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_PROCID"):
+        assert FOREIGN_VARIABLES.match(name), name
+    for name in ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "PYTHONPATH", "RANKING"):
+        assert not FOREIGN_VARIABLES.match(name), name
