@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -19,7 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch.nn.attention.varlen import varlen_attn
 
-_STEP = 1.25  # a bucket's longest sequence by its shortest: under a quarter of padding, few buckets
+_TABLE_ROWS = 1024
+_STEP = 1.25  # of a bucket's longest sequence to its shortest: under a quarter of padding, few buckets
 
 
 @dataclass(frozen=True)
@@ -156,13 +158,12 @@ class PackedCausalAttention(MegatronModule):
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(query, key, value, layout).reshape(-1, self.width)
         buckets = layout.buckets
-        q, k, v = (_Pad.apply(t, buckets) for t in (query, key, value))
-        outputs, at = [], 0
-        for sequences, length in buckets.shapes:
-            part = slice(at, at + sequences * length)
-            at = part.stop
-            batch = [t[part].view(sequences, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v)]  # [sequences, heads, length, d]
-            out = F.scaled_dot_product_attention(*batch, is_causal=True, scale=self.scale, enable_gqa=self.grouped)
+        sizes = [sequences * length for sequences, length in buckets.shapes]
+        parts = zip(*(_Pad.apply(t, buckets).split(sizes) for t in (query, key, value)), strict=True)
+        outputs = []
+        for (sequences, length), qkv in zip(buckets.shapes, parts, strict=True):
+            q, k, v = (t.view(sequences, length, *t.shape[1:]).transpose(1, 2) for t in qkv)  # [sequences, heads, length, d]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=self.grouped)
             outputs.append(out.transpose(1, 2).reshape(sequences * length, self.width))
         return _Unpad.apply(torch.cat(outputs), buckets)
 
@@ -179,13 +180,16 @@ class PackedCausalAttention(MegatronModule):
 class PackedRotary(torch.nn.Module):
     """Megatron's rotary embedding for a pack: its table, gathered at each token's position in its own sequence."""
 
-    def __init__(self, table: torch.nn.Module, max_positions: int) -> None:
+    def __init__(self, table: RotaryEmbedding) -> None:
         super().__init__()
-        self._table, self._max_positions = [table], max_positions  # in a list, so that it is no submodule and no part of the state dict
+        self._table = [table]  # in a list, so that it is no submodule and no part of the state dict
         self.positions: torch.Tensor | None = None  # [tokens], of the pack being forwarded
 
-    def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
-        return self._max_positions
+    def get_rotary_seq_len(
+        self, inference_context: object, decoder: object, decoder_input: object, config: object, packed_seq_params: PackLayout
+    ) -> int:
+        """Rows of the table; in steps, because Megatron caches one table per length."""
+        return math.ceil(packed_seq_params.max_seqlen_q / _TABLE_ROWS) * _TABLE_ROWS
 
     def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group: object = None) -> torch.Tensor:
         """[tokens, 1, 1, head_dim]."""

@@ -20,6 +20,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.adam import named_state, unshare_steps
@@ -80,7 +81,7 @@ class Checkpointer:
             )
         state = read_state(path)
         with cuda_as_cpu():
-            loaded = dist_checkpointing.load(self._sharded_state(loading=True), str(path / "megatron"))
+            loaded = self._read(path)
             self._policy.gpt.load_state_dict(loaded["model"])
             self._policy.optimizer.load_state_dict(loaded["optimizer"])
             self._policy.scheduler.num_steps = 0  # loading counts on from here
@@ -93,8 +94,18 @@ class Checkpointer:
         found = self.state_hash()
         if found != state["state_hash"]:
             raise LaminarError(
-                f"{path} is damaged: its state hash is {found[:12]}, state.json says {state['state_hash'][:12]}; delete the folder to use the one before"
+                f"{path} is damaged: its state hash is {found[:12]}, not {state['state_hash'][:12]}; "
+                "delete the folder to go on from the one before"
             )
+
+    def _read(self, path: Path) -> dict:
+        try:
+            return dist_checkpointing.load(self._sharded_state(loading=True), str(path / "megatron"))
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+            raise LaminarError(
+                f"{path} is damaged and cannot be read ({reason}); delete the folder to go on from the one before"
+            ) from error
 
     def state_hash(self) -> str:
         """SHA-256 over every rank's weights, optimizer tensors, schedule and random states, in the order of the ranks. Equal on all

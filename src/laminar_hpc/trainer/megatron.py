@@ -90,10 +90,12 @@ class MegatronPolicy:
         self.dtype, self.shape = DTYPES[config.model.dtype], read_shape(config.model.path)
         torch.set_num_threads(config.trainer.threads)
         with cuda_as_cpu():
-            minutes = math.ceil(config.cluster.batch_timeout_seconds / 60)
-            parallel_state.initialize_model_parallel(
-                config.trainer.tensor_parallel, config.trainer.pipeline_parallel, distributed_timeout_minutes=minutes
-            )
+            if not parallel_state.model_parallel_is_initialized():
+                parallel_state.initialize_model_parallel(
+                    config.trainer.tensor_parallel,
+                    config.trainer.pipeline_parallel,
+                    distributed_timeout_minutes=math.ceil(config.cluster.join_timeout_seconds / 60),
+                )
             torch.manual_seed(config.seed)
             tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
             self._build_model()
@@ -118,7 +120,7 @@ class MegatronPolicy:
             share_embeddings_and_output_weights=shape.tied,
             parallel_output=True,
         )
-        self._rotary = PackedRotary(self.gpt.rotary_pos_emb, max_positions=self.config.trainer.tokens_per_microbatch)
+        self._rotary = PackedRotary(self.gpt.rotary_pos_emb)
         self.gpt.rotary_pos_emb = self._rotary
         self._selected: torch.Tensor | None = None
         if self.gpt.post_process:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from laminar_hpc.config.errors import LaminarError
@@ -84,6 +84,13 @@ def read_shape(directory: str | Path) -> ModelShape:
     )
 
 
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise LaminarError(f"{file} is damaged or cut off ({error}); download the model again") from None
+
+
 class TensorReader:
     """The tensors of a directory, read when asked for. A context manager; the files stay open inside it."""
 
@@ -97,7 +104,7 @@ class TensorReader:
             raise LaminarError(
                 f"{self._directory}: {', '.join(missing)} is missing; the model must be there as safetensors, download it again"
             )
-        files = [self._stack.enter_context(safe_open(self._directory / n, framework="pt")) for n in names]
+        files = [self._stack.enter_context(_open(self._directory / n)) for n in names]
         self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (safe_open is no dict)
 
     def __enter__(self) -> "TensorReader":

@@ -1,0 +1,40 @@
+"""One process as a trainer world of its own (gloo) for all tests of this folder, and two tiny models."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(scope="package")
+def world() -> Iterator[None]:
+    """A default group of one rank. Taken down behind the folder, since it is global to the process."""
+    from megatron.core import parallel_state
+
+    threads = torch.get_num_threads()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="package")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="package")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make_model(tmp_path_factory.mktemp("untied"), tied=False, seed=1)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,70 @@
+"""Hugging Face directories: what is read of config.json, sharded safetensors, and a directory written back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.hf import TensorReader, read_shape, save_directory
+
+CONFIG = {
+    "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 50, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def write(directory: Path, **changes: object) -> Path:
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return directory
+
+
+@pytest.mark.parametrize("rope", [{"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}], ids=["v4", "v5"])
+def test_config_of_both_transformers_generations(rope: dict, tmp_path: Path) -> None:
+    """rope_theta stands at the top in transformers 4, in rope_parameters in transformers 5."""
+    shape = read_shape(write(tmp_path, **rope))
+    assert (shape.rope_theta, shape.head_dim, shape.kv_heads, shape.tied) == (1e6, 8, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, "model_type gpt2 is not supported; supported: qwen2"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "RoPE of type yarn"),
+        ({"use_sliding_window": True}, "sliding windows"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(changes: dict, words: str, tmp_path: Path) -> None:
+    """A model that would be computed wrongly is refused in one line."""
+    with pytest.raises(LaminarError, match=words):
+        read_shape(write(tmp_path, **changes))
+
+
+def test_sharded_directories_are_read_by_their_index(tmp_path: Path) -> None:
+    """Slices come from the file that holds them; a missing file is named."""
+    first, second = torch.arange(12.0).view(4, 3), torch.arange(6.0).view(2, 3)
+    save_file({"a": first}, tmp_path / "model-1.safetensors")
+    save_file({"b": second}, tmp_path / "model-2.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with TensorReader(tmp_path) as tensors:
+        assert tensors.names() == {"a", "b"} and tensors.shape("b") == (2, 3)
+        assert torch.equal(tensors.narrow("a", 0, 1, 2), first[1:3]) and torch.equal(tensors.narrow("b", 1, 2, 1), second[:, 2:])
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(LaminarError, match=r"model-2.safetensors is missing"):
+        TensorReader(tmp_path)
+
+
+def test_a_written_directory_names_the_dtype_that_it_holds(tmp_path: Path) -> None:
+    """Served in bfloat16, so config.json says bfloat16; all other files are copied."""
+    source = write(tmp_path, dtype="float32")
+    (source / "tokenizer.json").write_text("{}")
+    save_directory(
+        source, tmp_path / "out", [("a", torch.ones(2, dtype=torch.bfloat16)), ("b", torch.zeros(3, 2, dtype=torch.bfloat16).t())]
+    )
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**CONFIG, "dtype": "bfloat16"}
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written["a"].dtype is torch.bfloat16 and written["b"].shape == (2, 3)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
