@@ -214,7 +214,7 @@ def log_histogram(
         return empty(width, height, "no trajectories stored")
     edges = length_edges(max(max(values) for *_, values in groups))
     heights = [shares(values, edges) for *_, values in groups]
-    top = max(map(max, heights)) * 1.12
+    top = max(map(max, heights)) * (1.12 + 0.1 * len(marks))
     plot = Plot(width, height, scale(edges[0], edges[-1], LEFT, width - RIGHT, log=True), scale(0, top, height - BOTTOM, TOP))
     body = plot.axes(log_ticks(edges[0], edges[-1]), ticks(0, top, 4), x_name, percent)
     for index, ((name, color, _), parts) in enumerate(zip(groups, heights, strict=True)):
