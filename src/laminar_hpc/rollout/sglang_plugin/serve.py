@@ -26,6 +26,9 @@ def main() -> None:
     if os.environ.pop(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):
         sys.exit("the parent of this engine died before the engine was up")
     check_plugins()
+    from laminar_hpc.rollout.sglang_plugin import platform
+
+    platform.activate()  # older SGLang imports torchvision before it asks for a platform
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
