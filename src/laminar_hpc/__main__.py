@@ -45,10 +45,11 @@ def place(config: RunConfig) -> tuple[RoleOfRank, int]:
     return roles[rank], sum(role.role == "relay" for role in roles)
 
 
-def watch_signals() -> None:
+def watch_signals() -> threading.Event:
     """TERM and INT: the controller ends the run in order; if that takes too long this process ends by itself.
 
     A thread reads the interpreter's wake-up pipe, because a Python handler would not run while the main thread waits in a collective.
+    The caller sets the returned event when it has joined the run; before that there is nothing to end in order.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -56,12 +57,16 @@ def watch_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 
+    joined = threading.Event()
+
     def leave() -> None:
         os.read(read_end, 1)
-        time.sleep(LEAVE_SECONDS)
+        if joined.is_set():
+            time.sleep(LEAVE_SECONDS)
         os._exit(1)
 
     threading.Thread(target=leave, name="signals", daemon=True).start()
+    return joined
 
 
 def redirect_output(run_dir: Path, name: str) -> None:
@@ -91,10 +96,11 @@ class Voice:
 
 def run_worker(config: RunConfig, mine: RoleOfRank) -> None:
     """Joins the run, then runs the role. A failure is told to the controller before it is raised."""
-    watch_signals()
+    joined = watch_signals()
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     hello = Hello(mine.role, mine.index, uuid.uuid4().hex[:8], os.getpid(), machine)
     channel = Channel(run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds)
+    joined.set()
     redirect_output(run_dir, f"{mine.role}{mine.index}")
     goodbye = False
     try:

@@ -83,6 +83,7 @@ class EngineProcess:
             "MKL_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
+            "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # a server that closes idle connections races with the next request on them
             "TMPDIR": str(self.folder),
             "SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE,
             "PYTHONUNBUFFERED": "1",
