@@ -12,6 +12,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages import VersionSpan
 from laminar_hpc.trainer.learner import Learner, batch_metrics
 from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.microbatch import make_microbatch
 
 
 def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
@@ -126,13 +127,32 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_end_the_run(tied_
     good, bad = tiny.make_batch(seed=7), tiny.make_batch(seed=7)
     bad[3] = copy.deepcopy(bad[3])
     bad[3].logprobs[0] = -math.inf
-    assert learner.train(bad, 0, lambda: None)["skipped_updates"] == 1
+    metrics = learner.train(bad, 0, lambda: None)
+    assert metrics["skipped_updates"] == 1 and all(map(math.isfinite, metrics.values()))
     assert all(torch.equal(t, before[n]) for n, t in weights(policy).items())
     assert learner.train(good, 1, lambda: None)["skipped_updates"] == 0
     assert all(torch.isfinite(t).all() for t in weights(policy).values())
     learner.train(bad, 2, lambda: None)
     with pytest.raises(LaminarError, match="2 optimizer updates in a row had gradients that are not finite, the last at step 3"):
         learner.train(bad, 3, lambda: None)
+
+
+def test_empty_micro_batches_and_untrained_trajectories_add_nothing(tied_model: Path, world: None) -> None:
+    """A rank with fewer micro-batches runs empty ones beside the others; a pack may hold only tokens that the environment gave."""
+    policy = MegatronPolicy(tiny.make_config(tied_model))
+    learner, batch = Learner(policy.config, policy), tiny.make_batch(seed=11)[:3]
+    untrained = copy.deepcopy(batch[2])
+    untrained.loss_mask = [0] * len(untrained.response_tokens)
+    real = make_microbatch(batch, [1.0, -1.0, 0.5], policy.device)
+    idle = [make_microbatch([], [], policy.device), make_microbatch([untrained], [1.0], policy.device)]
+
+    def gradient(micro_batches: list) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.stack(policy.accumulate(micro_batches, learner._loss))
+        return torch.cat([p.main_grad.flatten().clone() for p in policy.gpt.parameters()]), rows[:, :5].sum(0)
+
+    alone, beside = gradient([real]), gradient([idle[0], real, *idle])
+    assert torch.allclose(alone[0], beside[0], atol=1e-7) and alone[0].abs().max() > 0
+    assert torch.equal(alone[1], beside[1])
 
 
 def test_an_incomplete_group_is_refused(tied_model: Path, world: None) -> None:

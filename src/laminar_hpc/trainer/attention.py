@@ -155,23 +155,21 @@ class PackedCausalAttention(MegatronModule):
         layout = packed_seq_params
         if attention_mask is not None or attention_bias is not None or not isinstance(layout, PackLayout):
             raise ValueError("PackedCausalAttention takes a PackLayout and no mask")
+        if self.grouped and query.is_cuda:  # torch's fused kernels for CUDA want as many key as query heads
+            key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            return self._varlen(query, key, value, layout).reshape(-1, self.width)
+            ends, longest = layout.cu_seqlens_q, layout.max_seqlen_q
+            out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=(-1, 0))
+            return out.reshape(-1, self.width)
         buckets = layout.buckets
         sizes = [sequences * length for sequences, length in buckets.shapes]
         parts = zip(*(_Pad.apply(t, buckets).split(sizes) for t in (query, key, value)), strict=True)
         outputs = []
         for (sequences, length), qkv in zip(buckets.shapes, parts, strict=True):
             q, k, v = (t.view(sequences, length, *t.shape[1:]).transpose(1, 2) for t in qkv)  # [sequences, heads, length, d]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=self.grouped)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
             outputs.append(out.transpose(1, 2).reshape(sequences * length, self.width))
         return _Unpad.apply(torch.cat(outputs), buckets)
-
-    def _varlen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackLayout) -> torch.Tensor:
-        if self.grouped:  # torch 2.11's varlen_attn has no enable_gqa
-            key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-        ends, longest = layout.cu_seqlens_q, layout.max_seqlen_q
-        return varlen_attn(query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=(-1, 0))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         return {}

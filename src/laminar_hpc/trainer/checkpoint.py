@@ -52,6 +52,8 @@ class Checkpointer:
             for folder in ("megatron", "rng"):
                 (partial / folder).mkdir(parents=True)
         self._meet(f"the folder of checkpoint {target}")
+        if not (partial / "rng").is_dir():
+            raise LaminarError(f"trainer {self._rank} does not see {partial}: run_dir must be on a file system that all trainers share")
         with cuda_as_cpu():
             dist_checkpointing.save(
                 self._sharded_state(loading=False), str(partial / "megatron"), _InProcess("torch_dist", 1, thread_count=1)

@@ -1,7 +1,7 @@
 """One trainer step: a batch of trajectories -> advantages -> mini-batches -> optimizer updates -> the step's metrics.
 
 Called by trainer/loop.py on every rank with the same batch. Every rank makes the same plan and trains its own part of it; the metrics are
-those of the whole batch on every rank.
+those of the whole batch on every rank; those of tokens leave out the mini-batches whose update was skipped.
 """
 
 from collections import defaultdict
@@ -44,12 +44,15 @@ class Learner:
                 make_microbatch([trajectories[members[j]] for j in part], [advantages[members[j]] for j in part], self.policy.device)
                 for part in plan
             ]
-            collected += self.policy.accumulate(micro_batches, self._loss)
+            of_tokens = self.policy.accumulate(micro_batches, self._loss)
             before_update()
             before_update = _nothing
             norm = self.policy.update()
-            skipped += norm is None
-            norms += [] if norm is None else [norm]
+            if norm is None:
+                skipped += 1
+            else:
+                norms.append(norm)
+                collected += of_tokens
             self._count_skipped(norm is None, step)
         metrics = {
             **batch_metrics(trajectories, step),
@@ -87,7 +90,7 @@ class Learner:
     def _token_metrics(self, collected: list[torch.Tensor]) -> dict[str, float]:
         """Means over the tokens of all micro-batches of all data-parallel ranks."""
         group = parallel_state.get_data_parallel_group()
-        rows = torch.stack(collected).double()
+        rows = torch.stack(collected or [torch.zeros(6, device=self.policy.device)]).double()
         sums, largest = rows[:, :5].sum(0), rows[:, 5].max()
         dist.all_reduce(sums, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

@@ -6,6 +6,7 @@ runs on GPUs and, under trainer/cpu.py's shim, on the CPU. Needs the trainer wor
 """
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -86,6 +87,7 @@ class MegatronPolicy:
 
     def __init__(self, config: RunConfig) -> None:
         """Builds from config.model.path. Raises LaminarError when the directory is not a model that this can train."""
+        logging.getLogger("megatron").setLevel(logging.WARNING)
         self.config, self.device = config, local_device()
         self.dtype, self.shape = DTYPES[config.model.dtype], read_shape(config.model.path)
         torch.set_num_threads(config.trainer.threads)
@@ -182,8 +184,7 @@ class MegatronPolicy:
     def _logprobs(
         self, output: torch.Tensor, pack: Pack, temperature: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = output[0] if temperature == 1.0 else output[0] / temperature
-        mask_padding(logits, self.shape.vocab)
+        logits = mask_padding(output[0].div_(temperature), self.shape.vocab)  # in place: with a real vocabulary these are gigabytes
         entropies = entropy(logits) if with_entropy else None
         return token_logprobs(logits, pack.targets), entropies
 
@@ -237,7 +238,7 @@ class MegatronPolicy:
         return self.optimizer.param_groups[0]["lr"]
 
     @torch.no_grad()
-    def evaluate(self, sequences: list[list[int]], read: Callable[[torch.Tensor, Pack], torch.Tensor]) -> list[torch.Tensor]:
+    def read_logits(self, sequences: list[list[int]], read: Callable[[torch.Tensor, Pack], torch.Tensor]) -> list[torch.Tensor]:
         """`read(logits [1, places, vocabulary / TP], pack)` on the last stage, the places being all tokens of all sequences but the first
         of each."""
 
@@ -250,7 +251,7 @@ class MegatronPolicy:
     def logprobs(self, sequences: list[list[int]]) -> torch.Tensor:
         """Log-probs of all tokens but the first of each sequence, at temperature 1, flattened; float32 on the CPU, empty but on the last
         stage."""
-        found = self.evaluate(sequences, lambda output, pack: self._logprobs(output, pack, 1.0, with_entropy=False)[0])
+        found = self.read_logits(sequences, lambda output, pack: self._logprobs(output, pack, 1.0, with_entropy=False)[0])
         return torch.cat([f.cpu() for f in found]) if found else torch.empty(0)
 
     def probe_logprobs(self) -> list[float]:
