@@ -160,12 +160,13 @@ def machine() -> dict[str, object]:
     }
 
 
+def cell(value: object) -> str:
+    """A value for people: numbers to three digits behind the point, None as a dash."""
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
 def table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
-    """Rows as text under their column names; numbers to three digits behind the point, None as a dash."""
-
-    def cell(value: object) -> str:
-        return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
-
+    """Rows as text under their column names."""
     lines = [list(columns), *([cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
@@ -177,7 +178,7 @@ def finish(
     """Prints the table and the figures; writes --json."""
     facts = machine()
     print(table(rows, columns))
-    print("\n" + "  ".join(f"{name} {'-' if value is None else f'{value:.3f}'}" for name, value in figures.items()))
+    print("\n" + "  ".join(f"{name} {cell(value)}" for name, value in figures.items()))
     print("  ".join(f"{name} {value}" for name, value in facts.items()))
     if options.json:
         text = json.dumps({"figures": dict(figures), "rows": [dict(row) for row in rows], "machine": facts}, indent=1)

@@ -32,8 +32,9 @@ figure { margin:0; min-width:0 } svg { display:block; width:100%; height:auto } 
 .legend { display:flex; flex-wrap:wrap; gap:2px 14px; font-size:12.5px; color:var(--soft); margin:2px 0 6px; min-height:19px }
 .legend i { display:inline-block; width:10px; height:10px; border-radius:3px; margin-right:5px }
 text { font-family:inherit; fill:var(--text) } .tick, .name, .none { fill:var(--soft); font-size:11.5px } text.none { font-size:13px }
-.row { font-size:12.5px } .timeline { overflow:visible }
-.value { font-size:11.5px; fill:var(--soft); paint-order:stroke; stroke:var(--card); stroke-width:3px; stroke-linejoin:round } .inside, .on-light { font-size:11.5px }
+.row { font-size:12.5px } .timeline { overflow:visible } .launch { stroke:var(--text); stroke-width:2 }
+.value { font-size:11.5px; fill:var(--soft); paint-order:stroke; stroke:var(--card); stroke-width:3px; stroke-linejoin:round }
+.inside, .on-light { font-size:11.5px }
 .inside { fill:var(--inside) } .on-light { fill:var(--soft) }
 .grid { stroke:var(--line) } .axis { stroke:var(--soft) } .mark { stroke:var(--soft); stroke-dasharray:3 3 }
 .line { stroke-width:2; stroke-linejoin:round } .faint { stroke-width:1.2; opacity:.45 }

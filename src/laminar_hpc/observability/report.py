@@ -252,5 +252,5 @@ def launches(run: Run) -> str:
     kinds = ("given_up", "lost", "regranted")
     incidents = [f"{len(run.records[kind])} × {kind.replace('_', ' ')}" for kind in kinds if kind in run.records]
     if run.abandoned_steps:
-        incidents.insert(0, f"{run.abandoned_steps} steps after a checkpoint done again")
+        incidents.insert(0, f"steps done again after a restore: {run.abandoned_steps}")
     return section("Launches", tag("table", head + rows), "Incidents: " + (", ".join(incidents) or "none") + ".")

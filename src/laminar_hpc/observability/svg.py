@@ -14,6 +14,9 @@ from itertools import pairwise
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40  # margins around the plot, for tick labels and the name of the x axis
 
 
+SHAPES = frozenset({"rect", "line", "circle", "polyline", "use"})  # what may be closed at once; HTML's elements may not
+
+
 @dataclass
 class Series:
     """One line or, with `points`, one set of marks. `faint`: drawn thin, behind."""
@@ -34,7 +37,7 @@ def tag(name: str, content: str = "", /, *, title: str = "", **attributes: objec
     """An element. `content` is markup, `title` becomes its tooltip; attributes: `text_anchor` is text-anchor, `class_` is class."""
     written = "".join(f' {key.strip("_").replace("_", "-")}="{_written(value)}"' for key, value in attributes.items())
     inner = (f"<title>{text(title)}</title>" if title else "") + content
-    return f"<{name}{written}>{inner}</{name}>" if inner else f"<{name}{written}/>"
+    return f"<{name}{written}/>" if name in SHAPES and not inner else f"<{name}{written}>{inner}</{name}>"
 
 
 def _written(value: object) -> str:

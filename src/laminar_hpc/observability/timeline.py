@@ -103,7 +103,7 @@ def figures(run: Run) -> str:
     height = len(shown) * ROW
     rectangles = "".join(_rectangles(row, index, time) for index, row in enumerate(shown))
     for _, _, at in time.launches[1:]:
-        rectangles += tag("rect", x=at, y=0, width=time.total / 900, height=height, fill="var(--text)", title="launch")
+        rectangles += tag("line", class_="launch", x1=at, x2=at, y1=0, y2=height, vector_effect="non-scaling-stroke", title="launch")
     overview = _frame(shown, f"0 0 {time.total:.3f} {height}", tag("g", rectangles, id="spans"), 0.0, time.total, "overview")
     detail = _frame(shown, f"{start:.3f} 0 {span:.3f} {height}", tag("use", href="#spans"), start, start + span, "detail")
     names = [kind for kind in COLORS if kind != "chain" and any(s.kind == kind for row in shown for s in row.spans)]
