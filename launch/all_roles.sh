@@ -29,7 +29,7 @@ done
 
 while [ ${#role_of[@]} -gt 0 ]; do
   code=0 ended=; wait -n -p ended "${!role_of[@]}" || code=$?
-  [ -n "$ended" ] || continue                   # a trapped signal ended the wait, not a role
+  [ -n "${ended:-}" ] || continue                 # a trapped signal ended the wait, not a role
   role=${role_of[$ended]}; unset "role_of[$ended]"
   [ $code != 0 ] || continue
   failed=1

@@ -43,7 +43,7 @@ why() { # the reason of a failed stage in a few words
   if grep -qE 'NewConnectionError|NameResolutionError|Temporary failure in name|ProxyError|unreachable|ConnectTimeout|ReadTimeout|from versions: none' "$LOG"; then
     echo "no package index that has it could be reached: check the network, or the proxy and index settings of pip"
   elif grep -q 'No space left on device' "$LOG"; then
-    echo "the disk is full: the environment takes about 2.5 GB without CUDA and 15 GB with it"
+    echo "the disk is full: the environment takes about 2.5 GB without CUDA and 10 GB with it"
   else grep -iE '^ *error' "$LOG" | tail -1 || true; fi
 }
 stage() { # words, command...
