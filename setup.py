@@ -13,8 +13,7 @@ HERE = Path(__file__).parent
 
 # What src/laminar_hpc itself imports; lock.txt holds the version of each, and of everything they bring along.
 DIRECT = (
-    "einops fsspec hydra-core matplotlib megatron-core msgspec numpy omegaconf psutil pyzmq safetensors setproctitle tensorboardX "
-    "tokenizers transformers xxhash"
+    "aiohttp hydra-core megatron-core msgspec numpy omegaconf psutil pyyaml pyzmq safetensors tensorboardX tokenizers transformers"
 ).split()
 
 

@@ -1,13 +1,16 @@
-"""The requirement files against each other and against the environment that the tests run in."""
+"""The requirement files against each other, against what src/ imports, and against the environment that the tests run in."""
 
+import ast
 import importlib.metadata
+import sys
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-REQUIREMENTS = Path(__file__).parents[2] / "requirements"
+REPOSITORY = Path(__file__).parents[2]
+REQUIREMENTS = REPOSITORY / "requirements"
 # Their metadata asks for the CUDA stack; what they import on the CPU is in lock.txt (nodeps.txt says so).
 WIDER_THAN_THEIR_NEEDS = {"sglang", "xgrammar", "compressed-tensors", "torchvision"}
 
@@ -68,3 +71,20 @@ def test_the_lock_is_complete() -> None:
             if version is None or not need.specifier.contains(version, prereleases=True):
                 missing.append(f"{name} needs {line}; pinned: {version}")
     assert not missing
+
+
+def test_the_package_requires_what_it_imports() -> None:
+    """Each foreign import of src/ is a requirement of laminar_hpc, or one of the engines that the extras bring."""
+    imported = set()
+    for path in (REPOSITORY / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.split(".")[0])
+    owners = importlib.metadata.packages_distributions()
+    foreign = imported - sys.stdlib_module_names - {"laminar_hpc"}
+    needed = {canonicalize_name(owners[name][0]) for name in foreign}
+    requirements = [line for line in importlib.metadata.requires("laminar_hpc") or [] if "extra ==" not in line]
+    stated = {canonicalize_name(Requirement(line).name) for line in requirements}
+    assert needed - {"sglang", "triton"} <= stated
