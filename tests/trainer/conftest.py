@@ -1,6 +1,5 @@
-"""One process as a trainer world of its own (gloo) for all tests of this folder, and two tiny models."""
+"""One process as a trainer world of its own for all tests of this folder, and two tiny models."""
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ def world() -> Iterator[None]:
     from megatron.core import parallel_state
 
     threads = torch.get_num_threads()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -31,10 +30,3 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("untied"), tied=False, seed=1)
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

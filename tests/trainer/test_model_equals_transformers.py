@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.learner import Learner
@@ -13,6 +14,7 @@ from laminar_hpc.trainer.megatron import MegatronPolicy
 from laminar_hpc.trainer.microbatch import make_microbatch
 from laminar_hpc.weights.probe import probe_sequences
 
+SHIPPED = Path(__file__).parents[2] / "examples" / "arithmetic" / "base"
 LENGTHS = (13, 40, 7, 4, 7, 29)
 
 
@@ -28,7 +30,7 @@ def logits_by_transformers(directory: Path, texts: list[list[int]]) -> torch.Ten
 
 
 def logits_by_megatron(policy: MegatronPolicy, texts: list[list[int]]) -> torch.Tensor:
-    return policy.read_logits(texts, lambda output, pack: output[0, :, : tiny.VOCAB].clone())[0]
+    return policy.read_logits(texts, lambda output, pack: output[0, :, : policy.shape.vocab].float().cpu())[0]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -49,11 +51,30 @@ def test_logits_equal_transformers_both_ways(tied: bool, tied_model: Path, untie
     assert (tmp_path / "hf" / "tokenizer.json").exists()
 
 
+def test_the_shipped_base_equals_transformers(tmp_path: Path, world: None) -> None:
+    """The example's model, as the demo loads it; what is written back is the same bits, with the tokenizer beside them."""
+    policy = MegatronPolicy(tiny.make_config(SHIPPED))
+    texts = [[t % policy.shape.vocab for t in s] for s in sequences()]
+    assert (logits_by_megatron(policy, texts) - logits_by_transformers(SHIPPED, texts)).abs().max() < 1e-4
+    policy.save_hf(tmp_path / "hf")
+    assert {f.name for f in (tmp_path / "hf").iterdir()} == {f.name for f in SHIPPED.iterdir()}
+    mine, theirs = (load_file(d / "model.safetensors") for d in (tmp_path / "hf", SHIPPED))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.gpu
+def test_bfloat16_on_a_gpu_is_close_to_float32(tied_model: Path, world: None) -> None:
+    """On CUDA in half precision the attention is another kernel; its log-probs stay close to transformers' in float32."""
+    policy = MegatronPolicy(tiny.make_config(tied_model, model__dtype="bfloat16"))
+    difference = logits_by_megatron(policy, sequences()).log_softmax(-1) - logits_by_transformers(tied_model, sequences()).log_softmax(-1)
+    assert difference.abs().mean() < 0.02
+
+
 def test_canonical_tensors_are_the_state_dict_of_transformers(untied_model: Path, world: None) -> None:
     """Names, order, shapes and bits; and the metadata announces just these."""
     policy = MegatronPolicy(tiny.make_config(untied_model))
     expected = tiny.transformers_model(untied_model).state_dict()
-    tensors = dict(policy.canonical_tensors())
+    tensors = {name: t.cpu() for name, t in policy.canonical_tensors()}
     assert list(tensors) == list(expected)
     assert all(torch.equal(tensors[name], expected[name]) and tensors[name].is_contiguous() for name in expected)
     assert policy.canonical_metadata() == [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
@@ -81,11 +102,11 @@ def test_packed_equals_unpacked(tied_model: Path, world: None) -> None:
         micro_batches = [make_microbatch([batch[i] for i in p], [advantages[i] for i in p], policy.device) for p in parts]
 
         def loss(micro: object, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            seen[len(seen)] = torch.stack([logprobs.detach(), entropies], 1)
+            seen[len(seen)] = torch.stack([logprobs.detach(), entropies], 1).cpu()
             return (logprobs * micro.advantages).sum(), torch.zeros(())
 
         policy.accumulate(micro_batches, loss)
-        return torch.cat(list(seen.values())), torch.cat([p.main_grad.flatten().clone() for p in policy.gpt.parameters()])
+        return torch.cat(list(seen.values())), torch.cat([p.main_grad.flatten().cpu() for p in policy.gpt.parameters()])
 
     packed, packed_gradient = run([list(range(len(batch)))])
     alone, alone_gradient = run([[i] for i in range(len(batch))])
@@ -100,8 +121,6 @@ def test_packed_equals_unpacked(tied_model: Path, world: None) -> None:
 
 def test_a_directory_that_is_no_complete_model_is_refused(tied_model: Path, tmp_path: Path, world: None) -> None:
     """A missing tensor must not be trained from zeros: the error names it, and what to check."""
-    from safetensors.torch import load_file, save_file
-
     for file in tied_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(tied_model / "model.safetensors")

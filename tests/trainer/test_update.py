@@ -16,7 +16,7 @@ from laminar_hpc.trainer.microbatch import make_microbatch
 
 
 def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in policy.canonical_tensors()}
+    return {name: t.cpu().clone() for name, t in policy.canonical_tensors()}
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_empty_micro_batches_and_untrained_trajectories_add_nothing(tied_model: 
 
     def gradient(micro_batches: list) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.stack(policy.accumulate(micro_batches, learner._loss))
-        return torch.cat([p.main_grad.flatten().clone() for p in policy.gpt.parameters()]), rows[:, :5].sum(0)
+        return torch.cat([p.main_grad.flatten().cpu() for p in policy.gpt.parameters()]), rows[:, :5].sum(0)
 
     alone, beside = gradient([real]), gradient([idle[0], real, *idle])
     assert torch.allclose(alone[0], beside[0], atol=1e-7) and alone[0].abs().max() > 0

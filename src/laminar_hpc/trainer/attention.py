@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch.nn.attention.varlen import varlen_attn
 
-_TABLE_ROWS = 1024
+_TABLE_ROWS = 1024  # RoPE tables grow in such steps
 _STEP = 1.25  # of a bucket's longest sequence to its shortest: under a quarter of padding, few buckets
 
 
@@ -39,8 +39,7 @@ class Buckets:
 
 
 def make_buckets(lengths: list[int], device: torch.device) -> Buckets:
-    """Groups sequences of these lengths (all > 0, in pack order), longest first, a new bucket when a sequence is shorter by the factor
-    _STEP."""
+    """Groups sequences of these lengths (all > 0, in pack order), longest first; one that is shorter by the factor _STEP opens a bucket."""
     starts = [0]
     for n in lengths:
         starts.append(starts[-1] + n)

@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.adam import prime
 from laminar_hpc.trainer.attention import PackedCausalAttention, PackedRotary
@@ -275,8 +276,8 @@ class MegatronPolicy:
             if parallel_state.get_pipeline_model_parallel_world_size() == 1:
                 check_names({p.name for p in local}, tensors.names(), self.shape.tied, str(directory))
             for piece in local:
-                if tensors.shape(piece.name) != piece.shape:
-                    raise ValueError(f"{directory}: {piece.name} has shape {tensors.shape(piece.name)}, config.json says {piece.shape}")
+                if (there := tensors.shape(piece.name)) != piece.shape:
+                    raise LaminarError(f"{directory}: {piece.name} is {there}, config.json says {piece.shape}; download the model again")
                 piece.load(tensors.narrow(piece.name, piece.dim, piece.start, piece.length))
 
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
