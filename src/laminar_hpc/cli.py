@@ -8,6 +8,7 @@ laminar doctor                    what this machine can run
 
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,9 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.weights.layout import clean_leftovers
 
 _ERROR = "laminar: error:"
+_REPEAT_SECONDS = 2.0  # `timeout` and some terminals deliver one wish twice at once
 _GONE_SECONDS = 20.0  # a session that was told to end is gone after this
 
 
@@ -31,7 +33,7 @@ class Launch:
 
     def __init__(self, config: RunConfig, overrides: list[str], world_size: int) -> None:
         self._config, self._world = config, world_size
-        self._stops = 0
+        self._stops, self._asked = 0, 0.0
         self._chatter: deque[str] = deque(maxlen=2000)
         self._errors = 0
         command = [
@@ -68,7 +70,10 @@ class Launch:
                 self._chatter.append(line)
 
     def on_signal(self, number: int, _: object) -> None:
-        self._stops += 1
+        now = time.monotonic()
+        if self._stops and now - self._asked < _REPEAT_SECONDS:
+            return
+        self._stops, self._asked = self._stops + 1, now
         name = signal.Signals(number).name
         if self._stops == 1:
             try:

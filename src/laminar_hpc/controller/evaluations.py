@@ -37,6 +37,14 @@ class Evaluation:
     started: float = 0.0
 
     @property
+    def problems(self) -> int:
+        return self.pieces[-1].last
+
+    @property
+    def scored(self) -> int:
+        return sum(len(p.scores) for p in self.pieces)
+
+    @property
     def key(self) -> str:
         return f"{self.label}-{self.name}-{self.min_step}"
 
@@ -89,7 +97,7 @@ class Evaluations:
             return None
         evaluation, piece = found
         piece.scores[message.trajectory_id] = message.parts.get("accuracy", float(message.reward > 0))
-        if not all(p.done for p in evaluation.pieces):
+        if evaluation.scored < evaluation.problems:
             return None
         self.queue.remove(evaluation)
         self.finished.append(evaluation)

@@ -31,6 +31,7 @@ from laminar_hpc.policies import admission
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
 _NOT_YET_SECONDS = 1.0
+_PROGRESS_SECONDS = 5.0
 _GAP_LIMIT = {"float32": 1e-3, "bfloat16": 5e-2}  # mean |engine - trainer| log-prob on the probe that is still rounding
 
 
@@ -52,7 +53,7 @@ class Controller:
         self.weight_steps: dict[int, int] = {}
         self.machine_weights: dict[str, tuple[int, int]] = {}
         self.take: m.TakeBatch | None = None
-        self.take_since = self.last_not_yet = self.last_step_time = 0.0
+        self.last_not_yet = self.last_step_time = self.last_progress = 0.0
         self.step_seconds: list[float] = []
         self.seen_steps = 0
         self.probes: dict[int, dict[str, list[float]]] = {}
@@ -107,6 +108,7 @@ class Controller:
         if not self.ending:
             self.answer_trainer()
             self.dispatch()
+            self.show_progress()
 
     # ---- membership ------------------------------------------------------------------------------------------------------------
 
@@ -245,6 +247,9 @@ class Controller:
             step = self.weight_steps.get(request.weight_id)
             if member is None or step is None or self.stopping:
                 continue
+            if self.machine_weights.get(member.hello.machine, (-1, -1))[0] > request.weight_id:
+                del self.waiting[replica]  # it has been told of newer weights: it pulls and asks again
+                continue
             grant = self.evaluations.grant(replica, request.weight_id, step, self.batches, time.time()) if self.evaluations else None
             grant = grant or self.training_grant(replica, request.weight_id, step)
             if grant is not None:
@@ -295,6 +300,13 @@ class Controller:
             self.book.lost(lost.trajectory_id, lost.attempt)
             self.metrics.write("lost", trajectory_id=lost.trajectory_id, attempt=lost.attempt, reason=lost.reason)
 
+    def show_progress(self) -> None:
+        """Now and then, how far a long evaluation is."""
+        for evaluation in self.evaluations.queue if self.evaluations else []:
+            if evaluation.scored and time.time() - max(evaluation.started, self.last_progress) > _PROGRESS_SECONDS:
+                self.last_progress = time.time()
+                self.say(console.evaluation_progress(evaluation.name, evaluation.label, evaluation.scored, evaluation.problems))
+
     # ---- the trainer -----------------------------------------------------------------------------------------------------------
 
     def on_TakeBatch(self, member: Member, take: m.TakeBatch) -> None:
@@ -303,7 +315,7 @@ class Controller:
         if self.last_step_time == 0.0:
             self.last_step_time = time.time()
             self.say(console.setup_line("the trainer is ready", time.time() - self.started))
-        self.take, self.take_since, self.last_not_yet = take, time.time(), time.time()
+        self.take, self.last_not_yet = take, time.time()
 
     def answer_trainer(self) -> None:
         """Gives the waiting trainer its batch, the word to leave, or once a second the reason why it waits."""
