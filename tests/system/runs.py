@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -32,23 +33,27 @@ class Run:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
         )
         self.tree: set[psutil.Process] = set()
+        self._seen = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
 
     def read_until(self, words: str, seconds: float = 150) -> str:
-        """The first line that holds `words`. Fails with all lines when the run ends or time runs out before."""
-        assert self.process.stdout is not None
-        os.set_blocking(self.process.stdout.fileno(), False)
-        deadline, rest = time.monotonic() + seconds, ""
+        """The next line that holds `words`. Fails with all lines when the run ends or time runs out before."""
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            rest += self.process.stdout.read() or ""
-            while "\n" in rest:
-                line, rest = rest.split("\n", 1)
-                self.lines.append(line)
-                if words in line:
-                    self._pushed_back = rest
-                    return line
-            if self.process.poll() is not None and not rest:
+            ended = not self._reader.is_alive()
+            while self._seen < len(self.lines):
+                self._seen += 1
+                if words in self.lines[self._seen - 1]:
+                    return self.lines[self._seen - 1]
+            if ended:
                 break
-            time.sleep(0.05)
+            time.sleep(0.02)
         raise AssertionError(f"'{words}' did not come within {seconds} s:\n" + "\n".join(self.lines))
 
     def members(self) -> list[psutil.Process]:
@@ -77,11 +82,9 @@ class Run:
         """Waits for the end; returns the exit code and keeps the lines."""
         if self.process.poll() is None:
             self.members()
-        assert self.process.stdout is not None
-        os.set_blocking(self.process.stdout.fileno(), True)
-        out, _ = self.process.communicate(timeout=seconds)
-        self.lines += (getattr(self, "_pushed_back", "") + out).splitlines()
-        return self.process.returncode
+        code = self.process.wait(timeout=seconds)
+        self._reader.join(5)
+        return code
 
     def assert_gone(self, seconds: float = 20) -> None:
         """Every process of the run has ended and its shared memory is clean."""
