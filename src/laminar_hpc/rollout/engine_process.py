@@ -76,7 +76,7 @@ class EngineProcess:
     def start(self, arguments: list[str]) -> None:
         """Starts the server with SGLang's `arguments` on a free loopback port. The end of the calling thread ends the child."""
         self.folder = Path(tempfile.mkdtemp(prefix="laminar-engine-"))
-        self.port, self.key = free_port(), secrets.token_urlsafe(24)
+        self.port, self.key = free_port(), secrets.token_hex(24)
         environment = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
         environment |= {
             "OMP_NUM_THREADS": str(self.threads),

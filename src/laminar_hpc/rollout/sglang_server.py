@@ -108,6 +108,7 @@ class SglangServer:
         if not _cuda():
             # A whole batch of short prompts is prefilled at once; the KV cache is bounded by max-total-tokens, not by a share of memory.
             values |= {"device": "cpu", "chunked-prefill-size": "16384", "max-prefill-tokens": "16384", "mem-fraction-static": "0.8"}
+            values["disable-overlap-schedule"] = "true"  # nothing overlaps on the same cores: it costs a wasted row per response
         values |= {key.replace("_", "-"): value for key, value in rollout.engine_arguments.items()}
         flat = [(f"--{key}",) if value == "true" else (f"--{key}", value) for key, value in values.items() if value != "false"]
         return [word for pair in flat for word in pair]

@@ -1,9 +1,13 @@
-"""What makes an engine on the CPU start and run faster: its processes are forked, and attention is batched (attention.py).
+"""What makes an engine on the CPU faster: forked processes, batched attention (attention.py), rotary embedding in few operations.
 
-Registered by `port.register` where there is no CUDA; both are hooks of SGLang's own registry.
+Registered by `port.register` where there is no CUDA; all are hooks of SGLang's own registry, and none changes a number but by rounding.
 """
 
 import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 
 def fork_children(result: object, *_: object, **__: object) -> None:
@@ -14,9 +18,31 @@ def fork_children(result: object, *_: object, **__: object) -> None:
     multiprocessing.set_start_method("fork", force=True)
 
 
-def register() -> None:
-    import torch
+def rotate(
+    original: Callable, rope: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hook around RotaryEmbedding.forward_native. positions: [tokens]; query, key: [tokens, heads * head_size].
 
+    Whole heads in the NeoX order are x * [cos, cos] + swapped(x) * [-sin, sin], with the two factors made once per embedding.
+    """
+    special = any(rest) or any(value is not None for value in options.values())
+    if special or not rope.is_neox_style or rope.rotary_dim != rope.head_size:
+        return original(rope, positions, query, key, *rest, **options)
+    if len(getattr(rope, "laminar_factors", ())) != len(rope.cos_sin_cache):  # made at first, and when SGLang lengthens its cache
+        cos, sin = rope.cos_sin_cache.chunk(2, dim=-1)
+        rope.laminar_factors = torch.cat((cos, cos, -sin, sin), dim=-1)
+    factors = rope.laminar_factors.index_select(0, positions.flatten())[:, None]
+    cos, sin = factors.to(query.dtype).chunk(2, dim=-1)
+    half = rope.head_size // 2
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(len(x), -1, rope.head_size)
+        return torch.addcmul(heads * cos, heads.roll(half, -1), sin).view(x.shape)
+
+    return rotated(query), rotated(key)
+
+
+def register() -> None:
     if torch.cuda.is_available():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -25,3 +51,4 @@ def register() -> None:
 
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
     HookRegistry.register(attention.TARGET, attention.BatchedAttention, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", rotate, HookType.AROUND)
