@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm]
+pytestmark = pytest.mark.slurm
 SCRIPT = "slurm/laminar_single.sbatch"
 RUN_SECONDS = 420  # start-up of one SGLang server on a busy machine, then a few steps
 
@@ -33,6 +33,7 @@ def test_demo_runs_over_two_nodes(slurm_cluster, tmp_path: Path) -> None:
     assert summary["max_versions_per_trajectory"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_stopped_job_goes_on_when_submitted_again(slurm_cluster, tmp_path: Path) -> None:
     """What Slurm does before a time limit (a signal to the batch script) ends the job in order; the next job finishes the run."""
