@@ -4,6 +4,7 @@ Only two members, so that no cycle of waits can form; a dead peer breaks its own
 store on the run's own address (loopback unless configured); gloo binds to the same address, NCCL where the tensors are on a GPU.
 """
 
+import re
 import socket
 from datetime import timedelta
 
@@ -102,4 +103,5 @@ class Link:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200]
+    """Of torch's message, without the place in gloo's source that it begins with."""
+    return re.sub(r"^\[[^]]*\]\s*", "", str(error).splitlines()[0])[:120]
