@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from safetensors.torch import load_file
 
+from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.rollout.sglang_plugin.platform import declare_torchvision_schemas
 from laminar_hpc.rollout.sglang_server import SglangServer
@@ -66,6 +69,16 @@ def fill_slot(writer: SlotWriter, source: Path, weight_id: int, step: int) -> tu
         data[entry.offset : entry.offset + entry.nbytes] = np.frombuffer(tensor.view(torch.uint8).numpy().tobytes(), dtype=np.uint8)
         entry.sum_words, entry.sum_indexed = tensor_sums(tensor)
     return writer.commit(manifest), manifest
+
+
+def ended(processes: list[psutil.Process], seconds: float = 5.0) -> bool:
+    """Whether all of them end within `seconds`; a zombie has ended, its parent has only not asked."""
+    deadline = time.monotonic() + seconds
+    while any(process_is_alive(process.pid) for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 class LoopThread:

@@ -24,7 +24,9 @@ from laminar_hpc.rollout.sglang_plugin import protocol, serve
 MODEL_PACKAGE = "laminar_hpc.rollout.sglang_plugin.models"
 # What torchrun and Slurm tell their workers must not reach the engine's own torch.distributed.
 FOREIGN_VARIABLES = re.compile(r"^(TORCHELASTIC_|GROUP_|ROLE_|LOCAL_(RANK|WORLD_SIZE)$|RANK$|WORLD_SIZE$|MASTER_|TORCH_NCCL_|SLURM_)")
-_ERROR_LINE = re.compile(r"^(\w+\.)*\w*(Error|Exception|Killed)\b.*|.*\b(ERROR|error:|Fatal|SIGKILL)\b.*|SGLang does not find .*")
+_ERROR_LINE = re.compile(
+    r"^(\w+\.)*\w*(Error|Exception|Killed)\b.*|.*\b(ERROR|error:|Fatal|SIGKILL|crashed with)\b.*|SGLang does not find .*"
+)
 
 
 class EngineDied(LaminarError):
@@ -45,7 +47,7 @@ def last_words(log: Path, limit: int = 300) -> str:
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     except FileNotFoundError:
         return "it left no log"
-    errors = [line for line in lines if _ERROR_LINE.match(line) and "/freeze_gc" not in line]  # SGLang's own call may come too early
+    errors = [line for line in lines if _ERROR_LINE.match(line)]
     return (errors or lines or ["its log is empty"])[-1][:limit]
 
 

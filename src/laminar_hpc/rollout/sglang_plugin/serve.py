@@ -1,7 +1,7 @@
 """The engine process: `python -m laminar_hpc.rollout.sglang_plugin.serve <SGLang's server arguments>`, started by engine_process.py.
 
-It is SGLang's own launcher with three additions: it dies with its parent; the API key comes from the environment (an argument would stand
-in the process list); and a missing installation of our entry points is said in one line instead of by a crash deep inside SGLang.
+It is SGLang's own launcher, but: it dies with its parent; the API key comes from the environment (an argument would stand in the process
+list); and a missing installation of our entry points is said in one line instead of by a crash deep inside SGLang.
 """
 
 import os
@@ -21,6 +21,17 @@ def check_plugins() -> None:
             sys.exit(f"SGLang does not find the plugin {name}: install this package in {sys.prefix} (make setup)")
 
 
+def leave_freeze_gc_to_us() -> None:
+    """SGLang's own call of /freeze_gc comes before its server listens, and its failure fills the log; sglang_server.py calls it later."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if hasattr(http_server, "_freeze_gc_after_server_warmup"):  # not in 0.5.17
+        target = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
+        HookRegistry.register(target, lambda *_: None, HookType.REPLACE)
+        HookRegistry.apply_hooks()
+
+
 def main() -> None:
     die_with_parent()  # SGLang asks the kernel the same for the processes that it starts, so none is left behind
     if os.environ.pop(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):
@@ -32,6 +43,7 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    leave_freeze_gc_to_us()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
