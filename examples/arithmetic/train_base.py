@@ -8,6 +8,9 @@ Run by hand (`python examples/arithmetic/train_base.py`, about NN minutes on one
   this is what it prefers although it is often wrong. What is left for RL to find out is that working pays.
 """
 
+import laminar_hpc.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
+
+# isort: split
 import argparse
 import json
 import random
@@ -15,7 +18,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers: lets it import under CPU torch)
 import torch
 import torch.nn.functional as F
 from make_data import DIGIT_SHARES, draw_problem
@@ -28,25 +30,25 @@ TOKEN_ID = {token: i for i, token in enumerate(VOCABULARY)}
 MAX_POSITIONS = 512
 MAX_BYTES = 2_000_000
 
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 3e-3
 WARMUP_STEPS = 50
-EXAMPLES_PER_STEP = 48
 MICRO_BATCH = 24  # examples of similar length, so that little of a batch is padding
 
 # Long sums are rare among the problems; working them out is learnt from worked examples with a flatter share of each length.
-WORKED_DIGIT_SHARES = {digits: 1 / digits for digits in range(min(DIGIT_SHARES), max(DIGIT_SHARES) + 1)}
+WORKED_DIGIT_SHARES = {digits: share**0.5 for digits, share in DIGIT_SHARES.items()}
 
 BASE = Path(__file__).parent / "base"
 
 
 class Phase(NamedTuple):
-    """`steps` optimizer steps in which `worked_share` of the examples are worked out."""
+    """`steps` optimizer steps, each on so many examples that are worked out and so many that are answered at once."""
 
     steps: int
-    worked_share: float
+    worked: int
+    at_once: int
 
 
-PHASES = (Phase(1000, 0.85), Phase(600, 0.3))
+PHASES = (Phase(800, worked=32, at_once=8), Phase(700, worked=24, at_once=112))
 
 
 class Example(NamedTuple):
@@ -92,15 +94,16 @@ def encode(text: str) -> list[int]:
     return [TOKEN_ID[character] for character in text]
 
 
-def draw_example(rng: random.Random, worked_share: float) -> Example:
-    """A correct example of the training side."""
-    if rng.random() < worked_share:
+def draw_examples(rng: random.Random, phase: Phase) -> list[Example]:
+    """One step's correct examples, all of the training side, shortest first."""
+    examples = []
+    for _ in range(phase.worked):
         problem = draw_problem(rng, "train", digit_shares=WORKED_DIGIT_SHARES)
-        response = problem.worked
-    else:
+        examples.append(Example(encode(problem.prompt), [*encode(problem.worked), TOKEN_ID[EOS]]))
+    for _ in range(phase.at_once):
         problem = draw_problem(rng, "train")
-        response = problem.at_once
-    return Example(encode(problem.prompt), [*encode(response), TOKEN_ID[EOS]])
+        examples.append(Example(encode(problem.prompt), [*encode(problem.at_once), TOKEN_ID[EOS]]))
+    return sorted(examples, key=lambda example: example.length)
 
 
 def summed_loss(model: Qwen2ForCausalLM, examples: list[Example]) -> torch.Tensor:
@@ -108,28 +111,28 @@ def summed_loss(model: Qwen2ForCausalLM, examples: list[Example]) -> torch.Tenso
     width = max(example.length for example in examples)
     ids = torch.full((len(examples), width), TOKEN_ID[PAD])
     labels = torch.full((len(examples), width), -100)
-    for i, (prompt, response) in enumerate(examples):
-        ids[i, : len(prompt) + len(response)] = torch.tensor(prompt + response)
-        labels[i, len(prompt) : len(prompt) + len(response)] = torch.tensor(response)
+    for i, example in enumerate(examples):
+        ids[i, : example.length] = torch.tensor(example.prompt + example.response)
+        labels[i, len(example.prompt) : example.length] = torch.tensor(example.response)
     logits = model(ids).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
 
 
 def train(model: Qwen2ForCausalLM, phases: tuple[Phase, ...], seed: int) -> None:
-    """Run `phases` in order; the learning rate warms up, stays, and falls linearly over the second half of all steps."""
+    """Run `phases` in order; the learning rate warms up, stays, and falls linearly to 0 over the second half of all steps."""
     rng = random.Random(f"supervised:{seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
-    num_steps = sum(phase.steps for phase in phases)
-    shares = [phase.worked_share for phase in phases for _ in range(phase.steps)]
+    schedule = [phase for phase in phases for _ in range(phase.steps)]
+    num_steps = len(schedule)
     started = time.monotonic()
-    for step, worked_share in enumerate(shares, start=1):
+    for step, phase in enumerate(schedule, start=1):
         scale = min(1.0, step / WARMUP_STEPS, 2 * (num_steps - step + 1) / num_steps)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * scale
-        examples = sorted((draw_example(rng, worked_share) for _ in range(EXAMPLES_PER_STEP)), key=lambda example: example.length)
+        examples = draw_examples(rng, phase)
         num_tokens = sum(len(example.response) for example in examples)
         mean_loss = 0.0
-        for start in range(0, EXAMPLES_PER_STEP, MICRO_BATCH):
+        for start in range(0, len(examples), MICRO_BATCH):
             loss = summed_loss(model, examples[start : start + MICRO_BATCH]) / num_tokens
             loss.backward()
             mean_loss += loss.item()

@@ -1,17 +1,22 @@
 """The shipped arithmetic example: its committed data, its base model and its reward."""
 
+import laminar_hpc.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
+
+# isort: split
 import importlib.util
+import itertools
 import json
+import random
 import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
 
-import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers)
 import pytest
 import torch
-from laminar_hpc.environments.arithmetic import reward
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from laminar_hpc.environments.arithmetic import reward
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
 
@@ -61,34 +66,34 @@ def test_rows_are_distinct_and_their_answers_right() -> None:
             assert str(int(a) + int(b)) == row["answer"]
 
 
-def test_heldout_operands_appear_in_no_training_set(train_base: ModuleType) -> None:
-    """No number that is an operand in a held-out problem is one in an RL row or in 20,000 supervised examples of each phase."""
-    import random
+def supervised_texts(train_base: ModuleType, steps: int) -> list[tuple[str, str]]:
+    """Prompts and responses, without the end token, of `steps` supervised steps of each phase."""
+    text, rng = {i: token for token, i in train_base.TOKEN_ID.items()}, random.Random(7)
+    return [
+        ("".join(text[i] for i in example.prompt), "".join(text[i] for i in example.response[:-1]))
+        for phase in train_base.PHASES
+        for _ in range(steps)
+        for example in train_base.draw_examples(rng, phase)
+    ]
 
+
+def test_heldout_operands_appear_in_no_training_set(train_base: ModuleType) -> None:
+    """No number that is an operand in a held-out problem is one in an RL row or in a supervised example."""
     heldout = operands_of(rows_of("heldout"))
     assert not heldout & operands_of(rows_of("train"))
-    text = {i: token for token, i in train_base.TOKEN_ID.items()}
-    for phase in train_base.PHASES:
-        rng = random.Random(7)
-        prompts = ["".join(text[i] for i in train_base.draw_example(rng, phase.worked_share).prompt) for _ in range(20_000)]
-        assert not heldout & operands_of([{"prompt": prompt} for prompt in prompts])
+    assert not heldout & operands_of([{"prompt": prompt} for prompt, _ in supervised_texts(train_base, steps=100)])
 
 
 def test_supervised_examples_are_correct_and_of_both_kinds(train_base: ModuleType) -> None:
     """The base model sees correct responses only, some at once and some worked out, every step of which is right."""
-    import random
-
-    rng, text, kinds = random.Random(3), {i: token for token, i in train_base.TOKEN_ID.items()}, set()
-    for _ in range(2000):
-        example = train_base.draw_example(rng, 0.5)
-        prompt, response = ("".join(text[i] for i in ids) for ids in (example.prompt, example.response[:-1]))
+    kinds = set()
+    for prompt, response in supervised_texts(train_base, steps=10):
         a, b = prompt.removesuffix("=").split("+")
         score = reward(prompt=prompt, response=response, row={"prompt": prompt, "answer": str(int(a) + int(b))})
         assert score["reward"] == 1.0
         kinds.add(score["worked"])
-        for step in response.split(";")[:-1]:
-            terms, total = step.split("=")
-            assert sum(map(int, terms.split("+"))) == int(total)
+        for digits, step in enumerate(response.split(";")[:-1], start=1):
+            assert int(step.split("=")[1]) == int(a[-digits:]) + int(b[-digits:])
     assert kinds == {0.0, 1.0}
 
 
@@ -120,37 +125,37 @@ def test_base_is_small_and_its_tokenizer_round_trips(make_data: ModuleType, toke
 def test_base_leaves_room_to_learn(tokenizer) -> None:
     """Decoded greedily, the base model answers between 20% and 50% of the held-out problems correctly."""
     model = AutoModelForCausalLM.from_pretrained(EXAMPLE / "base", dtype=torch.float32)
-    rows = rows_of("heldout")
-    batch = tokenizer([row["prompt"] for row in rows], padding=True, padding_side="left", return_tensors="pt")
-    tokens = model.generate(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], do_sample=False, max_new_tokens=192
-    )[:, batch["input_ids"].shape[1] :]
-    responses = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    scores = [
-        reward(prompt=row["prompt"], response=response, row=row)["accuracy"] for row, response in zip(rows, responses, strict=True)
-    ]
-    assert 0.2 <= statistics.mean(scores) <= 0.5
+    rows = sorted(rows_of("heldout"), key=lambda row: len(row["prompt"]))
+    num_right = 0.0
+    for width, group in itertools.groupby(rows, key=lambda row: len(row["prompt"])):  # one length at a time: no padding, no stragglers
+        group = list(group)
+        prompts = tokenizer([row["prompt"] for row in group], return_tensors="pt")
+        tokens = model.generate(**prompts, do_sample=False, max_new_tokens=192)[:, width:]
+        responses = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        scores = [reward(prompt=row["prompt"], response=text, row=row) for row, text in zip(group, responses, strict=True)]
+        num_right += sum(score["accuracy"] for score in scores)
+    assert 0.2 <= num_right / len(rows) <= 0.5
 
 
 @pytest.mark.parametrize(
     ("response", "right", "worked"),
     [
-        (">19", 1.0, 0.0),
-        ("2+7+0=09;1+0+0=01;>19", 1.0, 1.0),
-        ("2+7+0=99;>19", 1.0, 1.0),  # the way is not judged
-        (">18>19", 1.0, 0.0),  # the last answer counts
-        (">19>18", 0.0, 0.0),
-        (">1", 0.0, 0.0),
-        (">190", 0.0, 0.0),
-        (">019", 0.0, 0.0),
-        (">19;", 0.0, 0.0),
-        ("2+7+0=09;1+0", 0.0, 1.0),  # truncated
-        ("19", 0.0, 0.0),  # no answer marked
+        (">91", 1.0, 0.0),
+        ("2+9+0=11;1+7+1=091;>91", 1.0, 1.0),
+        ("2+9+0=99;>91", 1.0, 1.0),  # the way is not judged
+        (">18>91", 1.0, 0.0),  # the last answer counts
+        (">91>18", 0.0, 0.0),
+        (">9", 0.0, 0.0),
+        (">910", 0.0, 0.0),
+        (">091", 0.0, 0.0),
+        (">91;", 0.0, 0.0),
+        ("2+9+0=11;1+7", 0.0, 1.0),  # truncated
+        ("91", 0.0, 0.0),  # no answer marked
         (">", 0.0, 0.0),
         ("", 0.0, 0.0),
     ],
 )
 def test_reward(response: str, right: float, worked: float) -> None:
     """The reward is 1 exactly when the text after the last `>` is the answer; working is counted, not rewarded."""
-    row = {"prompt": "12+7=", "answer": "19"}
+    row = {"prompt": "12+79=", "answer": "91"}
     assert reward(prompt=row["prompt"], response=response, row=row) == {"reward": right, "accuracy": right, "worked": worked}

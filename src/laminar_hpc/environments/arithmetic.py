@@ -1,7 +1,7 @@
 """The reward of the shipped arithmetic example. Reward workers call `reward` on every finished trajectory; pure, no torch.
 
 A response is right if what stands after its last `>` is the answer, digit for digit. How the answer was reached (at once,
-`>19`, or worked out, `2+7+0=09;1+0+0=01;>19`) is counted but not rewarded.
+`>91`, or worked out, `2+9+0=11;1+7+1=091;>91`) is counted but not rewarded.
 """
 
 
