@@ -23,6 +23,7 @@ from laminar_hpc.rollout.sglang_plugin import protocol
 SGLANG_VERSION = tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())
 REPORTS_SPANS = SGLANG_VERSION >= (0, 5, 20)  # meta_info.weight_versions; older ones report the version at the end only
 CONTROL_SECONDS = 120.0  # longest wait for a control request; a load from shared memory moves some GB per second
+FLUSH_SECONDS = 10.0  # the scheduler needs a turn of its loop, some milliseconds, to put a finished request away
 
 
 class RequestFailed(LaminarError):
@@ -180,14 +181,23 @@ class SglangServer:
 
         SGLang takes what it finds: missing tensors stay as they were, without an error. The caller compares sums afterwards.
         """
+        await self.flush()  # a load dies if the scheduler has not yet put away the last request that it answered
         payload = {"model_path": str(directory), "weight_version": weight_version, "flush_cache": True, "abort_all_requests": False}
         reply = await self._post("/update_weights_from_disk", payload, CONTROL_SECONDS)
         if not reply.get("success"):
             raise LaminarError(f"{self.name} could not load {directory}: {reply.get('message')}")
 
     async def flush(self) -> None:
-        """Empties the prefix cache of an idle engine."""
-        await self._post("/flush_cache", {}, CONTROL_SECONDS)
+        """Empties the prefix cache as soon as the scheduler is idle. Raises RequestFailed when it still is not after FLUSH_SECONDS."""
+        deadline = time.monotonic() + FLUSH_SECONDS
+        while True:
+            try:
+                await self._post("/flush_cache", {}, CONTROL_SECONDS)
+                return
+            except RequestFailed:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.005)
 
     async def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all of them; each ends with finish_reason abort."""
@@ -205,7 +215,8 @@ class SglangServer:
         except (aiohttp.ClientError, OSError) as error:
             await self._raise_if_dead()
             raise RequestFailed(f"{self.name} broke off {path}: {type(error).__name__}: {error}") from None
-        await self._raise_if_dead()
+        if response.status >= 500:
+            await self._raise_if_dead()
         raise RequestFailed(f"{self.name} answered {path} with HTTP {response.status}: {body[:300].decode(errors='replace')}")
 
     async def _raise_if_dead(self) -> None:

@@ -132,7 +132,8 @@ class RolloutWorker:
         """Engine and reward workers at once, while the trainer loads and publishes; then the first weights."""
         t0 = time.time()
         engine = self.puller.engine
-        await asyncio.gather(self.pool.start(), engine.start(Path(self.config.model.path), "unverified", self._engine_seed()))
+        with self.context.trace.span("load", what="engine"):
+            await asyncio.gather(self.pool.start(), engine.start(Path(self.config.model.path), "unverified", self._engine_seed()))
         logger.info("engine %d answered after %.1f s", self.context.index, time.time() - t0)
         limit = self.config.cluster.join_timeout_seconds
         with self.context.trace.span("wait", what="first weights"):
