@@ -34,8 +34,8 @@ LEARNING_RATE = 3e-3
 WARMUP_STEPS = 50
 MICRO_BATCH = 24  # examples of similar length, so that little of a batch is padding
 
-# Long sums are rare among the problems; working them out is learnt from worked examples with a flatter share of each length.
-WORKED_DIGIT_SHARES = {digits: share**0.5 for digits, share in DIGIT_SHARES.items()}
+# Long sums are rare among the problems; working them out is learnt from a flatter share of each length.
+FLATTER_DIGIT_SHARES = {digits: share**0.5 for digits, share in DIGIT_SHARES.items()}
 
 BASE = Path(__file__).parent / "base"
 
@@ -46,9 +46,13 @@ class Phase(NamedTuple):
     steps: int
     worked: int
     at_once: int
+    worked_digit_shares: dict[int, float]
 
 
-PHASES = (Phase(800, worked=32, at_once=8), Phase(700, worked=24, at_once=112))
+PHASES = (
+    Phase(800, worked=32, at_once=8, worked_digit_shares=FLATTER_DIGIT_SHARES),
+    Phase(700, worked=24, at_once=96, worked_digit_shares=DIGIT_SHARES),
+)
 
 
 class Example(NamedTuple):
@@ -98,7 +102,7 @@ def draw_examples(rng: random.Random, phase: Phase) -> list[Example]:
     """One step's correct examples, all of the training side, shortest first."""
     examples = []
     for _ in range(phase.worked):
-        problem = draw_problem(rng, "train", digit_shares=WORKED_DIGIT_SHARES)
+        problem = draw_problem(rng, "train", digit_shares=phase.worked_digit_shares)
         examples.append(Example(encode(problem.prompt), [*encode(problem.worked), TOKEN_ID[EOS]]))
     for _ in range(phase.at_once):
         problem = draw_problem(rng, "train")
@@ -119,14 +123,14 @@ def summed_loss(model: Qwen2ForCausalLM, examples: list[Example]) -> torch.Tenso
 
 
 def train(model: Qwen2ForCausalLM, phases: tuple[Phase, ...], seed: int) -> None:
-    """Run `phases` in order; the learning rate warms up, stays, and falls linearly to 0 over the second half of all steps."""
+    """Run `phases` in order; the learning rate warms up and then falls linearly to 0."""
     rng = random.Random(f"supervised:{seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = [phase for phase in phases for _ in range(phase.steps)]
     num_steps = len(schedule)
     started = time.monotonic()
     for step, phase in enumerate(schedule, start=1):
-        scale = min(1.0, step / WARMUP_STEPS, 2 * (num_steps - step + 1) / num_steps)
+        scale = min(step / WARMUP_STEPS, 1 - (step - 1) / num_steps)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * scale
         examples = draw_examples(rng, phase)
