@@ -15,9 +15,9 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers)
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.rollout.sglang_plugin.platform import declare_torchvision_schemas
 from laminar_hpc.rollout.sglang_server import SglangServer
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
@@ -28,7 +28,6 @@ EOS = 258
 
 def make_model(directory: Path, seed: int, tied: bool = False) -> Path:
     """A random 140k-parameter Qwen2 (float32, 2 layers, 4 heads, 2 KV heads, vocabulary 500) with a byte-level tokenizer."""
-    declare_torchvision_schemas()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -53,7 +52,6 @@ def make_model(directory: Path, seed: int, tied: bool = False) -> Path:
 
 def reference(directory: Path) -> torch.nn.Module:
     """Transformers' own model of a directory, to compare with."""
-    declare_torchvision_schemas()
     from transformers import Qwen2ForCausalLM
 
     return Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
