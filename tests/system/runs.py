@@ -78,6 +78,16 @@ class Run:
         """The engine server of the rollout rank."""
         return next(p for p in self.rank("rollout").children() if any("sglang" in word for word in p.cmdline()))
 
+    def goes_on(self, seconds: float) -> bool:
+        """Whether the run still makes steps after a death: another step's line comes within `seconds`."""
+        try:
+            self._seen = len(self.lines)
+            self.read_until("step ", seconds)
+        except AssertionError:
+            return False
+        self.members()
+        return True
+
     def finish(self, seconds: float = 240) -> int:
         """Waits for the end; returns the exit code and keeps the lines."""
         if self.process.poll() is None:
