@@ -147,6 +147,8 @@ def main(overrides: list[str]) -> int:
     except StopReceived as stop:
         return 1 if stop.reason == _RUN_FAILED else 0
     except LaminarError as error:
+        if mine is None and os.environ.get("RANK", "0") != "0":
+            time.sleep(10)  # all ranks see this error: rank 0 says it, and its exit makes torchrun end the others
         if str(error) != "a worker has failed" and (mine is not None or int(os.environ.get("RANK", "0")) == 0):
             voice.complain(f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error))
         return 1 if mine is not None and time.monotonic() - started > 1 else 2
