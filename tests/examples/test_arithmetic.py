@@ -71,7 +71,8 @@ def supervised_texts(train_base: ModuleType, steps: int) -> list[tuple[str, str]
     text, rng = {i: token for token, i in train_base.TOKEN_ID.items()}, random.Random(7)
     return [
         ("".join(text[i] for i in example.prompt), "".join(text[i] for i in example.response[:-1]))
-        for phase in train_base.PHASES
+        for stage in train_base.STAGES
+        for phase in stage.phases
         for _ in range(steps)
         for example in train_base.draw_examples(rng, phase)
     ]
