@@ -33,8 +33,9 @@ MAX_BYTES = 2_000_000
 WARMUP_STEPS = 50
 MICRO_BATCH = 24  # examples of similar length, so that little of a batch is padding
 
-# Long sums are rare among the problems; working them out is learnt from worked examples of each length equally often.
-WORKED_DIGIT_SHARES = dict.fromkeys(DIGIT_SHARES, 1.0)
+# Long sums are rare among the problems; working them out is learnt from worked examples of flatter shares of each length.
+EQUAL_SHARES = dict.fromkeys(DIGIT_SHARES, 1.0)
+FLATTER_SHARES = {digits: share**0.5 for digits, share in DIGIT_SHARES.items()}
 
 BASE = Path(__file__).parent / "base"
 
@@ -45,6 +46,7 @@ class Phase(NamedTuple):
     steps: int
     worked: int
     at_once: int
+    worked_digit_shares: dict[int, float]
 
 
 class Stage(NamedTuple):
@@ -57,8 +59,8 @@ class Stage(NamedTuple):
 
 # First to work sums out, then to prefer answering at once; the last stage only nudges that preference.
 STAGES = (
-    Stage((Phase(800, worked=32, at_once=8), Phase(500, worked=24, at_once=96)), learning_rate=3e-3, decay=True),
-    Stage((Phase(100, worked=24, at_once=112),), learning_rate=1e-3, decay=False),
+    Stage((Phase(800, 32, 8, EQUAL_SHARES), Phase(500, 24, 96, EQUAL_SHARES)), learning_rate=3e-3, decay=True),
+    Stage((Phase(99, 24, 112, FLATTER_SHARES),), learning_rate=1e-3, decay=False),
 )
 
 
@@ -109,7 +111,7 @@ def draw_examples(rng: random.Random, phase: Phase) -> list[Example]:
     """One step's correct examples, all of the training side, shortest first."""
     examples = []
     for _ in range(phase.worked):
-        problem = draw_problem(rng, "train", digit_shares=WORKED_DIGIT_SHARES)
+        problem = draw_problem(rng, "train", digit_shares=phase.worked_digit_shares)
         examples.append(Example(encode(problem.prompt), [*encode(problem.worked), TOKEN_ID[EOS]]))
     for _ in range(phase.at_once):
         problem = draw_problem(rng, "train")
