@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config.check import check, check_machine, count_parameters, derive, file_system
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory, dump_config, load_config, read_config
@@ -55,9 +56,8 @@ def test_derived_quantities(words):
 
 
 def test_parameters_are_counted_as_transformers_counts_them():
+    declare_schemas()
     from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    import laminar_hpc.compat.torchvision  # noqa: F401
 
     for tied in (False, True):
         model = {**MODEL, "tie_word_embeddings": tied}
