@@ -99,11 +99,11 @@ def test_packed_equals_unpacked(tied_model: Path, world: None) -> None:
 
     def run(parts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         seen: dict[int, torch.Tensor] = {}
-        micro_batches = [make_microbatch([batch[i] for i in p], [advantages[i] for i in p], policy.device) for p in parts]
+        micro_batches = [make_microbatch(tiny.examples([batch[i] for i in p], [advantages[i] for i in p]), policy.device) for p in parts]
 
-        def loss(micro: object, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def loss(micro: object, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, ...]:
             seen[len(seen)] = torch.stack([logprobs.detach(), entropies], 1).cpu()
-            return (logprobs * micro.advantages).sum(), torch.zeros(())
+            return (logprobs * micro.tokens.advantages).sum(), micro.tokens.real.sum().int(), torch.zeros(())
 
         policy.accumulate(micro_batches, loss)
         return torch.cat(list(seen.values())), torch.cat([p.main_grad.flatten().cpu() for p in policy.gpt.parameters()])

@@ -143,12 +143,12 @@ def test_empty_micro_batches_and_untrained_trajectories_add_nothing(tied_model: 
     learner, batch = Learner(policy.config, policy), tiny.make_batch(seed=11)[:3]
     untrained = copy.deepcopy(batch[2])
     untrained.loss_mask = [0] * len(untrained.response_tokens)
-    real = make_microbatch(batch, [1.0, -1.0, 0.5], policy.device)
-    idle = [make_microbatch([], [], policy.device), make_microbatch([untrained], [1.0], policy.device)]
+    real = make_microbatch(tiny.examples(batch, [1.0, -1.0, 0.5]), policy.device)
+    idle = [make_microbatch([], policy.device), make_microbatch(tiny.examples([untrained], [1.0]), policy.device)]
 
     def gradient(micro_batches: list) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.stack(policy.accumulate(micro_batches, learner._loss))
-        return torch.cat([p.main_grad.flatten().cpu() for p in policy.gpt.parameters()]), rows[:, :5].sum(0)
+        return torch.cat([p.main_grad.flatten().cpu() for p in policy.gpt.parameters()]), rows[:, :-1].sum(0)
 
     alone, beside = gradient([real]), gradient([idle[0], real, *idle])
     assert torch.allclose(alone[0], beside[0], atol=1e-7) and alone[0].abs().max() > 0

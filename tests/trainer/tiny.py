@@ -8,6 +8,7 @@ import torch
 import laminar_hpc.compat.torchvision  # noqa: F401 (before transformers)
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages import Trajectory, VersionSpan
+from laminar_hpc.trainer.microbatch import Example
 
 VOCAB = 50  # no multiple of the padded vocabulary's granularity, so there is padding
 
@@ -92,6 +93,11 @@ def make_batch(seed: int, groups: int = 4, samples: int = 4, longest: int = 30, 
                 )
             )
     return batch
+
+
+def examples(trajectories: list[Trajectory], advantages: list[float]) -> list[Example]:
+    """One advantage for all trained tokens of a trajectory."""
+    return [Example(t, torch.full((sum(t.loss_mask),), a)) for t, a in zip(trajectories, advantages, strict=True)]
 
 
 def token_logprobs(model: torch.nn.Module, trajectory: Trajectory, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:

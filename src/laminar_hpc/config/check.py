@@ -11,6 +11,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar_hpc.config.algorithm import check_algorithm
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 
@@ -102,6 +103,7 @@ def check(config: RunConfig) -> Derived:
     _check_parallelism(config)
     _check_choices(config)
     _check_numbers(config, model)
+    check_algorithm(config)
     if not config.source.startswith("replay:"):
         _check_rollout_inputs(config)
     derived = derive(config)

@@ -50,14 +50,27 @@ class SamplingConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """GRPO: groups of samples per prompt, clip-higher, token-level loss with a global token denominator."""
+    """How a batch becomes an update: docs/algorithms.md has formulas, sources and combinations. The default is GRPO with clip-higher and
+    a mean over all tokens of a mini-batch."""
 
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
     minibatches_per_step: int = 2  # optimizer updates per trainer step
-    normalize_std: bool = True
+    advantage: str = "grpo"  # grpo | rloo | reinforce_pp | reinforce_pp_baseline
+    normalize_std: bool = True  # of grpo only
+    loss: str = "clip"  # clip | gspo | cispo | aipo
     clip_low: float = 0.2
     clip_high: float = 0.28
+    clip_dual: float | None = None  # of clip: no ratio above it counts for a negative advantage (dual clip); null = none
+    denominator: str = "tokens"  # loss per: tokens | sequences | constant (sequences x sampling.max_response_tokens)
+    proximal: str = "behaviour"  # ratios are taken to: behaviour (the engine's log-probs) | recomputed (at the start of the step)
+    weight_max: float | None = None  # truncation of importance weights: proximal/behaviour if recomputed, current/behaviour of aipo
+    sequence_ratio_min: float | None = None  # a trajectory is left out if its ratios' geometric mean is below; null = no bound
+    sequence_ratio_max: float | None = None  # the same, above
+    kl_coefficient: float = 0.0  # of the KL divergence from the model of model.path, of which a copy is held if above 0
+    kl_estimator: str = "k3"  # k1 | k2 | k3
+    kl_in_reward: bool = False  # taken off the reward instead of added to the loss
+    overlong_buffer_tokens: int = 0  # the last so many below sampling.max_response_tokens cost up to 1 of reward; 0 = none
     shuffle_rewards: bool = False  # negative control: rewards are permuted over the batch, so there is nothing to learn
 
 

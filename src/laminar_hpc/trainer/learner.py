@@ -14,19 +14,24 @@ from megatron.core import parallel_state
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages import Trajectory
-from laminar_hpc.trainer.algorithms.advantages import group_advantages, shuffled
-from laminar_hpc.trainer.algorithms.losses import clip_higher
+from laminar_hpc.trainer.algorithms.advantages import token_advantages
+from laminar_hpc.trainer.algorithms.kl import kl_estimate
+from laminar_hpc.trainer.algorithms.objective import SUMS, objective
+from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
 from laminar_hpc.trainer.megatron import MegatronPolicy
-from laminar_hpc.trainer.microbatch import MicroBatch, length, make_microbatch
+from laminar_hpc.trainer.microbatch import Example, MicroBatch, behaviour_logprobs, length, make_microbatch, trained
 from laminar_hpc.trainer.packing import plan_microbatches, split_minibatches
+from laminar_hpc.trainer.rescoring import ReferenceWeights, batch_logprobs
 
 
 class Learner:
-    """GRPO with clip-higher on a MegatronPolicy. `skipped_in_a_row` is part of a checkpoint's state."""
+    """The algorithm of config.algorithm on a MegatronPolicy. `skipped_in_a_row` is part of a checkpoint's state."""
 
     def __init__(self, config: RunConfig, policy: MegatronPolicy) -> None:
+        """`policy` still has the weights of config.model.path, which are those of the reference model: a checkpoint is loaded later."""
         self.config, self.policy = config, policy
         self.skipped_in_a_row = 0
+        self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
 
     def train(self, trajectories: list[Trajectory], step: int, before_update: Callable[[], None]) -> dict[str, float]:
         """Turns the weights of `step` into those of step + 1. `before_update` is called once, before the weights change.
@@ -34,16 +39,13 @@ class Learner:
         Raises LaminarError for an incomplete group, and when too many updates in a row had gradients that are not finite.
         """
         trajectories = sorted(trajectories, key=lambda t: (t.group_id, t.trajectory_id))  # the order of arrival must not matter
-        advantages = self._advantages(trajectories, step)
+        examples = self._examples(trajectories, step)
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         rate, norms, collected, skipped = self.policy.learning_rate, [], [], 0
         for members in split_minibatches(len(trajectories), self.config.algorithm.minibatches_per_step, self.config.seed, step):
             lengths = [length(trajectories[i]) for i in members]
             plan = plan_microbatches(lengths, ranks, self.config.trainer.tokens_per_microbatch)[rank]
-            micro_batches = [
-                make_microbatch([trajectories[members[j]] for j in part], [advantages[members[j]] for j in part], self.policy.device)
-                for part in plan
-            ]
+            micro_batches = [make_microbatch([examples[members[j]] for j in part], self.policy.device) for part in plan]
             of_tokens = self.policy.accumulate(micro_batches, self._loss)
             before_update()
             before_update = _nothing
@@ -63,46 +65,67 @@ class Learner:
         }
         return {name: float(value) for name, value in metrics.items()}
 
-    def _advantages(self, trajectories: list[Trajectory], step: int) -> list[float]:
-        """One per trajectory, which are ordered by group."""
+    def _examples(self, trajectories: list[Trajectory], step: int) -> list[Example]:
+        """The trajectories, which are ordered by group, with what is computed of them before the first update."""
+        self._refuse_incomplete_groups(trajectories, step)
+        a, counts = self.config.algorithm, [len(trained(t)) for t in trajectories]
+        flat: dict[str, torch.Tensor] = {}
+        if a.proximal == "recomputed":
+            flat["proximal"] = batch_logprobs(self.policy, trajectories)
+        if self._reference is not None:
+            with self._reference.in_place():
+                flat["reference"] = batch_logprobs(self.policy, trajectories)
+        penalties = torch.zeros(sum(counts), dtype=torch.float64)
+        if a.kl_in_reward:
+            sampled = flat["proximal"] if "proximal" in flat else torch.cat([behaviour_logprobs(t) for t in trajectories])
+            penalties = a.kl_coefficient * kl_estimate(sampled, flat["reference"], a.kl_estimator).double()
+        rewards = torch.tensor(self._rewards(trajectories, step), dtype=torch.float64)
+        flat["advantages"] = token_advantages(a, rewards, torch.tensor(counts), penalties).float()
+        parts = {name: values.split(counts) for name, values in flat.items()}
+        return [Example(t, **{name: values[i] for name, values in parts.items()}) for i, t in enumerate(trajectories)]
+
+    def _refuse_incomplete_groups(self, trajectories: list[Trajectory], step: int) -> None:
         samples, sizes = self.config.algorithm.samples_per_prompt, defaultdict(int)
         for t in trajectories:
             sizes[t.group_id] += 1
         wrong = {group: size for group, size in sizes.items() if size != samples}
         if wrong:
             raise LaminarError(f"the batch of step {step} has incomplete groups (group: trajectories) {wrong}; {samples} each are needed")
-        rewards = [t.reward for t in trajectories]
-        if self.config.algorithm.shuffle_rewards:
-            rewards = shuffled(rewards, self.config.seed, step)
-        grouped = torch.tensor(rewards, dtype=torch.float64).view(-1, samples)
-        return group_advantages(grouped, self.config.algorithm.normalize_std).flatten().tolist()
 
-    def _loss(self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The micro-batch's summed loss; and [6] sums over its tokens: loss, ratio, clipped, entropy, tokens; and the largest ratio."""
-        a = self.config.algorithm
-        tokens = clip_higher(logprobs, batch.behaviour_logprobs, batch.advantages, a.clip_low, a.clip_high)
-        total = (tokens.loss * batch.weights).sum()
-        with torch.no_grad():
-            each = torch.stack([tokens.loss.detach(), tokens.ratio, tokens.clipped, entropies, torch.ones_like(tokens.ratio)])
-            largest = (tokens.ratio * batch.weights).max() if len(tokens.ratio) else total.new_zeros(())
-            return total, torch.cat([(each * batch.weights).sum(1), largest[None]])
+    def _rewards(self, trajectories: list[Trajectory], step: int) -> list[float]:
+        """What is trained on; the metrics report the rewards as they came."""
+        buffer, longest = self.config.algorithm.overlong_buffer_tokens, self.config.sampling.max_response_tokens
+        rewards = [t.reward + overlong_punishment(len(t.response_tokens), longest, buffer) for t in trajectories]
+        return shuffled(rewards, self.config.seed, step) if self.config.algorithm.shuffle_rewards else rewards
+
+    def _loss(self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The micro-batch's summed loss; its count; and the objective's sums with the largest ratio behind them."""
+        found = objective(self.config.algorithm, self.config.sampling.max_response_tokens, batch.tokens, logprobs, entropies)
+        return found.total, found.count, torch.cat([found.sums, found.largest_ratio[None]])
 
     def _token_metrics(self, collected: list[torch.Tensor]) -> dict[str, float]:
-        """Means over the tokens of all micro-batches of all data-parallel ranks."""
-        group = parallel_state.get_data_parallel_group()
-        rows = torch.stack(collected or [torch.zeros(6, device=self.policy.device)]).double()
-        sums, largest = rows[:, :5].sum(0), rows[:, 5].max()
+        """Of all micro-batches of all data-parallel ranks: the loss over its denominator, means over tokens, the largest ratio."""
+        a, group = self.config.algorithm, parallel_state.get_data_parallel_group()
+        rows = torch.stack(collected or [torch.zeros(len(SUMS) + 1, device=self.policy.device)]).double()
+        sums, largest = rows[:, :-1].sum(0), rows[:, -1].max()
         dist.all_reduce(sums, group=group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        loss, ratio, clipped, entropy, tokens = sums.tolist()
-        tokens = max(tokens, 1.0)
-        return {
-            "loss": loss / tokens,
-            "ratio_mean": ratio / tokens,
+        of = dict(zip(SUMS, sums.tolist(), strict=True))
+        tokens, kept = max(of["tokens"], 1.0), max(of["kept"], 1.0)
+        metrics = {
+            "loss": of["loss"] / max(of["count"], 1.0),
+            "ratio_mean": of["ratio"] / kept,
             "ratio_max": float(largest),
-            "clip_fraction": clipped / tokens,
-            "entropy": entropy / tokens,
+            "clip_fraction": of["clipped"] / kept,
+            "entropy": of["entropy"] / tokens,
         }
+        if a.kl_coefficient > 0:
+            metrics["kl"] = of["kl"] / tokens
+        if a.sequence_ratio_min is not None or a.sequence_ratio_max is not None:
+            metrics["left_out_fraction"] = (of["tokens"] - of["kept"]) / tokens
+        if a.proximal == "recomputed":
+            metrics["truncated_weight_fraction"] = of["truncated"] / kept
+        return metrics
 
     def _count_skipped(self, skipped: bool, step: int) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

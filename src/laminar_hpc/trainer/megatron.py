@@ -39,8 +39,9 @@ from laminar_hpc.weights.probe import probe_sequences
 _VOCAB_MULTIPLE = 32
 _FOREVER = 10**12  # steps of a constant schedule
 
-# (micro-batch, log-probs with gradient, entropies), each [trained] -> the summed loss, and whatever is to be collected
-Loss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# (micro-batch, log-probs with gradient, entropies), each [trained] -> the summed loss, what it counts for in the denominator (int32), and
+# whatever is to be collected
+Loss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def local_device() -> torch.device:
@@ -204,8 +205,8 @@ class MegatronPolicy:
             )
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> list[torch.Tensor]:
-        """Gradients of the mean loss per token, over all micro-batches of all data-parallel ranks; returns what `loss` collected on this
-        rank."""
+        """Gradients of the summed loss over the summed count, of all micro-batches of all data-parallel ranks; returns what `loss`
+        collected on this rank."""
 
         def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(batches)
@@ -214,8 +215,7 @@ class MegatronPolicy:
         def finish(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             with native_calls():
                 logprobs, entropies = self._logprobs(output, batch.pack, self.config.sampling.temperature, with_entropy=True)
-                total, collected = loss(batch, logprobs, entropies)
-                return total, batch.weights.sum().to(torch.int), collected
+                return loss(batch, logprobs, entropies)
 
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -239,15 +239,22 @@ class MegatronPolicy:
         return self.optimizer.param_groups[0]["lr"]
 
     @torch.no_grad()
-    def read_logits(self, sequences: list[list[int]], read: Callable[[torch.Tensor, Pack], torch.Tensor]) -> list[torch.Tensor]:
-        """`read(logits [1, places, vocabulary / TP], pack)` on the last stage, the places being all tokens of all sequences but the first
-        of each."""
+    def _read(self, packs: Sequence[Pack], read: Callable[[torch.Tensor, Pack], torch.Tensor]) -> list[torch.Tensor]:
+        """`read(logits [1, places, vocabulary / TP], pack)` of each pack on the last stage; nothing on other stages."""
 
-        def step(packs: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-            pack = next(packs)
+        def step(left: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+            pack = next(left)
             return self._forward(pack), lambda output, non_loss_data: read(output, pack)
 
-        return self._schedule(step, [make_pack(sequences, [range(1, len(s)) for s in sequences], self.device)], forward_only=True)
+        return self._schedule(step, packs, forward_only=True)
+
+    def read_logits(self, sequences: list[list[int]], read: Callable[[torch.Tensor, Pack], torch.Tensor]) -> list[torch.Tensor]:
+        """`_read` at the places of all tokens of all sequences but the first of each."""
+        return self._read([make_pack(sequences, [range(1, len(s)) for s in sequences], self.device)], read)
+
+    def score(self, packs: Sequence[Pack]) -> list[torch.Tensor]:
+        """Log-probs of each pack's targets at the sampling temperature, as in `accumulate`: float32 [trained] each, on the last stage."""
+        return self._read(packs, lambda output, pack: self._logprobs(output, pack, self.config.sampling.temperature, False)[0])
 
     def logprobs(self, sequences: list[list[int]]) -> torch.Tensor:
         """Log-probs of all tokens but the first of each sequence, at temperature 1, flattened; float32 on the CPU, empty but on the last

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from laminar_hpc.messages import Trajectory
+from laminar_hpc.trainer.algorithms.tokens import Tokens
 from laminar_hpc.trainer.attention import PackLayout, pack_layout
 
 
@@ -25,14 +26,22 @@ class Pack:
 
 
 @dataclass(frozen=True)
+class Example:
+    """A trajectory with what a step has computed of its trained tokens, float32 [trained] each: advantages, and log-probs by the proximal
+    policy and the reference model where the algorithm asks for them."""
+
+    trajectory: Trajectory
+    advantages: torch.Tensor
+    proximal: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """A pack and, per trained token, float32 [trained]: the behaviour log-prob, the advantage, the weight (0 only in an empty
-    micro-batch)."""
+    """A pack and its trained tokens, in the order of `pack.selected`."""
 
     pack: Pack
-    behaviour_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
+    tokens: Tokens
 
 
 def make_pack(sequences: Sequence[Sequence[int]], selected: Sequence[Sequence[int]], device: torch.device) -> Pack:
@@ -59,19 +68,44 @@ def length(trajectory: Trajectory) -> int:
     return len(trajectory.prompt_tokens) + len(trajectory.response_tokens) - 1
 
 
-def make_microbatch(trajectories: Sequence[Trajectory], advantages: Sequence[float], device: torch.device) -> MicroBatch:
-    """Trains the response tokens whose loss_mask is 1. No trajectories give an empty micro-batch: one token of weight 0, so that every rank
-    runs the same number of forward and backward passes."""
+def trained(trajectory: Trajectory) -> list[int]:
+    """Indices, in prompt and response, of the tokens that are trained: those of the response whose loss_mask is 1."""
+    return [len(trajectory.prompt_tokens) + j for j, m in enumerate(trajectory.loss_mask) if m]
+
+
+def behaviour_logprobs(trajectory: Trajectory) -> torch.Tensor:
+    """The engine's log-probs of the trained tokens, float32 [trained]."""
+    return torch.tensor([lp for lp, m in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if m], dtype=torch.float32)
+
+
+def trajectory_pack(trajectories: Sequence[Trajectory], device: torch.device) -> Pack:
+    """Asks for the trained tokens of each. No trajectories give a pack that asks for one token of no trajectory, so that every rank runs
+    the same number of passes."""
     if not trajectories:
+        return make_pack([[0, 0]], [[1]], device)
+    return make_pack([t.prompt_tokens + t.response_tokens for t in trajectories], [trained(t) for t in trajectories], device)
+
+
+def make_microbatch(examples: Sequence[Example], device: torch.device) -> MicroBatch:
+    """Either all examples have a `proximal` or none has, and so for `reference`. No examples give an empty micro-batch."""
+    pack = trajectory_pack([e.trajectory for e in examples], device)
+    if not examples:
         zero = torch.zeros(1, device=device)
-        return MicroBatch(make_pack([[0, 0]], [[1]], device), zero, zero, zero)
-    chosen = [[len(t.prompt_tokens) + j for j, m in enumerate(t.loss_mask) if m] for t in trajectories]
-    pack = make_pack([t.prompt_tokens + t.response_tokens for t in trajectories], chosen, device)
-    behaviour = [lp for t in trajectories for lp, m in zip(t.logprobs, t.loss_mask, strict=True) if m]
-    per_token = [a for a, c in zip(advantages, chosen, strict=True) for _ in c]
-    return MicroBatch(
-        pack,
-        torch.tensor(behaviour, dtype=torch.float32).to(device, non_blocking=True),
-        torch.tensor(per_token, dtype=torch.float32).to(device, non_blocking=True),
-        torch.ones(len(behaviour), device=device),
+        return MicroBatch(pack, Tokens(zero, zero, zero, zero, zero.long(), 0, zero))
+
+    def moved(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts)).to(device, non_blocking=True)
+
+    behaviour = moved([behaviour_logprobs(e.trajectory) for e in examples])
+    proximal = [e.proximal for e in examples if e.proximal is not None]
+    reference = [e.reference for e in examples if e.reference is not None]
+    tokens = Tokens(
+        behaviour=behaviour,
+        proximal=moved(proximal) if proximal else behaviour,
+        reference=moved(reference) if reference else None,
+        advantages=moved([e.advantages for e in examples]),
+        sequence=moved([torch.full((len(e.advantages),), i) for i, e in enumerate(examples)]),
+        sequences=len(examples),
+        real=torch.ones(len(behaviour), device=device),
     )
+    return MicroBatch(pack, tokens)

@@ -1,30 +1,60 @@
-"""Advantages of complete groups. Pure; called by trainer/learner.py on every rank with the same batch, so all ranks get the same
+"""Advantages of a step's whole batch. Pure; called by trainer/learner.py on every rank with the same batch, so all ranks get the same
 numbers."""
-
-import random
 
 import torch
 
-EPSILON = 1e-4  # added to the standard deviation; rewards are of the order of 1, so it only tames groups that are almost equal
+from laminar_hpc.config.schema import AlgorithmConfig
+
+EPSILON = 1e-4  # added to a standard deviation; rewards are of the order of 1, so it only tames groups that are almost equal
 
 
-def group_advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor:
-    """GRPO, arXiv 2402.03300 section 4.1.2: A_i = (r_i - mean(r)) / (std(r) + EPSILON), std with n - 1; without the division as in arXiv
-    2503.20783.
+def token_advantages(a: AlgorithmConfig, rewards: torch.Tensor, tokens: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
+    """The advantage of every trained token, float64 [sum of tokens], trajectory after trajectory.
 
-    rewards [groups, samples] float -> advantages of the same shape. A group of equal rewards gets zeros. Raises ValueError for a reward
-    that is not finite: it would silently poison its whole group.
+    rewards [trajectories] float64, ordered by group; tokens [trajectories] int64: trained tokens of each; penalties [sum of tokens]
+    float64: kl_coefficient times the KL estimate where it belongs into the reward, else zeros. Raises ValueError for a reward that is not
+    finite: it would silently poison its whole group or batch.
     """
     if not torch.isfinite(rewards).all():
         raise ValueError("a reward is not finite")
+    owner = torch.repeat_interleave(torch.arange(len(tokens)), tokens)
+    spent = torch.zeros_like(rewards).index_add_(0, owner, penalties)  # of a whole trajectory
+    if a.advantage in ("grpo", "rloo"):
+        grouped = (rewards - spent).view(-1, a.samples_per_prompt)
+        found = leave_one_out(grouped) if a.advantage == "rloo" else group_advantages(grouped, a.normalize_std)
+        return found.flatten()[owner]
+    if a.advantage == "reinforce_pp_baseline":
+        rewards = group_advantages(rewards.view(-1, a.samples_per_prompt), normalize_std=False).flatten()
+    return whitened(rewards[owner] - _still_to_come(penalties, spent, owner))
+
+
+def group_advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor:
+    """GRPO, arXiv 2402.03300 section 4.1.2: A_i = (r_i - mean(r)) / (std(r) + EPSILON), std with n - 1; without the division Dr. GRPO's,
+    arXiv 2503.20783 section 3.2. rewards [groups, samples] -> the same shape. A group of equal rewards gets zeros."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     if not normalize_std or rewards.shape[1] == 1:
         return centred
     return centred / (rewards.std(dim=1, keepdim=True) + EPSILON)
 
 
-def shuffled(rewards: list[float], seed: int, step: int) -> list[float]:
-    """The same rewards on other trajectories, a permutation of the whole batch that depends on (seed, step) alone: the negative control."""
-    permuted = list(rewards)
-    random.Random(f"rewards {seed} {step}").shuffle(permuted)
-    return permuted
+def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
+    """RLOO, arXiv 2402.14740 section 3.2: A_i = r_i - the mean of the other k - 1 rewards of its group, which equals k / (k - 1) (r_i -
+    mean(r)). rewards [groups, samples], at least 2 samples -> the same shape."""
+    samples = rewards.shape[1]
+    return (rewards - rewards.mean(dim=1, keepdim=True)) * (samples / (samples - 1))
+
+
+def whitened(returns: torch.Tensor) -> torch.Tensor:
+    """REINFORCE++, arXiv 2501.03262 section 3: (A - mean) / (std + EPSILON) over all tokens of the global batch, std with n. Its variant
+    with a baseline takes the group's mean reward off before. returns [tokens] -> the same shape; equal returns get zeros."""
+    if len(returns) == 0:
+        return returns
+    return (returns - returns.mean()) / (returns.std(correction=0) + EPSILON)
+
+
+def _still_to_come(penalties: torch.Tensor, spent: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+    """REINFORCE++'s undiscounted return has the penalties of a token and of those behind it: their sum to the trajectory's end,
+    [tokens]."""
+    before = torch.cumsum(penalties, 0) - penalties  # of all tokens before, also of other trajectories
+    starts = torch.cumsum(spent, 0) - spent
+    return spent[owner] - (before - starts[owner])

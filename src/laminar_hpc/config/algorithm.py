@@ -1,0 +1,69 @@
+"""Which settings of `algorithm` go together; called by config/check.py. The formulas are in trainer/algorithms/. Imports no torch."""
+
+import math
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import RunConfig
+
+CHOICES = {
+    "advantage": ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
+    "loss": ("clip", "gspo", "cispo", "aipo"),
+    "denominator": ("tokens", "sequences", "constant"),
+    "proximal": ("behaviour", "recomputed"),
+    "kl_estimator": ("k1", "k2", "k3"),
+}
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Raises LaminarError, in one line that says how to mend it, for the first setting that is wrong or would do nothing."""
+    a = config.algorithm
+    for key, allowed in CHOICES.items():
+        if (value := getattr(a, key)) not in allowed:
+            raise LaminarError(f"algorithm.{key}={value}: use one of {', '.join(allowed)}")
+    for wrong, text in (
+        (not 0 <= a.clip_low <= 1, f"clip_low={a.clip_low}: must be between 0 and 1 (ratios are clipped below 1 - clip_low)"),
+        (not a.clip_high >= 0, f"clip_high={a.clip_high}: must be 0 or more"),
+        (a.clip_dual is not None and a.loss != "clip", f"clip_dual={a.clip_dual} belongs to algorithm.loss=clip, not {a.loss}"),
+        (
+            a.clip_dual is not None and not a.clip_dual > 1 + a.clip_high,
+            f"clip_dual={a.clip_dual}: must be above 1 + clip_high, for example 3",
+        ),
+        (
+            a.loss == "gspo" and a.denominator != "sequences",
+            f"loss=gspo has one ratio per sequence: set algorithm.denominator=sequences, not {a.denominator}",
+        ),
+        (a.loss == "aipo" and a.weight_max is None, "loss=aipo truncates its weights: set algorithm.weight_max, for example 5"),
+        (
+            a.loss == "aipo" and a.proximal != "behaviour",
+            f"loss=aipo weighs against the behaviour policy itself: set algorithm.proximal=behaviour, not {a.proximal}",
+        ),
+        (
+            a.weight_max is not None and a.proximal == "behaviour" and a.loss != "aipo",
+            f"weight_max={a.weight_max} has no weight to truncate: set algorithm.proximal=recomputed, or null",
+        ),
+        (a.weight_max is not None and not a.weight_max > 0, f"weight_max={a.weight_max}: must be above 0, or null"),
+        (
+            not 0 <= (a.sequence_ratio_min or 0.0) < (math.inf if a.sequence_ratio_max is None else a.sequence_ratio_max),
+            f"sequence_ratio_min={a.sequence_ratio_min} and sequence_ratio_max={a.sequence_ratio_max}: the first must be below the second",
+        ),
+        (not 0 <= a.kl_coefficient < math.inf, f"kl_coefficient={a.kl_coefficient}: must be 0 or more"),
+        (
+            a.kl_in_reward and a.kl_coefficient == 0,
+            "kl_in_reward=true does nothing while algorithm.kl_coefficient=0: set one of them",
+        ),
+        (
+            a.kl_coefficient > 0 and a.kl_estimator == "k1" and not a.kl_in_reward,
+            "kl_estimator=k1 as a loss pulls nowhere (its gradient has mean 0): use k2 or k3, or algorithm.kl_in_reward=true",
+        ),
+        (
+            a.loss == "gspo" and a.kl_in_reward and a.advantage.startswith("reinforce_pp"),
+            f"loss=gspo has one advantage per sequence, {a.advantage} with kl_in_reward one per token: use another loss",
+        ),
+        (
+            not 0 <= a.overlong_buffer_tokens <= config.sampling.max_response_tokens,
+            f"overlong_buffer_tokens={a.overlong_buffer_tokens}: must be between 0 and "
+            f"sampling.max_response_tokens={config.sampling.max_response_tokens}",
+        ),
+    ):
+        if wrong:
+            raise LaminarError(f"algorithm.{text}")

@@ -1,0 +1,58 @@
+"""The whole objective of one micro-batch: policy loss x behaviour weight over the trajectories kept, + KL. Pure; called by
+trainer/learner.py.
+
+    loss_t = kept_t * min(q / mu, weight_max)_t * policy_loss(pi / q, A)_t + kl_coefficient * KL(pi || reference)_t
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.trainer.algorithms.corrections import behaviour_weights, kept_sequences
+from laminar_hpc.trainer.algorithms.denominators import weights_and_count
+from laminar_hpc.trainer.algorithms.kl import kl_estimate
+from laminar_hpc.trainer.algorithms.losses import policy_loss
+from laminar_hpc.trainer.algorithms.tokens import Tokens
+
+# Rows of Objective.sums: the loss; its denominator; then sums over trained tokens.
+SUMS = ("loss", "count", "tokens", "kept", "ratio", "clipped", "entropy", "kl", "truncated")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`total` (with gradient) is the weighted sum of the token losses, `count` (int32) its part of the denominator. `sums` float32
+    [len(SUMS)]; `ratio` is current / behaviour and, like `clipped` and `truncated`, of the tokens kept; `largest_ratio` is theirs."""
+
+    total: torch.Tensor
+    count: torch.Tensor
+    sums: torch.Tensor
+    largest_ratio: torch.Tensor
+
+
+def objective(a: AlgorithmConfig, max_response_tokens: int, tokens: Tokens, logprobs: torch.Tensor, entropies: torch.Tensor) -> Objective:
+    """logprobs (with gradient) and entropies: of the policy as it is, float32 [tokens]."""
+    now = logprobs.detach()
+    recomputed = a.proximal == "recomputed"
+    kept = kept_sequences(tokens, tokens.proximal if recomputed else now, a.sequence_ratio_min, a.sequence_ratio_max)
+    # A trajectory left out gets ratios of 1, since even one that overflows must not reach the gradient.
+    proximal, behaviour = torch.where(kept, tokens.proximal, now), torch.where(kept, tokens.behaviour, now)
+    policy = policy_loss(a, logprobs, proximal, tokens)
+    losses, truncated = policy.loss, torch.zeros_like(now)
+    if recomputed:
+        correction = behaviour_weights(proximal, behaviour, a.weight_max)
+        losses, truncated = losses * correction, (correction < torch.exp(proximal - behaviour)).float()
+    losses, kl = losses * kept, torch.zeros_like(now)
+    if tokens.reference is not None:
+        estimate = kl_estimate(logprobs, tokens.reference, a.kl_estimator)
+        kl = estimate.detach()
+        if not a.kl_in_reward:
+            losses = losses + a.kl_coefficient * estimate
+    weights, count = weights_and_count(tokens, a.denominator, max_response_tokens)
+    total = (losses * weights).sum()
+    with torch.no_grad():
+        mask, ratio = tokens.real * kept, torch.exp(now - behaviour)
+        each = torch.stack([mask, ratio * mask, policy.clipped * mask, entropies * tokens.real, kl * tokens.real, truncated * mask])
+        sums = torch.cat([torch.stack([total, count.to(total.dtype), tokens.real.sum()]), each.sum(1)])
+        largest = (ratio * mask).max() if len(ratio) else total.new_zeros(())
+    return Objective(total, count, sums, largest)
