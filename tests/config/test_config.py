@@ -80,6 +80,28 @@ BAD = [
         r"= 256 trajectories do not divide into algorithm.minibatches_per_step=3 x trainer.data_parallel=1",
     ),
     ("algorithm.samples_per_prompt=1", "at least 2 samples"),
+    ("algorithm.advantage=gae", "use one of grpo, rloo, reinforce_pp, reinforce_pp_baseline"),
+    ("algorithm.loss=ppo", "algorithm.loss=ppo: use one of clip, gspo, cispo, aipo"),
+    ("algorithm.loss=gspo", "set algorithm.denominator=sequences, not tokens"),
+    ("algorithm.loss=aipo", "set algorithm.weight_max, for example 5"),
+    ("algorithm.loss=aipo algorithm.weight_max=5 algorithm.proximal=recomputed", "set algorithm.proximal=behaviour"),
+    ("algorithm.weight_max=2", "has no weight to truncate: set algorithm.proximal=recomputed"),
+    ("algorithm.weight_max=0 algorithm.proximal=recomputed", "weight_max=0.0: must be above 0"),
+    ("algorithm.clip_low=1.5", "clip_low=1.5: must be between 0 and 1"),
+    ("algorithm.clip_high=-0.1", "clip_high=-0.1: must be 0 or more"),
+    ("algorithm.clip_dual=1.1", "clip_dual=1.1: must be above 1 . clip_high"),
+    ("algorithm.clip_dual=3 algorithm.loss=cispo", "clip_dual=3.0 belongs to algorithm.loss=clip"),
+    ("algorithm.sequence_ratio_min=2 algorithm.sequence_ratio_max=0.5", "the first must be below the second"),
+    ("algorithm.kl_coefficient=-1", "kl_coefficient=-1.0: must be 0 or more"),
+    ("algorithm.kl_coefficient=0.1 algorithm.kl_estimator=k4", "use one of k1, k2, k3"),
+    ("algorithm.kl_coefficient=0.1 algorithm.kl_estimator=k1", "its gradient has mean 0.: use k2 or k3, or algorithm.kl_in_reward=true"),
+    ("algorithm.kl_in_reward=true", "does nothing while algorithm.kl_coefficient=0"),
+    (
+        "algorithm.loss=gspo algorithm.denominator=sequences algorithm.advantage=reinforce_pp algorithm.kl_coefficient=0.1 "
+        "algorithm.kl_in_reward=true",
+        "gspo has one advantage per sequence, reinforce_pp with kl_in_reward one per token",
+    ),
+    ("algorithm.overlong_buffer_tokens=300", "must be between 0 and sampling.max_response_tokens=256"),
     ("sampling.top_p=0.9", "refused for training"),
     ("sampling.top_k=40", "refused for training"),
     ("sampling.min_p=0.1", "refused for training"),
@@ -100,7 +122,7 @@ BAD = [
 @pytest.mark.parametrize(("word", "text"), BAD)
 def test_wrong_values_are_refused_in_one_line(words, word, text):
     with pytest.raises(LaminarError, match=text) as error:
-        check(load_config([*words, word]))
+        check(load_config([*words, *word.split()]))
     assert "\n" not in str(error.value) and len(str(error.value)) < 320
 
 

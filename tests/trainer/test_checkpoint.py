@@ -19,7 +19,7 @@ class Trainer:
 
     def __init__(self, model: Path, run_dir: Path, **settings: object) -> None:
         self.config = tiny.make_config(
-            model, algorithm__minibatches_per_step=2, optimizer__lr=1e-3, optimizer__weight_decay=0.1, **settings
+            model, **{"algorithm__minibatches_per_step": 2, "optimizer__lr": 1e-3, "optimizer__weight_decay": 0.1, **settings}
         )
         self.policy = MegatronPolicy(self.config)
         self.learner = Learner(self.config, self.policy)
@@ -56,6 +56,20 @@ def test_resume_is_bit_exact(settings: dict, tied_model: Path, tmp_path: Path, w
     assert after.checkpointer.state_hash() == straight.checkpointer.state_hash()
     mine, theirs = dict(after.policy.canonical_tensors()), dict(straight.policy.canonical_tensors())
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_the_reference_model_is_the_initial_one_also_after_a_resume(tied_model: Path, tmp_path: Path, world: None) -> None:
+    """No checkpoint holds it: it is that of model.path. A resume that took the restored weights would start with a KL of 0."""
+    settings = {"algorithm__kl_coefficient": 0.1, "algorithm__proximal": "recomputed", "optimizer__lr": 5e-3}
+    straight = Trainer(tied_model, tmp_path / "straight", **settings)
+    metrics = straight.train(0, 3)
+    before = Trainer(tied_model, tmp_path / "run", **settings)
+    before.train(0, 2)
+    before.checkpointer.save(2, weight_id=3)
+    after = Trainer(tied_model, tmp_path / "run", **settings)
+    after.checkpointer.load(2)
+    assert after.train(2, 3) == metrics[2:] and metrics[2]["kl"] > 1e-3
+    assert after.checkpointer.state_hash() == straight.checkpointer.state_hash()
 
 
 def test_a_checkpoint_before_the_first_update_can_be_resumed(tied_model: Path, tmp_path: Path, world: None) -> None:

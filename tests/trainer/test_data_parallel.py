@@ -100,6 +100,27 @@ def test_two_ranks_train_what_one_trains(one_rank: Finished, tied_model: Path, t
     assert {s.kind for s in spans["trainer1"]} == {"load", "publish", "wait", "train", "checkpoint"}
 
 
+CORRECTED = {
+    "algorithm__proximal": "recomputed",
+    "algorithm__weight_max": 1.5,
+    "algorithm__advantage": "reinforce_pp",
+    "algorithm__kl_coefficient": 0.05,
+    "algorithm__kl_in_reward": True,
+    "algorithm__sequence_ratio_max": 1.2,
+    "algorithm__denominator": "sequences",
+}
+
+
+def test_two_ranks_recompute_normalise_and_divide_as_one(tied_model: Path, tmp_path: Path) -> None:
+    """Log-probs of the reference and at the start of a step, advantages over the whole batch, a mean over trajectories: what any rank
+    computes alone must be put together from all."""
+    one = run(tmp_path / "one", tied_model, ranks=1, **CORRECTED)
+    two = run(tmp_path / "two", tied_model, ranks=2, trainer__distributed_optimizer=True, **CORRECTED)
+    assert_same_training(one, two)
+    assert [m["kl"] for m in two.metrics] == pytest.approx([m["kl"] for m in one.metrics], rel=1e-3, abs=1e-6)
+    assert one.metrics[-1]["kl"] > 0 and 0 < one.metrics[-1]["left_out_fraction"] < 1
+
+
 @pytest.mark.slow
 def test_two_ranks_with_the_distributed_optimizer(one_rank: Finished, tied_model: Path, tmp_path: Path) -> None:
     """Optimizer state sharded over the ranks changes nothing in the training."""

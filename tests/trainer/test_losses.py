@@ -1,67 +1,190 @@
-"""Advantages and losses against values worked out by hand."""
+"""Policy losses, corrections, denominators and KL estimates against values worked out by hand, and gradients by autograd."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from laminar_hpc.trainer.algorithms.advantages import EPSILON, group_advantages, shuffled
-from laminar_hpc.trainer.algorithms.losses import clip_higher
-
-
-def test_advantages_are_the_groups_own_z_scores() -> None:
-    """(r - mean) / (std + EPSILON), std with n - 1; a group of equal rewards gets exactly zero."""
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]], dtype=torch.float64)
-    std = math.sqrt(4 * 0.25 / 3)
-    expected = [[0.5 / (std + EPSILON), -0.5 / (std + EPSILON), -0.5 / (std + EPSILON), 0.5 / (std + EPSILON)], [0.0] * 4]
-    assert torch.allclose(group_advantages(rewards, True), torch.tensor(expected, dtype=torch.float64), atol=1e-12)
-
-
-def test_advantages_without_std_are_centred_rewards() -> None:
-    """normalize_std=false leaves the rewards' scale."""
-    assert group_advantages(torch.tensor([[3.0, 1.0, 2.0]]), False).tolist() == [[1.0, -1.0, 0.0]]
+from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.trainer.algorithms.corrections import behaviour_weights, kept_sequences
+from laminar_hpc.trainer.algorithms.denominators import weights_and_count
+from laminar_hpc.trainer.algorithms.kl import kl_estimate
+from laminar_hpc.trainer.algorithms.losses import aipo, cispo, clip, gspo
+from laminar_hpc.trainer.algorithms.objective import objective
+from laminar_hpc.trainer.algorithms.tokens import Tokens
 
 
-def test_advantages_refuse_a_reward_that_is_not_finite() -> None:
-    """A NaN would spread to its whole group unseen."""
-    with pytest.raises(ValueError, match="not finite"):
-        group_advantages(torch.tensor([[1.0, math.nan]]), True)
+def tokens(behaviour: list[float], advantages: list[float], lengths: list[int]) -> Tokens:
+    return Tokens(
+        behaviour=torch.tensor(behaviour),
+        proximal=torch.tensor(behaviour),
+        reference=None,
+        advantages=torch.tensor(advantages),
+        sequence=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+        sequences=len(lengths),
+        real=torch.ones(sum(lengths)),
+    )
 
 
-def test_shuffled_rewards_are_a_permutation_by_seed_and_step() -> None:
-    """The negative control keeps the rewards' distribution, and every rank draws the same permutation."""
-    rewards = [float(i) for i in range(32)]
-    assert shuffled(rewards, 1, 5) == shuffled(rewards, 1, 5)
-    assert sorted(shuffled(rewards, 1, 5)) == rewards
-    assert len({tuple(shuffled(rewards, seed, step)) for seed in range(3) for step in range(3)}) == 9
+# ratio, advantage -> loss, gradient of the loss by the log-prob, clipped; with clip_low 0.2, clip_high 0.28
+CLIP = [
+    (1.0, 2.0, -2.0, -2.0, 0),
+    (1.27, 1.0, -1.27, -1.27, 0),  # between 1 + clip_low and 1 + clip_high: clip-higher lets it through
+    (1.5, 1.0, -1.28, 0.0, 1),
+    (0.5, 1.0, -0.5, -0.5, 0),  # too unlikely a good token is always pulled up
+    (0.5, -1.0, 0.8, 0.0, 1),
+    (0.79, -2.0, 1.6, 0.0, 1),
+    (1.5, -1.0, 1.5, 1.5, 0),  # too likely a bad token is always pushed down
+    (3.0, 0.0, 0.0, 0.0, 0),
+]
 
 
-# ratio, advantage -> loss, gradient of the loss by the log-prob, clipped; with clip_low 0.2 and clip_high 0.28
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "clipped"),
-    [
-        (1.0, 2.0, -2.0, -2.0, 0),
-        (1.27, 1.0, -1.27, -1.27, 0),  # between 1 + clip_low and 1 + clip_high: clip-higher lets it through
-        (1.5, 1.0, -1.28, 0.0, 1),
-        (0.5, 1.0, -0.5, -0.5, 0),  # too unlikely a good token is always pulled up
-        (0.5, -1.0, 0.8, 0.0, 1),
-        (0.79, -2.0, 1.6, 0.0, 1),
-        (1.5, -1.0, 1.5, 1.5, 0),  # too likely a bad token is always pushed down
-        (3.0, 0.0, 0.0, 0.0, 0),
-    ],
-)
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient", "clipped"), CLIP)
 def test_clip_higher_in_closed_form(ratio: float, advantage: float, loss: float, gradient: float, clipped: int) -> None:
     """Each side of the clip, for good and bad tokens (arXiv 2503.14476, equation 8)."""
     logprob = torch.tensor([math.log(ratio) - 1.0], requires_grad=True)
-    tokens = clip_higher(logprob, torch.tensor([-1.0]), torch.tensor([advantage]), 0.2, 0.28)
-    tokens.loss.sum().backward()
-    assert tokens.loss.item() == pytest.approx(loss, abs=1e-6)
+    found = clip(logprob, torch.tensor([-1.0]), torch.tensor([advantage]), 0.2, 0.28)
+    found.loss.sum().backward()
+    assert found.loss.item() == pytest.approx(loss, abs=1e-6)
     assert logprob.grad.item() == pytest.approx(gradient, abs=1e-6)
-    assert tokens.clipped.item() == clipped
-    assert tokens.ratio.item() == pytest.approx(ratio, rel=1e-6)
+    assert found.clipped.item() == clipped
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [(2.0, -1.0, 2.0, 2.0), (5.0, -1.0, 3.0, 0.0), (5.0, 1.0, -1.28, 0.0), (5.0, -2.0, 6.0, 0.0)],
+)
+def test_dual_clip_bounds_the_loss_of_bad_tokens(ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    """Above the bound 3 a negative advantage has no gradient any more; a positive one is clipped as before (arXiv 1912.09729)."""
+    logprob = torch.tensor([math.log(ratio)], requires_grad=True)
+    found = clip(logprob, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.28, dual=3.0)
+    found.loss.sum().backward()
+    assert (found.loss.item(), logprob.grad.item()) == pytest.approx((loss, gradient), abs=1e-6)
+
+
+def test_gspo_clips_the_geometric_mean() -> None:
+    """Ratios 2 and 8 have the mean 4; 1/2 and 1/2 have 1/2. Clip 0.5/2: the first, A = 1, is clipped at 3; the second, A = -2, at the edge
+    is not. A sequence's gradient is spread evenly: s A / |y| per token and unit of its mean."""
+    logprobs = torch.tensor([math.log(2), math.log(8), -math.log(2), -math.log(2), math.log(1.5)], requires_grad=True)
+    batch = tokens([0.0] * 5, [1.0, 1.0, -2.0, -2.0, 1.0], [2, 2, 1])
+    found = gspo(logprobs, batch.behaviour, batch, 0.5001, 2.0)
+    assert found.loss.tolist() == pytest.approx([-3.0, -3.0, 1.0, 1.0, -1.5], abs=1e-6) and found.clipped.tolist() == [1, 1, 0, 0, 0]
+    weights, count = weights_and_count(batch, "sequences", 100)
+    ((found.loss * weights).sum() / count).backward()
+    assert logprobs.grad.tolist() == pytest.approx([0, 0, 1 / 6, 1 / 6, -0.5], abs=1e-6)
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.2, 0.5), (1.3, 1.3), (9.0, 2.0)])
+@pytest.mark.parametrize("advantage", [1.0, -2.0])
+def test_cispo_clips_the_weight_and_never_the_gradient(ratio: float, weight: float, advantage: float) -> None:
+    """The gradient is -clip(r) A on both sides (arXiv 2506.13585, equations 4 and 5)."""
+    logprob = torch.tensor([math.log(ratio)], requires_grad=True)
+    found = cispo(logprob, torch.zeros(1), torch.tensor([advantage]), 0.5, 1.0)
+    found.loss.sum().backward()
+    assert logprob.grad.item() == pytest.approx(-weight * advantage, abs=1e-6)
+    assert found.clipped.item() == (weight != ratio)
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.01, 0.01), (1.3, 1.3), (9.0, 4.0)])
+def test_aipo_truncates_on_one_side(ratio: float, weight: float) -> None:
+    """The gradient is -min(r, rho) A (arXiv 2505.24034), which is CISPO's without a lower bound."""
+    gradients = []
+    for loss in (lambda lp, old, a: aipo(lp, old, a, 4.0), lambda lp, old, a: cispo(lp, old, a, 1.0, 3.0)):
+        logprob = torch.tensor([math.log(ratio)], requires_grad=True)
+        loss(logprob, torch.zeros(1), torch.tensor([1.5])).loss.sum().backward()
+        gradients.append(logprob.grad.item())
+    assert gradients == pytest.approx([-weight * 1.5] * 2, abs=1e-6)
+
+
+@given(st.lists(st.tuples(st.floats(-5, 0), st.floats(-3, 3)), min_size=4, max_size=4))
+def test_on_policy_all_losses_are_the_policy_gradient(rows: list[tuple[float, float]]) -> None:
+    """Ratio 1: the gradient by every log-prob is -A over the denominator, whatever the loss; of gspo where a sequence has one
+    advantage."""
+    logprobs, advantages = [r[0] for r in rows], [r[1] for r in rows]
+    advantages[1], advantages[3] = advantages[0], advantages[2]
+    batch = tokens(logprobs, advantages, [2, 2])
+    for settings in (
+        {},
+        {"clip_dual": 3.0},
+        {"loss": "gspo"},
+        {"loss": "cispo"},
+        {"loss": "aipo", "weight_max": 2.0},
+        {"proximal": "recomputed", "weight_max": 2.0},
+        {"sequence_ratio_min": 0.99, "sequence_ratio_max": 1.01},
+    ):
+        current = torch.tensor(logprobs, requires_grad=True)
+        found = objective(AlgorithmConfig(**{"denominator": "sequences", **settings}), 8, batch, current, torch.zeros(4))
+        (found.total / found.count).backward()
+        assert current.grad.tolist() == pytest.approx([-a / 4 for a in advantages], abs=1e-6), settings
+
+
+def test_gradients_agree_with_finite_differences() -> None:
+    """Of the whole objective, away from the edges of the clip, in float64."""
+    draw = torch.Generator().manual_seed(0)
+    behaviour, proximal, reference, logprobs, advantages = (torch.randn(6, generator=draw, dtype=torch.float64) * 0.3 for _ in range(5))
+    batch = replace(
+        tokens([0.0] * 6, [0.0] * 6, [4, 2]), behaviour=behaviour, proximal=proximal, reference=reference, advantages=advantages
+    )
+    for settings in ({"loss": "clip", "kl_coefficient": 0.3}, {"loss": "gspo", "kl_coefficient": 0.3, "kl_estimator": "k2"}):
+        a = AlgorithmConfig(proximal="recomputed", weight_max=1.1, denominator="sequences", **settings)
+        assert torch.autograd.gradcheck(
+            lambda x, a=a: objective(a, 8, batch, x, torch.zeros(6)).total, logprobs.clone().requires_grad_(True), eps=1e-6
+        )
+
+
+def test_behaviour_weights_by_hand() -> None:
+    """q / mu of 1/2, 1 and 4, bounded by 2 or not."""
+    proximal = torch.tensor([math.log(0.5), 0.0, math.log(4.0)])
+    assert behaviour_weights(proximal, torch.zeros(3), 2.0).tolist() == pytest.approx([0.5, 1.0, 2.0])
+    assert behaviour_weights(proximal, torch.zeros(3), None).tolist() == pytest.approx([0.5, 1.0, 4.0])
+
+
+def test_sequences_outside_the_bounds_are_left_out_but_counted() -> None:
+    """Geometric means 4, 1 and 1/4 with bounds 1/2 and 2: only the second has a loss; all three are in the denominator."""
+    ratios = torch.tensor([2.0, 8.0, 1.0, 0.25, 0.25])
+    batch = tokens([0.0] * 5, [1.0] * 5, [2, 1, 2])
+    assert kept_sequences(batch, ratios.log(), 0.5, 2.0).tolist() == [False, False, True, False, False]
+    assert kept_sequences(batch, ratios.log(), None, 2.0).tolist() == [False, False, True, True, True]
+    a = AlgorithmConfig(sequence_ratio_min=0.5, sequence_ratio_max=2.0, denominator="sequences", clip_high=9.0)
+    logprobs = ratios.log().requires_grad_(True)
+    found = objective(a, 8, batch, logprobs, torch.zeros(5))
+    (found.total / found.count).backward()
+    assert found.total.item() == pytest.approx(-1.0) and found.count.item() == 3
+    assert logprobs.grad.tolist() == pytest.approx([0, 0, -1 / 3, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("denominator", "weights", "count"),
+    [("tokens", [1, 1, 1, 1], 4), ("sequences", [1, 1 / 3, 1 / 3, 1 / 3], 3), ("constant", [0.1] * 4, 3)],
+)
+def test_denominators_by_hand(denominator: str, weights: list[float], count: int) -> None:
+    """Trajectories of 1, 3 and 0 trained tokens, at most 10 each: a trajectory without trained tokens is one all the same."""
+    found, number = weights_and_count(tokens([0.0] * 4, [1.0] * 4, [1, 3, 0]), denominator, 10)
+    assert found.tolist() == pytest.approx(weights) and number.item() == count and number.dtype == torch.int
+
+
+def test_kl_estimates_by_hand_and_in_the_mean() -> None:
+    """At p / q = 2: -log 2, (log 2)^2 / 2, 1 - log 2. Over a distribution k1 and k3 have the mean KL(q || p) and k2 nearly; the mean
+    gradient of k1 is 0, which is why it is refused as a loss."""
+    one = [kl_estimate(torch.zeros(1), torch.tensor([math.log(2)]), k).item() for k in ("k1", "k2", "k3")]
+    assert one == pytest.approx([-math.log(2), math.log(2) ** 2 / 2, 1 - math.log(2)], abs=1e-6)
+    logits = torch.tensor([0.2, -0.1, 0.4], dtype=torch.float64, requires_grad=True)
+    q, p = logits.log_softmax(0), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
+    divergence = (q.exp() * (q - p)).sum()
+    (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    for estimator in ("k1", "k2", "k3"):
+        each = kl_estimate(q, p, estimator)
+        mean, gradient = (q.exp() * each).sum(), torch.autograd.grad((q.detach().exp() * each).sum(), logits, retain_graph=True)[0]
+        assert mean.item() == pytest.approx(divergence.item(), abs=1e-3 if estimator == "k2" else 1e-12)
+        if estimator == "k1":
+            assert gradient.abs().max() < 1e-12
+        if estimator == "k2":
+            assert torch.allclose(gradient, exact, atol=1e-12)
 
 
 def test_a_behaviour_logprob_that_is_not_finite_shows_in_the_loss() -> None:
     """Nothing is clamped away: the learner must be able to see it and skip the update."""
-    tokens = clip_higher(torch.tensor([-1.0]), torch.tensor([-math.inf]), torch.tensor([-1.0]), 0.2, 0.28)
-    assert not torch.isfinite(tokens.loss).all()
+    assert not torch.isfinite(clip(torch.tensor([-1.0]), torch.tensor([-math.inf]), torch.tensor([-1.0]), 0.2, 0.28).loss).all()

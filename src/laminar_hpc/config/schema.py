@@ -50,8 +50,7 @@ class SamplingConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """How a batch becomes an update: docs/algorithms.md has formulas, sources and combinations. The default is GRPO with clip-higher and
-    a mean over all tokens of a mini-batch."""
+    """How a batch becomes an update; docs/algorithms.md has formulas and sources. Default: GRPO with clip-higher, mean over all tokens."""
 
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
@@ -67,7 +66,7 @@ class AlgorithmConfig:
     weight_max: float | None = None  # truncation of importance weights: proximal/behaviour if recomputed, current/behaviour of aipo
     sequence_ratio_min: float | None = None  # a trajectory is left out if its ratios' geometric mean is below; null = no bound
     sequence_ratio_max: float | None = None  # the same, above
-    kl_coefficient: float = 0.0  # of the KL divergence from the model of model.path, of which a copy is held if above 0
+    kl_coefficient: float = 0.0  # weight of the KL divergence from the model of model.path, of which a copy is then held; 0 = none
     kl_estimator: str = "k3"  # k1 | k2 | k3
     kl_in_reward: bool = False  # taken off the reward instead of added to the loss
     overlong_buffer_tokens: int = 0  # the last so many below sampling.max_response_tokens cost up to 1 of reward; 0 = none

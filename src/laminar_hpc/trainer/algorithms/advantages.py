@@ -38,14 +38,14 @@ def group_advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor
 
 
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
-    """RLOO, arXiv 2402.14740 section 3.2: A_i = r_i - the mean of the other k - 1 rewards of its group, which equals k / (k - 1) (r_i -
+    """RLOO, arXiv 2402.14740: A_i = r_i - the mean of the other k - 1 rewards of its group, which equals k / (k - 1) (r_i -
     mean(r)). rewards [groups, samples], at least 2 samples -> the same shape."""
     samples = rewards.shape[1]
     return (rewards - rewards.mean(dim=1, keepdim=True)) * (samples / (samples - 1))
 
 
 def whitened(returns: torch.Tensor) -> torch.Tensor:
-    """REINFORCE++, arXiv 2501.03262 section 3: (A - mean) / (std + EPSILON) over all tokens of the global batch, std with n. Its variant
+    """REINFORCE++, arXiv 2501.03262: (A - mean) / (std + EPSILON) over all tokens of the global batch, std with n. Its variant
     with a baseline takes the group's mean reward off before. returns [tokens] -> the same shape; equal returns get zeros."""
     if len(returns) == 0:
         return returns

@@ -8,7 +8,7 @@ from laminar_hpc.trainer.algorithms.tokens import Tokens
 def behaviour_weights(proximal: torch.Tensor, behaviour: torch.Tensor, largest: float | None) -> torch.Tensor:
     """min(q / mu, largest), which multiplies a loss whose ratio is pi / q, with q the proximal and mu the behaviour policy. No gradient.
 
-    Without a bound decoupled PPO's, arXiv 2110.00641 section 3 and, for asynchronous RL, AReaL's, arXiv 2505.24298 section 5; with one,
+    Without a bound decoupled PPO's, arXiv 2110.00641 and, for asynchronous RL, AReaL's, arXiv 2505.24298 section 5.2; with one,
     about 2, truncated importance sampling (TIS): F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
     (fengyao.notion.site/off-policy-rl, 2025), after IMPALA's weights, arXiv 1802.01561 section 4.1. All float32 [tokens].
     """

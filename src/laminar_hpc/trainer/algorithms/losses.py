@@ -42,7 +42,7 @@ def clip(
     """DAPO's objective per token with clip-higher, arXiv 2503.14476 equation 8: -min(r A, clip(r, 1 - low, 1 + high) A); low = high is
     PPO's, arXiv 1707.06347 equation 7.
 
-    With `dual` (above 1 + high) dual clip, arXiv 1912.09729 section 3.3: where A < 0 the objective is no less than dual A.
+    With `dual` (above 1 + high) dual clip, arXiv 1912.09729, "Dual-clip PPO": where A < 0 the objective is no less than dual A.
     """
     return _clipped(torch.exp(logprobs - old), advantages, low, high, dual)
 
