@@ -4,7 +4,7 @@ Called by trainer/loop.py on every rank with the same batch. Every rank makes th
 those of the whole batch on every rank; those of tokens leave out the mini-batches whose update was skipped.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -16,6 +16,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages import Trajectory
 from laminar_hpc.trainer.algorithms.advantages import group_advantages, shuffled
 from laminar_hpc.trainer.algorithms.losses import clip_higher
+from laminar_hpc.trainer.algorithms.zero_variance import estimated_advantages
 from laminar_hpc.trainer.megatron import MegatronPolicy
 from laminar_hpc.trainer.microbatch import MicroBatch, length, make_microbatch
 from laminar_hpc.trainer.packing import plan_microbatches, split_minibatches
@@ -64,18 +65,24 @@ class Learner:
         return {name: float(value) for name, value in metrics.items()}
 
     def _advantages(self, trajectories: list[Trajectory], step: int) -> list[float]:
-        """One per trajectory, which are ordered by group."""
-        samples, sizes = self.config.algorithm.samples_per_prompt, defaultdict(int)
-        for t in trajectories:
-            sizes[t.group_id] += 1
-        wrong = {group: size for group, size in sizes.items() if size != samples}
+        """One per trajectory, which are ordered by group; groups may differ in size when sampling is adaptive."""
+        algorithm, sizes = self.config.algorithm, Counter(t.group_id for t in trajectories)
+        least, most = algorithm.first_samples or algorithm.samples_per_prompt, algorithm.samples_per_prompt
+        wrong = {group: size for group, size in sizes.items() if not least <= size <= most}
         if wrong:
-            raise LaminarError(f"the batch of step {step} has incomplete groups (group: trajectories) {wrong}; {samples} each are needed")
+            wanted = f"{most} each" if least == most else f"{least} to {most} each"
+            raise LaminarError(f"the batch of step {step} has incomplete groups (group: trajectories) {wrong}; {wanted} are needed")
         rewards = [t.reward for t in trajectories]
-        if self.config.algorithm.shuffle_rewards:
+        if algorithm.shuffle_rewards:
             rewards = shuffled(rewards, self.config.seed, step)
-        grouped = torch.tensor(rewards, dtype=torch.float64).view(-1, samples)
-        return group_advantages(grouped, self.config.algorithm.normalize_std).flatten().tolist()
+        groups = torch.tensor(rewards, dtype=torch.float64).split(list(sizes.values()))
+        return [value for group in groups for value in self._group_advantages(group).tolist()]
+
+    def _group_advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+        algorithm = self.config.algorithm
+        if algorithm.zero_variance == "estimate" and bool((rewards == rewards[0]).all()):
+            return estimated_advantages(rewards, algorithm.normalize_std)
+        return group_advantages(rewards[None], algorithm.normalize_std)[0]
 
     def _loss(self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The micro-batch's summed loss; and [6] sums over its tokens: loss, ratio, clipped, entropy, tokens; and the largest ratio."""
