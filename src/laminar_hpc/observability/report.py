@@ -130,10 +130,12 @@ def learning(run: Run) -> str:
     names = [
         ("batch accuracy and its mean of 3 steps", BLUE),
         ("batch reward" + ("" if own_reward else ": equal to its accuracy"), GREY),
-        ("held-out: filled greedy, hollow sampled", ORANGE),
+        (f"held-out {first}: filled greedy, hollow sampled", ORANGE),
     ]
-    more = [figure(file, svg.lines(held_out(run, file, lambda e: e["step"]), "trainer step", y_range=(0.0, 1.0))) for file in others]
-    return section("Accuracy and reward", svg.legend(names) + grid("two", *charts, *more))
+    for file in others:
+        plot = svg.lines(held_out(run, file, lambda e: e["step"]), "trainer step", y_range=(0.0, 1.0))
+        charts.append(figure(f"held-out {file}: filled greedy, hollow sampled", plot))
+    return section("Accuracy and reward", svg.legend(names) + grid("two", *charts))
 
 
 def held_out(run: Run, file: str, place: Callable[[dict], float]) -> list[Series]:
