@@ -15,8 +15,8 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages import Trajectory
 from laminar_hpc.trainer.algorithms.advantages import group_advantages, shuffled
+from laminar_hpc.trainer.algorithms.groups import by_group, estimated_advantages
 from laminar_hpc.trainer.algorithms.losses import clip_higher
-from laminar_hpc.trainer.algorithms.zero_variance import estimated_advantages
 from laminar_hpc.trainer.megatron import MegatronPolicy
 from laminar_hpc.trainer.microbatch import MicroBatch, length, make_microbatch
 from laminar_hpc.trainer.packing import plan_microbatches, split_minibatches
@@ -75,14 +75,15 @@ class Learner:
         rewards = [t.reward for t in trajectories]
         if algorithm.shuffle_rewards:
             rewards = shuffled(rewards, self.config.seed, step)
-        groups = torch.tensor(rewards, dtype=torch.float64).split(list(sizes.values()))
-        return [value for group in groups for value in self._group_advantages(group).tolist()]
+        return by_group(torch.tensor(rewards, dtype=torch.float64), list(sizes.values()), self._group_advantages).tolist()
 
     def _group_advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+        """[groups, samples] -> the same shape."""
         algorithm = self.config.algorithm
-        if algorithm.zero_variance == "estimate" and bool((rewards == rewards[0]).all()):
-            return estimated_advantages(rewards, algorithm.normalize_std)
-        return group_advantages(rewards[None], algorithm.normalize_std)[0]
+        found, equal = group_advantages(rewards, algorithm.normalize_std), (rewards == rewards[:, :1]).all(1)
+        if algorithm.zero_variance == "estimate":
+            found[equal] = estimated_advantages(rewards[equal], algorithm.normalize_std)
+        return found
 
     def _loss(self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The micro-batch's summed loss; and [6] sums over its tokens: loss, ratio, clipped, entropy, tokens; and the largest ratio."""
