@@ -36,7 +36,8 @@ def test_greedy_and_mean_at_k_per_file():
         ("a", "greedy", 1 / 3, 3, 1),
         ("b", "greedy", 0.5, 4, 1),
     ]
-    assert {(r["weight_id"], r["step"], r["label"], r["seconds"], r["response_length_mean"]) for r in results} == {(5, 2, "before", 2.0, 3.0)}
+    same = ("weight_id", "step", "label", "seconds", "response_length_mean")
+    assert {tuple(r[key] for key in same) for r in results} == {(5, 2, "before", 2.0, 3.0)}
     grant = evaluations.grant(0, 5, 2, 1, now=3.0)
     assert grant.temperature == 0.7 and {len(g.samples) for g in grant.groups} == {3}
     assert len({s.trajectory_id for g in grant.groups for s in g.samples}) == 21

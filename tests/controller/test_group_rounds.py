@@ -9,10 +9,11 @@ from laminar_hpc.controller.prompts import Prompt
 from laminar_hpc.controller.store import Store
 from laminar_hpc.policies.sampling import GroupSize
 
+PAIR = GroupSize(2, 1, 2)
 PROMPTS = [Prompt(f"{i}+1=", [i], {"n": i}) for i in range(5)]
 
 
-def new_book(tmp_path, size=GroupSize(2, 1, 2), filters=False):
+def new_book(tmp_path, size=PAIR, filters=False):
     store = Store(tmp_path)
     book = Book(store, PROMPTS, size, lambda draw: draw % 5, filters)
     book.load()
@@ -49,7 +50,8 @@ def test_a_group_of_equal_rewards_is_given_up_and_its_number_given_back(tmp_path
         ("given_up", "all 2 rewards are 1"),
         ("finished", None),
     ]
-    assert database.execute("SELECT state, COUNT(payload) FROM trajectories WHERE group_id = 0 GROUP BY state").fetchall() == [("given_up", 2)]
+    kept = database.execute("SELECT state, COUNT(payload) FROM trajectories WHERE group_id = 0 GROUP BY state").fetchall()
+    assert kept == [("given_up", 2)]
     database.close()
     store.close()
     store, book = new_book(tmp_path, filters=True)
