@@ -114,6 +114,21 @@ def test_a_restart_between_rounds(tmp_path):
     store.close()
 
 
+def test_what_is_ready_for_a_replica(tmp_path):
+    """Samples with nobody count by the share of a group that they are; whether scores of the replica's own work are pending is known."""
+    store, book = new_book(tmp_path, GroupSize(2, 1, 4))
+    (group,) = draw(book)
+    assert book.ready(0) == (0.0, False)
+    first, second = group.samples
+    book.generated(trajectory(group, first), 0)
+    book.scored(first.trajectory_id, 0, 0.0, {}, "", 0.0)
+    book.generated(trajectory(group, second), 0)
+    assert book.ready(0) == (0.0, True) and book.ready(1) == (0.0, False)
+    book.scored(second.trajectory_id, 0, 0.0, {}, "", 0.0)
+    assert book.ready(0) == (0.5, False)
+    store.close()
+
+
 def test_a_local_batch_is_filled_by_samples(tmp_path):
     """Later rounds take the place of new groups by their samples, and go only where `may_go_on` lets them."""
     store, book = new_book(tmp_path, GroupSize(2, 1, 4))

@@ -1,7 +1,7 @@
 """The order of prompts is a function of seed and count alone; how many samples a prompt gets is one of their accuracies alone."""
 
 from laminar_hpc.policies.filtering import PATIENCE_BATCHES, exhausted, reason, zero_variance
-from laminar_hpc.policies.sampling import GroupSize, prompt_index
+from laminar_hpc.policies.sampling import GroupSize, prompt_index, worth_a_batch
 
 
 def test_every_pass_holds_every_row_once_and_differs():
@@ -20,6 +20,12 @@ def test_more_samples_only_while_all_are_wrong():
     assert [size.granted_next([0.0] * n) for n in (8, 10, 14, 15, 16)] == [2, 2, 2, 1, 0]
     assert size.granted_next([0.0] * 7 + [1.0]) == size.granted_next([1.0] * 8) == size.granted_next([0.0] * 9 + [0.5]) == 0
     assert GroupSize(8, 2, 8).granted_next([0.0] * 8) == 0, "all at once: never more"
+
+
+def test_a_small_rest_waits_for_the_scores_of_the_last_batch():
+    """Otherwise filtered groups and later rounds trickle out in batches of one."""
+    assert [worth_a_batch(ready, 32, True) for ready in (0, 0.25, 15, 16, 40)] == [False, False, False, True, True]
+    assert [worth_a_batch(ready, 32, False) for ready in (0, 0.25, 32)] == [False, True, True]
 
 
 def test_saved_against_always_the_most():

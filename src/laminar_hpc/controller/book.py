@@ -71,6 +71,7 @@ class Book:
         self.discarded_tokens = 0
         self.filtered_in_a_row = 0
         self.counts = Counts()
+        self.may_change = filters or size.first < size.most  # a score can make room for other groups, or for more samples
 
     def load(self) -> None:
         """After a restart: finished work is there again, work in progress starts again from its prompt under a new attempt."""
@@ -92,6 +93,12 @@ class Book:
             if not g.finished
         ]
         return sorted(((g, ids) for g, ids in found if ids), key=lambda pair: (pair[0].view().weight_step, pair[0].group_id))
+
+    def ready(self, replica: int) -> tuple[float, bool]:
+        """(samples with nobody, in groups; whether some of what `replica` generated is not scored yet)."""
+        samples = sum(len(ids) for _, ids in self._open_samples())
+        scoring = any(s.generated is not None and s.replica == replica for g in self.groups.values() for s in g.samples.values())
+        return samples / self._size.first, scoring
 
     def draw(
         self, most_groups: int, quota: int, replica: int, weight_id: int, weight_step: int, now: float,

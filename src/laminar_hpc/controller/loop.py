@@ -28,6 +28,7 @@ from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.policies import admission, filtering
+from laminar_hpc.policies.sampling import worth_a_batch
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
@@ -263,6 +264,9 @@ class Controller:
             return None
         size, bound = self.config.algorithm.prompts_per_step, self.config.pipeline.max_staleness
         quota = admission.quota(step, self.book.counted, size, self.config.steps, bound)
+        waiting, scoring = self.book.ready(replica)
+        if not worth_a_batch(quota + waiting, self.derived.local_batch_groups, scoring and self.book.may_change):
+            return None
 
         def may_go_on(group: admission.GroupView) -> bool:
             return admission.may_go_on(group, step, self.trainer_step, self.book.views(), size, bound)

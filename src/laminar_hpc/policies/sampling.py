@@ -24,6 +24,12 @@ def prompt_index(draw: int, rows: int, seed: int, shuffle: bool) -> int:
     return _order(rows, seed, number_of_pass, shuffle)[position]
 
 
+def worth_a_batch(groups_ready: float, local_batch_groups: int, being_scored: bool) -> bool:
+    """Whether an idle replica shall start on what is ready for it. While its last local batch is being scored, filtering and later rounds
+    may make more ready any moment; less than half a batch waits for that, since a small batch takes about as long as a large one."""
+    return groups_ready > 0 and (not being_scored or 2 * groups_ready >= local_batch_groups)
+
+
 @dataclass(frozen=True)
 class GroupSize:
     """A group starts with `first` samples and gets `more` at a time, up to `most`, while none is right. first = most: never more."""
