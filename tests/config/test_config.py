@@ -77,7 +77,7 @@ BAD = [
     ("data.too_long=cut", "use one of refuse, drop"),
     ("data.max_prompt_tokens=0", "at least 1, or null"),
     ("evaluation.files=[/nowhere.jsonl]", "evaluation.files=/nowhere.jsonl: no such file"),
-    ("evaluation.files=[openai/gsm8k@test,other/gsm8k@test]", "two of them are called 'gsm8k-test'"),
+    ("evaluation.files=[openai/gsm8k@test,openai/gsm8k@test]", "two of them are called 'openai-gsm8k-test'"),
     ("evaluation.samples=-1", "must be 0 or more"),
     ("algorithm.zero_variance=drop", "use one of keep, filter, estimate"),
     ("algorithm.first_samples=9", "must be from 2 to algorithm.samples_per_prompt=8"),

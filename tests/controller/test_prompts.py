@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import DataConfig
-from laminar_hpc.config.source import parse_source
+from laminar_hpc.config.source import Source, labels, parse_source
 from laminar_hpc.controller.prompts import check_token_ids, load_prompts
 
 TOKENIZER = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?0123456789+=")}, unk_token="?"))
@@ -191,6 +191,10 @@ def test_names_of_sources():
     source = parse_source("data.train", "openai/gsm8k:main@test")
     assert (source.kind, source.path, source.subset, source.split) == ("hub", "openai/gsm8k", "main", "test")
     assert source.label == "gsm8k-main-test"
+    files = [Source("parquet", "/data/math/test.parquet"), Source("jsonl", "/data/gsm8k/test.jsonl"), source]
+    assert labels("evaluation.files", files) == ["math-test", "gsm8k-test", "gsm8k-main-test"]
+    with pytest.raises(LaminarError, match="two of them are called 'gsm8k-test'"):
+        labels("evaluation.files", [*files, files[1]])
     assert parse_source("data.train", "openai/gsm8k").split == "train"
 
 

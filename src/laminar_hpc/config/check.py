@@ -13,7 +13,7 @@ from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.config.source import parse_source
+from laminar_hpc.config.source import labels, parse_source
 
 _SERVING_BYTES = {"float32": 4, "bfloat16": 2}
 _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
@@ -213,9 +213,7 @@ def _check_batch(config: RunConfig, derived: Derived) -> None:
 
 def _check_rollout_inputs(config: RunConfig) -> None:
     parse_source("data.train", config.data.train)
-    labels = [parse_source("evaluation.files", file).label for file in config.evaluation.files]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    _refuse(twice is not None, f"evaluation.files: two of them are called '{twice}' in lines and plots; rename one")
+    labels("evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files])
     limit = config.data.max_prompt_tokens
     _refuse(limit is not None and limit < 1, f"data.max_prompt_tokens={limit}: must be at least 1, or null")
     _refuse(config.evaluation.samples < 0, f"evaluation.samples={config.evaluation.samples}: must be 0 or more")

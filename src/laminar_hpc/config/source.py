@@ -26,6 +26,21 @@ class Source:
             return Path(self.path).stem
         return "-".join([Path(self.path).name, *([self.subset] if self.subset else []), self.split])
 
+    @property
+    def longer_label(self) -> str:
+        """The same behind the name of its folder or owner."""
+        return f"{Path(self.path).resolve().parent.name if self.kind != 'hub' else self.path.partition('/')[0]}-{self.label}"
+
+
+def labels(key: str, sources: list[Source]) -> list[str]:
+    """A name for each, its label where that is the only one. Raises LaminarError when even the longer labels of two are the same."""
+    short = [source.label for source in sources]
+    found = [source.longer_label if short.count(source.label) > 1 else source.label for source in sources]
+    twice = next((label for label in found if found.count(label) > 1), None)
+    if twice is not None:
+        raise LaminarError(f"{key}: two of them are called '{twice}' in lines and plots; rename one")
+    return found
+
 
 def parse_source(key: str, text: str) -> Source:
     """`text` is FILE, or FOLDER_OR_NAME[:SUBSET][@SPLIT]. Raises LaminarError, beginning with `key`, when it can be none of them."""

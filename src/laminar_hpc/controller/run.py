@@ -19,7 +19,7 @@ from laminar_hpc.config.check import Derived, check, check_machine, model_config
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.config.source import parse_source
+from laminar_hpc.config.source import labels, parse_source
 from laminar_hpc.controller.book import Book
 from laminar_hpc.controller.chat import load_chat_template
 from laminar_hpc.controller.evaluations import Evaluations
@@ -69,7 +69,8 @@ def load_data(config: RunConfig, say: Callable[[str], None]) -> tuple[list[Promp
 
     train = load("data.train", config.data.train)
     held_out = [load("evaluation.files", name, config.evaluation.problems) for name in config.evaluation.files]
-    return train.prompts, {found.source.label: found.prompts for found in held_out}
+    names = labels("evaluation.files", [found.source for found in held_out])
+    return train.prompts, {name: found.prompts for name, found in zip(names, held_out, strict=True)}
 
 
 def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: int, machine: str, say: Callable[[str], None]) -> Controller:
