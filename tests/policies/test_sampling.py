@@ -1,6 +1,6 @@
 """The order of prompts is a function of seed and count alone; how many samples a prompt gets is one of their accuracies alone."""
 
-from laminar_hpc.policies.filtering import PATIENCE_BATCHES, exhausted, reason, zero_variance
+from laminar_hpc.policies.filtering import PATIENCE_BATCHES, PATIENCE_GROUPS, exhausted, reason, zero_variance
 from laminar_hpc.policies.sampling import GroupSize, prompt_index, worth_a_batch
 
 
@@ -37,4 +37,5 @@ def test_saved_against_always_the_most():
 def test_zero_variance_groups():
     assert zero_variance([0.25, 0.25, 0.25]) and not zero_variance([0.0, 0.0, 0.1])
     assert reason([0.0] * 8) == "all 8 rewards are 0" and reason([0.25] * 2) == "all 2 rewards are 0.25"
-    assert exhausted(PATIENCE_BATCHES * 4, 4) and not exhausted(PATIENCE_BATCHES * 4 - 1, 4)
+    assert exhausted(PATIENCE_BATCHES * 32, 32) and not exhausted(PATIENCE_BATCHES * 32 - 1, 32)
+    assert exhausted(PATIENCE_GROUPS, 1) and not exhausted(PATIENCE_GROUPS - 1, 1)

@@ -77,7 +77,7 @@ def test_parquet_two_evaluations_filter_and_rounds(tmp_path, monkeypatch):
 
 @pytest.mark.timeout(300)
 def test_a_run_whose_every_group_is_filtered_ends_with_a_line(tmp_path):
-    """Answers that nobody can give: ten global batches are filtered in a row, then the run ends and says why."""
+    """Answers that nobody can give: a hundred groups are filtered in a row, then the run ends in order, with a checkpoint, and says why."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": "none"}) + "\n" for i in range(10, 40)))
     run = Run(
         tmp_path / "run", f"data.train={tmp_path}/rows.jsonl", "evaluation.files=[]", "algorithm.prompts_per_step=4",
@@ -85,7 +85,8 @@ def test_a_run_whose_every_group_is_filtered_ends_with_a_line(tmp_path):
     )  # fmt: skip
     assert run.finish() == 1, run.lines
     (line,) = run.errors
-    assert "the last 40 groups were all filtered" in line and "all 2 rewards are 0" in line and "algorithm.zero_variance=keep" in line
-    assert len(metrics(tmp_path / "run", "given_up")) == 40
-    assert metrics(tmp_path / "run", "end")[-1]["reason"].startswith("failed: the last 40 groups")
+    assert "the last 100 groups were all filtered" in line and "all 2 rewards are 0" in line and "algorithm.zero_variance=keep" in line
+    assert len(metrics(tmp_path / "run", "given_up")) >= 100
+    assert metrics(tmp_path / "run", "end")[-1]["reason"].startswith("failed: the last 100 groups")
+    assert [c["step"] for c in metrics(tmp_path / "run", "checkpoint")] == [0]
     run.assert_gone()

@@ -62,6 +62,7 @@ class Controller:
         self.outbox: list[tuple[str, m.Message]] = []
         self.batches = 0
         self.stopping = ""
+        self.failure = ""  # why a run that stops in order has failed all the same
         self.trainer_done = False
         self.finished = False
         self.ending = False  # all workers have been told to leave
@@ -303,14 +304,15 @@ class Controller:
                 self.on_filtered(group)
 
     def on_filtered(self, group: Group) -> None:
-        """A group without advantage was given up. Ends the run when nothing but such groups has come for long."""
-        rewards, row = [s.reward for s in group.samples.values()], self.config.algorithm.prompts_per_step
-        self.metrics.write("given_up", group_id=group.group_id, prompt_index=group.prompt_index, reason=filtering.reason(rewards))
-        if filtering.exhausted(self.book.filtered_in_a_row, row):
-            raise LaminarError(
-                f"the last {self.book.filtered_in_a_row} groups were all filtered, at last because {filtering.reason(rewards)}: nothing "
-                "can be learned from these prompts; take easier or harder ones, check reward.function, or set algorithm.zero_variance=keep"
+        """A group without advantage was given up. Ends the run, with a checkpoint, when nothing but such groups has come for long."""
+        reason = filtering.reason([s.reward for s in group.samples.values()])
+        self.metrics.write("given_up", group_id=group.group_id, prompt_index=group.prompt_index, reason=reason)
+        if not self.failure and filtering.exhausted(self.book.filtered_in_a_row, self.config.algorithm.prompts_per_step):
+            self.failure = (
+                f"the last {self.book.filtered_in_a_row} groups were all filtered, the last because {reason}: nothing can be learned "
+                "from these prompts now; take easier or harder ones, check reward.function, or set algorithm.zero_variance=keep"
             )
+            self.request_stop("every group is filtered")
 
     def on_Lost(self, member: Member, lost: m.Lost) -> None:
         log.warning("trajectory %d, attempt %d, was lost: %s", lost.trajectory_id, lost.attempt, lost.reason)

@@ -116,7 +116,8 @@ def run(config: RunConfig, relays: int, machine: str, say: Callable[[str], None]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
         loop(controller, received)
-        controller.metrics.write("end", reason=controller.stopping or "done", step=controller.trainer_step)
+        reason = f"failed: {controller.failure}" if controller.failure else controller.stopping or "done"
+        controller.metrics.write("end", reason=reason, step=controller.trainer_step)
     except BaseException as error:
         if controller is not None:
             controller.metrics.write("end", reason=f"failed: {error}", step=controller.trainer_step)
@@ -126,6 +127,8 @@ def run(config: RunConfig, relays: int, machine: str, say: Callable[[str], None]
         shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)  # a relay that was killed could not
     if start.restored_step < config.steps:
         finish(run_dir, controller.stopping, say)
+    if controller.failure:
+        raise LaminarError(controller.failure)
 
 
 def loop(controller: Controller, received: list[str]) -> None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-# A run that filters ends when so many global batches of groups in a row were all given up: then nothing is learned from these prompts, and
-# a run would generate for ever. Ten: even where nine groups in ten are equal, ten batches of 32 without a single other one do not happen.
-PATIENCE_BATCHES = 10
+# A run that filters ends when so many groups in a row were all given up: nothing is learned from these prompts, and it would generate for
+# ever. Where nine groups in ten are equal, a hundred of them without a single other one happen once in 40,000 times.
+PATIENCE_GROUPS = 100
+PATIENCE_BATCHES = 10  # and at least so many global batches
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
@@ -19,4 +20,4 @@ def reason(rewards: Sequence[float]) -> str:
 
 def exhausted(filtered_in_a_row: int, groups_per_step: int) -> bool:
     """Whether filtering has gone on for too long without one group to train on."""
-    return filtered_in_a_row >= PATIENCE_BATCHES * groups_per_step
+    return filtered_in_a_row >= max(PATIENCE_GROUPS, PATIENCE_BATCHES * groups_per_step)
