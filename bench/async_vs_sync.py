@@ -37,7 +37,7 @@ def threads(text: str) -> tuple[int, int]:
 
 def measure(options: argparse.Namespace, folder, pipeline: str, setting: tuple[int, int], waiting: bool, name: str, **more: object) -> dict:
     """One run and its row of the table."""
-    settings = {"pipeline": pipeline, "trainer.threads": setting[0], "rollout.threads": setting[1], "evaluation.file": "", **more}
+    settings = {"pipeline": pipeline, "trainer.threads": setting[0], "rollout.threads": setting[1], "evaluation.files": "[]", **more}
     if waiting:
         settings |= {
             "reward.function": "bench.rewards.waiting",

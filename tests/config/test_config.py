@@ -73,7 +73,16 @@ BAD = [
     ("model.path=/nowhere", "no config.json there"),
     ("model.dtype=int4", "use float32 or bfloat16"),
     ("data.train=/nowhere.jsonl", "no such file"),
-    ("evaluation.file=/nowhere.jsonl", "no such file"),
+    ("data.train=/nowhere/at/all", "no such file or folder, and no name of a Hugging Face dataset"),
+    ("data.too_long=cut", "use one of refuse, drop"),
+    ("data.max_prompt_tokens=0", "at least 1, or null"),
+    ("evaluation.files=[/nowhere.jsonl]", "evaluation.files=/nowhere.jsonl: no such file"),
+    ("evaluation.files=[openai/gsm8k@test,openai/gsm8k@test]", "two of them are called 'openai-gsm8k-test'"),
+    ("evaluation.samples=-1", "must be 0 or more"),
+    ("algorithm.zero_variance=drop", "use one of keep, filter, estimate"),
+    ("algorithm.first_samples=9", "must be from 2 to algorithm.samples_per_prompt=8"),
+    ("algorithm.first_samples=1", "must be from 2"),
+    ("algorithm.more_samples=0", "at least 1"),
     ("reward.function=", "reward.function is empty"),
     (
         "algorithm.minibatches_per_step=3",
@@ -117,6 +126,13 @@ BAD = [
     ("source=replay:/nowhere", "no store.sqlite"),
     ("resume=maybe", "use one of auto, never"),
 ]
+
+
+def test_adaptive_sampling_has_no_fixed_number_of_trajectories(words):
+    """A step's trajectories need not divide into mini-batches then, but there must be enough for each of them."""
+    check(load_config([*words, "algorithm.first_samples=4", "algorithm.minibatches_per_step=3"]))
+    with pytest.raises(LaminarError, match=r"= 4 trajectories are fewer than algorithm.minibatches_per_step=5"):
+        check(load_config([*words, "algorithm.first_samples=2", "algorithm.prompts_per_step=2", "algorithm.minibatches_per_step=5"]))
 
 
 @pytest.mark.parametrize(("word", "text"), BAD)

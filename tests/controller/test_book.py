@@ -6,12 +6,13 @@ from laminar_hpc.controller.book import Book
 from laminar_hpc.controller.prompts import Prompt
 from laminar_hpc.controller.store import Store
 from laminar_hpc.messages import Trajectory, VersionSpan
+from laminar_hpc.policies.sampling import GroupSize
 
 
 def new_book(tmp_path):
     store = Store(tmp_path)
     prompts = [Prompt(f"{i}+1=", [i], {"n": i}) for i in range(5)]
-    book = Book(store, prompts, 2, lambda draw: draw % 5)
+    book = Book(store, prompts, GroupSize(2, 1, 2), lambda draw: draw % 5)
     book.load()
     return store, book
 
@@ -38,7 +39,8 @@ def test_a_group_is_finished_with_its_last_score_and_stamped_with_the_step(tmp_p
     assert not book.scored(first.trajectory_id, 0, 1.0, {}, "", 3.0)
     assert not book.scored(second.trajectory_id, 0, 1.0, {}, "", 3.0), "a score before its trajectory counts for nothing"
     book.generated(trajectory(group, second), 4)
-    assert book.scored(second.trajectory_id, 0, 0.0, {}, "", 3.0)
+    complete = book.scored(second.trajectory_id, 0, 0.0, {}, "", 3.0)
+    assert complete is not None and complete.finished
     batch = book.consume([group.group_id], 5)
     assert [t.step_finished for t in batch] == [3, 4] and [t.reward for t in batch] == [1.0, 0.0]
     assert book.groups == {}
@@ -78,7 +80,7 @@ def test_restore_brings_back_what_later_steps_trained_on(tmp_path, kill):
         store.close()
     store = Store(tmp_path)
     store.restore(1)
-    book = Book(store, book._prompts, 2, lambda draw: draw % 5)
+    book = Book(store, book._prompts, GroupSize(2, 1, 2), lambda draw: draw % 5)
     book.load()
     assert store.consumed_groups(0) == [groups[0].group_id] and store.consumed_groups(1) == []
     assert [g.group_id for g in book.groups.values() if g.finished] == [groups[1].group_id]

@@ -76,8 +76,9 @@ def write(
 
     def log_evaluation(time: float, name: str, label: str, step: int, accuracy: float) -> None:
         workers[0].trace.record("evaluate", time - 1.0, time)
-        found = {"name": name, "label": label, "step": step, "weight_id": step, "accuracy": accuracy}
-        log("evaluation", time, **found, problems=64, seconds=1.0, response_length_mean=20.0)
+        for file, share in (("heldout", 1.0), ("harder", 0.5)):
+            found = {"name": name, "file": file, "label": label, "step": step, "weight_id": step, "accuracy": accuracy * share}
+            log("evaluation", time, **found, problems=64, samples=1, seconds=1.0, response_length_mean=20.0)
 
     model = write_model(run_dir.parent / "model")
     config = {"run_dir": str(run_dir), "seed": seed, "steps": steps, "source": "rollout", "model": {"path": str(model)},
@@ -241,7 +242,8 @@ def step_record(rows: list[messages.Trajectory], step: int, wait: float, train: 
         "prompt_tokens": sum(len(r.prompt_tokens) for r in rows), "trajectories": len(rows),
         "staleness_generation_mean": mean(generation), "staleness_generation_max": max(generation),
         "staleness_training_mean": mean(training), "staleness_training_max": max(training), "versions_per_trajectory_max": 1,
-        "wait_seconds": wait, "train_seconds": train, "seconds": seconds,
+        "wait_seconds": wait, "train_seconds": train, "seconds": seconds, "groups_filtered": 2, "tokens_generated": 2 * sum(lengths),
+        "samples_saved": 8, "tokens_saved": 8 * mean(lengths),
     }  # fmt: skip
 
 

@@ -51,6 +51,8 @@ def test_evaluation_and_final_lines(finished):
     """Promise: the closing lines hold accuracy before and after, and where the run and its report lie."""
     record = {
         "name": "greedy",
+        "file": "heldout",
+        "samples": 1,
         "label": "after",
         "step": 60,
         "accuracy": 0.934,
@@ -58,13 +60,18 @@ def test_evaluation_and_final_lines(finished):
         "seconds": 4.2,
         "response_length_mean": 12.2,
     }
-    assert "after  greedy   accuracy 0.934  256 problems" in console.evaluation_line(record)
-    assert console.evaluation_progress("greedy", "before", 12, 256).endswith(" 12/256 problems")
+    assert "after  greedy   accuracy 0.934  heldout  256 problems  len" in console.evaluation_line(record)
+    sampled = console.evaluation_line({**record, "name": "sampled", "samples": 16, "file": "a-long-name-of-a-file-with-problems"})
+    assert "256 problems x 16" in sampled and len(sampled) <= 120
+    assert console.evaluation_progress("greedy", "before", 12, 256).endswith(" 12/256 responses")
     text = "\n".join(console.final_lines(summary.build(finished[0]), Path("runs/demo"), Path("runs/demo/report.html"), "SIGINT"))
     for part in (
         "12 steps",
         "(SIGINT)",
-        "before 0.210   after 0.930   (sampled 0.880)",
+        "before 0.210   after 0.930   (sampled 0.880)\n",
+        "before 0.105   after 0.465   (sampled 0.440)   harder",
+        "24 groups whose rewards were all equal",
+        "of what full groups would have taken",
         "runs/demo/report.html",
         "versions per trajectory 1",
     ):

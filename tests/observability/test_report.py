@@ -10,8 +10,8 @@ from laminar_hpc.observability import jsonl, report, rundata, timeline
 from laminar_hpc.observability.trace import Trace
 
 SECTIONS = [
-    "Accuracy and reward", "Staleness", "Response lengths", "Every process over time", "Where the time went", "Trainer", "Weights",
-    "Sample trajectories", "Configuration", "Launches",
+    "Accuracy and reward", "Staleness", "Response lengths", "Sampling", "Every process over time", "Where the time went", "Trainer",
+    "Weights", "Sample trajectories", "Configuration", "Launches",
 ]  # fmt: skip
 
 
@@ -44,6 +44,7 @@ def test_a_finished_run(finished):
     page = report.write(run_dir).read_text()
     check(page)
     assert sections(page) == SECTIONS
+    assert "held-out harder: filled greedy, hollow sampled" in page, "a plot for every evaluated file"
     assert "0.210 → 0.930" in page and "12 of 12" in page and "ended: finished" in page
     prompts = {"".join(synthetic.CHARACTERS[token] for token in tokens) for tokens in first_prompts(run_dir)}
     assert any(f"<code>{prompt}</code>" in page for prompt in prompts)

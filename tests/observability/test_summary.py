@@ -10,10 +10,11 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability import jsonl, rundata, summary
 
 KEYS = [
-    "accuracy_before", "accuracy_after", "accuracy_after_sampled", "steps", "trajectories_trained", "trajectories_to_070",
+    "accuracy_before", "accuracy_after", "accuracy_after_sampled", "evaluations", "steps", "trajectories_trained", "trajectories_to_070",
     "response_tokens_trained", "wall_seconds", "tokens_per_second", "max_versions_per_trajectory", "staleness_generation_mean",
     "staleness_generation_max", "staleness_training_mean", "staleness_training_max", "trainer_idle_fraction", "rollout_idle_fraction",
-    "publish_stall_seconds_mean", "pull_seconds_mean", "logprob_gap_mean", "logprob_gap_max", "reward_errors", "pipeline",
+    "publish_stall_seconds_mean", "pull_seconds_mean", "logprob_gap_mean", "logprob_gap_max", "reward_errors", "groups_filtered",
+    "tokens_saved", "tokens_saved_fraction", "pipeline",
 ]  # fmt: skip
 
 
@@ -30,6 +31,23 @@ def test_a_finished_run(finished):
     assert found["reward_errors"] == sum(step["reward_error_count"] for step in written.steps)
     assert found["staleness_training_max"] == 2
     assert found["wall_seconds"] == pytest.approx(written.end - written.start)
+
+
+def test_evaluations_of_several_files(finished):
+    """Promise: accuracy_before and _after are those of the first file; `evaluations` has every file's, greedy and sampled."""
+    assert summary.build(finished[0])["evaluations"] == {
+        "heldout": {"before": 0.21, "after": 0.93, "before_sampled": 0.17, "after_sampled": 0.88},
+        "harder": {"before": 0.105, "after": 0.465, "before_sampled": 0.085, "after_sampled": 0.44},
+    }
+
+
+def test_groups_filtered_and_tokens_saved_are_those_of_the_history(resumed):
+    """Promise: steps that were done again count once; the share is of what full groups would have taken."""
+    run_dir, before, after = resumed
+    found, history = summary.build(run_dir), before.steps[:4] + after.steps
+    saved, generated = sum(s["tokens_saved"] for s in history), sum(s["tokens_generated"] for s in history)
+    assert (found["groups_filtered"], found["tokens_saved"]) == (20, round(saved))
+    assert found["tokens_saved_fraction"] == pytest.approx(saved / (saved + generated), abs=1e-3)
 
 
 def test_tokens_per_second_is_a_batch_over_the_time_between_updates(finished):

@@ -60,10 +60,11 @@ def test_metrics_are_lines_and_curves(tmp_path):
     line = writer.write("step", step=1, loss=0.25, skipped_updates=0)
     assert [r["kind"] for r in jsonl.read(tmp_path / "metrics.jsonl")] == ["start", "step"]
     assert line["loss"] == 0.25 and line["time"] > 0
+    writer.write("evaluation", name="greedy", file="heldout", label="step", step=1, accuracy=0.5)
     writer.write("pull", replica=0, weight_id=1, step=1, seconds=0.2, parts={"load": 0.1})
     writer.close()
     board = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
-    for name in (b"step/loss", b"step/skipped_updates", b"pull/0/seconds", b"pull/0/parts/load"):
+    for name in (b"step/loss", b"step/skipped_updates", b"pull/0/seconds", b"pull/0/parts/load", b"evaluation/heldout/greedy/accuracy"):
         assert name in board
     assert dict(curves({"kind": "step", "time": 1.0, "step": 1, "loss": 0.25})) == {"step/loss": 0.25}
 

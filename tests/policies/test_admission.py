@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.policies.admission import GroupView, choose, quota
+from laminar_hpc.policies.admission import GroupView, choose, may_go_on, quota
 
 
 @settings(max_examples=300, deadline=None)
@@ -13,58 +13,93 @@ from laminar_hpc.policies.admission import GroupView, choose, quota
     groups_per_step=st.integers(1, 5),
     bound=st.integers(0, 4),
     replicas=st.integers(1, 4),
+    filtered=st.sampled_from([0.0, 0.3, 0.9]),
+    more_rounds=st.sampled_from([0.0, 0.5]),
     seed=st.integers(0, 2**32),
 )
-def test_bound_holds_for_any_order_of_events(groups_per_step, bound, replicas, seed):
-    """Promise 2 and the proof in policies/admission.py: replicas on any old weights, any order of finishing, groups given up and redone."""
+def test_bound_holds_for_any_order_of_events(groups_per_step, bound, replicas, filtered, more_rounds, seed):
+    """Promise 2 and the proof in policies/admission.py: replicas on any old weights, any order of finishing, groups given up when they are
+    complete, sampled in several rounds, lost and redone on other weights, and restores to an earlier step. None is late, nobody starves."""
     random_ = random.Random(seed)
     steps, trained = 25, 0
     counted = finish_order = next_id = 0
     weights = [0] * replicas
     groups: dict[int, GroupView] = {}
-    idle_turns = 0
+    idle: dict[int, bool] = {}  # unfinished groups whose samples are with nobody -> whether all of them are, so that the age may rise
+    history: list[list[GroupView]] = []  # the batch of each step
+    idle_turns = restores = 0
+
+    def allowed(group, weight_step):
+        return may_go_on(group, weight_step, trained, groups.values(), groups_per_step, bound)
+
+    def running():
+        return [g for g in groups.values() if not g.finished and g.group_id not in idle]
+
     while trained < steps:
         progress = False
         action = random_.random()
         if action < 0.35:  # a replica refreshes or not, then asks
             replica = random_.randrange(replicas)
-            weights[replica] = random_.randint(weights[replica], trained)
-            allowed = quota(weights[replica], counted, groups_per_step, steps, bound)
-            for _ in range(min(allowed, random_.randint(1, groups_per_step))):
+            weights[replica] = step = random_.randint(weights[replica], trained)
+            for group_id in sorted(idle, key=lambda i: groups[i].weight_step):
+                if allowed(groups[group_id], step):
+                    age = step if idle.pop(group_id) else min(step, groups[group_id].weight_step)
+                    groups[group_id] = GroupView(group_id, groups[group_id].number, age, finished=False)
+                    progress = True
+            quota_left = quota(step, counted, groups_per_step, steps, bound)
+            for _ in range(min(quota_left, random_.randint(1, groups_per_step))):
                 counted += 1
-                groups[next_id] = GroupView(next_id, counted, weights[replica], finished=False)
+                groups[next_id] = GroupView(next_id, counted, step, finished=False)
                 next_id += 1
                 progress = True
-        elif action < 0.7 and any(not g.finished for g in groups.values()):
-            group = random_.choice([g for g in groups.values() if not g.finished])
-            if random_.random() < 0.05:  # given up: its number goes back
+        elif action < 0.7 and running():
+            group = random_.choice(running())
+            if random_.random() < 0.05:  # lost: redone on whatever weights there are
+                idle[group.group_id] = True
+            elif random_.random() < more_rounds:
+                idle[group.group_id] = False
+            elif random_.random() < filtered:  # given up: its number goes back
                 del groups[group.group_id]
                 counted -= 1
-            elif random_.random() < 0.05:  # lost and redone on newer weights
-                newer = random_.randint(group.weight_step, trained)
-                groups[group.group_id] = GroupView(group.group_id, group.number, newer, finished=False)
             else:
                 finish_order += 1
                 groups[group.group_id] = GroupView(group.group_id, group.number, group.weight_step, True, finish_order)
+            progress = True
+        elif action < 0.71 and trained and restores < 3:  # what later steps trained on is finished again, work in progress is with nobody
+            restores += 1
+            trained = random_.randint(max(0, trained - 4), trained)
+            for group in [g for batch in history[trained:] for g in batch]:
+                groups[group.group_id] = group
+            del history[trained:]
+            idle |= {g.group_id: g.group_id not in idle or idle[g.group_id] for g in groups.values() if not g.finished}
+            weights = [trained] * replicas
             progress = True
         else:
             choice = choose(trained, groups.values(), groups_per_step, bound)
             if choice.group_ids:
                 assert len(choice.group_ids) == groups_per_step
-                for group_id in choice.group_ids:
-                    assert trained - groups.pop(group_id).weight_step <= bound
+                history.append([groups.pop(group_id) for group_id in choice.group_ids])
+                assert all(trained - group.weight_step <= bound for group in history[-1])
                 trained += 1
                 progress = True
         idle_turns = 0 if progress else idle_turns + 1
         if idle_turns > 200:  # nobody could move for long: see whether anybody can at all
             weights = [trained] * replicas
-            can_finish = any(not g.finished for g in groups.values())
             assert (
-                can_finish
+                running()
+                or any(allowed(groups[i], trained) for i in idle)
                 or quota(trained, counted, groups_per_step, steps, bound) > 0
                 or choose(trained, groups.values(), groups_per_step, bound).group_ids
             )
             idle_turns = 0
+
+
+def test_older_weights_only_where_the_bound_allows():
+    """Bound 1, one group per step, trainer at step 3: where a group is due at step 3 already, a lost one may not become due then too."""
+    lost, other = GroupView(1, 5, 3, finished=False), GroupView(2, 4, 2, finished=True)
+    assert may_go_on(lost, 3, 3, [lost, other], 1, 1) and may_go_on(lost, 4, 3, [lost, other], 1, 1)
+    assert not may_go_on(lost, 2, 3, [lost, other], 1, 1)
+    assert may_go_on(lost, 2, 3, [lost], 1, 1) and may_go_on(lost, 0, 3, [lost, other], 1, None)
 
 
 def test_grant_order_alone_would_break_the_bound():

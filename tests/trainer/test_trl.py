@@ -106,7 +106,7 @@ def here(**settings: object) -> tuple[torch.Tensor, float, torch.Tensor]:
     penalties = torch.zeros(sum(LENGTHS), dtype=torch.float64)
     if a.kl_in_reward:
         penalties = a.kl_coefficient * kl_estimate(flat(PROXIMAL), flat(REFERENCE), a.kl_estimator).double()
-    advantages = token_advantages(a, REWARDS.double(), lengths, penalties).float()
+    advantages = token_advantages(a, REWARDS.double(), [SAMPLES] * (len(REWARDS) // SAMPLES), lengths, penalties).float()
     tokens = Tokens(
         behaviour=flat(BEHAVIOUR),
         proximal=flat(PROXIMAL if a.proximal == "recomputed" else BEHAVIOUR),

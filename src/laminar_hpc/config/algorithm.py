@@ -46,6 +46,11 @@ def check_algorithm(config: RunConfig) -> None:
             not 0 <= (a.sequence_ratio_min or 0.0) < (math.inf if a.sequence_ratio_max is None else a.sequence_ratio_max),
             f"sequence_ratio_min={a.sequence_ratio_min} and sequence_ratio_max={a.sequence_ratio_max}: the first must be below the second",
         ),
+        (
+            a.zero_variance == "estimate" and (a.advantage != "grpo" or a.kl_in_reward or a.overlong_buffer_tokens > 0),
+            "zero_variance=estimate takes rewards as probabilities: it goes with advantage=grpo, without kl_in_reward and without "
+            "overlong_buffer_tokens; use keep or filter",
+        ),
         (not 0 <= a.kl_coefficient < math.inf, f"kl_coefficient={a.kl_coefficient}: must be 0 or more"),
         (
             a.kl_in_reward and a.kl_coefficient == 0,

@@ -14,6 +14,7 @@ from pathlib import Path
 from laminar_hpc.config.algorithm import check_algorithm
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.source import labels, parse_source
 
 _SERVING_BYTES = {"float32": 4, "bfloat16": 2}
 _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
@@ -128,6 +129,8 @@ def _check_choices(config: RunConfig) -> None:
         "role": (config.role, ("all", "trainer", "relay", "rollout", "controller")),
         "resume": (config.resume, ("auto", "never")),
         "pipeline.refresh": (config.pipeline.refresh, ("drained", "barrier")),
+        "data.too_long": (config.data.too_long, ("refuse", "drop")),
+        "algorithm.zero_variance": (config.algorithm.zero_variance, ("keep", "filter", "estimate")),
     }
     for key, (value, allowed) in choices.items():
         _refuse(value not in allowed, f"{key}={value}: use one of {', '.join(allowed)}")
@@ -178,9 +181,21 @@ def _check_batch(config: RunConfig, derived: Derived) -> None:
         algorithm.samples_per_prompt < 2,
         f"algorithm.samples_per_prompt={algorithm.samples_per_prompt}: a group needs at least 2 samples to have an advantage",
     )
+    first = algorithm.first_samples
+    _refuse(
+        first is not None and not 2 <= first <= algorithm.samples_per_prompt,
+        f"algorithm.first_samples={first}: must be from 2 to algorithm.samples_per_prompt={algorithm.samples_per_prompt}, or null",
+    )
+    _refuse(algorithm.more_samples < 1, f"algorithm.more_samples={algorithm.more_samples}: must be at least 1")
+    least = algorithm.prompts_per_step * (first or 0)
+    _refuse(
+        first is not None and least < algorithm.minibatches_per_step * ranks,
+        f"algorithm.prompts_per_step={algorithm.prompts_per_step} x algorithm.first_samples={first} = {least} trajectories are fewer than "
+        f"algorithm.minibatches_per_step={algorithm.minibatches_per_step} x trainer.data_parallel={ranks}; raise first_samples",
+    )
     _refuse(algorithm.minibatches_per_step < 1, f"algorithm.minibatches_per_step={algorithm.minibatches_per_step}: must be at least 1")
     _refuse(
-        derived.trajectories_per_step % (algorithm.minibatches_per_step * ranks) != 0,
+        first is None and derived.trajectories_per_step % (algorithm.minibatches_per_step * ranks) != 0,
         f"algorithm.prompts_per_step={algorithm.prompts_per_step} x algorithm.samples_per_prompt={algorithm.samples_per_prompt} = "
         f"{derived.trajectories_per_step} trajectories do not divide into "
         f"algorithm.minibatches_per_step={algorithm.minibatches_per_step} x trainer.data_parallel={ranks}; change one of them",
@@ -199,14 +214,11 @@ def _check_batch(config: RunConfig, derived: Derived) -> None:
 
 
 def _check_rollout_inputs(config: RunConfig) -> None:
-    _refuse(
-        not Path(config.data.train).is_file(),
-        f"data.train={config.data.train or '(empty)'}: no such file; name a JSONL file with one prompt per line",
-    )
-    _refuse(
-        bool(config.evaluation.file) and not Path(config.evaluation.file).is_file(),
-        f"evaluation.file={config.evaluation.file}: no such file; name a JSONL file or leave it empty",
-    )
+    parse_source("data.train", config.data.train)
+    labels("evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files])
+    limit = config.data.max_prompt_tokens
+    _refuse(limit is not None and limit < 1, f"data.max_prompt_tokens={limit}: must be at least 1, or null")
+    _refuse(config.evaluation.samples < 0, f"evaluation.samples={config.evaluation.samples}: must be 0 or more")
     _refuse(
         not config.reward.function,
         "reward.function is empty: name a Python function by its dotted path, e.g. laminar_hpc.environments.arithmetic.reward",

@@ -16,11 +16,16 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Prompts: one JSON object per line."""
+    """Prompts: a JSONL or Parquet file, a folder, or a Hugging Face dataset as OWNER/NAME[:SUBSET][@SPLIT]; see docs/data.md."""
 
     train: str = ""
-    prompt_field: str = "prompt"
-    shuffle: bool = True  # a new order per pass over the file, by run.seed
+    prompt_field: str = "prompt"  # a text or chat messages; `a.b` is a field within a field, `a|b` the first that a row has
+    answer_field: str = ""  # given to the reward as row["answer"]; empty = rows as they are
+    chat_template: bool = False  # render prompts with the model's chat template; false = text as it is
+    max_prompt_tokens: int | None = None  # null = what fits beside a response
+    too_long: str = "refuse"  # a prompt with more tokens: refuse the file, or drop the row and count it
+    drop_duplicates: bool = False  # rows with the same prompt and answer count once
+    shuffle: bool = True  # a new order per pass over the rows, by run.seed
 
 
 @dataclass
@@ -54,6 +59,9 @@ class AlgorithmConfig:
 
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
+    first_samples: int | None = None  # so many at first, then more_samples at a time while all are wrong; null = all at once
+    more_samples: int = 2
+    zero_variance: str = "keep"  # groups whose rewards are all equal: keep, filter (draw other prompts), or estimate (AERO's mean)
     minibatches_per_step: int = 2  # optimizer updates per trainer step
     advantage: str = "grpo"  # grpo | rloo | reinforce_pp | reinforce_pp_baseline
     normalize_std: bool = True  # of grpo only
@@ -128,8 +136,11 @@ class PipelineConfig:
 
 @dataclass
 class EvaluationConfig:
-    file: str = ""  # held-out rows; empty = no evaluation
-    problems: int | None = None  # the first so many; null = all
+    """Accuracy on held-out rows: greedy (pass@1) and sampled at the training temperature (mean@k), each a local batch on one weight id."""
+
+    files: list[str] = field(default_factory=list)  # named as data.train; the first is that of accuracy_before and _after; [] = none
+    problems: int | None = None  # the first so many of each file; null = all
+    samples: int = 1  # responses per problem of the sampled evaluation (k); 0 = greedy only
     every: int = 0  # trainer steps between evaluations on the way; 0 = before and after only
 
 

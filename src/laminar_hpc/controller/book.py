@@ -2,6 +2,7 @@
 
 Owns group and trajectory states. An attempt number guards each trajectory: a report with an old one is refused, so a process that wakes up
 late can do no harm. A lost sample is given out again before anything new, keeps its group's admission number, and may run on newer weights.
+A group whose samples are all scored is finished, gets more samples (policies.sampling), or is given up (policies.filtering).
 """
 
 import logging
@@ -11,7 +12,9 @@ from dataclasses import dataclass, field
 from laminar_hpc.controller.prompts import Prompt
 from laminar_hpc.controller.store import Store
 from laminar_hpc.messages import PromptGroup, Sample, Trajectory
+from laminar_hpc.policies import filtering
 from laminar_hpc.policies.admission import GroupView
+from laminar_hpc.policies.sampling import GroupSize
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,9 @@ class SampleState:
     replica: int  # -1 = with nobody, waits to be given out again
     finished: bool = False
     generated: Trajectory | None = None  # complete but not yet scored
+    reward: float = 0.0
+    accuracy: float = 0.0
+    length: int = 0  # response tokens
 
 
 @dataclass
@@ -38,11 +44,23 @@ class Group:
         return GroupView(self.group_id, self.number, min(s.weight_step for s in self.samples.values()), self.finished, self.finish_order)
 
 
+@dataclass
+class Counts:
+    """What became of the groups that were completed since the counts were last taken. Tokens are response tokens."""
+
+    groups_filtered: int = 0
+    tokens_generated: int = 0
+    samples_saved: int = 0
+    tokens_saved: float = 0.0  # see GroupSize.saved
+
+
 class Book:
     """Groups that are granted or finished; consumed ones leave it and stay in the store."""
 
-    def __init__(self, store: Store, prompts: list[Prompt], samples_per_prompt: int, prompt_of_draw: Callable[[int], int]) -> None:
-        self._store, self._prompts, self._samples, self._prompt_of_draw = store, prompts, samples_per_prompt, prompt_of_draw
+    def __init__(
+        self, store: Store, prompts: list[Prompt], size: GroupSize, prompt_of_draw: Callable[[int], int], filters: bool = False
+    ) -> None:
+        self._store, self._prompts, self._size, self._prompt_of_draw, self._filters = store, prompts, size, prompt_of_draw, filters
         _, self._next_group, self._next_trajectory = store.next_ids()
         self._draws = store.get("prompts_drawn", 0)
         self._finished_count = store.get("groups_finished", 0)
@@ -51,38 +69,59 @@ class Book:
         self._group_of: dict[int, int] = {}
         self.refused_reports = 0
         self.discarded_tokens = 0
+        self.filtered_in_a_row = 0
+        self.counts = Counts()
+        self.may_change = filters or size.first < size.most  # a score can make room for other groups, or for more samples
 
     def load(self) -> None:
         """After a restart: finished work is there again, work in progress starts again from its prompt under a new attempt."""
         for group_id, prompt_index, state, weight_step, number, order in self._store.live_groups():
             group = Group(group_id, prompt_index, number, finished=state == "finished", finish_order=order)
-            for trajectory_id, attempt, sample_state, sample_step in self._store.samples_of(group_id):
+            for trajectory_id, attempt, sample_state, sample_step, *scored in self._store.samples_of(group_id):
                 finished = sample_state == "finished"
-                group.samples[trajectory_id] = SampleState(attempt, sample_step if finished else weight_step, -1, finished)
+                group.samples[trajectory_id] = SampleState(attempt, sample_step if finished else weight_step, -1, finished, None, *scored)
                 self._group_of[trajectory_id] = group_id
             self.groups[group_id] = group
 
     # ---- giving out ------------------------------------------------------------------------------------------------------------
 
-    def _lost_samples(self) -> list[tuple[Group, list[int]]]:
-        lost = [
+    def _open_samples(self) -> list[tuple[Group, list[int]]]:
+        """Samples with nobody: lost ones, and those that a group got later; by the weights of their groups, oldest first."""
+        found = [
             (g, [i for i, s in g.samples.items() if not s.finished and s.replica < 0 and s.generated is None])
             for g in self.groups.values()
             if not g.finished
         ]
-        return [(g, ids) for g, ids in lost if ids]
+        return sorted(((g, ids) for g, ids in found if ids), key=lambda pair: (pair[0].view().weight_step, pair[0].group_id))
 
-    def draw(self, most_groups: int, quota: int, replica: int, weight_id: int, weight_step: int, now: float) -> list[PromptGroup]:
-        """A local batch for `replica`: samples that were lost first, then at most `quota` new groups; `most_groups` in all."""
-        batch = []
-        for group, ids in self._lost_samples()[:most_groups]:
+    def ready(self, replica: int) -> tuple[float, bool]:
+        """(samples with nobody, in groups; whether some of what `replica` generated is not scored yet)."""
+        samples = sum(len(ids) for _, ids in self._open_samples())
+        scoring = any(s.generated is not None and s.replica == replica for g in self.groups.values() for s in g.samples.values())
+        return samples / self._size.first, scoring
+
+    def draw(
+        self, most_groups: int, quota: int, replica: int, weight_id: int, weight_step: int, now: float,
+        may_go_on: Callable[[GroupView], bool] = lambda _: True,
+    ) -> list[PromptGroup]:  # fmt: skip
+        """A local batch for `replica`: samples that are with nobody first, of groups that `may_go_on`, then at most `quota` new groups.
+
+        It ends with the group that brings it to the samples of `most_groups` new groups.
+        """
+        batch, room = [], most_groups * self._size.first
+        for group, ids in self._open_samples():
+            if room <= 0:
+                break
+            if not may_go_on(group.view()):
+                continue
+            room -= len(ids)
             for trajectory_id in ids:
                 sample = group.samples[trajectory_id]
                 sample.attempt, sample.replica, sample.weight_step = sample.attempt + 1, replica, weight_step
                 self._store.grant_again(trajectory_id, sample.attempt, replica, weight_id, weight_step)
             self._store.set_group_weights(group.group_id, group.view().weight_step)
             batch.append(self._message(group, ids))
-        for _ in range(min(most_groups - len(batch), quota)):
+        for _ in range(min(-(-room // self._size.first), quota)):
             batch.append(self._new_group(replica, weight_id, weight_step, now))
         return batch
 
@@ -93,13 +132,16 @@ class Book:
         self._draws += 1
         self._store.put("prompts_drawn", self._draws)
         self._store.add_group(group.group_id, group.prompt_index, weight_id, weight_step, group.number, now)
-        for index in range(self._samples):
-            group.samples[self._next_trajectory] = SampleState(0, weight_step, replica)
-            self._group_of[self._next_trajectory] = group.group_id
-            self._store.add_trajectory(self._next_trajectory, group.group_id, index, replica, weight_id, weight_step)
-            self._next_trajectory += 1
+        self._add_samples(group, self._size.first, replica, weight_id, weight_step)
         self.groups[group.group_id] = group
         return self._message(group, list(group.samples))
+
+    def _add_samples(self, group: Group, count: int, replica: int, weight_id: int, weight_step: int) -> None:
+        for _ in range(count):
+            self._store.add_trajectory(self._next_trajectory, group.group_id, len(group.samples), replica, weight_id, weight_step)
+            group.samples[self._next_trajectory] = SampleState(0, weight_step, replica)
+            self._group_of[self._next_trajectory] = group.group_id
+            self._next_trajectory += 1
 
     def _message(self, group: Group, ids: list[int]) -> PromptGroup:
         prompt = self._prompts[group.prompt_index]
@@ -123,23 +165,50 @@ class Book:
             trajectory.step_finished = trainer_step
             found[1].generated = trajectory
 
-    def scored(self, trajectory_id: int, attempt: int, reward: float, parts: dict[str, float], error: str, time: float) -> bool:
-        """Stores the finished trajectory; True when its group is complete now."""
+    def scored(self, trajectory_id: int, attempt: int, reward: float, parts: dict[str, float], error: str, time: float) -> Group | None:
+        """Stores the finished trajectory; its group when that is complete now: `finished`, else it is given up."""
         found = self._sample(trajectory_id, attempt)
         if not found or found[1].generated is None:
-            return False
+            return None
         group, sample = found
         trajectory = sample.generated
         assert trajectory is not None
         trajectory.reward, trajectory.reward_parts, trajectory.reward_error, trajectory.time_scored = reward, parts, error, time
-        self._store.finish_trajectory(trajectory, parts.get("accuracy", float(reward > 0)))
+        sample.reward, sample.accuracy, sample.length = reward, parts.get("accuracy", float(reward > 0)), len(trajectory.response_tokens)
+        self._store.finish_trajectory(trajectory, sample.accuracy)
         sample.finished, sample.generated = True, None
-        if all(s.finished for s in group.samples.values()):
-            self._finished_count += 1
-            group.finished, group.finish_order = True, self._finished_count
-            self._store.put("groups_finished", self._finished_count)
-            self._store.finish_group(group.group_id, group.view().weight_step, self._finished_count, time)
-        return group.finished
+        if not all(s.finished for s in group.samples.values()):
+            return None
+        more = self._size.granted_next([s.accuracy for s in group.samples.values()])
+        if more:
+            self._add_samples(group, more, -1, trajectory.weight_id, group.view().weight_step)
+            return None
+        self._complete(group, time)
+        return group
+
+    def _complete(self, group: Group, time: float) -> None:
+        """All samples are scored and there shall be no more."""
+        rewards, lengths = [s.reward for s in group.samples.values()], [s.length for s in group.samples.values()]
+        samples, tokens = self._size.saved(lengths)
+        self.counts.tokens_generated += sum(lengths)
+        self.counts.samples_saved += samples
+        self.counts.tokens_saved += tokens
+        if self._filters and filtering.zero_variance(rewards):
+            self.counts.groups_filtered += 1
+            self.filtered_in_a_row += 1
+            self.counted -= 1
+            self._store.give_up_group(group.group_id, filtering.reason(rewards), time)
+            self._forget(group.group_id)
+            return
+        self.filtered_in_a_row = 0
+        self._finished_count += 1
+        group.finished, group.finish_order = True, self._finished_count
+        self._store.put("groups_finished", self._finished_count)
+        self._store.finish_group(group.group_id, group.view().weight_step, self._finished_count, time)
+
+    def _forget(self, group_id: int) -> None:
+        for trajectory_id in self.groups.pop(group_id).samples:
+            del self._group_of[trajectory_id]
 
     def lost(self, trajectory_id: int, attempt: int) -> None:
         """The sample is given out again at the next grant."""
@@ -164,10 +233,13 @@ class Book:
     def views(self) -> list[GroupView]:
         return [g.view() for g in self.groups.values()]
 
+    def take_counts(self) -> Counts:
+        taken, self.counts = self.counts, Counts()
+        return taken
+
     def consume(self, group_ids: list[int], step: int) -> list[Trajectory]:
         """Takes groups out for step `step`; they are in the store as consumed before the batch is sent."""
         self._store.consume(group_ids, step)
         for group_id in group_ids:
-            for trajectory_id in self.groups.pop(group_id).samples:
-                del self._group_of[trajectory_id]
+            self._forget(group_id)
         return self._store.trajectories(group_ids)

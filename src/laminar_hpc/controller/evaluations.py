@@ -1,4 +1,7 @@
-"""Evaluations: local batches on one weight id, outside admission and buffer. Which are due, who does them, and what came out."""
+"""Evaluations: local batches on one weight id, outside admission and buffer. Which are due, who does them, and what came out.
+
+One evaluation asks every problem of every file, greedily once or sampled `samples` times, so that all files are judged on the same weights.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -9,10 +12,14 @@ from laminar_hpc.messages import Generated, Grant, Lost, PromptGroup, Sample, Sc
 
 @dataclass
 class Piece:
-    """A part of an evaluation that one replica does at a time."""
+    """A part of an evaluation that one replica does at a time: the responses to problems `first` up to `last`, `samples` to each.
+
+    A response is known by its number: problem * samples + which of them.
+    """
 
     first: int
     last: int
+    samples: int
     replica: int = -1
     attempt: int = 0
     scores: dict[int, float] = field(default_factory=dict)
@@ -20,25 +27,29 @@ class Piece:
 
     @property
     def done(self) -> bool:
-        return len(self.scores) == self.last - self.first
+        return len(self.scores) == (self.last - self.first) * self.samples
+
+    def holds(self, number: int) -> bool:
+        return self.first <= number // self.samples < self.last
 
 
 @dataclass
 class Evaluation:
-    """One pass over the held-out problems. `min_step`: weights of at least this step; the first replica that starts fixes the id."""
+    """One pass over all held-out problems. `min_step`: weights of at least this step; the first replica that starts fixes the id."""
 
     name: str  # greedy | sampled
     label: str  # before | step | after
     min_step: int
     temperature: float
+    samples: int
     pieces: list[Piece]
     weight_id: int | None = None
     weight_step: int = -1
     started: float = 0.0
 
     @property
-    def problems(self) -> int:
-        return self.pieces[-1].last
+    def responses(self) -> int:
+        return self.pieces[-1].last * self.samples
 
     @property
     def scored(self) -> int:
@@ -50,17 +61,24 @@ class Evaluation:
 
 
 class Evaluations:
-    """The queue of evaluations; the oldest goes first, its pieces to whichever idle replica is on its weights."""
+    """The queue of evaluations; the oldest goes first, its pieces to whichever idle replica is on its weights.
 
-    def __init__(self, prompts: list[Prompt], max_response_tokens: int) -> None:
-        self._prompts, self._max_tokens = prompts, max_response_tokens
+    `files`: name -> problems, in order. `samples`: responses per problem of a sampled evaluation, at `temperature`; 0 = greedy only.
+    """
+
+    def __init__(self, files: dict[str, list[Prompt]], samples: int, temperature: float, max_response_tokens: int) -> None:
+        self._files, self._samples, self._temperature, self._max_tokens = files, samples, temperature, max_response_tokens
+        self._prompts = [prompt for prompts in files.values() for prompt in prompts]
         self.queue: list[Evaluation] = []
-        self.finished: list[Evaluation] = []
 
-    def add(self, name: str, label: str, min_step: int, temperature: float, pieces: int) -> None:
+    def add(self, label: str, min_step: int, pieces: int) -> None:
+        """A greedy evaluation and, if there shall be samples, a sampled one, each in so many pieces."""
         size = math.ceil(len(self._prompts) / max(1, pieces))
-        parts = [Piece(i, min(i + size, len(self._prompts))) for i in range(0, len(self._prompts), size)]
-        self.queue.append(Evaluation(name, label, min_step, temperature, parts))
+        for name, temperature, samples in (("greedy", 0.0, 1), ("sampled", self._temperature, self._samples)):
+            if samples:
+                starts = range(0, len(self._prompts), size)
+                parts = [Piece(i, min(i + size, len(self._prompts)), samples) for i in starts]
+                self.queue.append(Evaluation(name, label, min_step, temperature, samples, parts))
 
     def grant(self, replica: int, weight_id: int, weight_step: int, batch_id: int, now: float) -> Grant | None:
         """A piece for an idle replica with these weights, or None when there is nothing for it."""
@@ -73,15 +91,18 @@ class Evaluations:
                 evaluation.weight_id, evaluation.weight_step, evaluation.started = weight_id, weight_step, now
             piece.replica = replica
             piece.attempt += 1
-            open_ids = [i for i in range(piece.first, piece.last) if i not in piece.scores]
-            groups = [PromptGroup(-1, p.tokens, p.text, p.row, [Sample(i, piece.attempt)]) for i in open_ids for p in [self._prompts[i]]]
+            groups = []
+            for problem in range(piece.first, piece.last):
+                prompt, numbers = self._prompts[problem], range(problem * piece.samples, (problem + 1) * piece.samples)
+                samples = [Sample(i, piece.attempt) for i in numbers if i not in piece.scores]
+                groups += [PromptGroup(-1, prompt.tokens, prompt.text, prompt.row, samples)] if samples else []
             return Grant(batch_id, weight_id, weight_step, groups, evaluation.temperature, self._max_tokens, evaluation.key)
         return None
 
-    def _piece(self, key: str, index: int, attempt: int) -> tuple[Evaluation, Piece] | None:
+    def _piece(self, key: str, number: int, attempt: int) -> tuple[Evaluation, Piece] | None:
         for evaluation in self.queue:
             for piece in evaluation.pieces:
-                if evaluation.key == key and piece.first <= index < piece.last and piece.attempt == attempt:
+                if evaluation.key == key and piece.holds(number) and piece.attempt == attempt:
                     return evaluation, piece
         return None
 
@@ -97,10 +118,9 @@ class Evaluations:
             return None
         evaluation, piece = found
         piece.scores[message.trajectory_id] = message.parts.get("accuracy", float(message.reward > 0))
-        if evaluation.scored < evaluation.problems:
+        if evaluation.scored < evaluation.responses:
             return None
         self.queue.remove(evaluation)
-        self.finished.append(evaluation)
         return evaluation
 
     def lost(self, message: Lost) -> None:
@@ -126,12 +146,18 @@ class Evaluations:
                     piece.lengths.clear()
                     piece.replica = -1
 
-    @staticmethod
-    def result(evaluation: Evaluation, now: float) -> dict:
-        scores = [s for p in evaluation.pieces for s in p.scores.values()]
-        lengths = [n for p in evaluation.pieces for n in p.lengths.values()]
-        return {
-            "name": evaluation.name, "label": evaluation.label, "step": evaluation.weight_step, "weight_id": evaluation.weight_id,
-            "accuracy": sum(scores) / len(scores), "problems": len(scores), "seconds": now - evaluation.started,
-            "response_length_mean": sum(lengths) / max(1, len(lengths)),
-        }  # fmt: skip
+    def results(self, evaluation: Evaluation, now: float) -> list[dict]:
+        """Per file the fields of a metrics line: accuracy is pass@1 where greedy, else the mean over problems and samples (mean@k)."""
+        scores = {number: score for p in evaluation.pieces for number, score in p.scores.items()}
+        lengths = {number: length for p in evaluation.pieces for number, length in p.lengths.items()}
+        found, first = [], 0
+        for file, prompts in self._files.items():
+            numbers = range(first * evaluation.samples, (first + len(prompts)) * evaluation.samples)
+            first += len(prompts)
+            found.append({
+                "name": evaluation.name, "file": file, "label": evaluation.label, "step": evaluation.weight_step,
+                "weight_id": evaluation.weight_id, "accuracy": sum(scores[i] for i in numbers) / len(numbers), "problems": len(prompts),
+                "samples": evaluation.samples, "seconds": now - evaluation.started,
+                "response_length_mean": sum(lengths.get(i, 0) for i in numbers) / len(numbers),
+            })  # fmt: skip
+        return found

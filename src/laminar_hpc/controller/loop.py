@@ -11,6 +11,7 @@
 One thread. Handlers only change state and fill the outbox; `turn` commits, then sends. Nothing is sent before its transaction commits.
 """
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -20,13 +21,14 @@ from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.book import Book
+from laminar_hpc.controller.book import Book, Group
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
-from laminar_hpc.policies import admission
+from laminar_hpc.policies import admission, filtering
+from laminar_hpc.policies.sampling import worth_a_batch
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
@@ -60,6 +62,7 @@ class Controller:
         self.outbox: list[tuple[str, m.Message]] = []
         self.batches = 0
         self.stopping = ""
+        self.failure = ""  # why a run that stops in order has failed all the same
         self.trainer_done = False
         self.finished = False
         self.ending = False  # all workers have been told to leave
@@ -260,10 +263,16 @@ class Controller:
     def training_grant(self, replica: int, weight_id: int, step: int) -> m.Grant | None:
         if self.trainer_done or not self.barrier_passed(step):
             return None
-        quota = admission.quota(
-            step, self.book.counted, self.config.algorithm.prompts_per_step, self.config.steps, self.config.pipeline.max_staleness
-        )
-        groups = self.book.draw(self.derived.local_batch_groups, quota, replica, weight_id, step, time.time())
+        size, bound = self.config.algorithm.prompts_per_step, self.config.pipeline.max_staleness
+        quota = admission.quota(step, self.book.counted, size, self.config.steps, bound)
+        waiting, scoring = self.book.ready(replica)
+        if not worth_a_batch(quota + waiting, self.derived.local_batch_groups, scoring and self.book.may_change):
+            return None
+
+        def may_go_on(group: admission.GroupView) -> bool:
+            return admission.may_go_on(group, step, self.trainer_step, self.book.views(), size, bound)
+
+        groups = self.book.draw(self.derived.local_batch_groups, quota, replica, weight_id, step, time.time(), may_go_on)
         sampling = self.config.sampling
         return m.Grant(self.batches, weight_id, step, groups, sampling.temperature, sampling.max_response_tokens) if groups else None
 
@@ -286,11 +295,24 @@ class Controller:
         if scored.evaluation and self.evaluations:
             evaluation = self.evaluations.scored(scored)
             if evaluation is not None:
-                result = self.metrics.write("evaluation", **self.evaluations.result(evaluation, time.time()))
-                self.say(console.evaluation_line(result))
+                for result in self.evaluations.results(evaluation, time.time()):
+                    self.say(console.evaluation_line(self.metrics.write("evaluation", **result)))
                 self.finished = self.finished or (self.trainer_done and not self.evaluations.queue)
         else:
-            self.book.scored(scored.trajectory_id, scored.attempt, scored.reward, scored.parts, scored.error, scored.time)
+            group = self.book.scored(scored.trajectory_id, scored.attempt, scored.reward, scored.parts, scored.error, scored.time)
+            if group is not None and not group.finished:
+                self.on_filtered(group)
+
+    def on_filtered(self, group: Group) -> None:
+        """A group without advantage was given up. Ends the run, with a checkpoint, when nothing but such groups has come for long."""
+        reason = filtering.reason([s.reward for s in group.samples.values()])
+        self.metrics.write("given_up", group_id=group.group_id, prompt_index=group.prompt_index, reason=reason)
+        if not self.failure and filtering.exhausted(self.book.filtered_in_a_row, self.config.algorithm.prompts_per_step):
+            self.failure = (
+                f"the last {self.book.filtered_in_a_row} groups were all filtered, the last because {reason}: nothing can be learned "
+                "from these prompts now; take easier or harder ones, check reward.function, or set algorithm.zero_variance=keep"
+            )
+            self.request_stop("every group is filtered")
 
     def on_Lost(self, member: Member, lost: m.Lost) -> None:
         log.warning("trajectory %d, attempt %d, was lost: %s", lost.trajectory_id, lost.attempt, lost.reason)
@@ -305,7 +327,7 @@ class Controller:
         for evaluation in self.evaluations.queue if self.evaluations else []:
             if evaluation.scored and time.time() - max(evaluation.started, self.last_progress) > _PROGRESS_SECONDS:
                 self.last_progress = time.time()
-                self.say(console.evaluation_progress(evaluation.name, evaluation.label, evaluation.scored, evaluation.problems))
+                self.say(console.evaluation_progress(evaluation.name, evaluation.label, evaluation.scored, evaluation.responses))
 
     # ---- the trainer -----------------------------------------------------------------------------------------------------------
 
@@ -346,6 +368,8 @@ class Controller:
         now = time.time()
         self.trainer_step = done.step + 1
         fields = {**done.metrics, "step": self.trainer_step, "seconds": now - self.last_step_time}
+        if self.replay is None:
+            fields |= dataclasses.asdict(self.book.take_counts())
         self.last_step_time = now
         if self.seen_steps:  # the first step holds the start-up of the engines
             self.step_seconds.append(fields["seconds"])
@@ -355,7 +379,7 @@ class Controller:
         self.say(console.step_line(record, self.config.steps, left))
         every = self.config.evaluation.every
         if self.evaluations and every and self.trainer_step % every == 0 and self.trainer_step < self.config.steps:
-            self.evaluations.add("greedy", "step", self.trainer_step, 0.0, 1)
+            self.evaluations.add("step", self.trainer_step, 1)
         self.send(member, m.Leave(self.stopping) if self.stopping else m.Continue())
 
     def on_Checkpointed(self, member: Member, saved: m.Checkpointed) -> None:
@@ -367,8 +391,7 @@ class Controller:
         if self.stopping or self.evaluations is None:
             self.finished = True
             return
-        for name, temperature in (("greedy", 0.0), ("sampled", self.config.sampling.temperature)):
-            self.evaluations.add(name, "after", self.config.steps, temperature, self.derived.rollout_ranks)
+        self.evaluations.add("after", self.config.steps, self.derived.rollout_ranks)
 
     # ---- the end ---------------------------------------------------------------------------------------------------------------
 

@@ -19,16 +19,18 @@ from laminar_hpc.config.check import Derived, check, check_machine, model_config
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.source import labels, parse_source
 from laminar_hpc.controller.book import Book
+from laminar_hpc.controller.chat import load_chat_template
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
-from laminar_hpc.controller.prompts import check_token_ids, load_prompts, load_tokenizer
+from laminar_hpc.controller.prompts import Prompt, PromptSet, check_token_ids, load_prompts, load_tokenizer
 from laminar_hpc.controller.rundir import Start, prepare, store_directory
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import console, report, summary
 from laminar_hpc.observability.metrics import MetricsWriter
-from laminar_hpc.policies.sampling import prompt_index
+from laminar_hpc.policies.sampling import GroupSize, prompt_index
 from laminar_hpc.weights.layout import slots_root
 
 log = logging.getLogger(__name__)
@@ -48,38 +50,45 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, St
     return derived, start
 
 
-def load_data(config: RunConfig) -> tuple[list, list]:
-    """(training prompts, held-out prompts), checked against tokenizer and model."""
+def load_data(config: RunConfig, say: Callable[[str], None]) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    """(training prompts, held-out prompts by the file's name), checked against tokenizer and model; says what was read and left out."""
     if config.source.startswith("replay:"):
-        return [], []
+        return [], {}
     tokenizer = load_tokenizer(config.model.path)
+    render = load_chat_template(config.model.path) if config.data.chat_template else None
     model = model_config(config.model.path)
     room = (
         min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30)) - config.sampling.max_response_tokens - 1
     )
-    prompts = load_prompts(config.data.train, config.data.prompt_field, tokenizer, room)
-    held_out = (
-        load_prompts(config.evaluation.file, config.data.prompt_field, tokenizer, room, config.evaluation.problems)
-        if config.evaluation.file
-        else []
-    )
-    check_token_ids(prompts + held_out, model["vocab_size"], config.data.train)
-    return prompts, held_out
+
+    def load(key: str, name: str, limit: int | None = None) -> PromptSet:
+        found = load_prompts(parse_source(key, name), config.data, tokenizer, render, room, limit)
+        check_token_ids(found, model["vocab_size"])
+        say(console.line("data", found.words()))
+        return found
+
+    train = load("data.train", config.data.train)
+    held_out = [load("evaluation.files", name, config.evaluation.problems) for name in config.evaluation.files]
+    names = labels("evaluation.files", [found.source for found in held_out])
+    return train.prompts, {name: found.prompts for name, found in zip(names, held_out, strict=True)}
 
 
 def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: int, machine: str, say: Callable[[str], None]) -> Controller:
-    prompts, held_out = load_data(config)
+    prompts, held_out = load_data(config, say)
     store = Store(store_directory(config))
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)
     store.restore(max(0, start.restored_step))
     order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
-    book = Book(store, prompts, config.algorithm.samples_per_prompt, order)
+    algorithm = config.algorithm
+    size = GroupSize(algorithm.first_samples or algorithm.samples_per_prompt, algorithm.more_samples, algorithm.samples_per_prompt)
+    book = Book(store, prompts, size, order, algorithm.zero_variance == "filter")
     book.load()
     replay = Store(Path(config.source.removeprefix("replay:"))) if config.source.startswith("replay:") else None
-    evaluations = Evaluations(held_out, config.sampling.max_response_tokens) if held_out else None
+    sampling = config.sampling
+    evaluations = Evaluations(held_out, config.evaluation.samples, sampling.temperature, sampling.max_response_tokens) if held_out else None
     if evaluations and start.restored_step < 0:
-        evaluations.add("greedy", "before", 0, 0.0, derived.rollout_ranks)
+        evaluations.add("before", 0, derived.rollout_ranks)
     metrics = MetricsWriter(Path(config.run_dir))
     metrics.write(
         "start", restored_step=start.restored_step, pipeline=config.pipeline.name, derived=dataclasses.asdict(derived), epoch=epoch
@@ -107,7 +116,8 @@ def run(config: RunConfig, relays: int, machine: str, say: Callable[[str], None]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
         loop(controller, received)
-        controller.metrics.write("end", reason=controller.stopping or "done", step=controller.trainer_step)
+        reason = f"failed: {controller.failure}" if controller.failure else controller.stopping or "done"
+        controller.metrics.write("end", reason=reason, step=controller.trainer_step)
     except BaseException as error:
         if controller is not None:
             controller.metrics.write("end", reason=f"failed: {error}", step=controller.trainer_step)
@@ -117,6 +127,8 @@ def run(config: RunConfig, relays: int, machine: str, say: Callable[[str], None]
         shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)  # a relay that was killed could not
     if start.restored_step < config.steps:
         finish(run_dir, controller.stopping, say)
+    if controller.failure:
+        raise LaminarError(controller.failure)
 
 
 def loop(controller: Controller, received: list[str]) -> None:

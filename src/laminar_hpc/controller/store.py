@@ -113,6 +113,11 @@ class Store:
             (weight_step, order, time, group_id),
         )
 
+    def give_up_group(self, group_id: int, reason: str, time: float) -> None:
+        """Never trained; its trajectories stay on record."""
+        self._db.execute("UPDATE groups SET state = 'given_up', reason = ?, finished_at = ? WHERE id = ?", (reason, time, group_id))
+        self._db.execute("UPDATE trajectories SET state = 'given_up' WHERE group_id = ?", (group_id,))
+
     def consume(self, group_ids: Iterable[int], step: int) -> None:
         for group_id in group_ids:
             self._db.execute("UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group_id))
@@ -149,10 +154,12 @@ class Store:
             "('granted', 'finished') ORDER BY id"
         ).fetchall()
 
-    def samples_of(self, group_id: int) -> list[tuple[int, int, str, int]]:
-        """(id, attempt, state, weight_step) of a group's trajectories."""
+    def samples_of(self, group_id: int) -> list[tuple[int, int, str, int, float, float, int]]:
+        """(id, attempt, state, weight_step, reward, accuracy, response_length) of a group's trajectories; zeros where not finished."""
         return self._db.execute(
-            "SELECT id, attempt, state, weight_step FROM trajectories WHERE group_id = ? ORDER BY sample_index", (group_id,)
+            "SELECT id, attempt, state, weight_step, COALESCE(reward, 0), COALESCE(accuracy, 0), COALESCE(response_length, 0) "
+            "FROM trajectories WHERE group_id = ? ORDER BY sample_index",
+            (group_id,),
         ).fetchall()
 
     def counted_groups(self) -> int:

@@ -89,9 +89,9 @@ def eta(seconds_per_step: Sequence[float], steps_left: int) -> float | None:
     return statistics.median(seconds_per_step[-ETA_STEPS:]) * steps_left if seconds_per_step else None
 
 
-def evaluation_progress(name: str, label: str, done: int, problems: int) -> str:
+def evaluation_progress(name: str, label: str, done: int, responses: int) -> str:
     """An evaluation on its way. `name`: greedy or sampled; `label`: before, step or after."""
-    return line("evaluation", f"{label:<6} {name:<7}  {done:>{len(str(problems))}}/{problems} problems")
+    return line("evaluation", f"{label:<6} {name:<7}  {done:>{len(str(responses))}}/{responses} responses")
 
 
 def evaluation_line(evaluation: Mapping) -> str:
@@ -99,7 +99,8 @@ def evaluation_line(evaluation: Mapping) -> str:
     return line("evaluation", "  ".join((
         f"{evaluation['label']:<6} {evaluation['name']:<7}",
         f"accuracy {evaluation['accuracy']:5.3f}",
-        f"{evaluation['problems']} problems",
+        f"{evaluation['file'][:24]}",
+        f"{evaluation['problems']} problems" + (f" x {evaluation['samples']}" if evaluation["samples"] > 1 else ""),
         f"len {evaluation['response_length_mean']:.0f}",
         f"step {evaluation['step']}",
         duration(evaluation["seconds"]),
@@ -118,6 +119,15 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
         sampled = summary["accuracy_after_sampled"]
         lines.append(line("accuracy", f"before {number(summary['accuracy_before'])}   after {number(summary['accuracy_after'])}"
                           + (f"   (sampled {number(sampled)})" if sampled is not None else "")))  # fmt: skip
+    for file, found in list(summary["evaluations"].items())[1:]:
+        sampled = found["after_sampled"]
+        lines.append(line("accuracy", f"before {number(found['before'])}   after {number(found['after'])}"
+                          + (f"   (sampled {number(sampled)})" if sampled is not None else "") + f"   {file}"))  # fmt: skip
+    if summary["groups_filtered"]:
+        lines.append(line("filtered", f"{summary['groups_filtered']:,} groups whose rewards were all equal"))
+    if summary["tokens_saved"]:
+        lines.append(line("saved", f"{count(summary['tokens_saved'])} response tokens by adaptive sampling, "
+                          f"{summary['tokens_saved_fraction'] * 100:.0f}% of what full groups would have taken"))  # fmt: skip
     lines.append(line("run", str(run_dir)))
     if report is not None:
         lines.append(line("report", str(report)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 # Fields that say which one was measured rather than what: they become part of the TensorBoard tag.
-LABELS = {"evaluation": ("name",), "pull": ("replica",), "relay": ("index",), "logprob_gap": ("replica",)}
+LABELS = {"evaluation": ("file", "name"), "pull": ("replica",), "relay": ("index",), "logprob_gap": ("replica",)}
 NOT_CURVES = frozenset({"start", "end", "given_up", "lost", "regranted"})
 TENSORBOARD_FLUSH_SECONDS = 5
 
@@ -61,7 +61,7 @@ class MetricsWriter:
 
 
 def curves(record: Mapping) -> Iterator[tuple[str, float]]:
-    """(TensorBoard tag, value) of every number in `record`: evaluation/greedy/accuracy, pull/0/parts/load, step/loss ..."""
+    """(TensorBoard tag, value) of every number in `record`: evaluation/heldout/greedy/accuracy, pull/0/parts/load, step/loss ..."""
     labels = LABELS.get(record["kind"], ())
     prefix = "/".join([record["kind"], *(str(record.get(name, "")) for name in labels)])
     yield from _numbers(prefix, {k: v for k, v in record.items() if k not in ("kind", "time", "step", *labels)})

@@ -49,7 +49,19 @@ def main(argv: list[str]) -> int:
 def document(run: Run) -> str:
     """The page of a loaded run."""
     figures = summary.figures(run)
-    sections = (learning, staleness, lengths, time_line, accounts, trainer_curves, weights, sample_trajectories, configuration, launches)
+    sections = (
+        learning,
+        staleness,
+        lengths,
+        sampling,
+        time_line,
+        accounts,
+        trainer_curves,
+        weights,
+        sample_trajectories,
+        configuration,
+        launches,
+    )
     body = header(run, figures) + headline(run, figures) + "".join(part(run) for part in sections)
     return page(f"{run.directory.resolve().name}: laminar report", body)
 
@@ -98,6 +110,7 @@ def duration_ms(seconds: float | None) -> str:
 def learning(run: Run) -> str:
     clock = timeline.RunTime(run)
     charts = []
+    first, *others = summary.files(run) or [""]
     own_reward = any(s["reward_mean"] != s["accuracy_mean"] for s in run.steps)
     axes: list[tuple[str, str, Callable[[dict], float]]] = [
         ("by trainer step", "trainer step", lambda record: record["step"]),
@@ -107,21 +120,32 @@ def learning(run: Run) -> str:
         steps = [(place(s), s) for s in run.steps]
         accuracy = [s["accuracy_mean"] for s in run.steps]
         smooth = [(x, statistics.fmean(accuracy[max(0, i - 2) : i + 1])) for i, (x, _) in enumerate(steps)]
-        found = {name: [(place(e), e["accuracy"]) for e in run.evaluations if e["name"] == name] for name in ("greedy", "sampled")}
         series = [
             *([Series("reward of the batch", GREY, [(x, s["reward_mean"]) for x, s in steps], faint=True)] if own_reward else []),
             Series("accuracy of the batch", BLUE, [(x, s["accuracy_mean"]) for x, s in steps], faint=True),
             Series("accuracy, mean of 3 steps", BLUE, smooth),
-            Series("held-out, sampled", ORANGE, found["sampled"], points=True, hollow=True),
-            Series("held-out, greedy", ORANGE, found["greedy"], points=True),
+            *held_out(run, first, place),
         ]
         charts.append(figure(title, svg.lines(series, x_name, y_range=(0.0, 1.0))))
     names = [
         ("batch accuracy and its mean of 3 steps", BLUE),
         ("batch reward" + ("" if own_reward else ": equal to its accuracy"), GREY),
-        ("held-out: filled greedy, hollow sampled", ORANGE),
+        (f"held-out {first}: filled greedy, hollow sampled", ORANGE),
     ]
+    for file in others:
+        plot = svg.lines(held_out(run, file, lambda e: e["step"]), "trainer step", y_range=(0.0, 1.0))
+        charts.append(figure(f"held-out {file}: filled greedy, hollow sampled", plot))
     return section("Accuracy and reward", svg.legend(names) + grid("two", *charts))
+
+
+def held_out(run: Run, file: str, place: Callable[[dict], float]) -> list[Series]:
+    """A file's evaluations: greedy filled, sampled hollow."""
+    found = {name: [(place(e), e["accuracy"]) for e in run.evaluations if (e["name"], e.get("file", "")) == (name, file)]
+             for name in ("sampled", "greedy")}  # fmt: skip
+    return [
+        Series(f"{file}, sampled", ORANGE, found["sampled"], points=True, hollow=True),
+        Series(f"{file}, greedy", ORANGE, found["greedy"], points=True),
+    ]
 
 
 def staleness(run: Run) -> str:
@@ -180,6 +204,23 @@ def accounts(run: Run) -> str:
         body += tag("tr", tag("td", text(name)) + tag("td", text(listed)))
     details = tag("details", tag("summary", "in seconds") + tag("table", body))
     return section("Where the time went", svg.stacked_bars(rows) + details, "From the first batch taken to the last step done.")
+
+
+def sampling(run: Run) -> str:
+    """Groups filtered and tokens saved, where a run did either."""
+    steps = [s for s in run.steps if s.get("tokens_generated") is not None]
+    if not any(s["groups_filtered"] or s["tokens_saved"] for s in steps):
+        return ""
+    groups = [Series("filtered", ORANGE, [(s["step"], s["groups_filtered"]) for s in steps])]
+    tokens = [
+        Series("generated", BLUE, [(s["step"], s["tokens_generated"]) for s in steps]),
+        Series("saved", GREEN, [(s["step"], s["tokens_saved"]) for s in steps]),
+    ]
+    return section("Sampling", grid(
+        "two",
+        figure("groups filtered, per step: all rewards equal", svg.lines(groups, "trainer step", y_range=(0.0, 0.0))),
+        figure("response tokens per step: generated (blue), saved (green)", svg.lines(tokens, "trainer step", y_range=(0.0, 0.0))),
+    ), "Saved: the samples that groups did without, against always the most, at the mean length of their own responses.")  # fmt: skip
 
 
 def trainer_curves(run: Run) -> str:

@@ -38,11 +38,13 @@ def figures(run: Run) -> dict:
     """The figures of a loaded run; keys as in docs/metrics.md."""
     steps = run.steps
     gaps = run.records.get("logprob_gap", [])
+    saved, generated = _total(steps, "tokens_saved"), _total(steps, "tokens_generated")
     pipelines = [launch.pipeline for launch in run.launches if launch.pipeline]
     return {
         "accuracy_before": accuracy(run, "greedy", "before"),
         "accuracy_after": accuracy(run, "greedy", "after"),
         "accuracy_after_sampled": accuracy(run, "sampled", "after"),
+        "evaluations": evaluations(run),
         "steps": max((step["step"] for step in steps), default=0),
         "trajectories_trained": _per_step(run, "trajectories", Counter(t.consumed_step for t in run.consumed)),
         "trajectories_to_070": trajectories_to_goal(steps),
@@ -61,13 +63,30 @@ def figures(run: Run) -> dict:
         "logprob_gap_mean": _mean(gaps, "mean"),
         "logprob_gap_max": _max(gaps, "max"),
         "reward_errors": _per_step(run, "reward_error_count", _summed(run, lambda t: bool(t.reward_error))),
+        "groups_filtered": _total(steps, "groups_filtered"),
+        "tokens_saved": saved,
+        "tokens_saved_fraction": saved / (saved + generated) if saved is not None and generated else None,
         "pipeline": pipelines[-1] if pipelines else (run.config.get("pipeline") or {}).get("name"),
     }
 
 
-def accuracy(run: Run, name: str, label: str) -> float | None:
-    """Of the newest evaluation so named and labelled."""
-    return next((e["accuracy"] for e in reversed(run.evaluations) if (e["name"], e["label"]) == (name, label)), None)
+def files(run: Run) -> list[str]:
+    """The evaluated files in the order of the configuration."""
+    return list(dict.fromkeys(e.get("file", "") for e in run.evaluations))
+
+
+def accuracy(run: Run, name: str, label: str, file: str | None = None) -> float | None:
+    """Of the newest evaluation so named and labelled; of the first file unless another one is named."""
+    file = next(iter(files(run)), "") if file is None else file
+    wanted = (name, label, file)
+    return next((e["accuracy"] for e in reversed(run.evaluations) if (e["name"], e["label"], e.get("file", "")) == wanted), None)
+
+
+def evaluations(run: Run) -> dict[str, dict[str, float | None]]:
+    """Per file: accuracy before and after, greedy and sampled."""
+    kinds = {"before": ("greedy", "before"), "after": ("greedy", "after"),
+             "before_sampled": ("sampled", "before"), "after_sampled": ("sampled", "after")}  # fmt: skip
+    return {file: {key: accuracy(run, name, label, file) for key, (name, label) in kinds.items()} for file in files(run)}
 
 
 def trajectories_to_goal(steps: list[dict]) -> int | None:
@@ -122,6 +141,12 @@ def _mean(records: Iterable[dict], field: str) -> float | None:
 
 def _max(records: Iterable[dict], field: str) -> float | None:
     return max(_values(records, field), default=None)
+
+
+def _total(steps: list[dict], field: str) -> int | None:
+    """Sum over the history of what each step's line counts; None where no line has it."""
+    values = _values(steps, field)
+    return round(sum(values)) if values else None
 
 
 def _whole_max(records: Iterable[dict], field: str) -> int | None:

@@ -12,8 +12,17 @@ Invariant, at the start of step s: due(t) <= G * (t - s + 1) for all t >= s.
     due(t) to at most max(0, due(t) - G).
   - A grant at number n to weights of step p: the batches of steps before s are trained, so at most n - G * s groups remain with it, and
     n <= G * (p + b + 1) by admission. So due(t) <= G * (p + b + 1 - s) <= G * (t - s + 1) for all t >= p + b; smaller t do not count it.
-  - A group given up, or redone on newer weights, only lowers due(t).
+  - A group given up, or redone on newer weights, only lowers due(t). A group whose samples are granted in several rounds counts from its
+    first grant to its last score as one unfinished group whose p is the least of its samples'.
+  - Samples of a granted group that go to older weights (lost ones, later rounds, or all of them after a restore) lower its p, which raises
+    due(t) between the new due step and the old one. `may_go_on` allows it only where the invariant still holds.
 At step s the invariant gives due(s) <= G, all of which are taken: none is late.
+
+Giving up starves nobody. A given-up group lowers the number of groups counted, so n and the bound above stay as they were: of the n - 1
+groups counted before a grant, G * s are trained and the rest are the live ones. If fewer than G live groups are left and all are finished,
+then n <= G * (s + 1), so a replica with the weights of step s (b >= 0) may be granted another; with G or more, all finished, `choose`
+takes a batch. Filtering therefore ends only with a group that differs, or by `filtering.exhausted`. Nor does `may_go_on`: where it refuses
+the unfinished group of the least p, all groups due before are finished or in progress, and there are at least G of them.
 
 Taking finished groups in the order of their grants, and waiting only for unfinished ones with p <= s - b, does not hold the bound:
 G = 1, b = 2, three groups of step 0 of which one is trained at step 0, a fourth of step 1 that finishes first and is trained at step 1;
@@ -52,6 +61,17 @@ def quota(weight_step: int, counted: int, groups_per_step: int, steps: int, max_
     if max_staleness is not None:
         last = min(last, groups_per_step * (weight_step + max_staleness + 1))
     return max(0, last - counted)
+
+
+def may_go_on(group: GroupView, weight_step: int, step: int, groups: Iterable[GroupView], groups_per_step: int, bound: int | None) -> bool:
+    """Whether samples of a granted group may be generated with weights of step `weight_step` while the trainer is at step `step`."""
+    if bound is None or weight_step >= group.weight_step:
+        return True
+    others = [g.weight_step + bound for g in groups if g.group_id != group.group_id]
+    return all(
+        1 + sum(due <= t for due in others) <= groups_per_step * (t - step + 1)
+        for t in range(weight_step + bound, group.weight_step + bound)
+    )
 
 
 def choose(step: int, groups: Iterable[GroupView], groups_per_step: int, max_staleness: int | None) -> Choice:

@@ -4,7 +4,7 @@ Called by trainer/loop.py on every rank with the same batch. Every rank makes th
 those of the whole batch on every rank; those of tokens leave out the mini-batches whose update was skipped.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -67,7 +67,7 @@ class Learner:
 
     def _examples(self, trajectories: list[Trajectory], step: int) -> list[Example]:
         """The trajectories, which are ordered by group, with what is computed of them before the first update."""
-        self._refuse_incomplete_groups(trajectories, step)
+        sizes = self._group_sizes(trajectories, step)
         a, counts = self.config.algorithm, [len(trained(t)) for t in trajectories]
         flat: dict[str, torch.Tensor] = {}
         if a.proximal == "recomputed":
@@ -80,17 +80,19 @@ class Learner:
             sampled = flat["proximal"] if "proximal" in flat else torch.cat([behaviour_logprobs(t) for t in trajectories])
             penalties = a.kl_coefficient * kl_estimate(sampled, flat["reference"], a.kl_estimator).double()
         rewards = torch.tensor(self._rewards(trajectories, step), dtype=torch.float64)
-        flat["advantages"] = token_advantages(a, rewards, torch.tensor(counts), penalties).float()
+        flat["advantages"] = token_advantages(a, rewards, sizes, torch.tensor(counts), penalties).float()
         parts = {name: values.split(counts) for name, values in flat.items()}
         return [Example(t, **{name: values[i] for name, values in parts.items()}) for i, t in enumerate(trajectories)]
 
-    def _refuse_incomplete_groups(self, trajectories: list[Trajectory], step: int) -> None:
-        samples, sizes = self.config.algorithm.samples_per_prompt, defaultdict(int)
-        for t in trajectories:
-            sizes[t.group_id] += 1
-        wrong = {group: size for group, size in sizes.items() if size != samples}
+    def _group_sizes(self, trajectories: list[Trajectory], step: int) -> list[int]:
+        """Trajectories per group, in order; groups may differ in size when sampling is adaptive."""
+        algorithm, sizes = self.config.algorithm, Counter(t.group_id for t in trajectories)
+        least, most = algorithm.first_samples or algorithm.samples_per_prompt, algorithm.samples_per_prompt
+        wrong = {group: size for group, size in sizes.items() if not least <= size <= most}
         if wrong:
-            raise LaminarError(f"the batch of step {step} has incomplete groups (group: trajectories) {wrong}; {samples} each are needed")
+            wanted = f"{most} each" if least == most else f"{least} to {most} each"
+            raise LaminarError(f"the batch of step {step} has incomplete groups (group: trajectories) {wrong}; {wanted} are needed")
+        return list(sizes.values())
 
     def _rewards(self, trajectories: list[Trajectory], step: int) -> list[float]:
         """What is trained on; the metrics report the rewards as they came."""

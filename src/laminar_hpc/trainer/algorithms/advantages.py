@@ -1,17 +1,23 @@
 """Advantages of a step's whole batch. Pure; called by trainer/learner.py on every rank with the same batch, so all ranks get the same
 numbers."""
 
+from collections.abc import Sequence
+
 import torch
 
 from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.trainer.algorithms.groups import by_group, estimated_advantages
 
 EPSILON = 1e-4  # added to a standard deviation; rewards are of the order of 1, so it only tames groups that are almost equal
 
 
-def token_advantages(a: AlgorithmConfig, rewards: torch.Tensor, tokens: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
+def token_advantages(
+    a: AlgorithmConfig, rewards: torch.Tensor, sizes: Sequence[int], tokens: torch.Tensor, penalties: torch.Tensor
+) -> torch.Tensor:
     """The advantage of every trained token, float64 [sum of tokens], trajectory after trajectory.
 
-    rewards [trajectories] float64, ordered by group; tokens [trajectories] int64: trained tokens of each; penalties [sum of tokens]
+    rewards [trajectories] float64, ordered by group; sizes: trajectories of each group; tokens [trajectories] int64:
+    trained tokens of each; penalties [sum of tokens]
     float64: kl_coefficient times the KL estimate where it belongs into the reward, else zeros. Raises ValueError for a reward that is not
     finite: it would silently poison its whole group or batch.
     """
@@ -20,12 +26,19 @@ def token_advantages(a: AlgorithmConfig, rewards: torch.Tensor, tokens: torch.Te
     owner = torch.repeat_interleave(torch.arange(len(tokens)), tokens)
     spent = torch.zeros_like(rewards).index_add_(0, owner, penalties)  # of a whole trajectory
     if a.advantage in ("grpo", "rloo"):
-        grouped = (rewards - spent).view(-1, a.samples_per_prompt)
-        found = leave_one_out(grouped) if a.advantage == "rloo" else group_advantages(grouped, a.normalize_std)
-        return found.flatten()[owner]
+        return by_group(rewards - spent, sizes, lambda rows: _relative(a, rows))[owner]
     if a.advantage == "reinforce_pp_baseline":
-        rewards = group_advantages(rewards.view(-1, a.samples_per_prompt), normalize_std=False).flatten()
+        rewards = by_group(rewards, sizes, lambda rows: group_advantages(rows, normalize_std=False))
     return whitened(rewards[owner] - _still_to_come(penalties, spent, owner))
+
+
+def _relative(a: AlgorithmConfig, rewards: torch.Tensor) -> torch.Tensor:
+    """Advantages within groups of one size, [groups, samples] -> the same shape."""
+    found = leave_one_out(rewards) if a.advantage == "rloo" else group_advantages(rewards, a.normalize_std)
+    if a.zero_variance == "estimate":
+        equal = (rewards == rewards[:, :1]).all(1)
+        found[equal] = estimated_advantages(rewards[equal], a.normalize_std)
+    return found
 
 
 def group_advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor:

@@ -1,0 +1,72 @@
+"""A model's chat template: messages -> the text that the model sees, as transformers renders it, without importing it (or torch)."""
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from laminar_hpc.config.errors import LaminarError
+
+Messages = list[dict]
+Render = Callable[[Messages, str], str]  # (messages, place of the row) -> text
+_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def load_chat_template(model_path: str) -> Render:
+    """render(messages, where) -> text that ends where the assistant's answer begins. Raises LaminarError when the model has no template."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    folder = Path(model_path)
+    settings = _read(folder / "tokenizer_config.json")
+    file = folder / "chat_template.jinja"
+    text = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
+    if isinstance(text, list):  # several templates by name
+        text = next((t["template"] for t in text if t.get("name") == "default"), None)
+    if not text:
+        raise LaminarError(
+            f"data.chat_template=true, but {folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
+            "add one or set data.chat_template=false"
+        )
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda format_: datetime.now().strftime(format_)}
+    try:
+        template = environment.from_string(text)
+    except TemplateSyntaxError as error:
+        raise LaminarError(f"{folder}: its chat template is not valid Jinja ({error.message}, line {error.lineno}); mend it") from None
+    tokens = {name: _token(settings.get(name)) for name in _TOKENS if settings.get(name)}
+
+    def render(messages: Messages, where: str) -> str:
+        try:
+            return template.render(messages=messages, add_generation_prompt=True, **tokens)
+        except (TemplateError, TypeError, KeyError) as error:
+            raise LaminarError(f"{where}: the model's chat template refuses its messages ({error}); mend the row") from None
+
+    return render
+
+
+def as_messages(value: object) -> Messages | None:
+    """A prompt as chat messages: a text is one of the user; None when it is neither a text nor a list of {role, content}."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    good = isinstance(value, list) and bool(value)
+    for message in value if isinstance(value, list) else []:
+        good &= isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    return value if good and isinstance(value, list) else None
+
+
+def _read(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise LaminarError(f"{path} is not JSON ({error}); download the model again") from None
+
+
+def _token(value: str | dict) -> str:
+    return value["content"] if isinstance(value, dict) else value

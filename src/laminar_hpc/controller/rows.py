@@ -1,0 +1,98 @@
+"""Rows of a JSONL or Parquet file, a folder, or a Hugging Face dataset, each with the words that name its place. Imports no torch.
+
+pyarrow and datasets are imported where they are needed: a JSONL file needs neither.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.source import Source
+
+_BATCH = 1024  # rows turned into Python objects at a time
+
+
+def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
+    """(place, row) of every row in order, rows counted from 1. Raises LaminarError that names file and row, and the cure."""
+    readers = {"jsonl": _jsonl, "parquet": _parquet, "folder": _dataset, "hub": _dataset}
+    return readers[source.kind](source)
+
+
+def field(row: dict, names: str, where: str, key: str) -> object:
+    """The value at the first of `names` that the row has: `a.b|c` is row["a"]["b"], else row["c"]. `key` is the setting that names them."""
+    for name in names.split("|"):
+        if name in row:
+            return row[name]
+        value: object = row
+        for part in name.split("."):
+            if isinstance(value, dict) and part in value:
+                value = value[part]
+            elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+                value = value[int(part)]
+            else:
+                break
+        else:
+            return value
+    raise LaminarError(f"{where}: no field '{names}' (it has: {', '.join(map(str, row))}); set {key} or mend the row")
+
+
+def _jsonl(source: Source) -> Iterator[tuple[str, dict]]:
+    with open(source.path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{source.path}, row {number}"
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise LaminarError(f"{where}: not UTF-8 (byte {error.start}); convert the file") from None
+            except (json.JSONDecodeError, RecursionError) as error:
+                what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+                raise LaminarError(f"{where}: not JSON ({what}); one JSON object per line is needed") from None
+            if not isinstance(row, dict):
+                raise LaminarError(f"{where}: a {type(row).__name__}, not an object with fields; one JSON object per line is needed")
+            yield where, row
+
+
+def _parquet(source: Source) -> Iterator[tuple[str, dict]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
+            for batch in file.iter_batches(_BATCH):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{source.path}, row {number}", row
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise LaminarError(
+            f"{source.path}, row {number + 1}: cannot be read as Parquet ({_first_line(error)}); write or download the file again"
+        ) from None
+
+
+def _dataset(source: Source) -> Iterator[tuple[str, dict]]:
+    import datasets
+
+    path = Path(source.path)
+    datasets.disable_progress_bars()
+    try:
+        if source.kind == "folder" and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(source.path)
+            if isinstance(found, datasets.DatasetDict):
+                found = found[source.split]
+        else:
+            found = datasets.load_dataset(source.path, source.subset, split=source.split)
+    except Exception as error:  # the library raises what its parts raise
+        raise LaminarError(
+            f"{source.path} cannot be loaded as a Hugging Face dataset, subset {source.subset or '(none)'}, split {source.split} "
+            f"({type(error).__name__}: {_first_line(error)}); check name and network, or download it and name its folder or file"
+        ) from None
+    number = 0
+    for first in range(0, len(found), _BATCH):
+        for row in found.select(range(first, min(first + _BATCH, len(found)))).to_list():
+            number += 1
+            yield f"{source.path} ({source.split}), row {number}", row
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]

@@ -1,0 +1,23 @@
+"""What becomes of a group whose rewards are all equal: it has no advantage, so it is trained, estimated, or given up. Pure."""
+
+from collections.abc import Sequence
+
+# A run that filters ends when so many groups in a row were all given up: nothing is learned from these prompts, and it would generate for
+# ever. Where nine groups in ten are equal, a hundred of them without a single other one happen once in 40,000 times.
+PATIENCE_GROUPS = 100
+PATIENCE_BATCHES = 10  # and at least so many global batches
+
+
+def zero_variance(rewards: Sequence[float]) -> bool:
+    """Whether all rewards of a group are equal, so that every group-relative advantage is 0."""
+    return all(reward == rewards[0] for reward in rewards)
+
+
+def reason(rewards: Sequence[float]) -> str:
+    """Why a group is given up, for store and metrics."""
+    return f"all {len(rewards)} rewards are {rewards[0]:g}"
+
+
+def exhausted(filtered_in_a_row: int, groups_per_step: int) -> bool:
+    """Whether filtering has gone on for too long without one group to train on."""
+    return filtered_in_a_row >= max(PATIENCE_GROUPS, PATIENCE_BATCHES * groups_per_step)
