@@ -87,6 +87,8 @@ BAD = [
     ("sampling.temperature=0", "above 0"),
     ("sampling.max_response_tokens=512", "does not leave room for a prompt"),
     ("trainer.tensor_parallel=2", "trainer.tensor_parallel=2 is not supported"),
+    ("rollout.tensor_parallel=0", "must be at least 1"),
+    ("rollout.tensor_parallel=3", "does not divide the model's 4 heads, 2 key-value heads and intermediate size 128"),
     ("trainer.tokens_per_microbatch=100", "cannot hold a prompt"),
     ("rollout.kv_cache_tokens=100", "cannot hold one response"),
     ("pipeline.max_staleness=-1", "must be 0 or more"),
