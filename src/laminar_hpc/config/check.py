@@ -115,6 +115,9 @@ def _check_parallelism(config: RunConfig, model: dict) -> None:
         _refuse(value != 1, f"trainer.{key}={value} is not supported; use 1 and scale with trainer.data_parallel")
     _refuse(config.trainer.data_parallel < 1, f"trainer.data_parallel={config.trainer.data_parallel}: must be at least 1")
     _check_engine_shards(config.rollout.tensor_parallel, model)
+    for key, devices in (("trainer.devices", config.trainer.devices), ("rollout.devices", config.rollout.devices)):
+        wrong = devices is not None and (not devices or min(devices) < 0 or len(set(devices)) != len(devices))
+        _refuse(wrong, f"{key}={devices}: name each GPU once, by its index from 0, or leave it at null")
     _refuse(config.rollout.replicas < 1, f"rollout.replicas={config.rollout.replicas}: must be at least 1")
 
 

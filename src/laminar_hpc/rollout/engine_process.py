@@ -108,8 +108,22 @@ class EngineProcess:
         self.folder = Path(tempfile.mkdtemp(prefix=ENGINE_FOLDER_PREFIX))
         claim(self.folder)
         self.port, self.key = free_port(), secrets.token_hex(24)
-        environment = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
-        environment |= {
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # SGLang logs its arguments, the key too
+        self._log_begin = os.fstat(descriptor).st_size
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", serve.__name__, "--host", "127.0.0.1", "--port", str(self.port), *arguments],
+                stdin=subprocess.DEVNULL, stdout=descriptor, stderr=subprocess.STDOUT, env=self.environment(), start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(descriptor)
+        self._watch(self._child.pid, "")
+
+    def environment(self) -> dict[str, str]:
+        """The server's environment variables."""
+        inherited = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
+        return inherited | {
             "OMP_NUM_THREADS": str(self.threads),
             "MKL_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
@@ -127,17 +141,6 @@ class EngineProcess:
             serve.PARENT_VARIABLE: str(os.getpid()),
             protocol.SOCKET_VARIABLE: str(self.socket_path),
         }
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # SGLang logs its arguments, the key too
-        self._log_begin = os.fstat(descriptor).st_size
-        try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", serve.__name__, "--host", "127.0.0.1", "--port", str(self.port), *arguments],
-                stdin=subprocess.DEVNULL, stdout=descriptor, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
-            )  # fmt: skip
-        finally:
-            os.close(descriptor)
-        self._watch(self._child.pid, "")
 
     def _watch(self, pid: int, name: str) -> None:
         """Sets `dead` at the end of this process, a child or not."""
