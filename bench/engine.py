@@ -73,7 +73,7 @@ async def compare(stock: SglangServer, ours: SglangServer, config: RunConfig) ->
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> list[dict]:
-    config = load_config([f"experiment={options.experiment}", *options.overrides])
+    config = load_config([f"experiment={options.experiment}", "rollout.engine_start_seconds=600", *options.overrides])
     model = Path(config.model.path)
     stock, ours = StockServer(config, 0, folder), SglangServer(config, 1, folder)
     rows = []
