@@ -1,7 +1,7 @@
 """Half a billion parameters through the whole system on this machine: loaded, published, pulled, generated from, trained one step.
 
-    python bench/half_billion.py --json half.json           the shape of Qwen2.5-0.5B, bfloat16, one run (20 GB of free memory)
-    python bench/half_billion.py --layers 2                 the same with fewer layers, to try it
+    python bench/half_billion.py --json half.json           the shape of Qwen2.5-0.5B, bfloat16, one run (21 GB of free memory)
+    python bench/half_billion.py --layers 2                 a third of it: fewer layers behind the same embedding
 
 The weights are random and made on the fly, the tokenizer is the example's (its ids are the first of the vocabulary), prompts and responses
 are a few tokens. It is about room and time limits, not about learning. The table shows each process's peak of resident memory (VmHWM, which
@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from laminar_hpc.cluster.roles import assign_roles
+from laminar_hpc.config.check import count_parameters
 from laminar_hpc.config.load import load_config
 from laminar_hpc.observability.rundata import Run
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout, safetensors_header
@@ -39,6 +40,7 @@ SETTINGS = {
     "cluster.heartbeat_timeout_seconds": 120,
 }  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+ROOM = (4.0, 34.0)  # GB and bytes per parameter that the processes take between them
 CHUNK = 1 << 22  # weights drawn at once
 SAMPLE_SECONDS = 0.25
 COLUMNS = ("process", "peak GB")
@@ -58,6 +60,13 @@ def tensors(shape: dict) -> Iterator[tuple[str, tuple[int, ...], str]]:
             "mlp.down_proj.weight": (hidden, ffn), "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),
         }.items():  # fmt: skip
             yield f"model.layers.{layer}.{part}", size, "bfloat16"
+
+
+def check_room(parameters: int) -> None:
+    """Raises SystemExit when this machine has too little free memory: the kernel would end whatever it likes."""
+    needed, free = ROOM[0] + ROOM[1] * parameters / 1e9, psutil.virtual_memory().available / 1e9
+    if free < needed:
+        raise SystemExit(f"{parameters / 1e6:.0f} M parameters need about {needed:.0f} GB of free memory, {free:.0f} are; lower --layers")
 
 
 def make_model(folder: Path, tokenizer: Path, layers: int) -> Manifest:
@@ -126,6 +135,7 @@ def main() -> None:
     options = options.parse_args()
     rows, figures = [], {}
     with common.run_folder(options) as folder:
+        check_room(count_parameters(SHAPE | {"num_hidden_layers": options.layers}))
         base = load_config([f"experiment={options.experiment}"])
         manifest = make_model(folder / "model", Path(base.model.path), options.layers)
         figures |= {"parameters_billion": manifest.data_bytes / 2e9, "published_gb": manifest.data_bytes / 1e9}

@@ -36,7 +36,7 @@ class Split:
         config.rollout.tensor_parallel = 2
         self.sampling = sampling_parameters(config.sampling, 1.0, 12, [])
         self.engine = SglangServer(config, 0, folder)
-        self.loop.run(self.engine.start(self.models[0], "0", 1))
+        self.loop.run(self.engine.start(self.models[0], "0", 1), seconds=250)
 
     def members(self) -> list[psutil.Process]:
         server = psutil.Process(self.engine.process.pid)
