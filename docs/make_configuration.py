@@ -86,7 +86,7 @@ MEANING = {
     "relay.publish_timeout_seconds": "longest time for one publication to reach a relay",
     "relay.threads": "of a relay's process",
     "rollout.replicas": "rollout ranks, each with an engine of its own",
-    "rollout.tensor_parallel": "only 1 is supported",
+    "rollout.tensor_parallel": "processes per replica that share one copy of the weights; divides the model's heads",
     "rollout.kv_cache_tokens": "size of an engine's KV cache",
     "rollout.engine_start_seconds": "longest time for an engine to be ready",
     "rollout.request_timeout_seconds": "longest time for one generation",

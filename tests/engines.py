@@ -130,4 +130,4 @@ def start_pair(folder: Path) -> Pair:
         await asyncio.gather(*(engine.start(models[0], "0", seed=index) for index, engine in enumerate(engines)))
         return engines
 
-    return Pair(loop, loop.run(start()), models, config)
+    return Pair(loop, loop.run(start(), seconds=250), models, config)

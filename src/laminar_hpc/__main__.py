@@ -20,6 +20,7 @@ from pathlib import Path
 
 from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.devices import use_devices
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.check import check, derive
@@ -33,16 +34,18 @@ LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever
 _RUN_FAILED = "the run has failed"
 
 
-def place(config: RunConfig) -> tuple[RoleOfRank, int]:
-    """This rank's role, and how many relays the run has at least."""
+def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
+    """This rank's role, those of all ranks of its torchrun on this machine, and how many relays the run has at least."""
     rank, world, per_node = (
         int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
     )
+    first = rank // per_node * per_node
     if config.role != "all":
-        return RoleOfRank(config.role, config.first_index + rank), 1
+        here = [RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)]
+        return here[rank - first], here, 1
     derived = derive(config)
     roles = assign_roles(derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node)
-    return roles[rank], sum(role.role == "relay" for role in roles)
+    return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
 
 
 def watch_signals() -> threading.Event:
@@ -94,8 +97,9 @@ class Voice:
         print(f"laminar: error: {text}", file=self._error, flush=True)
 
 
-def run_worker(config: RunConfig, mine: RoleOfRank) -> None:
+def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> None:
     """Joins the run, then runs the role. A failure is told to the controller before it is raised."""
+    use_devices(config, here, mine)
     joined = watch_signals()
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     hello = Hello(mine.role, mine.index, uuid.uuid4().hex[:8], os.getpid(), machine)
@@ -134,7 +138,7 @@ def main(overrides: list[str]) -> int:
     started = time.monotonic()
     try:
         config = load_config(overrides)
-        mine, relays = place(config)
+        mine, here, relays = place(config)
         if config.dry_run:
             if mine.role == "controller":
                 for text in console.derived_block(dataclasses.asdict(check(config))):
@@ -143,7 +147,7 @@ def main(overrides: list[str]) -> int:
         if mine.role == "controller":
             run_controller(config, relays, voice.say)
         else:
-            run_worker(config, mine)
+            run_worker(config, mine, here)
     except StopReceived as stop:
         return 1 if stop.reason == _RUN_FAILED else 0
     except LaminarError as error:

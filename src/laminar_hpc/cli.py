@@ -13,7 +13,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from laminar_hpc.cluster.devices import devices_of, present
 from laminar_hpc.cluster.launch import run_torchrun
+from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.config.check import check, check_machine
 from laminar_hpc.config.errors import LaminarError
@@ -33,6 +35,9 @@ def train(arguments: list[str]) -> int:
         raise LaminarError(
             "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the scripts in launch/ do"
         )
+    here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size)
+    for mine in here:
+        devices_of(config, here, mine, len(present()))
     return run_torchrun(config, arguments, derived.world_size)
 
 

@@ -74,3 +74,35 @@ def test_a_run_that_fails_ends_the_bench_with_its_words(load, tmp_path):
     options = common.parser("A bench.").parse_args([])
     with pytest.raises(SystemExit, match=r"broken failed \(2\); it said last:\n.*no-such-pipeline"):
         common.train(options, tmp_path, "broken", {"pipeline": "no-such-pipeline"})
+
+
+def test_the_model_made_on_the_fly_is_one_that_transformers_reads(load, tmp_path, monkeypatch):
+    """Promise: the half-billion bench's directory has every tensor of a Qwen2 with a tied head, with sane values, and nothing else."""
+    from laminar_hpc.compat.torchvision import declare_schemas
+    from laminar_hpc.config.check import count_parameters
+    from laminar_hpc.config.load import examples_directory
+
+    declare_schemas()
+    from transformers import Qwen2ForCausalLM
+
+    bench = load("half_billion")
+    small = {"hidden_size": 28, "intermediate_size": 32, "vocab_size": 40}
+    monkeypatch.setattr(bench, "SHAPE", bench.SHAPE | small)
+    manifest = bench.make_model(tmp_path / "model", Path(examples_directory("arithmetic/base")), layers=2)
+    model, info = Qwen2ForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert manifest.data_bytes == 2 * count_parameters(config) == 2 * sum(p.numel() for p in model.parameters())
+    assert float(model.model.norm.weight.detach().mean()) == 1.0
+    assert 0.01 < float(model.model.embed_tokens.weight.detach().float().std()) < 0.03
+
+
+def test_the_stock_engine_has_none_of_our_hooks(load, tmp_path):
+    """Promise: what is compared with is SGLang as it comes; the port's variable is what our plugin is switched on by."""
+    from laminar_hpc.rollout.engine_process import EngineProcess
+    from laminar_hpc.rollout.sglang_plugin.protocol import SOCKET_VARIABLE
+
+    for kind, hooked in ((EngineProcess, True), (load("engine").StockProcess, False)):
+        process = kind("engine", tmp_path / "log", 1)
+        process.folder = tmp_path
+        assert (SOCKET_VARIABLE in process.environment()) is hooked

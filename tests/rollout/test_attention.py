@@ -9,6 +9,8 @@ from laminar_hpc.rollout.sglang_plugin.platform import activate
 
 activate()  # before SGLang is imported, as its own processes do
 
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
+
 from laminar_hpc.rollout.sglang_plugin import attention  # noqa: E402
 from laminar_hpc.rollout.sglang_plugin.attention import BatchedAttention, buckets_of  # noqa: E402
 
@@ -34,8 +36,8 @@ def forward_mode(name: str) -> SimpleNamespace:
     return SimpleNamespace(is_decode=lambda: name == "decode", is_extend=lambda: name == "extend")
 
 
-def both(totals: list[int], news: list[int] | None, dtype: torch.dtype = torch.float32) -> tuple:
-    """Outputs of the stock backend and of ours on the same random queries and cache, then ours itself. `news`: None = decode."""
+def scene(totals: list[int], news: list[int] | None, dtype: torch.dtype, room: int = 0) -> tuple:
+    """A model runner with these requests in its KV cache (`room` more tokens of each), their batch, a layer. `news`: None = decode."""
     generator = torch.Generator().manual_seed(len(totals))
     model = runner(generator, len(totals), dtype)
     pool = torch.randperm(SLOTS, generator=generator)
@@ -44,8 +46,8 @@ def both(totals: list[int], news: list[int] | None, dtype: torch.dtype = torch.f
     table = model.req_to_token_pool.req_to_token
     table[:] = pool[-1]  # stale entries point at a slot of nobody
     for request, total in zip(requests.tolist(), totals, strict=True):
-        table[request, :total] = pool[used : used + total].to(torch.int32)
-        used += total
+        table[request, : total + room] = pool[used : used + total + room].to(torch.int32)
+        used += total + room
     model.token_to_kv_pool.k[pool[used:]] = float("nan")
     model.token_to_kv_pool.v[pool[used:]] = float("nan")
     lengths = torch.tensor(totals)
@@ -59,14 +61,21 @@ def both(totals: list[int], news: list[int] | None, dtype: torch.dtype = torch.f
         qk_head_dim=DIM, v_head_dim=DIM, tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, scaling=DIM**-0.5, layer_id=0,
         is_cross_attention=False, attn_type="decoder", sliding_window_size=-1,
     )  # fmt: skip
-    query = torch.randn(sum(news) if news else len(totals), HEADS * DIM, generator=generator).to(dtype)
-    results = []
-    for kind in (BatchedAttention.__mro__[1], BatchedAttention):
-        backend = kind(model)
-        backend.init_forward_metadata(batch)
-        forward = backend.forward_extend if news else backend.forward_decode
-        results.append(forward(query, None, None, layer, batch, save_kv_cache=False))
-    return results[0], results[1], backend
+    return model, batch, layer
+
+
+def step(backend: TorchNativeAttnBackend, batch: SimpleNamespace, layer: SimpleNamespace, query: torch.Tensor) -> torch.Tensor:
+    backend.init_forward_metadata(batch)
+    forward = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
+    return forward(query, None, None, layer, batch, save_kv_cache=False)
+
+
+def both(totals: list[int], news: list[int] | None, dtype: torch.dtype = torch.float32) -> tuple:
+    """Outputs of the stock backend and of ours on the same random queries and cache, then ours itself."""
+    model, batch, layer = scene(totals, news, dtype)
+    query = torch.randn(sum(news) if news else len(totals), HEADS * DIM).to(dtype)
+    backend = BatchedAttention(model)
+    return step(TorchNativeAttnBackend(model), batch, layer, query), step(backend, batch, layer, query), backend
 
 
 CASES = {
@@ -83,6 +92,35 @@ def test_decode_equals_stock(totals):
     stock, ours, backend = both(totals, None)
     assert backend._buckets is not None
     torch.testing.assert_close(ours, stock, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("totals", [CASES["one"], CASES["mixed"]], ids=["one", "mixed"])
+def test_decoding_on_equals_stock(totals, monkeypatch):
+    """Step after step, beyond the columns in store, and when a request ends; a prefill, which every new request has, begins anew."""
+    monkeypatch.setattr(attention, "ROOM", 5)
+    model, batch, layer = scene(totals, None, torch.float32, room=12)
+    stock, ours = TorchNativeAttnBackend(model), BatchedAttention(model)
+    reused = 0
+
+    def same(batch: SimpleNamespace) -> None:
+        nonlocal reused
+        query = torch.randn(len(batch.seq_lens), HEADS * DIM)
+        before = ours._decoding
+        torch.testing.assert_close(step(ours, batch, layer, query), step(stock, batch, layer, query), atol=2e-6, rtol=1e-5)
+        assert ours._buckets is not None
+        reused += before is not None and before is ours._decoding
+
+    for _ in range(10):
+        same(batch)
+        batch.seq_lens += 1  # in place, as a scheduler may
+    assert reused == 8  # all but the first and the one without room
+    if len(totals) > 1:
+        same(SimpleNamespace(**vars(batch) | {"req_pool_indices": batch.req_pool_indices[1:], "seq_lens": batch.seq_lens[1:]}))
+        assert reused == 8
+    same(batch)
+    prefill = vars(batch) | {"forward_mode": forward_mode("extend"), "extend_seq_lens": torch.ones_like(batch.seq_lens)}
+    ours.init_forward_metadata(SimpleNamespace(**prefill))  # none comes without its prefill
+    assert ours._decoding is None
 
 
 @pytest.mark.parametrize("totals", CASES.values(), ids=CASES.keys())

@@ -118,7 +118,7 @@ def test_a_tied_head_is_listed_once():
     model.model.embed_tokens = torch.nn.Embedding(64, 8)  # 60 tokens, padded to 64
     model.lm_head = model.model.embed_tokens
     config = type("Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "vocab_size": 60})
-    assert [(name, tuple(t.shape)) for name, t in canonical_views(model, config)] == [("model.embed_tokens.weight", (60, 8))]
+    assert [(view.name, tuple(view.tensor.shape)) for view in canonical_views(model, config)] == [("model.embed_tokens.weight", (60, 8))]
 
 
 def test_the_port_answers_an_idle_engine_in_milliseconds(pair):
@@ -135,7 +135,7 @@ def test_the_port_answers_an_idle_engine_in_milliseconds(pair):
 
 def test_the_port_refuses_what_is_not_a_request_and_lives_on(pair):
     """Nothing is unpickled: a frame is one of the port's structs, or is refused."""
-    path = pair.engines[0].process.socket_path
+    path = Path(protocol.socket_path(str(pair.engines[0].process.socket_path), 0))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.linger = 0

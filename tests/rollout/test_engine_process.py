@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import psutil
 import pytest
 
 from engines import ended, engine_config, make_model
+from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.rollout.engine_process import FOREIGN_VARIABLES, EngineDied, EngineProcess, last_words
+from laminar_hpc.rollout.engine_process import FOREIGN_VARIABLES, EngineDied, EngineProcess, clean_leftovers, last_words
 from laminar_hpc.rollout.sglang_server import SglangServer
 
 PARENT = """
@@ -70,13 +72,28 @@ def test_a_start_that_fails_is_one_line(parent, tmp_path, monkeypatch):
     assert "engine 3 died" in str(death.value) and "broken" in str(death.value)
 
 
+def test_a_worker_needs_no_torch():
+    """Each rollout rank and each engine's launcher would pay for it: seconds of a core, and 200 MB for as long as it runs."""
+    code = "import laminar_hpc.rollout.worker, laminar_hpc.rollout.sglang_plugin.serve, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
 def test_no_process_outlives_the_rank(parent):
-    """kill -9 of a rollout rank takes the server, the scheduler and the detokenizer with it."""
+    """kill -9 of a rollout rank takes the server, the scheduler and the detokenizer with it; the next start removes what it leaves."""
     engine = psutil.Process(json.loads(parent.stdout.readline()))
     family = [engine, *engine.children(recursive=True)]
     assert len(family) == 3
+    files = {Path(file.path) for process in family for file in process.open_files()}
+    folder = next(
+        path
+        for path in Path(tempfile.gettempdir()).glob(f"{ENGINE_FOLDER_PREFIX}*")
+        if (path / OWNER_FILE).read_text().split()[0] == str(parent.pid)
+    )
+    assert not {path for path in files if path.is_relative_to("/dev/shm")}  # nothing would remove it
     parent.send_signal(signal.SIGKILL)
     assert ended(family)
+    parent.wait()
+    assert folder in clean_leftovers() and not folder.exists()
 
 
 def test_an_engine_that_does_not_answer_in_time(model, tmp_path):

@@ -12,7 +12,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.layout import clean_leftovers, slots_root
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.slots import SlotGone, SlotReader, SlotWriter
-from laminar_hpc.weights.sums import tensor_sums
+from laminar_hpc.weights.sums import add_sums, slice_sums, tensor_sums
 
 TENSORS = [("b", (7, 3), torch.float32), ("a", (5,), torch.float32)]
 
@@ -95,3 +95,15 @@ def test_sums_see_bits_and_places_and_add_up():
     flipped.view(torch.int32)[17] ^= 1
     assert tensor_sums(flipped) != tensor_sums(whole)
     assert tensor_sums(torch.ones(3, dtype=torch.bfloat16)) != tensor_sums(torch.ones(4, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(6,), (9,), (7, 5), (8, 6), (9, 3), (5000, 4)])
+def test_sums_of_slices_add_up_wherever_the_cut_is(shape, dtype):
+    """A tensor-parallel shard needs no gather: rows or columns, also where a 16-bit item shares its word with another shard's."""
+    whole = torch.randn(shape).to(dtype)
+    for dim in range(len(shape)):
+        for cut in {0, 1, shape[dim] // 2, shape[dim] // 2 + 1, shape[dim]}:
+            parts = whole.split([cut, shape[dim] - cut], dim)
+            assert add_sums([slice_sums(parts[0], shape, dim, 0), slice_sums(parts[1], shape, dim, cut)]) == tensor_sums(whole)
+    assert slice_sums(whole, shape, 0, 0) == tensor_sums(whole)

@@ -10,11 +10,13 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from pathlib import Path
 
+from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, remove_abandoned
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.cluster.stop import request_stop
@@ -101,6 +103,7 @@ class Launch:
         self._reader.join(2)
         self._write_log()
         clean_leftovers(self._config.relay.shm_dir)
+        remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
         if code and not self._errors:
             print(f"{_ERROR} {self._explain()}", file=sys.stderr, flush=True)
         return 0 if code == 0 else 1

@@ -19,7 +19,7 @@ def init_trainer_world(context: RoleContext) -> None:
     if own_address(config.cluster.host).startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())  # one where cluster/devices.py has chosen
     try:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=seconds)
         prefix = dist.PrefixStore(f"laminar-trainers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -101,7 +101,7 @@ def check(config: RunConfig) -> Derived:
         f"{config.model.path}/config.json: architecture {architecture} is not supported; supported: {', '.join(sorted(_FAMILIES))}",
     )
     _refuse(config.model.dtype not in _SERVING_BYTES, f"model.dtype={config.model.dtype}: use float32 or bfloat16")
-    _check_parallelism(config)
+    _check_parallelism(config, model)
     _check_choices(config)
     _check_numbers(config, model)
     check_algorithm(config)
@@ -112,16 +112,28 @@ def check(config: RunConfig) -> Derived:
     return derived
 
 
-def _check_parallelism(config: RunConfig) -> None:
+def _check_parallelism(config: RunConfig, model: dict) -> None:
     for key in ("tensor_parallel", "pipeline_parallel"):
         value = getattr(config.trainer, key)
         _refuse(value != 1, f"trainer.{key}={value} is not supported; use 1 and scale with trainer.data_parallel")
     _refuse(config.trainer.data_parallel < 1, f"trainer.data_parallel={config.trainer.data_parallel}: must be at least 1")
-    _refuse(
-        config.rollout.tensor_parallel != 1,
-        f"rollout.tensor_parallel={config.rollout.tensor_parallel} is not supported; use 1 and scale with rollout.replicas",
-    )
+    _check_engine_shards(config.rollout.tensor_parallel, model)
+    for key, devices in (("trainer.devices", config.trainer.devices), ("rollout.devices", config.rollout.devices)):
+        wrong = devices is not None and (not devices or min(devices) < 0 or len(set(devices)) != len(devices))
+        _refuse(wrong, f"{key}={devices}: name each GPU once, by its index from 0, or leave it at null")
     _refuse(config.rollout.replicas < 1, f"rollout.replicas={config.rollout.replicas}: must be at least 1")
+
+
+def _check_engine_shards(ranks: int, model: dict) -> None:
+    """SGLang gives each rank whole query heads, whole key-value heads (or several ranks the same one), and whole columns of the MLP."""
+    heads = model["num_attention_heads"]
+    kv_heads = model.get("num_key_value_heads") or heads
+    _refuse(ranks < 1, f"rollout.tensor_parallel={ranks}: must be at least 1")
+    _refuse(
+        heads % ranks != 0 or max(kv_heads, ranks) % min(kv_heads, ranks) != 0 or model["intermediate_size"] % ranks != 0,
+        f"rollout.tensor_parallel={ranks} does not divide the model's {heads} heads, {kv_heads} key-value heads and intermediate size "
+        f"{model['intermediate_size']}; choose another, and scale with rollout.replicas",
+    )
 
 
 def _check_choices(config: RunConfig) -> None:

@@ -100,6 +100,7 @@ class TrainerConfig:
     data_parallel: int = 1
     tokens_per_microbatch: int = 4096  # packed; a longer trajectory is refused at start-up
     distributed_optimizer: bool = False
+    devices: list[int] | None = None  # GPUs of each machine that trainer ranks use, one each in order; null = the first ones
     threads: int = 1  # CPU threads per rank
 
 
@@ -121,6 +122,7 @@ class RolloutConfig:
     engine_start_seconds: float = 180.0
     request_timeout_seconds: float = 600.0
     threads: int = 1  # CPU threads per engine
+    devices: list[int] | None = None  # GPUs of each machine that replicas use, in order; null = those after the trainers', or all
     engine_arguments: dict[str, str] = field(default_factory=dict)  # passed to SGLang's server as --key value
 
 

@@ -1,8 +1,8 @@
 """The engine as a process: starts SGLang's server as a child, notices its death, ends it with all that it started.
 
 Used by `sglang_server.SglangServer` only. The child runs in a session of its own, so that one signal reaches all of its processes, and dies
-with its parent (sglang_plugin/serve.py asks the kernel for that); its temporary files, the port's socket among them, lie in a folder
-that only this user can enter and that `stop` removes.
+with its parent (sglang_plugin/serve.py asks the kernel for that); its temporary files, the ports' sockets among them, lie in a folder
+that only this user can enter and that `stop` removes, or after a kill the next start on this machine.
 """
 
 import asyncio
@@ -18,6 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
+
+from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, claim, remove_abandoned
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.rollout.sglang_plugin import protocol, serve
 
@@ -33,17 +36,22 @@ class EngineDied(LaminarError):
     """The engine's process has ended."""
 
 
+def clean_leftovers() -> list[Path]:
+    """Removes the temporary folders of engines whose rollout worker is dead; returns what was removed."""
+    return remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
-def last_words(log: Path, limit: int = 300) -> str:
-    """The last line of `log` that tells of an error, else its last line at all."""
+def last_words(log: Path, begin: int = 0, limit: int = 300) -> str:
+    """The last line of `log`, from byte `begin` on, that tells of an error, else its last line at all."""
     try:
         with open(log, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 200_000))
+            file.seek(max(begin, file.seek(0, os.SEEK_END) - 200_000))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     except FileNotFoundError:
         return "it left no log"
@@ -51,22 +59,41 @@ def last_words(log: Path, limit: int = 300) -> str:
     return (errors or lines or ["its log is empty"])[-1][:limit]
 
 
-class EngineProcess:
-    """One life of an engine. `dead` is set as soon as the server's process has ended for a reason other than `stop`."""
+def _cpu_variables(ranks: int) -> dict[str, str]:
+    """What SGLang must be told on the CPU."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return {
+        # A group of cores per rank must be named for more ranks than NUMA nodes; nothing is bound without SGLang's own CPU kernels.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * ranks),
+        "TORCH_COMPILE_DISABLE": "1",  # a compiler would be at work for half a minute, for one small function of the embedding
+    }
 
-    def __init__(self, name: str, log: Path, threads: int) -> None:
+
+def has_cuda() -> bool:
+    """Whether the engine will run on a GPU; the same question as the platform plugin's, asked without importing torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+class EngineProcess:
+    """One life of an engine. `dead` is set as soon as one of its processes has ended for a reason other than `stop`."""
+
+    def __init__(self, name: str, log: Path, threads: int, ranks: int = 1) -> None:
         self.name = name
         self.log = log
         self.threads = threads
+        self.ranks = ranks  # tensor parallel
         self.port = 0
         self.key = ""
-        self.folder: Path | None = None  # temporary files and the port's socket; made by `start`, removed by `stop`
+        self.folder: Path | None = None  # temporary files and the ports' sockets; made by `start`, removed by `stop`
         self.dead = asyncio.Event()
         self._child: subprocess.Popen | None = None
-        self._watch: asyncio.Task | None = None
+        self._log_begin = 0
+        self._ended = ""  # the member that ended first, if it was not the server
+        self._watched: list[int] = []  # descriptors of processes
 
     @property
     def socket_path(self) -> Path:
+        """Of the ports, see `protocol.socket_path`."""
         assert self.folder is not None
         return self.folder / "port"
 
@@ -77,10 +104,26 @@ class EngineProcess:
 
     def start(self, arguments: list[str]) -> None:
         """Starts the server with SGLang's `arguments` on a free loopback port. The end of the calling thread ends the child."""
-        self.folder = Path(tempfile.mkdtemp(prefix="laminar-engine-"))
+        clean_leftovers()
+        self.folder = Path(tempfile.mkdtemp(prefix=ENGINE_FOLDER_PREFIX))
+        claim(self.folder)
         self.port, self.key = free_port(), secrets.token_hex(24)
-        environment = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
-        environment |= {
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # SGLang logs its arguments, the key too
+        self._log_begin = os.fstat(descriptor).st_size
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", serve.__name__, "--host", "127.0.0.1", "--port", str(self.port), *arguments],
+                stdin=subprocess.DEVNULL, stdout=descriptor, stderr=subprocess.STDOUT, env=self.environment(), start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(descriptor)
+        self._watch(self._child.pid, "")
+
+    def environment(self) -> dict[str, str]:
+        """The server's environment variables."""
+        inherited = {name: value for name, value in os.environ.items() if not FOREIGN_VARIABLES.match(name)}
+        return inherited | {
             "OMP_NUM_THREADS": str(self.threads),
             "MKL_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
@@ -93,47 +136,51 @@ class EngineProcess:
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self.folder}/rendezvous",
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
+            **({} if has_cuda() else _cpu_variables(self.ranks)),
             serve.KEY_VARIABLE: self.key,
             serve.PARENT_VARIABLE: str(os.getpid()),
             protocol.SOCKET_VARIABLE: str(self.socket_path),
         }
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # SGLang logs its arguments, the key too
-        try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", serve.__name__, "--host", "127.0.0.1", "--port", str(self.port), *arguments],
-                stdin=subprocess.DEVNULL, stdout=descriptor, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
-            )  # fmt: skip
-        finally:
-            os.close(descriptor)
-        self._watch = asyncio.create_task(self._until_death())
 
-    async def _until_death(self) -> None:
-        assert self._child is not None
-        descriptor = os.pidfd_open(self._child.pid)
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(descriptor, ended.set)
-        try:
-            await ended.wait()
+    def _watch(self, pid: int, name: str) -> None:
+        """Sets `dead` at the end of this process, a child or not."""
+        descriptor = os.pidfd_open(pid)
+        self._watched.append(descriptor)
+        asyncio.get_running_loop().add_reader(descriptor, self._member_ended, descriptor, name)
+
+    def _member_ended(self, descriptor: int, name: str) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        if not self.dead.is_set():
+            self._ended = name
             self.dead.set()
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
+
+    def watch_members(self) -> None:
+        """Watches SGLang's own processes too, once they run: the server would notice the end of one only after seconds."""
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # the server itself is gone: that is seen already
+            for member in psutil.Process(self.pid).children(recursive=True):
+                title = " ".join(member.cmdline()[:1])
+                if title.startswith("sglang::"):
+                    self._watch(member.pid, title)
+
+    def last_words(self) -> str:
+        """What this life said in the log that all lives share."""
+        return last_words(self.log, self._log_begin)
 
     def death(self) -> EngineDied:
         """What to raise when `dead` is set."""
         assert self._child is not None
         code = self._child.poll()
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        return EngineDied(f"{self.name} died ({how}): {last_words(self.log)} (log: {self.log})")
+        if self._ended:  # killed from outside it leaves no word: by hand, or by the kernel for want of memory
+            how = f"its process {self._ended} ended"
+        return EngineDied(f"{self.name} died ({how}): {self.last_words()} (log: {self.log})")
 
     async def stop(self) -> None:
         """Ends the server and all its processes at once, and removes its temporary files; at most some seconds."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+        for descriptor in self._watched:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+        self._watched = []
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
-"""Speaks with the engine port (sglang_plugin/port.py) from the rollout worker's event loop, one request at a time, with a time limit."""
+"""Speaks with the engine's ports (sglang_plugin/port.py) from the rollout worker's event loop, one request at a time, with a time limit."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import zmq
@@ -11,32 +12,46 @@ from laminar_hpc.rollout.sglang_plugin import protocol
 
 
 class PortClient:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    """The ports of an engine's tensor-parallel ranks."""
+
+    def __init__(self, base: Path, ranks: int) -> None:
+        self.paths = [protocol.socket_path(str(base), rank) for rank in range(ranks)]
         self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._sockets: list[zmq.asyncio.Socket] = []
         self._turn = asyncio.Lock()
 
-    async def call(self, request: protocol.Request, timeout: float) -> protocol.AnyReply:
-        """The engine's reply. Raises LaminarError when it refuses, or when none comes within `timeout` seconds."""
+    async def call(self, request: protocol.Request, timeout: float) -> list[protocol.AnyReply]:
+        """Each rank's reply, in their order. Raises LaminarError when one refuses, or when one's does not come within `timeout` seconds."""
         async with self._turn:
-            if self._socket is None:
-                self._socket = self._context.socket(zmq.REQ, socket_class=zmq.asyncio.Socket)
-                self._socket.linger = 0
-                self._socket.connect(f"ipc://{self.path}")
-            await self._socket.send(protocol.encode(request))
-            if not await self._socket.poll(timeout * 1000):
-                self._drop()  # a late reply must not answer the next request
-                raise LaminarError(f"the engine did not answer {type(request).__name__} on {self.path} within {timeout:g} s")
-            reply = protocol.decode_reply(await self._socket.recv())
+            if not self._sockets:
+                self._connect()
+            deadline = time.monotonic() + timeout
+            for socket in reversed(self._sockets):  # the first rank wakes the others up, so they must have theirs by then
+                await socket.send(protocol.encode(request))
+            return [await self._reply(rank, request, deadline, timeout) for rank in range(len(self.paths))]
+
+    def _connect(self) -> None:
+        for path in self.paths:
+            socket = self._context.socket(zmq.REQ, socket_class=zmq.asyncio.Socket)
+            socket.linger = 0
+            socket.connect(f"ipc://{path}")
+            self._sockets.append(socket)
+
+    async def _reply(self, rank: int, request: protocol.Request, deadline: float, timeout: float) -> protocol.AnyReply:
+        socket, name = self._sockets[rank], type(request).__name__
+        if not await socket.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            self._drop()  # a late reply must not answer the next request
+            raise LaminarError(f"the engine did not answer {name} on {self.paths[rank]} within {timeout:g} s")
+        reply = protocol.decode_reply(await socket.recv())
         if isinstance(reply, protocol.Refused):
-            raise LaminarError(f"the engine refused {type(request).__name__}: {reply.text}")
+            self._drop()  # with the other ranks' replies, which nobody has read
+            raise LaminarError(f"the engine refused {name}: {reply.text}")
         return reply
 
     def _drop(self) -> None:
-        if self._socket is not None:
-            self._socket.close(linger=0)
-            self._socket = None
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._sockets = []
 
     def close(self) -> None:
         self._drop()

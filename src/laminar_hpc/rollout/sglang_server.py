@@ -16,9 +16,10 @@ import aiohttp
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig, SamplingConfig
 from laminar_hpc.messages import VersionSpan
-from laminar_hpc.rollout.engine_process import EngineDied, EngineProcess, last_words
+from laminar_hpc.rollout.engine_process import EngineDied, EngineProcess, has_cuda
 from laminar_hpc.rollout.port_client import PortClient
 from laminar_hpc.rollout.sglang_plugin import protocol
+from laminar_hpc.rollout.shards import Sums, whole_sums, whole_tensors
 
 SGLANG_VERSION = tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())
 REPORTS_SPANS = SGLANG_VERSION >= (0, 5, 20)  # meta_info.weight_versions; older ones report the version at the end only
@@ -84,9 +85,10 @@ class SglangServer:
         self.config = config
         self.name = f"engine {index}"
         self.log = run_dir / "logs" / f"engine{index}.log"
-        self.process = EngineProcess(self.name, self.log, config.rollout.threads)
+        self.process = EngineProcess(self.name, self.log, config.rollout.threads, config.rollout.tensor_parallel)
         self._http: aiohttp.ClientSession | None = None
         self._port: PortClient | None = None
+        self._shards: list[list[protocol.TensorLayout]] | None = None  # what each tensor-parallel rank holds; as long as the engine lives
 
     # ---- life ------------------------------------------------------------------------------------------------------------------------
 
@@ -106,7 +108,7 @@ class SglangServer:
             "skip-server-warmup": "true",  # it sleeps a second first; the probe of the first verification warms up as well
             "sleep-on-idle": "true",
         }
-        if not _cuda():
+        if not has_cuda():
             # A whole batch of short prompts is prefilled at once; the KV cache is bounded by max-total-tokens, not by a share of memory.
             values |= {"device": "cpu", "chunked-prefill-size": "16384", "max-prefill-tokens": "16384", "mem-fraction-static": "0.8"}
             values["disable-overlap-schedule"] = "true"  # nothing overlaps on the same cores: it costs a wasted row per response
@@ -123,15 +125,15 @@ class SglangServer:
             connector=aiohttp.TCPConnector(limit=0),
             headers={"Authorization": f"Bearer {self.process.key}"},
         )
-        self._port = PortClient(self.process.socket_path)
+        self._port = PortClient(self.process.socket_path, self.config.rollout.tensor_parallel)
         while not await self._answers():
             if self.process.dead.is_set():
                 raise self.process.death()
             if time.monotonic() - t0 > limit:
-                raise LaminarError(
-                    f"{self.name} did not answer within rollout.engine_start_seconds={limit:g}: {last_words(self.log)} (log: {self.log})"
-                )
+                words = self.process.last_words()
+                raise LaminarError(f"{self.name} did not answer within rollout.engine_start_seconds={limit:g}: {words} (log: {self.log})")
             await asyncio.sleep(0.05)
+        self.process.watch_members()
         await self.ping()
         await self._post("/freeze_gc", {}, CONTROL_SECONDS)  # objects made at the start are never collected: shorter pauses later
         return time.monotonic() - t0
@@ -229,7 +231,8 @@ class SglangServer:
 
     # ---- the engine port -------------------------------------------------------------------------------------------------------------
 
-    async def _call(self, request: protocol.Request, seconds: float) -> protocol.AnyReply:
+    async def _call(self, request: protocol.Request, seconds: float) -> list:
+        """The replies of the tensor-parallel ranks."""
         assert self._port is not None
         call = asyncio.create_task(self._port.call(request, seconds))
         death = asyncio.create_task(self.process.dead.wait())
@@ -242,22 +245,20 @@ class SglangServer:
             call.cancel()
             death.cancel()
 
-    async def ping(self, seconds: float = CONTROL_SECONDS) -> protocol.Alive:
-        """Asks the scheduler's own loop for a sign of life and its weight version."""
+    async def ping(self, seconds: float = CONTROL_SECONDS) -> list[protocol.Alive]:
+        """Asks each scheduler's own loop for a sign of life."""
         return await self._call(protocol.Ping(), seconds)
 
     async def layout(self) -> list[protocol.TensorLayout]:
-        """Hugging Face names, shapes and dtypes of the engine's parameters."""
-        return (await self._call(protocol.Layout(), CONTROL_SECONDS)).tensors
+        """Hugging Face names, shapes and dtypes of the engine's parameters, whole. Raises LaminarError when its ranks disagree."""
+        self._shards = [reply.tensors for reply in await self._call(protocol.Layout(), CONTROL_SECONDS)]
+        return whole_tensors(self._shards)
 
-    async def sums(self) -> dict[str, tuple[int, int]]:
-        """Hugging Face name -> (sum_words, sum_indexed) over the live parameters, see weights/sums.py."""
-        return (await self._call(protocol.Sums(), CONTROL_SECONDS)).sums
-
-
-def _cuda() -> bool:
-    """Whether the engine will run on a GPU; the same question as the platform plugin's, asked without importing torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    async def sums(self) -> Sums:
+        """Sums over the live parameters of all ranks, see weights/sums.py. Raises LaminarError when copies of a shard differ."""
+        if self._shards is None:
+            await self.layout()
+        return whole_sums(self._shards, [reply.sums for reply in await self._call(protocol.Sums(), CONTROL_SECONDS)])
 
 
 __all__ = ["EngineDied", "Generation", "RequestFailed", "SglangServer", "sampling_parameters"]

@@ -31,7 +31,6 @@ from laminar_hpc.trainer.cpu import cuda_as_cpu, native_calls
 from laminar_hpc.trainer.logprobs import entropy, mask_padding, token_logprobs
 from laminar_hpc.trainer.microbatch import MicroBatch, Pack, make_pack
 from laminar_hpc.weights.hf import ModelShape, TensorReader, read_shape, save_directory
-from laminar_hpc.weights.manifest import DTYPES
 from laminar_hpc.weights.mapping import Piece, Shard, check_names, pieces
 from laminar_hpc.weights.probe import probe_sequences
 
@@ -91,7 +90,7 @@ class MegatronPolicy:
         """Builds from config.model.path. Raises LaminarError when the directory is not a model that this can train."""
         logging.getLogger("megatron").setLevel(logging.WARNING)
         self.config, self.device = config, local_device()
-        self.dtype, self.shape = DTYPES[config.model.dtype], read_shape(config.model.path)
+        self.dtype, self.shape = getattr(torch, config.model.dtype), read_shape(config.model.path)
         torch.set_num_threads(config.trainer.threads)
         with cuda_as_cpu():
             if not parallel_state.model_parallel_is_initialized():

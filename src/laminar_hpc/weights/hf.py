@@ -14,10 +14,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.manifest import WEIGHTS_FILE
+from laminar_hpc.weights.manifest import WEIGHTS_FILE, layout, safetensors_header
 from laminar_hpc.weights.slots import SIDE_FILES
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -142,9 +141,12 @@ def save_directory(source: str | Path, target: Path, tensors: Iterable[tuple[str
     `target` is made if absent; the caller renames it into place, since a reader must not see it half-written.
     """
     target.mkdir(parents=True, exist_ok=True)
-    on_cpu = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
-    save_file(on_cpu, target / WEIGHTS_FILE, metadata={"format": "pt"})
-    copy_side_files(source, target, next(iter(on_cpu.values())).dtype)
+    on_cpu = [(name, tensor.detach().to("cpu").contiguous()) for name, tensor in tensors]
+    with open(target / WEIGHTS_FILE, "wb") as file:  # safetensors' own writer would hold all bytes a second time
+        file.write(safetensors_header(layout(((name, tensor.shape, tensor.dtype) for name, tensor in on_cpu), 0, 0)))
+        for _, tensor in on_cpu:
+            file.write(tensor.view(-1).view(torch.uint8).numpy())
+    copy_side_files(source, target, on_cpu[0][1].dtype)
     for path in target.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,16 +1,17 @@
 """What a slot holds: weight id, step, and name, shape, dtype and sums of every canonical tensor, plus where it lies in model.safetensors.
 
 Canonical means Hugging Face names and shapes in the serving dtype. The layout of a safetensors file follows from the names and shapes
-alone, so a slot's file is laid out once and only its data bytes are rewritten for a new id.
+alone, so a slot's file is laid out once and only its data bytes are rewritten for a new id. Imports no torch: a rollout worker needs none.
 """
 
 import json
+import math
 import struct
+from collections.abc import Iterable, Sequence
 
 import msgspec
-import torch
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # by torch's name
 _SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -41,12 +42,13 @@ class Manifest(msgspec.Struct):
         return sum(t.nbytes for t in self.tensors)
 
 
-def layout(tensors: list[tuple[str, tuple[int, ...], torch.dtype]], weight_id: int, step: int) -> Manifest:
-    """A manifest without sums: tensors one after the other, without gaps, in the given order."""
+def layout(tensors: Iterable[tuple[str, Sequence[int], object]], weight_id: int, step: int) -> Manifest:
+    """A manifest without sums: tensors (name, shape, dtype or its name) one after the other, without gaps, in the given order."""
     entries, offset = [], 0
     for name, shape, dtype in tensors:
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        entries.append(TensorEntry(name, list(shape), str(dtype).removeprefix("torch."), offset, nbytes))
+        kind = str(dtype).removeprefix("torch.")
+        nbytes = math.prod(shape) * ITEM_BYTES[kind]
+        entries.append(TensorEntry(name, list(shape), kind, offset, nbytes))
         offset += nbytes
     return Manifest(weight_id, step, entries[0].dtype if entries else "float32", entries)
 

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from laminar_hpc.cluster.folders import claim
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.layout import claim, clean_leftovers, slots_root
+from laminar_hpc.weights.layout import clean_leftovers, slots_root
 from laminar_hpc.weights.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, decode_manifest, encode_manifest, safetensors_header
 
 SIDE_FILES = (

@@ -1,4 +1,4 @@
-"""What makes an engine on the CPU faster: forked processes, batched attention (attention.py), rotary embedding in few operations.
+"""What makes an engine on the CPU faster: forked processes, batched attention (attention.py), layers in few calls (cpu_layers.py).
 
 Registered by `port.register` where there is no CUDA; all are hooks of SGLang's own registry, and none changes a number but by rounding.
 """
@@ -28,18 +28,23 @@ def rotate(
     special = any(rest) or any(value is not None for value in options.values())
     if special or not rope.is_neox_style or rope.rotary_dim != rope.head_size:
         return original(rope, positions, query, key, *rest, **options)
+    factors = rotation(rope, positions, query.dtype)
+    return rotated(query, factors), rotated(key, factors)
+
+
+def rotation(rope: Any, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[tokens, 1, 2 * head_size]: the two factors of each position."""
     if len(getattr(rope, "laminar_factors", ())) != len(rope.cos_sin_cache):  # made at first, and when SGLang lengthens its cache
         cos, sin = rope.cos_sin_cache.chunk(2, dim=-1)
         rope.laminar_factors = torch.cat((cos, cos, -sin, sin), dim=-1)
-    factors = rope.laminar_factors.index_select(0, positions.flatten())[:, None]
-    cos, sin = factors.to(query.dtype).chunk(2, dim=-1)
-    half = rope.head_size // 2
+    return rope.laminar_factors.index_select(0, positions.flatten())[:, None].to(dtype)
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        heads = x.view(len(x), -1, rope.head_size)
-        return torch.addcmul(heads * cos, heads.roll(half, -1), sin).view(x.shape)
 
-    return rotated(query), rotated(key)
+def rotated(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """x: [tokens, heads * head_size], any mixture of query and key heads."""
+    cos, sin = factors.chunk(2, dim=-1)
+    heads = x.view(len(x), -1, cos.shape[-1])
+    return torch.addcmul(heads * cos, heads.roll(cos.shape[-1] // 2, -1), sin).view(x.shape)
 
 
 def register() -> None:
@@ -47,8 +52,9 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from laminar_hpc.rollout.sglang_plugin import attention
+    from laminar_hpc.rollout.sglang_plugin import attention, cpu_layers
 
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
     HookRegistry.register(attention.TARGET, attention.BatchedAttention, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", rotate, HookType.AROUND)
+    HookRegistry.register("sglang.srt.models.qwen2.Qwen2DecoderLayer.forward", cpu_layers.decoder_layer, HookType.AROUND)

@@ -5,7 +5,7 @@ A new operation is a request struct and a reply struct here, and one handler in 
 
 import msgspec
 
-SOCKET_VARIABLE = "LAMINAR_ENGINE_PORT"  # path of the Unix socket that the engine's first scheduler serves
+SOCKET_VARIABLE = "LAMINAR_ENGINE_PORT"  # path of the Unix sockets, without the tensor-parallel rank that each ends with
 
 
 class Request(msgspec.Struct, tag=True):
@@ -25,15 +25,18 @@ class Alive(Reply):
 
 
 class Layout(Request):
-    """Names, shapes and dtypes of the live parameters."""
+    """Names, shapes, dtypes and places of the live parameters of this rank."""
 
 
 class TensorLayout(msgspec.Struct):
-    """One live tensor under its Hugging Face name."""
+    """A live shard of a tensor under its Hugging Face name: elements [start, start + length) along `dim` of the whole, of `shape`."""
 
     name: str
     shape: list[int]
     dtype: str  # as torch names it, without "torch."
+    dim: int
+    start: int
+    length: int
 
 
 class LiveLayout(Reply):
@@ -41,11 +44,11 @@ class LiveLayout(Reply):
 
 
 class Sums(Request):
-    """Check sums of the live parameters."""
+    """Check sums of the live parameters of this rank."""
 
 
 class LiveSums(Reply):
-    """Hugging Face name -> (sum_words, sum_indexed), see weights/sums.py."""
+    """Hugging Face name -> what this rank adds to (sum_words, sum_indexed) of the whole tensor, see weights/sums.py."""
 
     sums: dict[str, tuple[int, int]]
 
@@ -62,6 +65,11 @@ AnyReply = Alive | LiveLayout | LiveSums | Refused
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(AnyRequest)
 _reply_decoder = msgspec.msgpack.Decoder(AnyReply)
+
+
+def socket_path(base: str, rank: int) -> str:
+    """Where the scheduler of a tensor-parallel rank listens."""
+    return f"{base}{rank}"
 
 
 def encode(message: Request | Reply) -> bytes:

@@ -1,0 +1,155 @@
+"""One replica in two processes: its numbers are transformers', its shards' sums are the file's, and either process's death is its own."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_engine import file_sums, hf_logprobs
+
+from engines import LoopThread, ended, engine_config, fill_slot, make_model, reference
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.observability.trace import Trace
+from laminar_hpc.rollout import puller
+from laminar_hpc.rollout.engine_process import EngineDied
+from laminar_hpc.rollout.puller import Puller
+from laminar_hpc.rollout.sglang_plugin.live_weights import canonical_views, live_layout, live_sums
+from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
+from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
+from laminar_hpc.rollout.shards import whole_sums, whole_tensors
+from laminar_hpc.weights.manifest import WEIGHTS_FILE
+from laminar_hpc.weights.probe import probe_sequences
+from laminar_hpc.weights.slots import SlotReader, SlotWriter
+from laminar_hpc.weights.sums import tensor_sums
+
+
+class Split:
+    """An engine with rollout.tensor_parallel=2 on the weights of `models[0]`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.loop = folder, LoopThread()
+        self.models = [make_model(folder / f"model{seed}", seed) for seed in (0, 1)]
+        config = engine_config(self.models[0])
+        config.rollout.tensor_parallel = 2
+        self.sampling = sampling_parameters(config.sampling, 1.0, 12, [])
+        self.engine = SglangServer(config, 0, folder)
+        self.loop.run(self.engine.start(self.models[0], "0", 1), seconds=250)
+
+    def members(self) -> list[psutil.Process]:
+        server = psutil.Process(self.engine.process.pid)
+        return [server, *server.children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Split]:
+    split = Split(tmp_path_factory.mktemp("split"))
+    yield split
+    split.loop.run(split.engine.stop())
+    split.loop.close()
+
+
+# The tests with `split` are one history of one engine, in this order.
+
+
+def test_two_processes_compute_what_one_does(split):
+    """Sampled log-probs equal those of transformers on the whole weights."""
+    model, prompt = reference(split.models[0]), [7, 77, 177, 8, 9]
+    generation = split.loop.run(split.engine.generate(prompt, split.sampling, "a", "0"))
+    expected = hf_logprobs(model, prompt, generation.tokens)
+    torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_pull_verifies_the_shards_of_both(split, tmp_path, monkeypatch):
+    """Names and shapes are whole; the sums after a load are the manifest's; a flipped bit in any rank's shard is found and named."""
+    monkeypatch.setattr(puller, "TRIES", 0)
+    writer = SlotWriter(str(tmp_path), "run", 3, split.models[0])
+    pull = Puller(
+        SlotReader(str(tmp_path), "run"), probe_sequences(500), Trace(tmp_path, "rollout", 0), lambda: split.engine, lambda: 1
+    ).pull
+    fill_slot(writer, split.models[1], 4, 2)
+    pulled = split.loop.run(pull())
+    assert pulled.weight_id == 4 and split.loop.run(split.engine.sums()) == file_sums(split.models[1])
+    shapes = {name: list(tensor.shape) for name, tensor in load_file(split.models[0] / WEIGHTS_FILE).items()}
+    assert {t.name: t.shape for t in split.loop.run(split.engine.layout())} == shapes
+    monkeypatch.setattr(split.engine, "stop", lambda: split.engine.ping())  # the puller's way of giving an engine up
+    for number, (name, item) in enumerate([("model.layers.1.mlp.down_proj.weight", 0), ("model.layers.0.self_attn.k_proj.bias", 31)]):
+        directory, manifest = fill_slot(writer, split.models[0], 5 + number, 3)
+        entry = next(t for t in manifest.tensors if t.name == name)
+        blob = bytearray((directory / WEIGHTS_FILE).read_bytes())
+        blob[len(blob) - manifest.data_bytes + entry.offset + 4 * item] ^= 1
+        (directory / WEIGHTS_FILE).write_bytes(blob)
+        with pytest.raises(LaminarError, match=rf"1 of \d+ tensors in the engine differ from the manifest, first {name}"):
+            split.loop.run(pull())
+    writer.close()
+
+
+def test_the_death_of_one_rank_is_the_engines(split):
+    """The second rank's process is killed: noticed within a second while idle, named, and stopping takes all the others along."""
+    members = split.members()
+    victim = next(p for p in members if p.cmdline()[0] == "sglang::scheduler_TP1")
+    t0 = time.monotonic()
+    victim.kill()
+    split.loop.run(split.engine.process.dead.wait(), seconds=5)
+    assert time.monotonic() - t0 < 1
+    assert "its process sglang::scheduler_TP1 ended" in str(split.engine.process.death())
+    with pytest.raises(EngineDied, match="sglang::scheduler_TP1"):
+        split.loop.run(split.engine.sums())
+    split.loop.run(split.engine.stop())
+    assert ended(members)
+
+
+# ---- shards, without an engine -----------------------------------------------------------------------------------------------------------
+
+
+class Engine(torch.nn.Module):
+    """The parameters of one rank of a one-layer SGLang Qwen2 with one KV head, cut from `whole`, the vocabulary padded to 64."""
+
+    def __init__(self, whole: dict[str, torch.Tensor], rank: int) -> None:
+        super().__init__()
+
+        def rows(name):
+            return whole[name].chunk(2)[rank]
+
+        qkv = torch.cat([rows("layer.q_proj.weight"), whole["layer.k_proj.weight"], whole["layer.v_proj.weight"]])
+        embedding = torch.cat([whole["model.embed_tokens.weight"], torch.full((4, 8), 9.0, dtype=qkv.dtype)]).chunk(2)[rank]
+        for name, tensor in {
+            "model.embed_tokens.weight": embedding, "layer.qkv_proj.weight": qkv,
+            "layer.gate_up_proj.weight": torch.cat([rows("layer.gate_proj.weight"), rows("layer.up_proj.weight")]),
+            "layer.o_proj.weight": whole["layer.o_proj.weight"].chunk(2, 1)[rank], "norm.weight": whole["norm.weight"],
+        }.items():  # fmt: skip
+            module = self
+            for part in name.split(".")[:-1]:
+                if not hasattr(module, part):
+                    module.add_module(part, torch.nn.Module())
+                module = getattr(module, part)
+            module.register_parameter("weight", torch.nn.Parameter(tensor.clone(), requires_grad=False))
+
+
+def test_shards_add_up_also_with_fewer_key_value_heads_than_ranks():
+    """Copies (norms, the only KV head) count once, padding never; a copy that differs, a gap and a disagreement are said."""
+    shapes = {
+        "model.embed_tokens.weight": (60, 8), "layer.q_proj.weight": (8, 8), "layer.k_proj.weight": (4, 8),
+        "layer.v_proj.weight": (4, 8), "layer.gate_proj.weight": (6, 8), "layer.up_proj.weight": (6, 8),
+        "layer.o_proj.weight": (8, 8), "norm.weight": (8,),
+    }  # fmt: skip
+    whole = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}
+    config = type("Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "vocab_size": 60})
+    engines = [Engine(whole, rank) for rank in range(2)]
+
+    def told() -> tuple[list[list[TensorLayout]], list[dict]]:
+        views = [list(canonical_views(engine, config, rank, 2)) for rank, engine in enumerate(engines)]
+        return [live_layout(v) for v in views], [live_sums(v) for v in views]
+
+    layouts, sums = told()
+    assert {t.name: tuple(t.shape) for t in whole_tensors(layouts)} == shapes
+    assert whole_sums(layouts, sums) == {name: tensor_sums(tensor) for name, tensor in whole.items()}
+    engines[1].norm.weight[3] += 1
+    with pytest.raises(LaminarError, match=r"tensor norm\.weight: .* copies that differ"):
+        whole_sums(*told())
+    with pytest.raises(LaminarError, match="do not agree"):
+        whole_tensors([layouts[0], layouts[1][:-1]])
+    with pytest.raises(LaminarError, match="only in part"):
+        whole_tensors([layouts[0], layouts[0]])
