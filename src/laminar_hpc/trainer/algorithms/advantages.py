@@ -17,8 +17,8 @@ def token_advantages(
     """The advantage of every trained token, float64 [sum of tokens], trajectory after trajectory.
 
     rewards [trajectories] float64, ordered by group; sizes: trajectories of each group; tokens [trajectories] int64:
-    trained tokens of each; penalties [sum of tokens]
-    float64: kl_coefficient times the KL estimate where it belongs into the reward, else zeros. Raises ValueError for a reward that is not
+    trained tokens of each; penalties [sum of tokens] float64: kl_coefficient times the KL estimate where it belongs into the reward, else
+    zeros. Raises ValueError for a reward that is not
     finite: it would silently poison its whole group or batch.
     """
     if not torch.isfinite(rewards).all():
