@@ -60,8 +60,7 @@ class Checkpointer:
             )
         torch.save(rng_state(), partial / "rng" / f"{self._rank:05d}.pt")
         state_hash = self.state_hash()
-        if self._rank == 0:
-            self._policy.save_hf(partial / "hf")
+        self._policy.save_hf(partial / "hf")
         self._meet(f"checkpoint {target}")
         if self._rank == 0:
             state = {"step": step, "weight_id": weight_id, "state_hash": state_hash, **self._layout()}

@@ -36,12 +36,14 @@ class Learner:
         trajectories = sorted(trajectories, key=lambda t: (t.group_id, t.trajectory_id))  # the order of arrival must not matter
         advantages = self._advantages(trajectories, step)
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
         rate, norms, collected, skipped = self.policy.learning_rate, [], [], 0
         for members in split_minibatches(len(trajectories), self.config.algorithm.minibatches_per_step, self.config.seed, step):
             lengths = [length(trajectories[i]) for i in members]
             plan = plan_microbatches(lengths, ranks, self.config.trainer.tokens_per_microbatch)[rank]
+            size = max(sum(lengths[j] for j in part) for part in plan) if stages > 1 else 0  # the stages pass on tensors of one shape
             micro_batches = [
-                make_microbatch([trajectories[members[j]] for j in part], [advantages[members[j]] for j in part], self.policy.device)
+                make_microbatch([trajectories[members[j]] for j in part], [advantages[members[j]] for j in part], self.policy.device, size)
                 for part in plan
             ]
             of_tokens = self.policy.accumulate(micro_batches, self._loss)
@@ -88,12 +90,13 @@ class Learner:
             return total, torch.cat([(each * batch.weights).sum(1), largest[None]])
 
     def _token_metrics(self, collected: list[torch.Tensor]) -> dict[str, float]:
-        """Means over the tokens of all micro-batches of all data-parallel ranks."""
-        group = parallel_state.get_data_parallel_group()
+        """Means over the tokens of all micro-batches of all data-parallel ranks, on every rank."""
         rows = torch.stack(collected or [torch.zeros(6, device=self.policy.device)]).double()
         sums, largest = rows[:, :5].sum(0), rows[:, 5].max()
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        # Tensor-parallel ranks have the same numbers; of the pipeline's stages only the last has any, the others bring zeros.
+        for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         loss, ratio, clipped, entropy, tokens = sums.tolist()
         tokens = max(tokens, 1.0)
         return {

@@ -35,9 +35,14 @@ class MicroBatch:
     weights: torch.Tensor
 
 
-def make_pack(sequences: Sequence[Sequence[int]], selected: Sequence[Sequence[int]], device: torch.device) -> Pack:
-    """`selected[i]`: the indices of those tokens of sequence i (each at least 1) whose log-probs are asked for."""
+def make_pack(sequences: Sequence[Sequence[int]], selected: Sequence[Sequence[int]], device: torch.device, size: int = 0) -> Pack:
+    """`selected[i]`: the indices of those tokens of sequence i (each at least 1) whose log-probs are asked for.
+
+    Filled up to `size` tokens with sequences of zeros, none longer than the others are, so that attention to them costs no more.
+    """
     lengths = [len(s) - 1 for s in sequences]
+    missing, longest = size - sum(lengths), max(lengths)
+    lengths += [min(longest, missing - at) for at in range(0, missing, longest)]
     starts = [0]
     for n in lengths:
         starts.append(starts[-1] + n)
@@ -47,7 +52,7 @@ def make_pack(sequences: Sequence[Sequence[int]], selected: Sequence[Sequence[in
 
     return Pack(
         layout=pack_layout(lengths, device),
-        tokens=ints([t for s in sequences for t in s[:-1]]),
+        tokens=ints([t for s in sequences for t in s[:-1]] + [0] * missing),
         positions=ints([p for n in lengths for p in range(n)]),
         selected=ints([start + i - 1 for start, chosen in zip(starts, selected, strict=False) for i in chosen]),
         targets=ints([s[i] for s, chosen in zip(sequences, selected, strict=True) for i in chosen]),
@@ -59,14 +64,14 @@ def length(trajectory: Trajectory) -> int:
     return len(trajectory.prompt_tokens) + len(trajectory.response_tokens) - 1
 
 
-def make_microbatch(trajectories: Sequence[Trajectory], advantages: Sequence[float], device: torch.device) -> MicroBatch:
+def make_microbatch(trajectories: Sequence[Trajectory], advantages: Sequence[float], device: torch.device, size: int = 0) -> MicroBatch:
     """Trains the response tokens whose loss_mask is 1. No trajectories give an empty micro-batch: one token of weight 0, so that every rank
-    runs the same number of forward and backward passes."""
+    runs the same number of forward and backward passes. Filled up to `size` tokens."""
     if not trajectories:
         zero = torch.zeros(1, device=device)
-        return MicroBatch(make_pack([[0, 0]], [[1]], device), zero, zero, zero)
+        return MicroBatch(make_pack([[0, 0]], [[1]], device, size), zero, zero, zero)
     chosen = [[len(t.prompt_tokens) + j for j, m in enumerate(t.loss_mask) if m] for t in trajectories]
-    pack = make_pack([t.prompt_tokens + t.response_tokens for t in trajectories], chosen, device)
+    pack = make_pack([t.prompt_tokens + t.response_tokens for t in trajectories], chosen, device, size)
     behaviour = [lp for t in trajectories for lp, m in zip(t.logprobs, t.loss_mask, strict=True) if m]
     per_token = [a for a, c in zip(advantages, chosen, strict=True) for _ in c]
     return MicroBatch(
