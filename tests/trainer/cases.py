@@ -1,12 +1,15 @@
 """What a rank of a trainer world does in a test; called by name through ranks.py. Returns plain values, numpy arrays and bytes."""
 
+import time
 from pathlib import Path
 
 import numpy as np
 import tiny
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.learner import Learner
 from laminar_hpc.trainer.megatron import MegatronPolicy
@@ -57,7 +60,7 @@ def gradients(model: str, settings: dict) -> dict[str, np.ndarray]:
     return {name: p.main_grad.numpy().copy() for name, p in policy.gpt.named_parameters()}
 
 
-def peak_of_saved(model: str, settings: dict) -> int:
+def elements_kept(model: str, settings: dict) -> int:
     """Elements that autograd keeps for the backward pass of one micro-batch."""
     config = tiny.make_config(Path(model), **settings)
     policy, kept = MegatronPolicy(config), 0
@@ -70,3 +73,16 @@ def peak_of_saved(model: str, settings: dict) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         Learner(config, policy).train(tiny.make_batch(seed=1), 0, lambda: None)
     return kept
+
+
+def gather_alone(model: str, settings: dict) -> str:
+    """Rank 0 puts the canonical tensors together, the others stay away: the error that it gets."""
+    policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
+    if dist.get_rank() > 0:
+        time.sleep(2 * policy.config.cluster.join_timeout_seconds)
+        return ""
+    try:
+        list(policy.canonical_tensors())
+    except LaminarError as error:
+        return str(error)
+    return "nothing"

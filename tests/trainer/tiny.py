@@ -19,9 +19,9 @@ LLAMA3_ROPE = {  # of the 4 frequencies of a head of 8, some are kept, some divi
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen2-tied": {},
-    "qwen2-untied-gqa7": {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
+    "qwen2-untied-gqa7": {"hidden_size": 56, "num_attention_heads": 14, "head_dim": 8, "tie_word_embeddings": False},
     "qwen3-untied": {"family": "Qwen3", "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": False},  # 4 x 16 is not 32
-    "qwen3-tied": {"family": "Qwen3", "head_dim": 16},
+    "qwen3-tied": {"family": "Qwen3", "head_dim": 16, "num_hidden_layers": 3},  # two stages are of 2 layers and 1
     "llama3-gqa8": {
         "family": "Llama", "hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8,
         "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False,

@@ -117,7 +117,11 @@ def _check_parallelism(config: RunConfig, model: dict) -> None:
         _refuse(value < 1, f"trainer.{key}={value}: must be at least 1")
     tensor, stages = config.trainer.tensor_parallel, config.trainer.pipeline_parallel
     kv_heads = model.get("num_key_value_heads") or model["num_attention_heads"]
-    parts = {"num_attention_heads": model["num_attention_heads"], "num_key_value_heads": kv_heads, "intermediate_size": model["intermediate_size"]}
+    parts = {
+        "num_attention_heads": model["num_attention_heads"],
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": model["intermediate_size"],
+    }
     for name, value in parts.items():
         _refuse(
             value % tensor != 0,
@@ -128,11 +132,7 @@ def _check_parallelism(config: RunConfig, model: dict) -> None:
         f"trainer.tensor_parallel={tensor} does not divide {_VOCABULARY_MULTIPLE}, to which the vocabulary is padded; use a power of two",
     )
     layers = model["num_hidden_layers"]
-    _refuse(
-        layers % stages != 0,
-        f"trainer.pipeline_parallel={stages} does not divide the model's num_hidden_layers={layers}; choose another, or scale with "
-        "data_parallel",
-    )
+    _refuse(layers < stages, f"trainer.pipeline_parallel={stages} exceeds the model's num_hidden_layers={layers}; use fewer stages")
     _refuse(
         config.rollout.tensor_parallel != 1,
         f"rollout.tensor_parallel={config.rollout.tensor_parallel} is not supported; use 1 and scale with rollout.replicas",

@@ -34,6 +34,15 @@ def _installed(module: str) -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec(module) is not None
 
 
+def first_stage_layers(layers: int, stages: int) -> int | None:
+    """Layers of the first pipeline stage where the stages cannot all have the same number: the others share the rest evenly, and the
+    first has as near to its share as that allows. None where they can. At least one layer per stage is needed."""
+    if layers % stages == 0:
+        return None
+    others = range(1, (layers - 1) // (stages - 1) + 1)  # layers of each other stage
+    return min((layers - (stages - 1) * n for n in others), key=lambda first: (abs(first - layers / stages), -first))
+
+
 def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> TransformerConfig:
     recompute = config.trainer.recompute_activations
     return TransformerConfig(
@@ -57,6 +66,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         pipeline_dtype=dtype,
         tensor_model_parallel_size=config.trainer.tensor_parallel,
         pipeline_model_parallel_size=config.trainer.pipeline_parallel,
+        num_layers_in_first_pipeline_stage=first_stage_layers(shape.layers, config.trainer.pipeline_parallel),
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
@@ -123,7 +133,9 @@ def wrap(transformer: TransformerConfig, gpt: GPTModel, distributed_optimizer: b
     return DistributedDataParallel(transformer, ddp, module)
 
 
-def build_optimizer(config: RunConfig, model: DistributedDataParallel, dtype: torch.dtype) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+def build_optimizer(
+    config: RunConfig, model: DistributedDataParallel, dtype: torch.dtype
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW, and its schedule: linear warm-up over optimizer.warmup_steps, then constant."""
     c, updates = config.optimizer, config.algorithm.minibatches_per_step
     optimizer = get_megatron_optimizer(

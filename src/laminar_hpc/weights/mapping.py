@@ -108,7 +108,11 @@ LAYER: tuple[tuple[str, str, Part], ...] = (
     ("mlp.up_proj.weight", "mlp.linear_fc1.weight", up),
     ("mlp.down_proj.weight", "mlp.linear_fc2.weight", columns),
     ("input_layernorm.weight", "input_layernorm.weight", whole),
-    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight", whole),  # Transformer Engine fuses the norms into what follows
+    (
+        "input_layernorm.weight",
+        "self_attention.linear_qkv.layer_norm_weight",
+        whole,
+    ),  # Transformer Engine fuses the norms into what follows
     ("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", whole),
     ("post_attention_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", whole),
 )
