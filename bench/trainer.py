@@ -8,8 +8,8 @@ Megatron-core: packed micro-batches of at most trainer.tokens_per_microbatch tok
 of at most as many tokens, padding included, and attention by torch's fused kernels. A process per number of threads; in it the two take
 turns. Only real tokens count.
 
-Figure: `throughput_over_transformers` = our tokens per second over theirs: the median of the ratios of neighbouring measurements, and of the
-numbers of threads the one that is lower. Goal: at least 0.9.
+Figure: `throughput_over_transformers` = our tokens per second over theirs: the median of the ratios of neighbouring measurements, and of
+the numbers of threads the one that is lower. Goal: at least 0.9.
 """
 
 import argparse

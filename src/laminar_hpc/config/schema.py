@@ -79,7 +79,7 @@ class TrainerConfig:
     pipeline_parallel: int = 1
     data_parallel: int = 1
     tokens_per_microbatch: int = 4096  # packed; a longer trajectory is refused at start-up
-    distributed_optimizer: bool = False  # its state is split over the data-parallel ranks
+    distributed_optimizer: bool = False
     recompute_activations: bool = False  # keep each layer's input only and compute the layer anew in the backward pass: less memory
     threads: int = 1  # CPU threads per rank
 
