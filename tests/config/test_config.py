@@ -55,14 +55,15 @@ def test_derived_quantities(words):
     assert derived.publish_bytes == 4 * derived.parameters and derived.slot_bytes == 3 * derived.publish_bytes
 
 
-def test_parameters_are_counted_as_transformers_counts_them():
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_parameters_are_counted_as_transformers_counts_them(family, tied):
     declare_schemas()
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
-    for tied in (False, True):
-        model = {**MODEL, "tie_word_embeddings": tied}
-        real = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in model.items() if k != "architectures"}))
-        assert count_parameters(model) == sum(p.numel() for p in real.parameters())
+    shape = {k: v for k, v in MODEL.items() if k != "architectures"} | {"tie_word_embeddings": tied}
+    real = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
+    assert count_parameters({**shape, "model_type": family.lower()}) == sum(p.numel() for p in real.parameters())
 
 
 BAD = [
@@ -117,12 +118,15 @@ BAD = [
     ("sampling.repetition_penalty=1.1", "refused for training"),
     ("sampling.temperature=0", "above 0"),
     ("sampling.max_response_tokens=512", "does not leave room for a prompt"),
-    ("trainer.tensor_parallel=2", "trainer.tensor_parallel=2 is not supported"),
     ("trainer.devices=[0,0]", r"trainer.devices=\[0, 0\]: name each GPU once"),
     ("rollout.devices=[-1]", "by its index from 0"),
     ("rollout.devices=[]", "or leave it at null"),
     ("rollout.tensor_parallel=0", "must be at least 1"),
     ("rollout.tensor_parallel=3", "does not divide the model's 4 heads, 2 key-value heads and intermediate size 128"),
+    ("trainer.tensor_parallel=0", "trainer.tensor_parallel=0: must be at least 1"),
+    ("trainer.tensor_parallel=4", "trainer.tensor_parallel=4 does not divide the model's num_key_value_heads=2"),
+    ("trainer.pipeline_parallel=3", "trainer.pipeline_parallel=3 exceeds the model's num_hidden_layers=2"),
+    ("trainer.context_parallel=2", "Key 'context_parallel' not in 'TrainerConfig'"),
     ("trainer.tokens_per_microbatch=100", "cannot hold a prompt"),
     ("rollout.kv_cache_tokens=100", "cannot hold one response"),
     ("pipeline.max_staleness=-1", "must be 0 or more"),
@@ -149,7 +153,7 @@ def test_wrong_values_are_refused_in_one_line(words, word, text):
 
 def test_other_architectures_are_refused(words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "architectures": ["MixtralForCausalLM"]}))
-    with pytest.raises(LaminarError, match="MixtralForCausalLM is not supported"):
+    with pytest.raises(LaminarError, match=r"MixtralForCausalLM is not supported; supported: Llama.*, none with experts"):
         check(load_config(words))
 
 

@@ -24,9 +24,9 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_model(tmp_path_factory.mktemp("tied"), tied=True)
+    return tiny.make_model(tmp_path_factory.mktemp("tied"))
 
 
 @pytest.fixture(scope="package")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.make_model(tmp_path_factory.mktemp("untied"), tied=False, seed=1)
+    return tiny.make_model(tmp_path_factory.mktemp("untied"), seed=1, tie_word_embeddings=False)

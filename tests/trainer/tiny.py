@@ -13,29 +13,50 @@ from laminar_hpc.trainer.microbatch import Example
 VOCAB = 50  # no multiple of the padded vocabulary's granularity, so there is padding
 
 
-def make_model(directory: Path, tied: bool = True, seed: int = 0) -> Path:
-    """A random Qwen2 (float32, 2 layers, 4 heads, 2 KV heads) whose norms and biases matter; written by transformers."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+# Models that differ in what a family may differ in; each with `make_model`'s other settings. Every one can be split over two ranks.
+LLAMA3_ROPE = {  # of the 4 frequencies of a head of 8, some are kept, some divided, some interpolated
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, object]] = {
+    "qwen2-tied": {},
+    "qwen2-untied-gqa7": {"hidden_size": 56, "num_attention_heads": 14, "head_dim": 8, "tie_word_embeddings": False},
+    "qwen3-untied": {"family": "Qwen3", "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": False},  # 4 x 16 is not 32
+    "qwen3-tied": {"family": "Qwen3", "head_dim": 16, "num_hidden_layers": 3},  # two stages are of 2 layers and 1
+    "llama3-gqa8": {
+        "family": "Llama", "hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8,
+        "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False,
+    },
+    "llama-tied": {"family": "Llama", "num_key_value_heads": 4},
+}  # fmt: skip
+
+
+def make_model(directory: Path, seed: int = 0, family: str = "Qwen2", shard_size: str = "5GB", **settings: object) -> Path:
+    """A random model (float32, 2 layers, 4 heads, 2 KV heads) whose norms and biases matter; written by transformers, in files of at most
+    `shard_size`."""
+    import transformers
 
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        rope_theta=10000.0,
-        initializer_range=0.1,
-    )
-    model = Qwen2ForCausalLM(config).float()
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+    }
+    if "rope_parameters" not in settings:
+        shape["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    config = getattr(transformers, f"{family}Config")(**{**shape, **settings})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=shard_size)
     (directory / "tokenizer.json").write_text("{}")
     return directory
 
@@ -122,3 +143,23 @@ def reference_loss(model: torch.nn.Module, batch: list[Trajectory], config: RunC
         surrogate = torch.min(ratio * advantage, ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantage)
         total, count = total - (surrogate * mask).sum(), count + int(mask.sum())
     return total / count
+
+
+def reference_training(directory: Path, config: RunConfig, steps: int) -> tuple[list[float], list[float], torch.nn.Module]:
+    """Losses, gradient norms before clipping and the model after `steps` updates on make_batch(seed=100 + step), by transformers and
+    torch's AdamW."""
+    model, c = transformers_model(directory), config.optimizer
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": c.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps)
+    losses, norms = [], []
+    for step in range(steps):
+        loss = reference_loss(model, make_batch(seed=100 + step), config)
+        adam.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_grad).item())
+        losses.append(loss.item())
+        adam.step()
+    return losses, norms, model

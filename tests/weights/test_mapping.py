@@ -101,8 +101,8 @@ def test_pipeline_stages_use_global_layer_numbers() -> None:
 
 def test_a_parameter_without_a_row_is_refused() -> None:
     """Weights that are trained but never served would be a silent error."""
-    with pytest.raises(LaminarError, match=r"without a row.*q_layernorm"):
-        pieces({**megatron_parameters(1), "decoder.layers.0.self_attention.q_layernorm.weight": torch.zeros(6)}, SHAPE)
+    with pytest.raises(LaminarError, match=r"without a row.*linear_proj.bias"):
+        pieces({**megatron_parameters(1), "decoder.layers.0.self_attention.linear_proj.bias": torch.zeros(6)}, SHAPE)
 
 
 def test_names_of_a_directory_must_fit() -> None:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.hf import TensorReader, read_shape, save_directory
+from laminar_hpc.weights.hf import RopeScaling, TensorReader, read_shape, save_directory
 
 CONFIG = {
     "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -28,11 +28,22 @@ def test_config_of_both_transformers_generations(rope: dict, tmp_path: Path) -> 
     assert (shape.rope_theta, shape.head_dim, shape.kv_heads, shape.tied) == (1e6, 8, 2, True)
 
 
+def test_what_families_leave_out_of_their_config(tmp_path: Path) -> None:
+    """Qwen3's heads are of 128 where its config.json is silent, whatever hidden and heads are; Llama's original context is its own."""
+    assert read_shape(write(tmp_path, model_type="qwen3")).head_dim == 128 and read_shape(write(tmp_path, model_type="llama")).head_dim == 8
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 99}
+    shape = read_shape(write(tmp_path, model_type="llama", rope_scaling=rope, rope_theta=5e5))
+    assert shape.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 99) and shape.rope_theta == 5e5
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, "model_type gpt2 is not supported; supported: qwen2"),
+        ({"model_type": "gpt2"}, "model_type gpt2 is not supported; supported: llama, qwen2, qwen3"),
+        ({"model_type": "qwen3_moe"}, "model_type qwen3_moe is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "RoPE of type yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "llama3 without 'low_freq_factor'"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias and mlp_bias are not supported"),
         ({"use_sliding_window": True}, "sliding windows"),
     ],
 )

@@ -18,7 +18,8 @@ from laminar_hpc.config.source import labels, parse_source
 
 _SERVING_BYTES = {"float32": 4, "bfloat16": 2}
 _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-_FAMILIES = {"Qwen2ForCausalLM"}
+_FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_VOCABULARY_MULTIPLE = 32  # trainer/building.py pads to it
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "beegfs", "gpfs", "cifs", "ceph", "fuse.sshfs", "9p", "smb3"}
 
 
@@ -54,12 +55,12 @@ def model_config(path: str) -> dict:
 
 
 def count_parameters(model: dict) -> int:
-    """Parameters of a Qwen2-like model, from its config.json."""
-    hidden, layers, vocab = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
-    head = model.get("head_dim") or hidden // model["num_attention_heads"]
+    """Parameters of a Llama, Qwen2 or Qwen3 model, from its config.json."""
+    hidden, layers, vocab, family = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"], model.get("model_type", "qwen2")
+    head = model.get("head_dim") or (128 if family == "qwen3" else hidden // model["num_attention_heads"])
     q, kv = model["num_attention_heads"] * head, model.get("num_key_value_heads", model["num_attention_heads"]) * head
-    attention = hidden * (q + 2 * kv) + (q + 2 * kv) + q * hidden
-    layer = attention + 3 * hidden * model["intermediate_size"] + 2 * hidden
+    biases, norms = q + 2 * kv if family == "qwen2" else 0, 2 * head if family == "qwen3" else 0
+    layer = 2 * hidden * (q + kv) + biases + norms + 3 * hidden * model["intermediate_size"] + 2 * hidden
     return vocab * hidden * (1 if model.get("tie_word_embeddings") else 2) + layers * layer + hidden
 
 
@@ -98,7 +99,8 @@ def check(config: RunConfig) -> Derived:
     architecture = (model.get("architectures") or ["unknown"])[0]
     _refuse(
         architecture not in _FAMILIES,
-        f"{config.model.path}/config.json: architecture {architecture} is not supported; supported: {', '.join(sorted(_FAMILIES))}",
+        f"{config.model.path}/config.json: architecture {architecture} is not supported; supported: {', '.join(sorted(_FAMILIES))}, "
+        "none with experts",
     )
     _refuse(config.model.dtype not in _SERVING_BYTES, f"model.dtype={config.model.dtype}: use float32 or bfloat16")
     _check_parallelism(config, model)
@@ -113,10 +115,27 @@ def check(config: RunConfig) -> Derived:
 
 
 def _check_parallelism(config: RunConfig, model: dict) -> None:
-    for key in ("tensor_parallel", "pipeline_parallel"):
+    for key in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
         value = getattr(config.trainer, key)
-        _refuse(value != 1, f"trainer.{key}={value} is not supported; use 1 and scale with trainer.data_parallel")
-    _refuse(config.trainer.data_parallel < 1, f"trainer.data_parallel={config.trainer.data_parallel}: must be at least 1")
+        _refuse(value < 1, f"trainer.{key}={value}: must be at least 1")
+    tensor, stages = config.trainer.tensor_parallel, config.trainer.pipeline_parallel
+    kv_heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+    parts = {
+        "num_attention_heads": model["num_attention_heads"],
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": model["intermediate_size"],
+    }
+    for name, value in parts.items():
+        _refuse(
+            value % tensor != 0,
+            f"trainer.tensor_parallel={tensor} does not divide the model's {name}={value}; choose another, or scale with data_parallel",
+        )
+    _refuse(
+        _VOCABULARY_MULTIPLE % tensor != 0,
+        f"trainer.tensor_parallel={tensor} does not divide {_VOCABULARY_MULTIPLE}, to which the vocabulary is padded; use a power of two",
+    )
+    layers = model["num_hidden_layers"]
+    _refuse(layers < stages, f"trainer.pipeline_parallel={stages} exceeds the model's num_hidden_layers={layers}; use fewer stages")
     _check_engine_shards(config.rollout.tensor_parallel, model)
     for key, devices in (("trainer.devices", config.trainer.devices), ("rollout.devices", config.rollout.devices)):
         wrong = devices is not None and (not devices or min(devices) < 0 or len(set(devices)) != len(devices))

@@ -101,6 +101,7 @@ class TrainerConfig:
     tokens_per_microbatch: int = 4096  # packed; a longer trajectory is refused at start-up
     distributed_optimizer: bool = False
     devices: list[int] | None = None  # GPUs of each machine that trainer ranks use, one each in order; null = the first ones
+    recompute_activations: bool = False  # keep each layer's input only and compute the layer anew in the backward pass: less memory
     threads: int = 1  # CPU threads per rank
 
 

@@ -3,7 +3,7 @@ resumed.
 
 Called by trainer/megatron.py and trainer/checkpoint.py. Without `prime`, an optimizer cannot be saved before its first update, nor can
 the distributed one be loaded; without `unshare_steps`, a loaded one silently counts its steps once per parameter, and Adam's bias
-correction is wrong.
+correction is wrong. `prime` also mends how the distributed optimizer finds a parameter in what it saves.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,25 @@ def _over_torch_adamw(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 def prime(optimizer: MegatronOptimizer) -> None:
     """Gives every parameter the state that AdamW would make at its first update: step 0, zero moments."""
+    for o in _chained(optimizer):
+        if isinstance(o, DistributedOptimizer):
+            _leave_out_padding(o)
     for o in _over_torch_adamw(optimizer):
         for group in o.optimizer.param_groups:
             for p in group["params"]:
                 o.optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         if isinstance(o, DistributedOptimizer):
             _let_steps_pass(o)
+
+
+def _leave_out_padding(optimizer: DistributedOptimizer) -> None:
+    """Megatron saves a buffer's state without the padding behind each bucket, but looks a parameter up by its place with it: wrong when a
+    buffer has several buckets, as that of a tied embedding under pipeline parallelism has. After the construction only saving asks."""
+    for buffer in optimizer.buffers:
+        padding = [0]
+        for bucket in buffer.buckets:
+            padding.append(padding[-1] + bucket.grad_data.numel() - bucket.numel_unpadded)
+        buffer.param_index_map = {p: (a - padding[i], b - padding[i], i) for p, (a, b, i) in buffer.param_index_map.items()}
 
 
 def _let_steps_pass(optimizer: DistributedOptimizer) -> None:

@@ -60,8 +60,7 @@ class Checkpointer:
             )
         torch.save(rng_state(), partial / "rng" / f"{self._rank:05d}.pt")
         state_hash = self.state_hash()
-        if self._rank == 0:
-            self._policy.save_hf(partial / "hf")
+        self._policy.save_hf(partial / "hf")
         self._meet(f"checkpoint {target}")
         if self._rank == 0:
             state = {"step": step, "weight_id": weight_id, "state_hash": state_hash, **self._layout()}
@@ -81,7 +80,12 @@ class Checkpointer:
             raise LaminarError(
                 f"there is no complete checkpoint {path}; every trainer machine must see run_dir, or start anew with resume=never"
             )
-        state = read_state(path)
+        state, mine = read_state(path), self._layout()
+        if state["distributed_optimizer"] != mine["distributed_optimizer"]:  # the one keeps its parameters as state, the other does not
+            raise LaminarError(
+                f"{path} was saved with trainer.distributed_optimizer={str(state['distributed_optimizer']).lower()}; go on with that, "
+                "the tensor, pipeline and data parallelism may be others"
+            )
         with cuda_as_cpu():
             loaded = self._read(path)
             self._policy.gpt.load_state_dict(loaded["model"])
@@ -90,7 +94,7 @@ class Checkpointer:
             self._policy.scheduler.load_state_dict(loaded["scheduler"])
         unshare_steps(self._policy.optimizer)
         self._learner.skipped_in_a_row = state["skipped_in_a_row"]
-        if {key: state[key] for key in self._layout()} != self._layout():
+        if {key: state[key] for key in mine} != mine:
             return  # another number of ranks: other random streams, other shards to hash
         set_rng_state(torch.load(path / "rng" / f"{self._rank:05d}.pt", weights_only=True))
         found = self.state_hash()

@@ -41,11 +41,13 @@ class Learner:
         trajectories = sorted(trajectories, key=lambda t: (t.group_id, t.trajectory_id))  # the order of arrival must not matter
         examples = self._examples(trajectories, step)
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
         rate, norms, collected, skipped = self.policy.learning_rate, [], [], 0
         for members in split_minibatches(len(trajectories), self.config.algorithm.minibatches_per_step, self.config.seed, step):
             lengths = [length(trajectories[i]) for i in members]
             plan = plan_microbatches(lengths, ranks, self.config.trainer.tokens_per_microbatch)[rank]
-            micro_batches = [make_microbatch([examples[members[j]] for j in part], self.policy.device) for part in plan]
+            size = max(sum(lengths[j] for j in part) for part in plan) if stages > 1 else 0  # the stages pass on tensors of one shape
+            micro_batches = [make_microbatch([examples[members[j]] for j in part], self.policy.device, size) for part in plan]
             of_tokens = self.policy.accumulate(micro_batches, self._loss)
             before_update()
             before_update = _nothing
@@ -107,11 +109,13 @@ class Learner:
 
     def _token_metrics(self, collected: list[torch.Tensor]) -> dict[str, float]:
         """Of all micro-batches of all data-parallel ranks: the loss over its denominator, means over tokens, the largest ratio."""
-        a, group = self.config.algorithm, parallel_state.get_data_parallel_group()
+        a = self.config.algorithm
         rows = torch.stack(collected or [torch.zeros(len(SUMS) + 1, device=self.policy.device)]).double()
         sums, largest = rows[:, :-1].sum(0), rows[:, -1].max()
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        # Tensor-parallel ranks have the same numbers; of the pipeline's stages only the last has any, the others bring zeros.
+        for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         of = dict(zip(SUMS, sums.tolist(), strict=True))
         tokens, kept = max(of["tokens"], 1.0), max(of["kept"], 1.0)
         metrics = {

@@ -44,9 +44,14 @@ class MicroBatch:
     tokens: Tokens
 
 
-def make_pack(sequences: Sequence[Sequence[int]], selected: Sequence[Sequence[int]], device: torch.device) -> Pack:
-    """`selected[i]`: the indices of those tokens of sequence i (each at least 1) whose log-probs are asked for."""
+def make_pack(sequences: Sequence[Sequence[int]], selected: Sequence[Sequence[int]], device: torch.device, size: int = 0) -> Pack:
+    """`selected[i]`: the indices of those tokens of sequence i (each at least 1) whose log-probs are asked for.
+
+    Filled up to `size` tokens with sequences of zeros, none longer than the others are, so that attention to them costs no more.
+    """
     lengths = [len(s) - 1 for s in sequences]
+    missing, longest = size - sum(lengths), max(lengths)
+    lengths += [min(longest, missing - at) for at in range(0, missing, longest)]
     starts = [0]
     for n in lengths:
         starts.append(starts[-1] + n)
@@ -56,7 +61,7 @@ def make_pack(sequences: Sequence[Sequence[int]], selected: Sequence[Sequence[in
 
     return Pack(
         layout=pack_layout(lengths, device),
-        tokens=ints([t for s in sequences for t in s[:-1]]),
+        tokens=ints([t for s in sequences for t in s[:-1]] + [0] * missing),
         positions=ints([p for n in lengths for p in range(n)]),
         selected=ints([start + i - 1 for start, chosen in zip(starts, selected, strict=False) for i in chosen]),
         targets=ints([s[i] for s, chosen in zip(sequences, selected, strict=True) for i in chosen]),
@@ -78,17 +83,18 @@ def behaviour_logprobs(trajectory: Trajectory) -> torch.Tensor:
     return torch.tensor([lp for lp, m in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if m], dtype=torch.float32)
 
 
-def trajectory_pack(trajectories: Sequence[Trajectory], device: torch.device) -> Pack:
+def trajectory_pack(trajectories: Sequence[Trajectory], device: torch.device, size: int = 0) -> Pack:
     """Asks for the trained tokens of each. No trajectories give a pack that asks for one token of no trajectory, so that every rank runs
-    the same number of passes."""
+    the same number of passes. Filled up to `size` tokens."""
     if not trajectories:
-        return make_pack([[0, 0]], [[1]], device)
-    return make_pack([t.prompt_tokens + t.response_tokens for t in trajectories], [trained(t) for t in trajectories], device)
+        return make_pack([[0, 0]], [[1]], device, size)
+    return make_pack([t.prompt_tokens + t.response_tokens for t in trajectories], [trained(t) for t in trajectories], device, size)
 
 
-def make_microbatch(examples: Sequence[Example], device: torch.device) -> MicroBatch:
-    """Either all examples have a `proximal` or none has, and so for `reference`. No examples give an empty micro-batch."""
-    pack = trajectory_pack([e.trajectory for e in examples], device)
+def make_microbatch(examples: Sequence[Example], device: torch.device, size: int = 0) -> MicroBatch:
+    """Either all examples have a `proximal` or none has, and so for `reference`. No examples give an empty micro-batch. Filled up
+    to `size` tokens."""
+    pack = trajectory_pack([e.trajectory for e in examples], device, size)
     if not examples:
         zero = torch.zeros(1, device=device)
         return MicroBatch(pack, Tokens(zero, zero, zero, zero, zero.long(), 0, zero))

@@ -5,12 +5,13 @@ reports. Two
 buffers: if a newer publication is ready while one is on its way, it takes the place of any that waits; skipping an id is legal. The thread
 also makes the link to the master relay for every epoch of the membership that the controller proposes.
 
-Used by `trainer.loop` (publish, fence, close); collective over the trainer world. Rank 0 holds all bytes and sends them.
+Used by `trainer.loop` (publish, fence, close); collective over the trainer world. Rank 0 gathers what the others hold, and sends all.
 """
 
 import logging
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +81,7 @@ class Publisher:
         started = time.time()
         probe = self._model.probe_logprobs()
         if not self._lead:
+            deque(self._model.canonical_tensors(), maxlen=0)  # sends what this rank holds
             return time.time() - started
         buffer = self._take_buffer()
         for entry, (_, tensor) in zip(self._plan.tensors, self._model.canonical_tensors(), strict=True):

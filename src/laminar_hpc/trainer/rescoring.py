@@ -37,16 +37,20 @@ class ReferenceWeights:
 
 def batch_logprobs(policy: MegatronPolicy, trajectories: list[Trajectory]) -> torch.Tensor:
     """By the weights in place, at the sampling temperature: float32 [trained tokens] on the CPU, trajectory after trajectory, the whole
-    batch on every data-parallel rank (zeros on pipeline stages other than the last). Collective; each rank computes its share."""
+    batch on every rank. Collective; each data-parallel rank computes its share."""
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    plan = plan_microbatches([length(t) for t in trajectories], ranks, policy.config.trainer.tokens_per_microbatch)[rank]
+    lengths = [length(t) for t in trajectories]
+    plan = plan_microbatches(lengths, ranks, policy.config.trainer.tokens_per_microbatch)[rank]
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    size = max(sum(lengths[i] for i in part) for part in plan) if stages > 1 else 0  # the stages pass on tensors of one shape
     counts = [len(trained(t)) for t in trajectories]
     found = [torch.zeros(n, device=policy.device) for n in counts]
-    scored = policy.score([trajectory_pack([trajectories[i] for i in part], policy.device) for part in plan])
+    scored = policy.score([trajectory_pack([trajectories[i] for i in part], policy.device, size) for part in plan])
     for part, logprobs in zip(plan, scored, strict=False):  # another stage has none
         if part:
             for i, own in zip(part, logprobs.split([counts[i] for i in part]), strict=True):
                 found[i] = own
     flat = torch.cat(found)
-    dist.all_reduce(flat, group=parallel_state.get_data_parallel_group())
+    for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+        dist.all_reduce(flat, group=group)
     return flat.cpu()

@@ -28,9 +28,24 @@ class Family:
 
     qkv_bias: bool
     qk_norm: bool
+    head_dim: int | None = None  # where config.json names none; None: hidden / heads
 
 
-FAMILIES = {"qwen2": Family(qkv_bias=True, qk_norm=False)}  # by config.json's model_type
+FAMILIES = {  # by config.json's model_type
+    "llama": Family(qkv_bias=False, qk_norm=False),
+    "qwen2": Family(qkv_bias=True, qk_norm=False),
+    "qwen3": Family(qkv_bias=False, qk_norm=True, head_dim=128),
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's scaling of RoPE: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
 
 
 @dataclass(frozen=True)
@@ -49,11 +64,12 @@ class ModelShape:
     norm_eps: float
     tied: bool
     max_positions: int
+    rope_scaling: RopeScaling | None = None
 
 
 def read_shape(directory: str | Path) -> ModelShape:
-    """Raises LaminarError when there is no config.json, or for what the trainer cannot compute: other families, scaled RoPE, sliding
-    windows."""
+    """Raises LaminarError when there is no config.json, or for what the trainer cannot compute: other families (mixtures of experts among
+    them), other scalings of RoPE than Llama 3's, sliding windows, other biases."""
     file = Path(directory) / "config.json"
     try:
         c = json.loads(file.read_text())
@@ -62,25 +78,39 @@ def read_shape(directory: str | Path) -> ModelShape:
     if c.get("model_type") not in FAMILIES:
         raise LaminarError(f"{file}: model_type {c.get('model_type')} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5 | 4
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise LaminarError(f"{file}: RoPE of type {rope.get('rope_type', rope.get('type'))} is not supported; use a model with plain RoPE")
     if c.get("use_sliding_window") or c.get("hidden_act", "silu") != "silu" or c.get("attention_dropout", 0.0):
         raise LaminarError(f"{file}: sliding windows, dropout and activations other than silu are not supported; use another model")
-    heads = c["num_attention_heads"]
+    if (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get("mlp_bias"):  # Qwen2 has no such key, and its own biases
+        raise LaminarError(f"{file}: attention_bias and mlp_bias are not supported; use a model without them")
+    family, heads = FAMILIES[c["model_type"]], c["num_attention_heads"]
     return ModelShape(
-        family=FAMILIES[c["model_type"]],
+        family=family,
         layers=c["num_hidden_layers"],
         hidden=c["hidden_size"],
         heads=heads,
         kv_heads=c.get("num_key_value_heads") or heads,
-        head_dim=c.get("head_dim") or c["hidden_size"] // heads,
+        head_dim=c.get("head_dim") or family.head_dim or c["hidden_size"] // heads,
         ffn=c["intermediate_size"],
         vocab=c["vocab_size"],
         rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
         norm_eps=c.get("rms_norm_eps", 1e-6),
         tied=bool(c.get("tie_word_embeddings", False)),
         max_positions=c.get("max_position_embeddings", 32768),
+        rope_scaling=_rope_scaling(rope, c.get("max_position_embeddings", 32768), file),
     )
+
+
+def _rope_scaling(rope: dict, positions: int, file: Path) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise LaminarError(f"{file}: RoPE of type {kind} is not supported; use a model with plain RoPE or Llama 3's")
+    if kind == "default":
+        return None
+    try:
+        original = rope.get("original_max_position_embeddings") or positions
+        return RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
+    except KeyError as error:
+        raise LaminarError(f"{file}: RoPE of type llama3 without {error}; download the model again") from None
 
 
 def _open(file: Path) -> safe_open:

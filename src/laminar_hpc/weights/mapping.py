@@ -102,16 +102,26 @@ LAYER: tuple[tuple[str, str, Part], ...] = (
     ("self_attn.v_proj.weight", "self_attention.linear_qkv.weight", value),
     ("self_attn.v_proj.bias", "self_attention.linear_qkv.bias", value),
     ("self_attn.o_proj.weight", "self_attention.linear_proj.weight", columns),
+    ("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", whole),
+    ("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", whole),
     ("mlp.gate_proj.weight", "mlp.linear_fc1.weight", gate),
     ("mlp.up_proj.weight", "mlp.linear_fc1.weight", up),
     ("mlp.down_proj.weight", "mlp.linear_fc2.weight", columns),
     ("input_layernorm.weight", "input_layernorm.weight", whole),
+    (
+        "input_layernorm.weight",
+        "self_attention.linear_qkv.layer_norm_weight",
+        whole,
+    ),  # Transformer Engine fuses the norms into what follows
     ("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", whole),
+    ("post_attention_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", whole),
 )
 LAST: tuple[tuple[str, str, Part], ...] = (
     ("model.norm.weight", "decoder.final_layernorm.weight", whole),
     ("lm_head.weight", "output_layer.weight", vocabulary),
 )
+# The last pipeline stage of a tied model has a copy of the embedding as its head.
+TIED_LAST: tuple[tuple[str, str, Part], ...] = (LAST[0], ("model.embed_tokens.weight", "output_layer.weight", vocabulary))
 
 
 def pieces(parameters: dict[str, torch.Tensor], shape: ModelShape, first_layer: int = 0, shard: Shard | None = None) -> list[Piece]:
@@ -125,7 +135,7 @@ def pieces(parameters: dict[str, torch.Tensor], shape: ModelShape, first_layer: 
     rows = [*FIRST]
     for i in range(local_layers):
         rows += [(f"model.layers.{first_layer + i}.{hf}", f"decoder.layers.{i}.{name}", part) for hf, name, part in LAYER]
-    rows += LAST
+    rows += TIED_LAST if shape.tied else LAST
     found = []
     for hf, name, part in rows:
         if name in parameters:

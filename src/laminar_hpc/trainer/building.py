@@ -1,0 +1,171 @@
+"""What Megatron-core is told: the model's configuration and layers, its wrapper and its optimizer. Called by trainer/megatron.py alone.
+
+On a GPU the layers are Transformer Engine's where that is installed, and apex's fused weight gradient is used where it is built; else, and
+on the CPU, they are Megatron's own. Either way the attention takes packs (trainer/attention.py).
+"""
+
+import importlib.util
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.trainer.adam import prime
+from laminar_hpc.trainer.attention import PackedCausalAttention, PackedRotary
+from laminar_hpc.weights.hf import ModelShape, RopeScaling
+
+# The padded vocabulary is a multiple of this at every tensor-parallel size that divides it, so a checkpoint fits all of them.
+_VOCAB_MULTIPLE = 32
+_FOREVER = 10**12  # steps of a constant schedule
+
+
+def _installed(module: str) -> bool:
+    """Whether a library that only GPUs can use is there, on a machine that has one."""
+    return torch.cuda.is_available() and importlib.util.find_spec(module) is not None
+
+
+def first_stage_layers(layers: int, stages: int) -> int | None:
+    """Layers of the first pipeline stage where the stages cannot all have the same number: the others share the rest evenly, and the
+    first has as near to its share as that allows. None where they can. At least one layer per stage is needed."""
+    if layers % stages == 0:
+        return None
+    others = range(1, (layers - 1) // (stages - 1) + 1)  # layers of each other stage
+    return min((layers - (stages - 1) * n for n in others), key=lambda first: (abs(first - layers / stages), -first))
+
+
+def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> TransformerConfig:
+    recompute = config.trainer.recompute_activations
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.family.qkv_bias,
+        qk_layernorm=shape.family.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=config.trainer.tensor_parallel,
+        pipeline_model_parallel_size=config.trainer.pipeline_parallel,
+        num_layers_in_first_pipeline_stage=first_stage_layers(shape.layers, config.trainer.pipeline_parallel),
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+        calculate_per_token_loss=True,  # gradients are sums over tokens, divided once by the mini-batch's tokens over all ranks
+        use_cpu_initialization=True,
+        perform_initialization=False,  # every weight comes from the Hugging Face directory
+        gradient_accumulation_fusion=_installed("fused_weight_gradient_mlp_cuda"),  # apex's
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        bias_activation_fusion=torch.cuda.is_available(),
+        bias_dropout_fusion=False,
+    )
+
+
+def _layer_spec(shape: ModelShape) -> ModuleSpec:
+    if _installed("transformer_engine"):
+        from laminar_hpc.trainer.te_attention import TransformerEngineAttention
+
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
+        spec.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
+        return spec
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.family.qk_norm)
+    spec.submodules.self_attention.submodules.core_attention = PackedCausalAttention
+    return spec
+
+
+def build_gpt(transformer: TransformerConfig, shape: ModelShape) -> GPTModel:
+    """This rank's part of the model, its weights yet to be loaded; `rotary_pos_emb` is a PackedRotary."""
+    gpt = GPTModel(
+        transformer,
+        _layer_spec(shape),
+        vocab_size=math.ceil(shape.vocab / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        share_embeddings_and_output_weights=shape.tied,
+        parallel_output=True,
+    )
+    for name, parameter in gpt.named_parameters():
+        # Megatron's initialization would note this. Without the note the gradient norm counts the first tensor-parallel rank's shards only.
+        parameter.tensor_model_parallel = "norm" not in name
+    if shape.rope_scaling is not None:  # Megatron's own knows the factor only
+        gpt.rotary_pos_emb.inv_freq = scaled_frequencies(gpt.rotary_pos_emb.inv_freq, shape.rope_scaling)
+    gpt.rotary_pos_emb = PackedRotary(gpt.rotary_pos_emb)
+    return gpt
+
+
+def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Llama 3.1's RoPE, by how often a frequency turns within the original context: at most low_freq_factor times, it is divided by
+    `factor`; at least high_freq_factor times, kept; between, interpolated linearly in the number of turns. [head_dim / 2] float32."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_positions * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def wrap(transformer: TransformerConfig, gpt: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:
+    """Gradient buffers, summed over the data-parallel ranks in float32; the distributed optimizer moves the parameters into buffers too."""
+    module = Float16Module(transformer, gpt) if transformer.bf16 else gpt
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer)
+    return DistributedDataParallel(transformer, ddp, module)
+
+
+def build_optimizer(
+    config: RunConfig, model: DistributedDataParallel, dtype: torch.dtype
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """AdamW, and its schedule: linear warm-up over optimizer.warmup_steps, then constant."""
+    c, updates = config.optimizer, config.algorithm.minibatches_per_step
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=c.lr,
+            weight_decay=c.weight_decay,
+            adam_beta1=c.beta1,
+            adam_beta2=c.beta2,
+            adam_eps=c.eps,
+            clip_grad=c.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=config.trainer.distributed_optimizer,
+        ),
+        [model],
+    )
+    prime(optimizer)
+    # Also what keeps weight decay off norms and biases: Megatron multiplies a group's wd_mult in here and nowhere else.
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=c.lr / (c.warmup_steps * updates + 1),
+        max_lr=c.lr,
+        min_lr=c.lr,
+        lr_warmup_steps=c.warmup_steps * updates,
+        lr_decay_steps=_FOREVER,
+        lr_decay_style="constant",
+        start_wd=c.weight_decay,
+        end_wd=c.weight_decay,
+        wd_incr_steps=_FOREVER,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler

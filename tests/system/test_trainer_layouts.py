@@ -1,0 +1,21 @@
+"""Whole runs whose trainer is split over two ranks, on real parts: the engines serve what the trainers train, at every layout."""
+
+import pytest
+from runs import Run, metrics, summary
+
+from laminar_hpc.weights.checkpoints import checkpoint_path, read_state
+
+STEPS = 4
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "data"])
+def test_a_run_with_two_trainer_ranks(kind, tmp_path):
+    """The weights of every step reach the engine with the right sums, its log-probs are the trainer's to 1e-3, one policy per trajectory."""
+    run = Run(tmp_path / "run", f"trainer.{kind}_parallel=2", f"steps={STEPS}", "rollout.engine_start_seconds=600")
+    assert run.finish(840) == 0, run.lines
+    run.assert_gone()
+    figures, gaps = summary(run.run_dir), metrics(run.run_dir, "logprob_gap")
+    assert figures["steps"] == STEPS and figures["trajectories_trained"] == STEPS * 256 and figures["max_versions_per_trajectory"] == 1
+    assert {g["step"] for g in gaps} >= {0, STEPS} and max(g["max"] for g in gaps) < 1e-3
+    assert read_state(checkpoint_path(run.run_dir, STEPS))[f"{kind}_parallel"] == 2

@@ -1,0 +1,216 @@
+"""Every model family at every trainer layout trains as plain transformers and torch do, and its checkpoints are complete models."""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from ranks import Ranks
+from safetensors.torch import load_file
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.trainer.building import first_stage_layers
+from laminar_hpc.trainer.canonical import Slice, plan
+from laminar_hpc.weights.checkpoints import checkpoint_path
+
+STEPS = 20
+LENGTHS = (13, 40, 7, 4, 7, 29)
+# name -> tensor, pipeline, data parallel, distributed optimizer
+LAYOUTS = {
+    "tp1": (1, 1, 1, False),
+    "tp1-distributed": (1, 1, 1, True),
+    "tp2": (2, 1, 1, False),
+    "tp2-distributed": (2, 1, 1, True),
+    "pp2": (1, 2, 1, False),
+    "pp2-distributed": (1, 2, 1, True),
+    "dp2": (1, 1, 2, False),
+    "dp2-distributed": (1, 1, 2, True),
+    "tp2-pp2": (2, 2, 1, False),
+    "tp2-dp2": (2, 1, 2, False),
+    "tp2-dp2-distributed": (2, 1, 2, True),
+    "pp2-dp2-distributed": (1, 2, 2, True),
+}
+# Each family and each kind of layout once; all combinations are slow tests.
+FEW = [("qwen2-untied-gqa7", "tp2"), ("qwen3-tied", "pp2"), ("llama3-gqa8", "dp2-distributed")]
+
+
+def settings_of(layout: str, **more: object) -> dict[str, object]:
+    tensor, pipeline, data, distributed = LAYOUTS[layout]
+    return {
+        "trainer__tensor_parallel": tensor,
+        "trainer__pipeline_parallel": pipeline,
+        "trainer__data_parallel": data,
+        "trainer__distributed_optimizer": distributed,
+        "optimizer__lr": 1e-3,
+        "optimizer__weight_decay": 0.1,
+        "sampling__temperature": 0.8,
+        "trainer__tokens_per_microbatch": 128,
+        **more,
+    }
+
+
+def world_of(layout: str) -> int:
+    tensor, pipeline, data, _ = LAYOUTS[layout]
+    return tensor * pipeline * data
+
+
+def texts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, tiny.VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def whole_logits(results: list[dict], key: str) -> torch.Tensor:
+    """Put together from the last stage's tensor-parallel ranks of the first replica."""
+    parts = [(r["place"], r[key]) for r in results if r[key] is not None and r["place"][2] == 0]
+    return torch.from_numpy(np.concatenate([part for _, part in sorted(parts, key=lambda p: p[0])], -1)[:, : tiny.VOCAB])
+
+
+@torch.no_grad()
+def transformers_logits(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([model(torch.tensor([t])).logits[0, :-1] for t in texts()])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By family; Llama's in several files."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: tiny.make_model(root / name, seed, shard_size="40KB" if "llama" in name else "5GB", **shape)
+        for seed, (name, shape) in enumerate(tiny.FAMILIES.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(models: dict[str, Path]):
+    """family -> losses, norms, logits before and after, by transformers; computed once."""
+
+    @cache
+    def of(family: str) -> tuple:
+        config = tiny.make_config(models[family], **settings_of("tp1"))
+        losses, norms, trained = tiny.reference_training(models[family], config, STEPS)
+        return losses, norms, transformers_logits(tiny.transformers_model(models[family])), transformers_logits(trained)
+
+    return of
+
+
+def check_layout(family: str, layout: str, ranks: Ranks, models: dict[str, Path], reference, run_dir: Path) -> list[dict]:
+    arguments = {"model": str(models[family]), "settings": settings_of(layout), "texts": texts(), "run_dir": str(run_dir)}
+    results = ranks.run(world_of(layout), "cases:train", **arguments, steps=(0, STEPS))
+    losses, norms, before, after = reference(family)
+    for result in results:  # on every rank the numbers of the whole batch
+        assert [m["loss"] for m in result["metrics"]] == pytest.approx(losses, abs=1e-5)
+        assert [m["grad_norm"] for m in result["metrics"]] == pytest.approx(norms, rel=1e-5, abs=1e-5)
+        assert result["metrics"] == results[0]["metrics"] and result["hash"] == results[0]["hash"]
+    assert (whole_logits(results, "before") - before).abs().max() < 1e-4
+    assert (whole_logits(results, "after") - after).abs().max() < 1e-4
+    assert (after - before).abs().max() > 1e-2, "training has changed nothing, so the comparison proves nothing"
+
+    hf = checkpoint_path(run_dir, STEPS) / "hf"
+    written = tiny.transformers_model(hf)
+    assert (transformers_logits(written) - whole_logits(results, "after")).abs().max() < 1e-4
+    state = tiny.transformers_model(models[family]).state_dict()
+    names = [n for n in state if not (n == "lm_head.weight" and written.config.tie_word_embeddings)]
+    assert [r["names"] for r in results] == [names, *[[]] * (len(results) - 1)]
+    assert results[-1]["metadata"] == [(n, tuple(state[n].shape)) for n in names]
+    assert json.loads((hf / "config.json").read_text()) == json.loads((models[family] / "config.json").read_text())
+    assert all(r["probe"] == results[0]["probe"] and len(r["probe"]) == 4 * 31 for r in results)
+    return results
+
+
+@pytest.mark.parametrize(("family", "layout"), FEW)
+def test_layouts_train_as_transformers(family: str, layout: str, ranks: Ranks, models, reference, tmp_path: Path) -> None:
+    """20 steps of GRPO: losses and gradient norms to 1e-5, logits to 1e-4 before and after, also of the directory that is written."""
+    check_layout(family, layout, ranks, models, reference, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_family_at_every_layout(family: str, layout: str, ranks: Ranks, models, reference, tmp_path: Path) -> None:
+    """The whole matrix of the test above."""
+    check_layout(family, layout, ranks, models, reference, tmp_path)
+
+
+RESUMES = [("pp2-distributed", "pp2-distributed"), ("pp2-distributed", "dp2-distributed"), ("tp2", "pp2")]
+MORE_RESUMES = [pair for pair in itertools.permutations(LAYOUTS, 2) if LAYOUTS[pair[0]][3] == LAYOUTS[pair[1]][3] and pair not in RESUMES]
+
+
+def check_resume(before: str, after: str, ranks: Ranks, models, reference, run_dir: Path) -> None:
+    arguments = {"model": str(models["qwen2-tied"]), "texts": texts(), "run_dir": str(run_dir)}
+    ranks.run(world_of(before), "cases:train", **arguments, settings=settings_of(before), steps=(0, 2))
+    resumed = ranks.run(world_of(after), "cases:train", **arguments, settings=settings_of(after), steps=(2, 5), resume=True)
+    losses, norms, *_ = reference("qwen2-tied")
+    assert [m["loss"] for m in resumed[0]["metrics"]] == pytest.approx(losses[2:5], abs=1e-5)
+    assert [m["grad_norm"] for m in resumed[0]["metrics"]] == pytest.approx(norms[2:5], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(("before", "after"), RESUMES, ids=" to ".join)
+def test_checkpoints_resume_at_other_layouts(before: str, after: str, ranks: Ranks, models, reference, tmp_path: Path) -> None:
+    """2 steps, a restart, 3 steps: the losses and norms of one run, optimizer state included. At the layout of before, `load` compares the
+    state's hash too: with a tied embedding in a bucket of its own, Megatron alone loses the end of the optimizer's state."""
+    check_resume(before, after, ranks, models, reference, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), MORE_RESUMES, ids=" to ".join)
+def test_any_layout_resumes_at_any_other(before: str, after: str, ranks: Ranks, models, reference, tmp_path: Path) -> None:
+    """The whole matrix of the test above."""
+    check_resume(before, after, ranks, models, reference, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama3-gqa8", "tp2"), ("qwen2-tied", "pp2")])
+def test_what_is_not_trained_is_written_bit_for_bit(family: str, layout: str, ranks: Ranks, models, tmp_path: Path) -> None:
+    """Loaded in parts and put together again on rank 0, each tensor is what it was: the image that is published and checkpointed."""
+    arguments = {"model": str(models[family]), "settings": settings_of(layout), "texts": texts(), "run_dir": str(tmp_path)}
+    ranks.run(world_of(layout), "cases:train", **arguments, steps=(0, 0))
+    written = load_file(checkpoint_path(tmp_path, 0) / "hf" / "model.safetensors")
+    expected = tiny.transformers_model(models[family]).state_dict()
+    assert set(expected) - set(written) <= {"lm_head.weight"} and all(torch.equal(written[n], expected[n]) for n in written)
+
+
+def test_recomputed_activations_give_the_same_gradients(ranks: Ranks, models) -> None:
+    """trainer.recompute_activations keeps less for the backward pass, at two tensor-parallel ranks too, and changes no gradient."""
+    model, plain, recomputed = str(models["qwen3-untied"]), settings_of("tp2"), settings_of("tp2", trainer__recompute_activations=True)
+    del plain["optimizer__lr"], recomputed["optimizer__lr"]
+    for one, other in zip(*(ranks.run(2, "cases:gradients", model=model, settings=s) for s in (plain, recomputed)), strict=True):
+        assert all(np.abs(one[n] - other[n]).max() < 1e-7 for n in one) and max(np.abs(g).max() for g in one.values()) > 1e-3
+    kept = [ranks.run(2, "cases:elements_kept", model=model, settings=s)[0] for s in (plain, recomputed)]
+    assert kept[1] < 0.6 * kept[0]
+
+
+def test_a_rank_that_does_not_come_is_named_in_time(ranks: Ranks, models) -> None:
+    """Putting tensors together waits for another rank, but not without bound."""
+    settings = settings_of("pp2", cluster__join_timeout_seconds=2.0)
+    first, _ = ranks.run(2, "cases:gather_alone", model=str(models["qwen2-tied"]), settings=settings)
+    assert re.match(r"trainer 0 waited at most 2 s for trainer 1 to pass model\.\S+ along", first)
+
+
+def test_slices_of_the_ranks_are_planned_without_overlap() -> None:
+    """Of replicas the first holder's is taken, an empty slice of padding is none, and a gap is an error."""
+
+    def held(rank: int, start: int, length: int) -> Slice:
+        return Slice(rank, "w", (5, 2), 0, start, length)
+
+    assert [(s.rank, s.start) for s in plan([held(0, 0, 3), held(1, 3, 2), held(2, 0, 3), held(3, 5, 0)])["w"]] == [(0, 0), (1, 3)]
+    with pytest.raises(LaminarError, match=r"slices of w do not make it up"):
+        plan([held(0, 0, 3), held(1, 4, 1)])
+
+
+@pytest.mark.parametrize(("layers", "stages", "first"), [(4, 2, None), (3, 2, 2), (5, 4, 2), (30, 4, 6), (61, 8, 5), (2, 2, None)])
+def test_layers_of_the_first_stage(layers: int, stages: int, first: int | None) -> None:
+    """Every stage has a layer at least, and those behind the first have the same number."""
+    assert first_stage_layers(layers, stages) == first
+    assert (layers - (first or layers // stages)) % (stages - 1) == 0
