@@ -71,7 +71,7 @@ MEANING = {
     "trainer.tensor_parallel": "only 1 is supported",
     "trainer.pipeline_parallel": "only 1 is supported",
     "trainer.data_parallel": "trainer ranks; each takes its share of every batch",
-    "trainer.distributed_optimizer": "shard the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer)",
+    "trainer.distributed_optimizer": "Megatron's distributed optimizer",
     "relay.slots": "complete weight versions kept in shared memory per machine; at least 2",
     "relay.shm_dir": "folder in memory that holds the slots",
     "relay.chunk_megabytes": "size of the pieces in which weights are sent",
@@ -85,6 +85,7 @@ MEANING = {
     "pipeline.name": "shown in logs and reports; decides nothing",
     "cluster.heartbeat_timeout_seconds": "a process that is silent for so long counts as dead",
     "cluster.stop_timeout_seconds": "longest time for an orderly stop",
+    "observability.wandb_project": "project on Weights & Biases",
     "checkpoint.keep": "the newest so many stay on disk",
 }  # fmt: skip
 

@@ -6,7 +6,6 @@
 A rank prints only what a user should read; all else goes to run_dir/logs/<role><index>.log once the run directory is there.
 """
 
-import dataclasses
 import importlib
 import logging
 import os
@@ -22,7 +21,7 @@ from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
-from laminar_hpc.config.check import check, derive
+from laminar_hpc.config.check import check, derive, derived_values, missing_inputs
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -137,7 +136,7 @@ def main(overrides: list[str]) -> int:
         mine, relays = place(config)
         if config.dry_run:
             if mine.role == "controller":
-                for text in console.derived_block(dataclasses.asdict(check(config))):
+                for text in console.dry_run_lines(derived_values(config, check(config)), missing_inputs(config)):
                     voice.say(text)
             return 0
         if mine.role == "controller":

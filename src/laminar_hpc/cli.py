@@ -6,7 +6,6 @@ laminar report RUN_DIR            write summary.json and report.html again
 laminar doctor                    what this machine can run
 """
 
-import dataclasses
 import importlib
 import os
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from laminar_hpc.cluster.launch import run_torchrun
 from laminar_hpc.cluster.stop import request_stop
-from laminar_hpc.config.check import check, check_machine
+from laminar_hpc.config.check import check, check_machine, derived_values, missing_inputs
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.observability import console
@@ -25,7 +24,7 @@ def train(arguments: list[str]) -> int:
     config = load_config(arguments)
     derived = check(config)
     if config.dry_run:
-        for text in console.derived_block({**dataclasses.asdict(derived), "pipeline": config.pipeline.name}):
+        for text in console.dry_run_lines(derived_values(config, derived), missing_inputs(config)):
             print(text)
         return 0
     check_machine(config, derived)

@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 
 from laminar_hpc.cluster.hub import Hub
-from laminar_hpc.config.check import Derived, check, check_machine, model_config
+from laminar_hpc.config.check import Derived, check, check_machine, derived_values
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import dump_config
+from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.book import Book
 from laminar_hpc.controller.evaluations import Evaluations
@@ -38,7 +39,7 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, St
     """Checks everything that can be checked without the others, then takes the run directory."""
     derived = check(config)
     check_machine(config, derived)
-    for text in console.derived_block({**dataclasses.asdict(derived), "pipeline": config.pipeline.name}):
+    for text in console.derived_block(derived_values(config, derived)):
         say(text)
     start = prepare(config)
     if start.moved_to:
