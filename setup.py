@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 # What src/laminar_hpc itself imports; lock.txt holds the version of each, and of everything they bring along.
 DIRECT = (
-    "aiohttp hydra-core megatron-core msgspec numpy omegaconf psutil pyyaml pyzmq safetensors tensorboardX tokenizers transformers"
+    "aiohttp hydra-core megatron-core msgspec numpy omegaconf psutil pyyaml pyzmq rich safetensors tensorboardX tokenizers transformers"
 ).split()
 
 

@@ -2,6 +2,7 @@
 
 laminar train [key=value ...]     check, then run the job on this machine (a torchrun of all roles) and watch over it
 laminar stop RUN_DIR              let a running job finish its step, checkpoint and exit 0
+laminar top RUN_DIR [--once]      a run as it goes: ranks, weights, KV cache, queues, staleness, tokens per second
 laminar report RUN_DIR            write summary.json and report.html again
 laminar doctor                    what this machine can run
 """
@@ -18,6 +19,7 @@ from laminar_hpc.config.check import check, check_machine, derived_values, missi
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.observability import console
+from laminar_hpc.observability.wandb_mirror import check_wandb
 
 
 def train(arguments: list[str]) -> int:
@@ -28,6 +30,7 @@ def train(arguments: list[str]) -> int:
             print(text)
         return 0
     check_machine(config, derived)
+    check_wandb(config.observability.wandb)
     if config.role != "all":
         raise LaminarError(
             "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the scripts in launch/ do"
@@ -50,6 +53,7 @@ def elsewhere(module: str) -> Callable[[list[str]], int]:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "stop": stop,
+    "top": elsewhere("laminar_hpc.observability.top"),
     "report": elsewhere("laminar_hpc.observability.report"),
     "doctor": elsewhere("laminar_hpc.doctor"),
 }

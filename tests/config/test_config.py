@@ -12,7 +12,7 @@ from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config.check import check, check_machine, derive, file_system
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory, dump_config, load_config, read_config
-from laminar_hpc.config.models import count_parameters, kv_bytes_per_token, known_models, rollout_bytes, trainer_bytes
+from laminar_hpc.config.models import count_parameters, known_models, kv_bytes_per_token, rollout_bytes, trainer_bytes
 from laminar_hpc.config.schema import TrainerConfig
 
 MODEL = {
@@ -92,7 +92,9 @@ def test_memory_estimates():
     model = known_models()["Qwen2.5-7B"]
     assert kv_bytes_per_token(model, 2) == 56 * 1024
     assert rollout_bytes(model, 2, 1, 1000) - rollout_bytes(model, 2, 1, 0) == 1000 * 56 * 1024
-    assert rollout_bytes(model, 2, 8, 1000) - rollout_bytes(model, 2, 8, 0) == 1000 * 56 * 1024 // 4, "four KV heads: copied over eight ranks"
+    assert rollout_bytes(model, 2, 8, 1000) - rollout_bytes(model, 2, 8, 0) == 1000 * 56 * 1024 // 4, (
+        "four KV heads: copied over eight ranks"
+    )
     few = TrainerConfig(tensor_parallel=2, tokens_per_microbatch=1)
     assert trainer_bytes(model, 2, few) == pytest.approx(count_parameters(model) * 18 / 2, rel=1e-3)
     sharded = TrainerConfig(tensor_parallel=2, data_parallel=4, distributed_optimizer=True, tokens_per_microbatch=1)

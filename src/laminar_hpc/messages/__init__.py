@@ -79,7 +79,7 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     queued: int = 0  # requests that wait in the engine
     kv_tokens: int = 0  # of the KV cache in use
     kv_capacity: int = 0  # 0 = the engine has not said yet
-    tokens_per_second: float = 0.0  # decoded, by the engine's own measure
+    tokens_per_second: float = 0.0  # response tokens of the trajectories that ended in the last half minute
 
 
 # ---- all roles <-> controller -------------------------------------------------------------------------------------------------

@@ -33,13 +33,12 @@ class RequestFailed(LaminarError):
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Requests, tokens of the KV cache, tokens per second."""
+    """Requests, and tokens of the KV cache."""
 
     running: int
     queued: int
     kv_tokens: int
     kv_capacity: int
-    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -212,18 +211,14 @@ class SglangServer:
                 await asyncio.sleep(0.005)
 
     async def load_info(self) -> EngineLoad | None:
-        """How full the engine is, from what its scheduler leaves in shared memory: the scheduler is not asked. None when it does not say."""
-        assert self._http is not None
+        """How full the engine is, by what its scheduler leaves in shared memory: it is not asked. None when there is no answer."""
+        if self._http is None or self._http.closed:
+            return None
         try:
             async with self._http.get("/v1/loads?include=core", timeout=aiohttp.ClientTimeout(total=LOAD_SECONDS)) as response:
                 core = (await response.json())["loads"][0]
-                return EngineLoad(
-                    core["num_running_reqs"],
-                    core["num_waiting_reqs"],
-                    core["num_used_tokens"],
-                    core["max_total_num_tokens"],
-                    core["gen_throughput"],
-                )
+                keys = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens")
+                return EngineLoad(*(core[key] for key in keys))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, LookupError, TypeError):
             return None  # it is starting, dying or busy: nobody may suffer from a look at it
 
