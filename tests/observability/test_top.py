@@ -41,11 +41,9 @@ def test_a_run_that_goes_on(tmp_path, capsys):
     assert "13  id 7 (step 7)  draining" in rows["rollout0"]
     assert " 75% of 40k" in rows["rollout0"] and "5.1k" in rows["rollout0"]
     assert "silent 6.0s" in rows["rollout1"] and "none yet" in rows["rollout1"]
-    assert "id 8 (step 8)" in rows["trainer0"] and "train " in rows["trainer0"]
-    assert rows["queues"].split(None, 1)[1] == (
-        "5 groups being generated  2 ready  4 answers without a score  1 replicas want work  1 evaluations  trainer waits: 2 of 8 groups are "
-        "finished"
-    )
+    assert "id 8 (step 8)" in rows["trainer0"] and "publish 0.0s" in rows["trainer0"]
+    queues = ["5 groups being generated", "2 ready", "4 answers without a score", "1 replicas want work", "1 evaluations"]
+    assert rows["queues"].split(None, 1)[1] == "  ".join([*queues, "trainer waits: 2 of 8 groups are finished"])
     assert max(map(len, text.splitlines())) <= top.PIPE_WIDTH and "\x1b" not in text
 
 
@@ -103,7 +101,7 @@ def test_a_long_trace_is_read_from_its_end(tmp_path):
 
 def test_wrong_words(tmp_path, capsys):
     """Promise: what is no run is refused in one line; wrong words give the usage."""
-    with pytest.raises(LaminarError, match="is no run: no metrics.jsonl there; name the run_dir"):
+    with pytest.raises(LaminarError, match=r"is no run: no metrics.jsonl there; name the run_dir"):
         top.main([str(tmp_path), "--once"])
     assert top.main([]) == 2 and "usage: laminar top RUN_DIR" in capsys.readouterr().err
 

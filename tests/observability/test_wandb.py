@@ -65,9 +65,8 @@ def records(run_dir: Path) -> list:
 
 
 def mirror(run_dir: Path, program: str = PROGRAM, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", program, str(run_dir)], capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment}
-    )  # fmt: skip
+    command, environment = [sys.executable, "-c", program, str(run_dir)], {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
 def test_offline_holds_the_curves_of_tensorboard_and_no_key(tmp_path):
@@ -80,7 +79,7 @@ def test_offline_holds_the_curves_of_tensorboard_and_no_key(tmp_path):
     assert [row["step/reward_mean"] for row in rows] == [0.25, 0.5, 0.75]
     assert [row["trainer_step"] for row in rows] == [1, 2, 3] and rows[0]["step/parts/load"] == 0.5
     kinds = {record.WhichOneof("record_type") for record in found}
-    assert not kinds & {"stats", "output", "output_raw"} and all(not r.run.host and not r.run.git.remote_url for r in found)
+    assert not kinds & {"stats", "output", "output_raw"} and all(r.run.host in ("", "-") and not r.run.git.remote_url for r in found)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
@@ -95,7 +94,9 @@ def test_without_the_package_one_line_says_what_to_do(monkeypatch, mode):
     """Promise: wandb is optional; asking for it where it is not installed is refused before anything starts."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest))
-    with pytest.raises(LaminarError, match=f"observability.wandb={mode} needs the package wandb.*pip install wandb.*observability.wandb=off"):
+    with pytest.raises(
+        LaminarError, match=f"observability.wandb={mode} needs the package wandb.*pip install wandb.*observability.wandb=off"
+    ):
         check_wandb(mode)
     check_wandb("off")
 

@@ -58,13 +58,13 @@ class WandbMirror:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of wandb's own failures, to its makers
         wandb = importlib.import_module("wandb")
         quiet = wandb.Settings(
-            silent=True, console="off", init_timeout=START_SECONDS, disable_git=True, disable_code=True, save_code=False,
+            silent=True, console="off", host="-", init_timeout=START_SECONDS, disable_git=True, disable_code=True, save_code=False,
             disable_job_creation=True, x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True,
         )  # fmt: skip
         try:
             self._run = wandb.init(
-                project=project, name=run_dir.resolve().name, id=_run_id(run_dir), resume="allow", dir=str(run_dir), mode=mode,
-                config=config, settings=quiet,
+                project=project, name=run_dir.resolve().name, id=_run_id(run_dir), resume="allow" if mode == "online" else None,
+                dir=str(run_dir), mode=mode, config=config, settings=quiet,
             )  # fmt: skip
             self._run.define_metric(STEP, hidden=True)
             self._run.define_metric("*", step_metric=STEP)
