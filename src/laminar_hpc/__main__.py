@@ -33,7 +33,13 @@ _RUN_FAILED = "the run has failed"
 
 
 def place(config: RunConfig) -> tuple[RoleOfRank, int]:
-    """This rank's role, and how many relays the run has at least."""
+    """This rank's role, and how many relays the run has at least. Raises LaminarError for a process that torchrun did not start."""
+    if "RANK" not in os.environ:
+        by = "srun started this process without torchrun" if "SLURM_PROCID" in os.environ else "torchrun did not start this process"
+        raise LaminarError(
+            f"{by} (RANK is not set), so it cannot know its role: use `laminar train ...`, torchrun --nproc-per-node=N -m laminar_hpc ..., "
+            "or on a cluster slurm/laminar_single.sbatch"
+        )
     rank, world, per_node = (
         int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
     )
@@ -126,6 +132,13 @@ def run_controller(config: RunConfig, relays: int, say: Callable[[str], None]) -
     run(config, relays, machine_name(config.relay.shm_dir), say, lambda: redirect_output(Path(config.run_dir), "controller0"))
 
 
+def cure(error: Exception) -> str:
+    """What to do about an error of a library, where that is known. By name: torch is not imported for it."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return "; lower trainer.tokens_per_microbatch, set trainer.recompute_activations=true or use more trainer ranks"
+    return ""
+
+
 def main(overrides: list[str]) -> int:
     """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began."""
     die_with_parent()
@@ -155,7 +168,7 @@ def main(overrides: list[str]) -> int:
         logging.getLogger(__name__).exception("failed")
         who = f"{mine.role} {mine.index}" if mine else "start-up"
         voice.complain(
-            f"{who}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (the traceback is in the run "
+            f"{who}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{cure(error)} (the traceback is in the run "
             "directory's logs/)"
         )
         return 1

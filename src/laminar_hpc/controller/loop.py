@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.hub import Hub
+from laminar_hpc.cluster.processes import oom_kills
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
@@ -31,6 +32,11 @@ from laminar_hpc.policies import admission
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
+_MEMORY_CURES = {
+    "trainer": "give the container more, lower trainer.tokens_per_microbatch or use more trainer ranks",
+    "rollout": "give the container more or lower rollout.kv_cache_tokens",
+    "relay": "give the container more or lower relay.slots",
+}
 _SPAN_SECONDS = 0.003  # shorter turns are not traced: there are thousands, and they hold nobody up
 _NOT_YET_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
@@ -70,6 +76,7 @@ class Controller:
         self.ending = False  # all workers have been told to leave
         self.started = time.time()
         self.separate = config.role != "all"
+        self.oom_kills = oom_kills()
 
     # ---- one turn --------------------------------------------------------------------------------------------------------------
 
@@ -153,6 +160,8 @@ class Controller:
         self.forget(member)
         if self.ending or (self.trainer_done and member.hello.role == "trainer"):
             return
+        if member.hello.machine == self.members.machine and oom_kills() > self.oom_kills:
+            how = f"was killed for want of memory: {_MEMORY_CURES.get(member.hello.role, 'give the container more')}"
         log_file = f"logs/{member.hello.role}{member.hello.index}.log in the run directory"
         text = f"{member.name} (pid {member.hello.pid} on {member.hello.machine}) {how}; see {log_file}"
         if not self.separate or member.hello.role == "trainer":
@@ -243,7 +252,7 @@ class Controller:
                     console.line(
                         "warning",
                         f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}: engine and trainer do not compute the "
-                        "same model",
+                        "same model; look at rollout.engine_arguments (quantization, KV cache dtype) and model.dtype",
                     )
                 )
         for old in [i for i in self.probes if i < weight_id - 100]:
