@@ -40,7 +40,7 @@ class Derived:
     trainer_gpu_memory_bytes: int  # estimates, see models.py
     rollout_gpu_memory_bytes: int
     kv_cache_tokens: int  # per replica
-    longest_responses_in_kv_cache: int  # how many fit at once
+    responses_in_kv_cache: int  # of the greatest length, at once
     max_staleness: int | None
 
 
@@ -70,7 +70,7 @@ def derive(config: RunConfig) -> Derived:
         trainer_gpu_memory_bytes=trainer_bytes(model, width, t),
         rollout_gpu_memory_bytes=0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens),
         kv_cache_tokens=r.kv_cache_tokens,
-        longest_responses_in_kv_cache=r.kv_cache_tokens // max(1, config.sampling.max_response_tokens),
+        responses_in_kv_cache=r.kv_cache_tokens // max(1, config.sampling.max_response_tokens),
         max_staleness=config.pipeline.max_staleness,
     )
 
@@ -89,7 +89,7 @@ def pipeline_text(config: RunConfig) -> str:
     if config.pipeline.refresh == "barrier":
         return f"{name}: synchronous; trainer and replicas take turns, on-policy"
     limit = "staleness without a bound" if bound is None else f"at most {bound} steps stale"
-    return f"{name}: asynchronous; trainer and replicas work at the same time, a replica pulls weights when it is drained; {limit}"
+    return f"{name}: asynchronous; trainer and replicas work at the same time; {limit}"
 
 
 def missing_inputs(config: RunConfig) -> list[str]:
