@@ -79,7 +79,7 @@ MEANING = {
     "trainer.tensor_parallel": "ranks over which every layer is split; divides the model's heads, key-value heads and feed-forward width",
     "trainer.pipeline_parallel": "stages of consecutive layers; at most the number of layers",
     "trainer.data_parallel": "replicas of the trainer (tensor_parallel x pipeline_parallel ranks); each takes its share of every batch",
-    "trainer.distributed_optimizer": "shard the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer)",
+    "trainer.distributed_optimizer": "Megatron's distributed optimizer",
     "relay.slots": "complete weight versions kept in shared memory per machine; at least 2",
     "relay.shm_dir": "folder in memory that holds the slots",
     "relay.chunk_megabytes": "size of the pieces in which weights are sent",
@@ -93,6 +93,7 @@ MEANING = {
     "pipeline.name": "shown in logs and reports; decides nothing",
     "cluster.heartbeat_timeout_seconds": "a process that is silent for so long counts as dead",
     "cluster.stop_timeout_seconds": "longest time for an orderly stop",
+    "observability.wandb_project": "project on Weights & Biases",
     "checkpoint.keep": "the newest so many stay on disk",
 }  # fmt: skip
 

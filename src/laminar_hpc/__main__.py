@@ -6,7 +6,6 @@
 A rank prints only what a user should read; all else goes to run_dir/logs/<role><index>.log once the run directory is there.
 """
 
-import dataclasses
 import importlib
 import logging
 import os
@@ -23,7 +22,7 @@ from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.devices import use_devices
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
-from laminar_hpc.config.check import check, derive
+from laminar_hpc.config.check import check, derive, derived_values, missing_inputs
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -35,7 +34,15 @@ _RUN_FAILED = "the run has failed"
 
 
 def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
-    """This rank's role, those of all ranks of its torchrun on this machine, and how many relays the run has at least."""
+    """This rank's role, those of all ranks of its torchrun on this machine, and how many relays the run has at least.
+
+    Raises LaminarError for a process that torchrun did not start."""
+    if "RANK" not in os.environ:
+        by = "srun started this process without torchrun" if "SLURM_PROCID" in os.environ else "torchrun did not start this process"
+        raise LaminarError(
+            f"{by} (RANK is not set), so it cannot know its role: use `laminar train ...`, torchrun --nproc-per-node=N -m laminar_hpc ..., "
+            "or on a cluster slurm/laminar_single.sbatch"
+        )
     rank, world, per_node = (
         int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
     )
@@ -131,6 +138,13 @@ def run_controller(config: RunConfig, relays: int, say: Callable[[str], None]) -
     run(config, relays, machine_name(config.relay.shm_dir), say, lambda: redirect_output(Path(config.run_dir), "controller0"))
 
 
+def cure(error: Exception) -> str:
+    """What to do about an error of a library, where that is known. By name: torch is not imported for it."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return "; lower trainer.tokens_per_microbatch, set trainer.recompute_activations=true or use more trainer ranks"
+    return ""
+
+
 def main(overrides: list[str]) -> int:
     """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began."""
     die_with_parent()
@@ -141,7 +155,7 @@ def main(overrides: list[str]) -> int:
         mine, here, relays = place(config)
         if config.dry_run:
             if mine.role == "controller":
-                for text in console.derived_block(dataclasses.asdict(check(config))):
+                for text in console.dry_run_lines(derived_values(config, check(config)), missing_inputs(config)):
                     voice.say(text)
             return 0
         if mine.role == "controller":
@@ -160,7 +174,7 @@ def main(overrides: list[str]) -> int:
         logging.getLogger(__name__).exception("failed")
         who = f"{mine.role} {mine.index}" if mine else "start-up"
         voice.complain(
-            f"{who}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} (the traceback is in the run "
+            f"{who}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{cure(error)} (the traceback is in the run "
             "directory's logs/)"
         )
         return 1

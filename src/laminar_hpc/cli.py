@@ -2,11 +2,11 @@
 
 laminar train [key=value ...]     check, then run the job on this machine (a torchrun of all roles) and watch over it
 laminar stop RUN_DIR              let a running job finish its step, checkpoint and exit 0
+laminar top RUN_DIR [--once]      a run as it goes: ranks, weights, KV cache, queues, staleness, tokens per second
 laminar report RUN_DIR            write summary.json and report.html again
 laminar doctor                    what this machine can run
 """
 
-import dataclasses
 import importlib
 import os
 import sys
@@ -17,20 +17,22 @@ from laminar_hpc.cluster.devices import devices_of, present
 from laminar_hpc.cluster.launch import run_torchrun
 from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.cluster.stop import request_stop
-from laminar_hpc.config.check import check, check_machine
+from laminar_hpc.config.check import check, check_machine, derived_values, missing_inputs
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.observability import console
+from laminar_hpc.observability.wandb_mirror import check_wandb
 
 
 def train(arguments: list[str]) -> int:
     config = load_config(arguments)
     derived = check(config)
     if config.dry_run:
-        for text in console.derived_block({**dataclasses.asdict(derived), "pipeline": config.pipeline.name}):
+        for text in console.dry_run_lines(derived_values(config, derived), missing_inputs(config)):
             print(text)
         return 0
     check_machine(config, derived)
+    check_wandb(config.observability.wandb)
     if config.role != "all":
         raise LaminarError(
             "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the scripts in launch/ do"
@@ -56,6 +58,7 @@ def elsewhere(module: str) -> Callable[[list[str]], int]:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "stop": stop,
+    "top": elsewhere("laminar_hpc.observability.top"),
     "report": elsewhere("laminar_hpc.observability.report"),
     "doctor": elsewhere("laminar_hpc.doctor"),
 }

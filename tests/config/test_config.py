@@ -1,15 +1,19 @@
 """Configuration: every file under conf/ parses, wrong values are refused in one line that says how to mend it, before anything starts."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 
+from laminar_hpc import cli
 from laminar_hpc.compat.torchvision import declare_schemas
-from laminar_hpc.config.check import check, check_machine, count_parameters, derive, file_system
+from laminar_hpc.config.check import check, check_machine, derive, file_system
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory, dump_config, load_config, read_config
+from laminar_hpc.config.models import count_parameters, known_models, kv_bytes_per_token, rollout_bytes, trainer_bytes
+from laminar_hpc.config.schema import TrainerConfig
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -31,15 +35,74 @@ def test_every_file_parses(file):
     assert config.steps > 0
 
 
-def test_number_of_keys_is_bounded():
-    def count(node):
-        return sum(count(v) if isinstance(v, dict) and v else 1 for v in node.values())
-
+def test_keys_are_those_of_the_list_and_at_most_150():
+    """Promise: the configuration stays small enough to be read. A new key is a decision: it goes into tests/config/keys.txt by hand."""
     from omegaconf import OmegaConf
 
     from laminar_hpc.config.schema import RunConfig
 
-    assert count(OmegaConf.to_container(OmegaConf.structured(RunConfig))) <= 150
+    def flat(node, prefix=""):
+        for name, value in node.items():
+            yield from flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else [prefix + name]
+
+    keys = set(flat(OmegaConf.to_container(OmegaConf.structured(RunConfig))))
+    listed = (Path(__file__).with_name("keys.txt")).read_text().split()
+    assert listed == sorted(set(listed)), "keys.txt is not sorted"
+    assert (sorted(keys - set(listed)), sorted(set(listed) - keys)) == ([], []), "keys missing in keys.txt, and keys there that are gone"
+    assert len(keys) <= 150
+
+
+# experiment -> trainer ranks, replicas, GPUs, parameters as published, size of a publication in GB
+EXPERIMENTS = {
+    "one_gpu": (1, 1, 2, 0.494e9, 1),
+    "node_8gpu_7b": (4, 4, 8, 7.616e9, 15),
+    "cluster_64gpu_32b": (32, 8, 64, 32.764e9, 66),
+    "cluster_1024gpu_72b": (768, 32, 1024, 72.706e9, 145),
+}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_ready_experiments_pass_a_dry_run_without_gpu_and_model(name, capsys):
+    """Promise: the shipped layouts fit, say so before anything is downloaded, and name what a run still needs."""
+    assert cli.train([f"experiment={name}", "dry_run=true"]) == 0
+    printed = capsys.readouterr().out
+    derived = derive(load_config([f"experiment={name}", "dry_run=true"]))
+    trainers, replicas, gpus, parameters, gigabytes = EXPERIMENTS[name]
+    assert (derived.trainer_ranks, derived.rollout_ranks, derived.gpus_unless_shared) == (trainers, replicas, gpus)
+    assert derived.parameters == pytest.approx(parameters, rel=1e-3)
+    assert round(derived.publish_bytes / 1e9) == gigabytes
+    per_gpu = 24e9 if name == "one_gpu" else 80e9
+    shared = derived.trainer_gpu_memory_bytes * (name == "one_gpu") + derived.rollout_gpu_memory_bytes
+    assert max(derived.trainer_gpu_memory_bytes, shared) < 0.95 * per_gpu
+    for words in ("trainer gpu memory", "rollout gpu memory", "kv cache tokens", "max staleness", "asynchronous", " samples = "):
+        assert words in printed
+    assert max(len(line) for line in printed.splitlines() if not line.startswith("before a run")) <= 120
+    assert "before a run model.path=models/Qwen2.5-" in printed and "hf download Qwen/Qwen2.5-" in printed
+    assert "before a run data.train=(empty)" in printed
+    with pytest.raises(LaminarError, match="hf download Qwen/"):
+        check(load_config([f"experiment={name}"]))
+
+
+def test_experiments_are_all_tried():
+    """Promise: no experiment is shipped that no test has tried."""
+    assert {path.stem for path in (conf_directory() / "experiment").glob("*.yaml")} == {"demo", *EXPERIMENTS}
+
+
+def test_memory_estimates():
+    """Promise: the estimates are the arithmetic they claim: 18 bytes of state per parameter, 56 KiB of KV per token of the 7B."""
+    model = known_models()["Qwen2.5-7B"]
+    assert kv_bytes_per_token(model, 2) == 56 * 1024
+    assert rollout_bytes(model, 2, 1, 1000) - rollout_bytes(model, 2, 1, 0) == 1000 * 56 * 1024
+    assert rollout_bytes(model, 2, 8, 1000) - rollout_bytes(model, 2, 8, 0) == 1000 * 56 * 1024 // 4, (
+        "four KV heads: copied over eight ranks"
+    )
+    few = TrainerConfig(tensor_parallel=2, tokens_per_microbatch=1)
+    assert trainer_bytes(model, 2, few) == pytest.approx(count_parameters(model) * 18 / 2, rel=1e-3)
+    sharded = TrainerConfig(tensor_parallel=2, data_parallel=4, distributed_optimizer=True, tokens_per_microbatch=1)
+    assert trainer_bytes(model, 2, sharded) == pytest.approx(count_parameters(model) * (6 / 2 + 12 / 8), rel=1e-3)
+    long = TrainerConfig(tokens_per_microbatch=16384)
+    state, again = count_parameters(model) * 18, dataclasses.replace(long, recompute_activations=True)
+    assert trainer_bytes(model, 2, again) - state < 0.3 * (trainer_bytes(model, 2, long) - state)
 
 
 def test_dump_and_read_give_the_same(words, tmp_path):

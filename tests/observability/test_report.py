@@ -1,12 +1,13 @@
 """The report: one page without outside references, for whole, partial, resumed and replayed runs."""
 
+import html
 import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 import synthetic
 
-from laminar_hpc.observability import jsonl, report, rundata, timeline
+from laminar_hpc.observability import jsonl, report, rundata, samples, timeline, trajectory_page
 from laminar_hpc.observability.trace import Trace
 
 SECTIONS = [
@@ -48,6 +49,7 @@ def test_a_finished_run(finished):
     assert "0.210 → 0.930" in page and "12 of 12" in page and "ended: finished" in page
     prompts = {"".join(synthetic.CHARACTERS[token] for token in tokens) for tokens in first_prompts(run_dir)}
     assert any(f"<code>{prompt}</code>" in page for prompt in prompts)
+    assert page.count('<details id="trajectory-') == 16 and all(f'id="{a}"' in page for a in re.findall(r'href="#(trajectory-\d+)"', page))
     for row in ("trainer0", "relay0", "rollout0", "rollout0 rewards", "rollout1", "controller0"):
         assert f">{row}</text>" in page
 
@@ -80,6 +82,55 @@ def test_a_resumed_run(resumed):
     assert sections(page) == SECTIONS
     assert "steps done again after a restore: 3" in page and "<td>step 4</td>" in page
     assert timeline.RunTime(rundata.load(run_dir)).total < after.end - before.start - 90
+
+
+def test_samples_are_spread_over_the_run_and_by_reward(finished):
+    """Promise: a handful of trajectories over the whole run, the best and the worst answer of prompts whose rewards differ."""
+    run = rundata.load(finished[0])
+    chosen = samples.choose(run.consumed)
+    steps = [t.consumed_step for t in chosen]
+    assert sorted(set(steps)) == [0, 4, 7, 11] and steps == sorted(steps) and len(chosen) == 16
+    for best, worst in zip(chosen[::2], chosen[1::2], strict=True):
+        group = [t.reward for t in run.consumed if t.group_id == best.group_id]
+        assert best.group_id == worst.group_id and (best.reward, worst.reward) == (max(group), min(group))
+    assert any(best.reward > worst.reward for best, worst in zip(chosen[::2], chosen[1::2], strict=True))
+
+
+def test_a_trajectorys_page(finished):
+    """Promise: prompt, answer, reward parts, log-probs against the trainer's, and where and when it lived, all from the run's files."""
+    run = rundata.load(finished[0])
+    row = samples.choose(run.consumed)[-2]
+    (stored,) = run.payloads([row.id])
+    run.records.setdefault("lost", []).append({"trajectory_id": row.id, "attempt": 0, "reason": "the engine ended it with abort"})
+    run.records["logprob_gap"] = [{"replica": f"rollout{row.replica}", "weight_id": row.weight_id, "mean": 2.5e-6, "max": 1.5e-5}]
+    stored.attempt, stored.moves, stored.reward_parts["format"] = 1, 2, 0.5
+    page = trajectory_page.page(
+        row, stored, trajectory_page.facts(run, [row]), lambda tokens: "".join(synthetic.CHARACTERS[t] for t in tokens)
+    )
+    ElementTree.fromstring(page)
+    text = re.sub(r"<[^>]*>", " ", page)
+    words = " ".join(text.split())
+    mean = sum(stored.logprobs) / len(stored.logprobs)
+    for part in (
+        f"trajectory {row.id}: reward {row.reward:g}", "reward: accuracy", "reward: format 0.5", f"mean log-prob (engine) {mean:.4f}",
+        "same weights (probe) mean 2.5e-06, max 1.5e-05", "importance ratio in its step mean 1.0010, max 1.800",
+        f"replica rollout {row.replica}", f"weight ids, by the engine {row.weight_id} (tokens 0 to {row.response_length})",
+        f"trained with weights of step {row.consumed_step}", "attempts 2 (attempt 1: the engine ended it with abort)",
+        "moves between replicas 2", "group granted +0.0s", "last token +", "scored +", "trained +",
+    ):  # fmt: skip
+        assert part in words, part
+    for tokens in (stored.prompt_tokens, stored.response_tokens):
+        assert "".join(synthetic.CHARACTERS[t] for t in tokens) in html.unescape(page)
+
+
+def test_long_answers_are_cut_and_their_curve_is_thinned(finished):
+    """Promise: an answer of 30,000 tokens does not make the page slow."""
+    run = rundata.load(finished[0])
+    (stored,) = run.payloads([run.consumed[0].id])
+    n = 30_000
+    stored.response_tokens, stored.logprobs, stored.loss_mask = [1] * n, [-0.5] * (n - 1) + [-9.0], [1] * n
+    page = trajectory_page.page(run.consumed[0], stored, trajectory_page.facts(run, []), lambda tokens: "1" * len(tokens))
+    assert len(page) < 40_000 and "24000 characters" in page and "-9.0" in page
 
 
 def test_a_replay(finished, tmp_path):

@@ -147,6 +147,41 @@ def test_the_port_refuses_what_is_not_a_request_and_lives_on(pair):
     pair.loop.run(pair.engines[0].ping())
 
 
+def test_cached_kv_is_apart_by_weight_id(pair):
+    """Promise: a prefix that was computed with other weights is never reused, however alike the prompts are."""
+    engine, prompt = pair.engines[0], list(range(100, 180))
+
+    def cached(namespace: str) -> int:
+        payload = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2, "temperature": 0.0}, "extra_key": namespace}
+        return pair.loop.run(engine._post("/generate", payload, 60))["meta_info"]["cached_tokens"]
+
+    assert cached("id-41") == 0 and cached("id-41") > len(prompt) // 2
+    assert cached("id-42") == 0, "the same prompt under another weight id"
+
+
+def test_the_load_is_told_while_it_generates(pair):
+    """Promise: running requests, queue and KV use are the engine's own, cost some milliseconds, and are None once it is gone."""
+    engine, parameters = pair.engines[0], {**sampling(pair, 1.0, 400), "ignore_eos": True, "stop_token_ids": []}
+
+    async def look() -> tuple:
+        calls = [asyncio.create_task(engine.generate([7, 8, 9 + i], parameters, f"load-{i}", "load")) for i in range(6)]
+        seen, seconds = [], []
+        while not any(call.done() for call in calls):
+            await asyncio.sleep(0.1)
+            t0 = time.monotonic()
+            seen.append(await engine.load_info())
+            seconds.append(time.monotonic() - t0)
+        await asyncio.gather(*calls)
+        return seen, sorted(seconds)[len(seconds) // 2]
+
+    seen, median = pair.loop.run(look())
+    busiest = max((load for load in seen if load), key=lambda load: load.kv_tokens)
+    assert busiest.running == 6 and busiest.queued == 0 and busiest.kv_tokens > 100
+    assert busiest.kv_capacity == pair.config.rollout.kv_cache_tokens
+    assert median < 0.25, "a look takes milliseconds on an idle machine"
+    assert pair.loop.run(SglangServer(pair.config, 9, Path("/nowhere")).load_info()) is None
+
+
 def test_the_engine_is_private(pair):
     """Loopback only, a key for every request, and the key stands in no process list."""
     process = pair.engines[0].process

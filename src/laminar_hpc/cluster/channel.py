@@ -17,7 +17,7 @@ import zmq
 from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import Goodbye, Hello, Message, Ping, Pong, Stop, Welcome, decode, encode
+from laminar_hpc.messages import Goodbye, Hello, Message, Ping, Pong, ReplicaLoad, Stop, Welcome, decode, encode
 
 log = logging.getLogger(__name__)
 _PING_SECONDS = 1.0
@@ -51,6 +51,7 @@ class Channel:
         self._arrived = threading.Condition()
         self._callback: Callable[[Message | Exception], None] | None = None
         self._closing = False
+        self.load: ReplicaLoad | None = None  # goes out with every ping
         self._neighbour: int | None = None  # the controller's pid, if it is on this machine
         self._dealer, self.welcome = self._join(join_seconds)
         self._thread = threading.Thread(target=self._run, args=(wake_receive,), name="channel", daemon=True)
@@ -113,7 +114,7 @@ class Channel:
                 self._take(self._dealer.recv())
             if now - pinged >= _PING_SECONDS:
                 pinged = now
-                self._dealer.send(encode(Ping()))
+                self._dealer.send(encode(Ping(self.load)))
             dead = self._neighbour is not None and not process_is_alive(self._neighbour)
             if (dead or now - heard > self._heartbeat) and not lost:
                 lost = True

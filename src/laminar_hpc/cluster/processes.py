@@ -34,3 +34,11 @@ def machine_name(shm_dir: str) -> str:
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """The kernel sends this signal to the calling process when its parent ends, so that nothing is left behind."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def oom_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
+    """How many processes of this container the kernel has killed for want of memory so far; 0 where that cannot be told."""
+    try:
+        return next((int(line.split()[1]) for line in events.read_text().splitlines() if line.startswith("oom_kill ")), 0)
+    except OSError:
+        return 0

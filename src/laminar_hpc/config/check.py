@@ -1,9 +1,10 @@
 """What a configuration means (derived quantities) and whether it can work; both before anything starts. Imports no torch.
 
-`derive` reads the model's config.json and counts bytes; `check` refuses what is wrong with one line that says how to mend it.
+`derive` reads the model's config.json and counts bytes; `check` refuses what is wrong with one line that says how to mend it. With
+`dry_run=true` the model and the data need not be there: `missing_inputs` says what a run would still need.
 """
 
-import json
+import dataclasses
 import math
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from laminar_hpc.config.algorithm import check_algorithm
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import count_parameters, model_config, rollout_bytes, trainer_bytes
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
 
@@ -31,61 +33,77 @@ class Derived:
     rollout_ranks: int
     relay_ranks_per_machine: int
     world_size: int  # on one machine
+    gpus_unless_shared: int  # one per trainer rank, and one per tensor-parallel rank of an engine
     trajectories_per_step: int
     trajectories_per_update: int
     local_batch_groups: int
     parameters: int
     publish_bytes: int
     slot_bytes: int  # all slots of a machine
+    trainer_gpu_memory_bytes: int  # estimates, see models.py
+    rollout_gpu_memory_bytes: int
+    kv_cache_tokens: int  # per replica
+    responses_in_kv_cache: int  # of the greatest length, at once
     max_staleness: int | None
 
 
-def model_config(path: str) -> dict:
-    """The model's config.json. Raises LaminarError when there is no Hugging Face directory."""
-    file = Path(path) / "config.json"
-    if not path or not file.exists():
-        raise LaminarError(
-            f"model.path={path or '(empty)'}: no config.json there; name a Hugging Face model directory, e.g. "
-            "model.path=/models/Qwen2.5-0.5B"
-        )
-    try:
-        return json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LaminarError(f"{file} is not JSON ({error}); download the model again") from None
-
-
-def count_parameters(model: dict) -> int:
-    """Parameters of a Llama, Qwen2 or Qwen3 model, from its config.json."""
-    hidden, layers, vocab, family = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"], model.get("model_type", "qwen2")
-    head = model.get("head_dim") or (128 if family == "qwen3" else hidden // model["num_attention_heads"])
-    q, kv = model["num_attention_heads"] * head, model.get("num_key_value_heads", model["num_attention_heads"]) * head
-    biases, norms = q + 2 * kv if family == "qwen2" else 0, 2 * head if family == "qwen3" else 0
-    layer = 2 * hidden * (q + kv) + biases + norms + 3 * hidden * model["intermediate_size"] + 2 * hidden
-    return vocab * hidden * (1 if model.get("tie_word_embeddings") else 2) + layers * layer + hidden
-
-
 def derive(config: RunConfig) -> Derived:
-    model = model_config(config.model.path)
+    model = model_config(config.model.path, config.dry_run)
+    width = _SERVING_BYTES.get(config.model.dtype, 4)
+    t, r = config.trainer, config.rollout
     replay = config.source.startswith("replay:")
-    trainers = config.trainer.tensor_parallel * config.trainer.pipeline_parallel * config.trainer.data_parallel
-    rollouts = 0 if replay else config.rollout.replicas
+    trainers = t.tensor_parallel * t.pipeline_parallel * t.data_parallel
+    rollouts = 0 if replay else r.replicas
     trajectories = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
     parameters = count_parameters(model)
-    publish = parameters * _SERVING_BYTES.get(config.model.dtype, 4)
+    publish = parameters * width
     groups = config.pipeline.local_batch_groups or math.ceil(config.algorithm.prompts_per_step / max(1, rollouts))
     return Derived(
         trainer_ranks=trainers,
         rollout_ranks=rollouts,
         relay_ranks_per_machine=0 if replay else 1,
         world_size=trainers + 1 + (rollouts + 1 if rollouts else 0),
+        gpus_unless_shared=trainers + rollouts * r.tensor_parallel,
         trajectories_per_step=trajectories,
         trajectories_per_update=trajectories // config.algorithm.minibatches_per_step,
         local_batch_groups=groups,
         parameters=parameters,
         publish_bytes=publish,
         slot_bytes=0 if replay else publish * config.relay.slots,
+        trainer_gpu_memory_bytes=trainer_bytes(model, width, t),
+        rollout_gpu_memory_bytes=0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens),
+        kv_cache_tokens=r.kv_cache_tokens,
+        responses_in_kv_cache=r.kv_cache_tokens // max(1, config.sampling.max_response_tokens),
         max_staleness=config.pipeline.max_staleness,
     )
+
+
+def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
+    """What is printed before a run starts: the derived quantities, and in words what the batch and the pipeline are."""
+    a = config.algorithm
+    batch = f"{a.prompts_per_step} prompts x {a.samples_per_prompt} samples = {derived.trajectories_per_step} trajectories"
+    updates = f"{a.minibatches_per_step} updates of {derived.trajectories_per_update} each"
+    return {"batch_of_a_step": f"{batch}; {updates}", **dataclasses.asdict(derived), "pipeline": pipeline_text(config)}
+
+
+def pipeline_text(config: RunConfig) -> str:
+    """What the pipeline does, for whoever wonders whether it is asynchronous."""
+    bound, name = config.pipeline.max_staleness, config.pipeline.name
+    if config.pipeline.refresh == "barrier":
+        return f"{name}: synchronous; trainer and replicas take turns, on-policy"
+    limit = "staleness without a bound" if bound is None else f"at most {bound} steps stale"
+    return f"{name}: asynchronous; trainer and replicas work at the same time; {limit}"
+
+
+def missing_inputs(config: RunConfig) -> list[str]:
+    """What a dry run did without and a run will not: the first thing wrong with the model, and with data or reward, one line each."""
+    lines = []
+    for look in (lambda: model_config(config.model.path), lambda: _check_rollout_inputs(config)):
+        try:
+            look()
+        except LaminarError as error:
+            lines.append(str(error))
+    return lines
 
 
 def _refuse(condition: bool, text: str) -> None:
@@ -95,7 +113,7 @@ def _refuse(condition: bool, text: str) -> None:
 
 def check(config: RunConfig) -> Derived:
     """Raises LaminarError for the first thing that cannot work; else returns the derived quantities."""
-    model = model_config(config.model.path)
+    model = model_config(config.model.path, config.dry_run)
     architecture = (model.get("architectures") or ["unknown"])[0]
     _refuse(
         architecture not in _FAMILIES,
@@ -107,7 +125,7 @@ def check(config: RunConfig) -> Derived:
     _check_choices(config)
     _check_numbers(config, model)
     check_algorithm(config)
-    if not config.source.startswith("replay:"):
+    if not config.source.startswith("replay:") and not config.dry_run:
         _check_rollout_inputs(config)
     derived = derive(config)
     _check_batch(config, derived)
@@ -162,6 +180,7 @@ def _check_choices(config: RunConfig) -> None:
         "pipeline.refresh": (config.pipeline.refresh, ("drained", "barrier")),
         "data.too_long": (config.data.too_long, ("refuse", "drop")),
         "algorithm.zero_variance": (config.algorithm.zero_variance, ("keep", "filter", "estimate")),
+        "observability.wandb": (config.observability.wandb, ("off", "offline", "online")),
     }
     for key, (value, allowed) in choices.items():
         _refuse(value not in allowed, f"{key}={value}: use one of {', '.join(allowed)}")
@@ -226,7 +245,7 @@ def _check_batch(config: RunConfig, derived: Derived) -> None:
     )
     _refuse(algorithm.minibatches_per_step < 1, f"algorithm.minibatches_per_step={algorithm.minibatches_per_step}: must be at least 1")
     _refuse(
-        first is None and derived.trajectories_per_step % (algorithm.minibatches_per_step * ranks) != 0,
+        (first is None and derived.trajectories_per_step % algorithm.minibatches_per_step != 0) or derived.trajectories_per_update < ranks,
         f"algorithm.prompts_per_step={algorithm.prompts_per_step} x algorithm.samples_per_prompt={algorithm.samples_per_prompt} = "
         f"{derived.trajectories_per_step} trajectories do not divide into "
         f"algorithm.minibatches_per_step={algorithm.minibatches_per_step} x trainer.data_parallel={ranks}; change one of them",

@@ -99,7 +99,7 @@ class TrainerConfig:
     pipeline_parallel: int = 1
     data_parallel: int = 1
     tokens_per_microbatch: int = 4096  # packed; a longer trajectory is refused at start-up
-    distributed_optimizer: bool = False
+    distributed_optimizer: bool = False  # its state is split over the data-parallel ranks
     devices: list[int] | None = None  # GPUs of each machine that trainer ranks use, one each in order; null = the first ones
     recompute_activations: bool = False  # keep each layer's input only and compute the layer anew in the backward pass: less memory
     threads: int = 1  # CPU threads per rank
@@ -164,6 +164,14 @@ class ClusterConfig:
 
 
 @dataclass
+class ObservabilityConfig:
+    """Where the controller mirrors metrics besides the run directory. Everything in docs/observing.md works without it."""
+
+    wandb: str = "off"  # off | offline (files under run_dir/wandb) | online (needs `wandb login` or WANDB_API_KEY)
+    wandb_project: str = "laminar"
+
+
+@dataclass
 class RunConfig:
     run_dir: str = "runs/default"
     seed: int = 0
@@ -187,3 +195,4 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)

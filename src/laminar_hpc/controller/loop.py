@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.hub import Hub
+from laminar_hpc.cluster.processes import oom_kills
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
@@ -27,11 +28,18 @@ from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies import admission, filtering
 from laminar_hpc.policies.sampling import worth_a_batch
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
+_MEMORY_CURES = {
+    "trainer": "give the container more, lower trainer.tokens_per_microbatch or use more trainer ranks",
+    "rollout": "give the container more or lower rollout.kv_cache_tokens",
+    "relay": "give the container more or lower relay.slots",
+}
+_SPAN_SECONDS = 0.003  # shorter turns are not traced: there are thousands, and they hold nobody up
 _NOT_YET_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
 _GAP_LIMIT = {"float32": 1e-3, "bfloat16": 5e-2}  # mean |engine - trainer| log-prob on the probe that is still rounding
@@ -43,10 +51,11 @@ class Controller:
     def __init__(
         self, config: RunConfig, derived: Derived, hub: Hub, store: Store, book: Book, evaluations: Evaluations | None,
         metrics: MetricsWriter, members: Members, relays: int, restored_step: int, replay: Store | None, say: Callable[[str], None],
+        trace: Trace,
     ) -> None:  # fmt: skip
         self.config, self.derived, self.hub, self.store, self.book, self.evaluations = config, derived, hub, store, book, evaluations
         self.metrics, self.members, self.relays, self.say, self.replay = metrics, members, relays, say, replay
-        self.restored_step = restored_step
+        self.restored_step, self.trace = restored_step, trace
         self.trainer_step = max(0, restored_step)
         self.next_weight_id = store.next_ids()[0]
         self.newest_weights = (-1, -1)  # (id, step) that some relay holds
@@ -54,7 +63,9 @@ class Controller:
         self.waiting: dict[int, m.RequestWork] = {}
         self.weight_steps: dict[int, int] = {}
         self.machine_weights: dict[str, tuple[int, int]] = {}
+        self.loads: dict[int, m.ReplicaLoad] = {}  # by replica, from its pings
         self.take: m.TakeBatch | None = None
+        self.take_reason = ""  # why it has no answer yet
         self.last_not_yet = self.last_step_time = self.last_progress = 0.0
         self.step_seconds: list[float] = []
         self.seen_steps = 0
@@ -68,17 +79,26 @@ class Controller:
         self.ending = False  # all workers have been told to leave
         self.started = time.time()
         self.separate = config.role != "all"
+        self.oom_kills = oom_kills()
 
     # ---- one turn --------------------------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        for identity, message in self.hub.poll(_TICK_SECONDS):
+        arrived = self.hub.poll(_TICK_SECONDS)
+        begun = time.time()
+        for identity, message in arrived:
             self.handle(identity, message)
         self.tick()
+        decided = time.time()
         self.store.commit()
+        committed = time.time()
         for identity, message in self.outbox:
             self.hub.send(identity, message)
         self.outbox.clear()
+        if decided - begun > _SPAN_SECONDS:
+            self.trace.record("decide", begun, decided, messages=len(arrived))
+        if committed - decided > _SPAN_SECONDS:
+            self.trace.record("commit", decided, committed)
 
     def send(self, member: Member | None, message: m.Message) -> None:
         if member is not None:
@@ -95,6 +115,8 @@ class Controller:
             return None
         member.heard = time.monotonic()
         if isinstance(message, m.Ping):
+            if message.load is not None:
+                self.loads[member.hello.index] = message.load
             self.send(member, m.Pong())
         else:
             getattr(self, f"on_{type(message).__name__}")(member, message)
@@ -141,6 +163,8 @@ class Controller:
         self.forget(member)
         if self.ending or (self.trainer_done and member.hello.role == "trainer"):
             return
+        if member.hello.machine == self.members.machine and oom_kills() > self.oom_kills:
+            how = f"was killed for want of memory: {_MEMORY_CURES.get(member.hello.role, 'give the container more')}"
         log_file = f"logs/{member.hello.role}{member.hello.index}.log in the run directory"
         text = f"{member.name} (pid {member.hello.pid} on {member.hello.machine}) {how}; see {log_file}"
         if not self.separate or member.hello.role == "trainer":
@@ -154,6 +178,7 @@ class Controller:
         replica = member.hello.index
         self.waiting.pop(replica, None)
         self.open_weights.pop(replica, None)
+        self.loads.pop(replica, None)
         lost = self.book.replica_gone(replica)
         if self.evaluations:
             self.evaluations.replica_gone(replica)
@@ -230,7 +255,7 @@ class Controller:
                     console.line(
                         "warning",
                         f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}: engine and trainer do not compute the "
-                        "same model",
+                        "same model; look at rollout.engine_arguments (quantization, KV cache dtype) and model.dtype",
                     )
                 )
         for old in [i for i in self.probes if i < weight_id - 100]:
@@ -337,7 +362,7 @@ class Controller:
         if self.last_step_time == 0.0:
             self.last_step_time = time.time()
             self.say(console.setup_line("the trainer is ready", time.time() - self.started))
-        self.take, self.last_not_yet = take, time.time()
+        self.take, self.take_reason, self.last_not_yet = take, "it has just asked", time.time()
 
     def answer_trainer(self) -> None:
         """Gives the waiting trainer its batch, the word to leave, or once a second the reason why it waits."""
@@ -361,7 +386,7 @@ class Controller:
             self.take = None
             self.send(trainer, m.Batch(step, trajectories, self.config.algorithm.samples_per_prompt))
         elif time.time() - self.last_not_yet > _NOT_YET_SECONDS:
-            self.last_not_yet = time.time()
+            self.last_not_yet, self.take_reason = time.time(), choice.reason
             self.send(trainer, m.NotYet(step, choice.reason))
 
     def on_StepDone(self, member: Member, done: m.StepDone) -> None:

@@ -15,11 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from laminar_hpc.cluster.hub import Hub
-from laminar_hpc.config.check import Derived, check, check_machine, model_config
+from laminar_hpc.config.check import Derived, check, check_machine, derived_values
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import dump_config
+from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
+from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.book import Book
 from laminar_hpc.controller.chat import load_chat_template
 from laminar_hpc.controller.evaluations import Evaluations
@@ -28,19 +30,23 @@ from laminar_hpc.controller.members import Members
 from laminar_hpc.controller.prompts import Prompt, PromptSet, check_token_ids, load_prompts, load_tokenizer
 from laminar_hpc.controller.rundir import Start, prepare, store_directory
 from laminar_hpc.controller.store import Store
-from laminar_hpc.observability import console, report, summary
+from laminar_hpc.observability import console, report, status, summary
 from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.observability.trace import Trace
+from laminar_hpc.observability.wandb_mirror import WandbMirror, check_wandb
 from laminar_hpc.policies.sampling import GroupSize, prompt_index
 from laminar_hpc.weights.layout import slots_root
 
 log = logging.getLogger(__name__)
+_STATUS_SECONDS = 1.0
 
 
 def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, Start]:
     """Checks everything that can be checked without the others, then takes the run directory."""
     derived = check(config)
     check_machine(config, derived)
-    for text in console.derived_block({**dataclasses.asdict(derived), "pipeline": config.pipeline.name}):
+    check_wandb(config.observability.wandb)
+    for text in console.derived_block(derived_values(config, derived)):
         say(text)
     start = prepare(config)
     if start.moved_to:
@@ -89,12 +95,18 @@ def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: i
     evaluations = Evaluations(held_out, config.evaluation.samples, sampling.temperature, sampling.max_response_tokens) if held_out else None
     if evaluations and start.restored_step < 0:
         evaluations.add("before", 0, derived.rollout_ranks)
-    metrics = MetricsWriter(Path(config.run_dir))
+    metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
     metrics.write(
         "start", restored_step=start.restored_step, pipeline=config.pipeline.name, derived=dataclasses.asdict(derived), epoch=epoch
     )
     members = Members(machine, config.cluster.heartbeat_timeout_seconds)
-    return Controller(config, derived, hub, store, book, evaluations, metrics, members, relays, start.restored_step, replay, say)
+    trace = Trace(Path(config.run_dir), "controller", 0)
+    return Controller(config, derived, hub, store, book, evaluations, metrics, members, relays, start.restored_step, replay, say, trace)
+
+
+def _mirror(config: RunConfig) -> WandbMirror | None:
+    o = config.observability
+    return None if o.wandb == "off" else WandbMirror(Path(config.run_dir), o.wandb, o.wandb_project, dataclasses.asdict(config))
 
 
 def run(config: RunConfig, relays: int, machine: str, say: Callable[[str], None], redirect_output: Callable[[], None]) -> None:
@@ -137,8 +149,12 @@ def loop(controller: Controller, received: list[str]) -> None:
     wanted = {"trainer": controller.derived.trainer_ranks, "rollout": controller.derived.rollout_ranks}
     joined, joining_until = False, time.monotonic() + config.cluster.join_timeout_seconds
     stop_until = None
+    shown = 0.0
     while not controller.finished:
         controller.turn()
+        if time.monotonic() - shown > _STATUS_SECONDS:
+            shown = time.monotonic()
+            status.write(Path(config.run_dir), snapshot.status(controller))
         if received:
             controller.request_stop(received[0])
         if controller.stopping:
@@ -175,6 +191,7 @@ def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:
             hub.send(identity, message)
         controller.store.close()
         controller.metrics.close()
+        controller.trace.close()
     hub.close()
     (run_dir / "controller.json").unlink(missing_ok=True)
 

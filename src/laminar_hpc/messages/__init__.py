@@ -68,6 +68,20 @@ class Trajectory(msgspec.Struct):
     moves: int = 0
 
 
+class ReplicaLoad(msgspec.Struct, omit_defaults=True):
+    """What a replica is doing, as seen when it was last heard. The engine's own numbers are at most a second old."""
+
+    phase: str  # of rollout/state.py
+    weight_id: int
+    in_flight: int  # trajectories of the local batch without their last token
+    scoring: int  # trajectories whose reward is being computed
+    running: int = 0  # requests that the engine decodes
+    queued: int = 0  # requests that wait in the engine
+    kv_tokens: int = 0  # of the KV cache in use
+    kv_capacity: int = 0  # 0 = the engine has not said yet
+    tokens_per_second: float = 0.0  # response tokens of the trajectories that ended in the last half minute
+
+
 # ---- all roles <-> controller -------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +105,9 @@ class Welcome(Message):
 
 
 class Ping(Message):
-    pass
+    """A worker's sign of life, once a second; a rollout's says how loaded it is."""
+
+    load: ReplicaLoad | None = None
 
 
 class Pong(Message):

@@ -57,9 +57,18 @@ def line(label: str, text: str) -> str:
 
 def derived_block(derived: Mapping[str, object], title: str = "this run") -> list[str]:
     """The derived quantities printed before a run starts: one per line, names aligned, bytes and seconds by their name's ending."""
-    names = {name: name.replace("_bytes", " size").replace("_seconds", "").replace("_", " ") for name in derived}
+    names = {name: _words(name) for name in derived}
     width = max((len(name) for name in names.values()), default=0)
     return [title, *(f"  {names[name]:<{width}}  {value_text(name, value)}" for name, value in derived.items())]
+
+
+def _words(name: str) -> str:
+    return name.replace("_memory_bytes", "_memory").replace("_bytes", "_size").replace("_seconds", "").replace("_", " ")
+
+
+def dry_run_lines(derived: Mapping[str, object], missing: Sequence[str]) -> list[str]:
+    """What `dry_run=true` prints: the derived quantities, then what a run would still need."""
+    return [*derived_block(derived), *(line("before a run", text) for text in missing)]
 
 
 def setup_line(what: str, seconds: float | None = None) -> str:

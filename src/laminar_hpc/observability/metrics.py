@@ -1,4 +1,5 @@
-"""What a run measured: run_dir/metrics.jsonl, one JSON object per line, mirrored to TensorBoard under run_dir/tensorboard.
+"""What a run measured: run_dir/metrics.jsonl, one JSON object per line, mirrored to TensorBoard under run_dir/tensorboard,
+and by a flag to Weights & Biases.
 
 Only the controller writes, through one `MetricsWriter`. Each line carries "kind" and "time" (seconds since the Unix epoch); the kinds
 and their fields are in docs/metrics.md. A line is in the file when `write` returns; a restart appends. Imports no torch.
@@ -16,6 +17,8 @@ from laminar_hpc.observability import jsonl
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
+    from laminar_hpc.observability.wandb_mirror import WandbMirror
+
 # Fields that say which one was measured rather than what: they become part of the TensorBoard tag.
 LABELS = {"evaluation": ("file", "name"), "pull": ("replica",), "relay": ("index",), "logprob_gap": ("replica",)}
 NOT_CURVES = frozenset({"start", "end", "given_up", "lost", "regranted"})
@@ -25,8 +28,8 @@ TENSORBOARD_FLUSH_SECONDS = 5
 class MetricsWriter:
     """Appends to the metrics of one run. Used by one thread."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = Path(run_dir)
+    def __init__(self, run_dir: Path, mirror: "WandbMirror | None" = None) -> None:
+        self._run_dir, self._mirror = Path(run_dir), mirror
         self._file = jsonl.Appender(self._run_dir / "metrics.jsonl")
         self._board: SummaryWriter | None = None
 
@@ -41,14 +44,21 @@ class MetricsWriter:
             self._open_board(fields.get("restored_step"))
         elif kind not in NOT_CURVES and isinstance(fields.get("step"), int):
             board = self._board or self._open_board(None)
-            for tag, value in curves(record):
+            found = list(curves(record))
+            for tag, value in found:
                 board.add_scalar(tag, value, global_step=fields["step"], walltime=record["time"])
+            if self._mirror is not None:
+                self._mirror.log(found, fields["step"])
+        elif kind == "end" and self._mirror is not None:
+            self._mirror.close(failed=str(fields.get("reason", "")).startswith("failed"))
         return record
 
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
             self._board.close()
+        if self._mirror is not None:
+            self._mirror.close()
 
     def _open_board(self, restored_step: object) -> "SummaryWriter":
         if self._board is not None:

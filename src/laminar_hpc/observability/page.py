@@ -42,7 +42,8 @@ text { font-family:inherit; fill:var(--text) } .tick, .name, .none { fill:var(--
 table { border-collapse:collapse; width:100%; font-size:13.5px } th { text-align:left; color:var(--soft); font-weight:500 }
 th, td { padding:5px 12px 5px 0; border-bottom:1px solid var(--line); vertical-align:top } tr:last-child td { border-bottom:0 }
 code { font:12.5px/1.45 ui-monospace,"SF Mono",Menlo,Consolas,"DejaVu Sans Mono",monospace; overflow-wrap:anywhere; white-space:pre-wrap }
-.samples td:nth-child(3) { width:42% } .good { color:var(--good) } .bad { color:var(--bad) }
+.samples td:nth-child(4) { width:40% } a { color:inherit } .trajectory { border-top:1px solid var(--line); padding-top:6px }
+.trajectory p { margin:2px 0 10px } .trajectory .two { margin-top:12px } .good { color:var(--good) } .bad { color:var(--bad) }
 details { margin-top:10px } summary { cursor:pointer; color:var(--soft) } .keys { columns:3; font-size:13px; margin-top:8px }
 .keys div { break-inside:avoid; display:flex; justify-content:space-between; gap:12px; border-bottom:1px solid var(--line); padding:2px 0 }
 .keys div span { color:var(--soft) } .keys div b { font-weight:500; text-align:right; overflow-wrap:anywhere }
@@ -87,6 +88,11 @@ if (box) {
   const b = view.viewBox.baseVal; show(b.x, b.x + b.width);
   for (const e of document.querySelectorAll('.script')) e.style.display = 'inline';
 }
+const opened = () => {
+  const e = location.hash && document.getElementById(location.hash.slice(1));
+  if (e && e.tagName === 'DETAILS') e.open = true;
+};
+addEventListener('hashchange', opened); opened();
 """
 
 

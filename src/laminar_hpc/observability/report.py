@@ -259,9 +259,9 @@ def weights(run: Run) -> str:
 
 
 def sample_trajectories(run: Run) -> str:
-    table = samples.table(run)
-    note = "From the first and the last step: of each prompt the best answer and the worst. Staleness: at generation → at training."
-    return section("Sample trajectories", table, note) if table else ""
+    found = samples.pages(run)
+    note = "Steps spread over the run: of each prompt the best answer and the worst. Staleness: at generation → at training. Click for all."
+    return section("Sample trajectories", found, note) if found else ""
 
 
 def configuration(run: Run) -> str:

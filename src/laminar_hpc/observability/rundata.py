@@ -103,6 +103,12 @@ class Run:
         where = f"payload IS NOT NULL AND id IN ({','.join(str(int(i)) for i in ids)}) ORDER BY id"
         return [decode_trajectory(payload) for (payload,) in _select(self.store, "payload", where)]
 
+    def group_times(self, ids: list[int]) -> dict[int, tuple[float, float]]:
+        """Group id -> when it was granted and when its last trajectory was scored, seconds since the epoch; 0 where that is not known."""
+        where = f"id IN ({','.join(str(int(i)) for i in ids)})"
+        rows = _select(self.store, "id, COALESCE(granted_at, 0), COALESCE(finished_at, 0)", where, "groups")
+        return {group: (granted, finished) for group, granted, finished in rows}
+
 
 def load(run_dir: Path) -> Run:
     """Raises LaminarError when `run_dir` is no run."""
@@ -171,14 +177,14 @@ def _consumed(run: Run) -> list[Consumed]:
     return [Consumed(*row) for row in rows]
 
 
-def _select(path: Path, columns: str, where: str) -> Iterator[tuple]:
-    """Rows of the trajectories in the store at `path`, read-only; none where there is no store."""
+def _select(path: Path, columns: str, where: str, table: str = "trajectories") -> Iterator[tuple]:
+    """Rows of a table of the store at `path`, read-only; none where there is no store."""
     if not path.is_file():
         return
     try:
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
         try:
-            yield from connection.execute(f"SELECT {columns} FROM trajectories WHERE {where}")
+            yield from connection.execute(f"SELECT {columns} FROM {table} WHERE {where}")
         finally:
             connection.close()
     except sqlite3.Error as error:

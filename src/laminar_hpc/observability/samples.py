@@ -1,6 +1,8 @@
-"""Sample trajectories for the report: a few prompts from the first and the last step trained, with what was answered and where.
+"""Sample trajectories for the report: a handful over the whole run, of prompts that were answered well and badly.
 
-Responses are decoded with the tokenizer.json of the run's model directory; where that is not there, token ids are shown.
+Steps spread evenly over the run, of each the prompts whose answers differ most in reward, of each of these the best answer and the worst.
+The table is the overview; each row leads to a trajectory's own page (`trajectory_page`). Responses are decoded with the tokenizer.json of
+the run's model directory; where that is not there, token ids are shown.
 """
 
 from collections import defaultdict
@@ -10,34 +12,45 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from laminar_hpc.messages import Trajectory
+from laminar_hpc.observability import trajectory_page
 from laminar_hpc.observability.rundata import Consumed, Run
 from laminar_hpc.observability.svg import tag, text
 
-PROMPTS_PER_STEP = 3
+STEPS = 4
+PROMPTS_PER_STEP = 2
 MAX_CHARACTERS = 400
-COLUMNS = ("step", "prompt", "response", "reward", "tokens", "weights of step", "staleness", "made by")
+COLUMNS = ("", "step", "prompt", "response", "reward", "tokens", "weights of step", "staleness", "made by")
 
 
-def table(run: Run) -> str:
-    """HTML of the samples; empty text where the run has no stored trajectories."""
+def pages(run: Run) -> str:
+    """HTML of the samples: the overview, then a page for each; empty text where the run has no stored trajectories."""
     if not run.consumed:
         return ""
-    steps = sorted({run.consumed[0].consumed_step, run.consumed[-1].consumed_step})
-    chosen = [trajectory for step in steps for trajectory in _choose([t for t in run.consumed if t.consumed_step == step])]
+    chosen = choose(run.consumed)
     stored = {t.trajectory_id: t for t in run.payloads([t.id for t in chosen])}
     decode = _decoder(run)
-    rows = "".join(_row(t, stored[t.id], decode) for t in chosen if t.id in stored)
+    known = [row for row in chosen if row.id in stored]
     head = tag("tr", "".join(tag("th", name) for name in COLUMNS))
-    return tag("table", tag("thead", head) + tag("tbody", rows), class_="samples") if rows else ""
+    rows = "".join(_row(row, stored[row.id], decode) for row in known)
+    table = tag("table", tag("thead", head) + tag("tbody", rows), class_="samples")
+    facts = trajectory_page.facts(run, known)
+    return table + "".join(trajectory_page.page(row, stored[row.id], facts, decode) for row in known) if rows else ""
 
 
-def _choose(trajectories: list[Consumed]) -> list[Consumed]:
+def choose(trajectories: list[Consumed]) -> list[Consumed]:
+    """The samples, in order of the steps that trained them. `trajectories` are in that order."""
+    steps = sorted({t.consumed_step for t in trajectories})
+    places = sorted({round(i * (len(steps) - 1) / max(1, STEPS - 1)) for i in range(STEPS)})
+    return [t for place in places for t in _of_step([t for t in trajectories if t.consumed_step == steps[place]])]
+
+
+def _of_step(trajectories: list[Consumed]) -> list[Consumed]:
     """Of the first prompts of a step the best, and the worst or (among equals) the longest other answer."""
     groups: dict[int, list[Consumed]] = defaultdict(list)
     for trajectory in trajectories:
         groups[trajectory.group_id].append(trajectory)
     # Prompts with differing rewards say more than those with equal ones.
-    ordered = sorted(groups.values(), key=lambda group: -len({t.reward for t in group}))[:PROMPTS_PER_STEP]
+    ordered = sorted(groups.values(), key=lambda group: min(t.reward for t in group) - max(t.reward for t in group))[:PROMPTS_PER_STEP]
     chosen = []
     for group in ordered:
         best = max(group, key=lambda t: (t.reward, -t.response_length))
@@ -56,15 +69,13 @@ def _decoder(run: Run) -> Callable[[list[int]], str]:
 
 
 def _row(row: Consumed, trajectory: Trajectory, decode: Callable[[list[int]], str]) -> str:
-    response = decode(trajectory.response_tokens)
-    if len(response) > MAX_CHARACTERS:
-        half = MAX_CHARACTERS // 2
-        response = f"{response[:half]} … {len(response) - 2 * half} characters … {response[-half:]}"
+    response = trajectory_page.shortened(decode(trajectory.response_tokens), MAX_CHARACTERS)
     good = "good" if row.accuracy > 0 else "bad"
     reward = f"{row.reward:g}" + (" (scoring failed)" if row.reward_error else "")
     cells = [
+        tag("td", tag("a", f"{row.id}", href=f"#{trajectory_page.anchor(row.id)}")),
         tag("td", str(row.consumed_step + 1)),
-        tag("td", tag("code", text(decode(trajectory.prompt_tokens)))),
+        tag("td", tag("code", text(trajectory_page.shortened(decode(trajectory.prompt_tokens), MAX_CHARACTERS)))),
         tag("td", tag("code", text(response)) + ("" if row.finish_reason == "stop" else tag("em", " cut at the limit"))),
         tag("td", tag("b", text(reward), class_=good)),
         tag("td", str(row.response_length)),

@@ -17,14 +17,14 @@ from laminar_hpc.observability.trace import Span
 COLORS = {
     "generate": "var(--generate)", "train": "var(--train)", "publish": "var(--publish)", "send": "var(--send)", "pull": "var(--pull)",
     "score": "var(--score)", "wait": "var(--wait)", "evaluate": "var(--evaluate)", "checkpoint": "var(--checkpoint)",
-    "load": "var(--load)", "relay": "var(--relay)", "chain": "var(--relay)",
+    "load": "var(--load)", "relay": "var(--relay)", "chain": "var(--relay)", "decide": "var(--train)", "commit": "var(--checkpoint)",
 }  # fmt: skip
 BACKGROUND = frozenset({"send"})  # drawn as a strip under what the process itself does
 WINDOW_SECONDS = 20.0
 MAX_SPANS_PER_ROW = 1500  # of one kind; beyond that neighbours are joined, which no screen could tell apart
 WIDTH, LABELS, ROW, BAR, AXIS = 1140, 130, 26, 20, 26
 # A moment in which a process did several things counts for the first of these.
-ACCOUNT_ORDER = ("evaluate", "checkpoint", "pull", "publish", "relay", "chain", "train", "generate", "load", "wait")
+ACCOUNT_ORDER = ("evaluate", "checkpoint", "pull", "publish", "relay", "chain", "train", "generate", "decide", "commit", "load", "wait")
 _ROLES = ("trainer", "relay", "rollout", "controller")
 
 
@@ -118,7 +118,14 @@ def figures(run: Run) -> str:
 
 
 def _kind_name(kind: str) -> str:
-    return {"send": "send (background)", "wait": "wait (idle)", "relay": "receive into slot", "score": "score rewards"}.get(kind, kind)
+    return {
+        "send": "send (background)",
+        "wait": "wait (idle)",
+        "relay": "receive into slot",
+        "score": "score rewards",
+        "decide": "decide (controller)",
+        "commit": "commit (controller)",
+    }.get(kind, kind)
 
 
 def _frame(shown: Sequence[Row], view: str, content: str, start: float, end: float, name: str) -> str:

@@ -24,11 +24,22 @@ from laminar_hpc.rollout.shards import Sums, whole_sums, whole_tensors
 SGLANG_VERSION = tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())
 REPORTS_SPANS = SGLANG_VERSION >= (0, 5, 20)  # meta_info.weight_versions; older ones report the version at the end only
 CONTROL_SECONDS = 120.0  # longest wait for a control request; a load from shared memory moves some GB per second
+LOAD_SECONDS = 2.0  # a look at the load is worth no longer wait
 FLUSH_SECONDS = 10.0  # the scheduler needs a turn of its loop, some milliseconds, to put a finished request away
 
 
 class RequestFailed(LaminarError):
     """The engine refused or dropped this one request; it goes on with others."""
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Requests, and tokens of the KV cache."""
+
+    running: int
+    queued: int
+    kv_tokens: int
+    kv_capacity: int
 
 
 @dataclass(frozen=True)
@@ -201,6 +212,18 @@ class SglangServer:
                     raise
                 await asyncio.sleep(0.005)
 
+    async def load_info(self) -> EngineLoad | None:
+        """How full the engine is, by what its scheduler leaves in shared memory: it is not asked. None when there is no answer."""
+        if self._http is None or self._http.closed:
+            return None
+        try:
+            async with self._http.get("/v1/loads?include=core", timeout=aiohttp.ClientTimeout(total=LOAD_SECONDS)) as response:
+                core = (await response.json())["loads"][0]
+                keys = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens")
+                return EngineLoad(*(core[key] for key in keys))
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, LookupError, TypeError):
+            return None  # it is starting, dying or busy: nobody may suffer from a look at it
+
     async def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all of them; each ends with finish_reason abort."""
         await self._post("/abort_request", {"rid": request_id or "", "abort_all": request_id is None}, CONTROL_SECONDS)
@@ -261,4 +284,4 @@ class SglangServer:
         return whole_sums(self._shards, [reply.sums for reply in await self._call(protocol.Sums(), CONTROL_SECONDS)])
 
 
-__all__ = ["EngineDied", "Generation", "RequestFailed", "SglangServer", "sampling_parameters"]
+__all__ = ["EngineDied", "EngineLoad", "Generation", "RequestFailed", "SglangServer", "sampling_parameters"]

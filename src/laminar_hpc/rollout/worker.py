@@ -10,6 +10,7 @@ What is allowed when stands in state.py, how weights are replaced in puller.py. 
 """
 
 import asyncio
+import dataclasses
 import logging
 import random
 import time
@@ -27,6 +28,7 @@ from laminar_hpc.messages import (
     Lost,
     Message,
     PromptGroup,
+    ReplicaLoad,
     RequestWork,
     Sample,
     Scored,
@@ -42,6 +44,8 @@ from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader
 
 logger = logging.getLogger(__name__)
+LOAD_SECONDS = 1.0
+RATE_SECONDS = 30.0  # over which tokens per second are counted
 MOST_FRUITLESS = 3  # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
 
 
@@ -78,6 +82,7 @@ class RolloutWorker:
         self.grants: deque[Grant] = deque()
         self.wake = asyncio.Event()  # a grant or newer weights
         self.scoring: set[asyncio.Task] = set()
+        self.ended: deque[tuple[float, int]] = deque()  # (when, response tokens) of the trajectories of the last RATE_SECONDS
         self.fruitless = 0  # local batches in a row of which everything was lost
 
     def _new_engine(self) -> SglangServer:
@@ -95,6 +100,7 @@ class RolloutWorker:
         loop = asyncio.get_running_loop()
         self.leaving: asyncio.Future = loop.create_future()
         self.context.channel.subscribe(lambda item: loop.call_soon_threadsafe(self._arrived, item))
+        reporting = asyncio.create_task(self._report_load())
         try:
             await self._guarded(self._start())
             while True:
@@ -103,8 +109,23 @@ class RolloutWorker:
             logger.info("rollout %d leaves: %s", self.context.index, stop.reason)
             await self._settle_scores()
         finally:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
             await self.pool.close()
             await self.puller.engine.stop()
+
+    async def _report_load(self) -> None:
+        """Once a second what the next ping will say of this replica."""
+        while True:
+            engine, state = await self.puller.engine.load_info(), self.state
+            of_engine = dataclasses.asdict(engine) if engine else {}
+            while self.ended and self.ended[0][0] < time.monotonic() - RATE_SECONDS:
+                self.ended.popleft()
+            rate = sum(tokens for _, tokens in self.ended) / RATE_SECONDS
+            self.context.channel.load = ReplicaLoad(
+                state.phase.value, state.weight_id, state.in_flight, len(self.scoring), tokens_per_second=rate, **of_engine
+            )
+            await asyncio.sleep(LOAD_SECONDS)
 
     def _arrived(self, item: Message | Exception) -> None:
         if isinstance(item, Exception):
@@ -250,6 +271,7 @@ class RolloutWorker:
             time_started=started,
             time_finished=time.time(),
         )
+        self.ended.append((time.monotonic(), len(generation.tokens)))
         self.context.channel.send(Generated(trajectory, grant.evaluation))
         task = asyncio.create_task(self._score(grant.evaluation, group, trajectory))
         self.scoring.add(task)

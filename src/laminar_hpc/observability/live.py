@@ -1,0 +1,135 @@
+"""A run as it stands, gathered again and again from its files: what `laminar top` draws.
+
+`Follower.look` reads status.json and whatever metrics.jsonl has grown by since the last look, so a look costs the same late in a long run.
+It talks to no process: a run that goes on, one that ended and one that died are read alike.
+"""
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.observability import status
+from laminar_hpc.observability.status import Status
+
+FRESH_SECONDS = 5.0  # a controller writes its status once a second; a busy one may miss a few
+RECENT_STEPS = 60
+BEHIND = ("score", "send")  # go on beside what a process itself does
+TAIL_BYTES = 4096  # of a trace: room for some spans
+
+
+@dataclass
+class Process:
+    """A traced process: its newest finished span."""
+
+    name: str
+    kind: str = ""
+    t0: float = 0.0
+    t1: float = 0.0
+
+
+@dataclass
+class View:
+    """`state`: going on | ended | died | starting; `reason`: of an end."""
+
+    run_dir: Path
+    state: str = "starting"
+    reason: str = ""
+    status: Status | None = None  # of the newest launch
+    pipeline: str = ""
+    started: float = 0.0
+    last_sign: float = 0.0
+    steps: deque[dict] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    evaluations: dict[str, dict] = field(default_factory=dict)  # the newest of each file
+    newest: dict[str, dict] = field(default_factory=dict)  # kind -> its newest record
+    counts: dict[str, int] = field(default_factory=dict)  # of lost, regranted, given_up
+    processes: list[Process] = field(default_factory=list)
+    wanted_steps: int | None = None
+
+
+class Follower:
+    """Follows one run directory. Raises LaminarError when it is no run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.view = View(Path(run_dir))
+        self._metrics = self.view.run_dir / "metrics.jsonl"
+        self._offset = 0
+        if not self._metrics.is_file():
+            raise LaminarError(f"{run_dir} is no run: no metrics.jsonl there; name the run_dir of a `laminar train`")
+
+    def look(self) -> View:
+        """The run now."""
+        view = self.view
+        for record in self._new_records():
+            self._take(record)
+        found = status.read(view.run_dir)
+        view.status = found if found and found.time >= view.started - 1.0 else None  # not that of an earlier launch
+        if view.status:
+            view.wanted_steps = view.status.steps
+            view.last_sign = max(view.last_sign, view.status.time)
+        view.processes = _processes(view.run_dir)
+        view.state = self._state()
+        return view
+
+    def _state(self) -> str:
+        if self.view.reason:
+            return "ended"
+        alive = self.view.status is not None and status.age(self.view.status) < FRESH_SECONDS
+        return "going on" if alive else "starting" if time.time() - self.view.last_sign < FRESH_SECONDS else "died"
+
+    def _new_records(self) -> list[dict]:
+        """Whole lines since the last look. A run that was moved aside and begun anew is read from its start."""
+        size = self._metrics.stat().st_size if self._metrics.is_file() else 0
+        if size < self._offset:
+            self.view, self._offset = View(self.view.run_dir), 0
+        if size == self._offset:
+            return []
+        with open(self._metrics, "rb") as file:
+            file.seek(self._offset)
+            lines = file.read(size - self._offset).split(b"\n")
+        self._offset += sum(len(line) + 1 for line in lines[:-1])
+        return [record for line in lines[:-1] if (record := _decoded(line))]
+
+    def _take(self, record: dict) -> None:
+        view, kind = self.view, record.get("kind")
+        view.last_sign = max(view.last_sign, record.get("time", 0.0))
+        if kind == "start":
+            view.started, view.reason, view.pipeline = record["time"], "", record.get("pipeline") or ""
+            restored = max(record.get("restored_step", -1), 0)
+            kept = [step for step in view.steps if step["step"] <= restored]
+            view.steps.clear()
+            view.steps.extend(kept)
+            view.newest.clear()
+        elif kind == "end":
+            view.reason = record.get("reason") or "done"
+        elif kind == "step":
+            view.steps.append(record)
+        elif kind == "evaluation":
+            view.evaluations[record.get("file", "")] = record
+        elif kind in ("lost", "regranted", "given_up"):
+            view.counts[kind] = view.counts.get(kind, 0) + 1
+        elif kind:
+            view.newest[kind] = record
+
+
+def _decoded(line: bytes) -> dict | None:
+    try:
+        return msgspec.json.decode(line, type=dict)
+    except msgspec.DecodeError:
+        return None
+
+
+def _processes(run_dir: Path) -> list[Process]:
+    """Every traced process with its newest span, from the last few kilobytes of its trace."""
+    found = []
+    for path in sorted((run_dir / "trace").glob("*.jsonl")):
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            spans = [span for line in file.read().split(b"\n") if (span := _decoded(line)) and {"kind", "t0", "t1"} <= span.keys()]
+        span = max((s for s in spans if s["kind"] not in BEHIND), key=lambda s: s["t1"], default=None)
+        found.append(Process(path.stem, span["kind"], span["t0"], span["t1"]) if span else Process(path.stem))
+    return found

@@ -1,0 +1,78 @@
+"""run_dir/status.json: what a run is doing now, rewritten once a second by the controller, read by `laminar top`.
+
+A snapshot, not a history: it stays behind as the last word of a run that ended or died. Written through a rename, so that a reader never
+sees half of it; it is not synced to the disk, as nothing depends on it.
+"""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from laminar_hpc.messages import ReplicaLoad
+
+log = logging.getLogger(__name__)
+STATUS_FILE = "status.json"
+
+
+class Rank(msgspec.Struct, omit_defaults=True):
+    """A worker that is in the run. `load` of rollouts only; `weight_step` -1 = serves no verified weights yet."""
+
+    role: str
+    index: int
+    pid: int
+    machine: str
+    heard: float  # seconds since the epoch
+    weight_id: int = -1
+    weight_step: int = -1
+    load: ReplicaLoad | None = None
+
+
+class Queues(msgspec.Struct):
+    """Prompt groups (all but `replicas_waiting`)."""
+
+    generating: int  # granted, with trajectories that have no last token or score
+    ready: int  # finished, for the trainer to take
+    unscored: int  # trajectories that are generated and wait for their score
+    evaluations: int  # evaluations under way or due
+    replicas_waiting: int  # replicas that have asked for work and got none yet
+    trainer_waits: str = ""  # why the trainer has no batch; empty = it does not wait
+
+
+class Status(msgspec.Struct):
+    """`time` is when it was written; seconds since the epoch."""
+
+    time: float
+    pid: int  # of the controller
+    machine: str
+    step: int
+    steps: int
+    stopping: str
+    newest_weight_id: int  # that some relay holds
+    ranks: list[Rank]
+    queues: Queues
+
+
+def write(run_dir: Path, status: Status) -> None:
+    """A disk that is full ends no run for the sake of its display: that is logged."""
+    temporary = run_dir / f".{STATUS_FILE}.{os.getpid()}"
+    try:
+        temporary.write_bytes(msgspec.json.encode(status))
+        temporary.replace(run_dir / STATUS_FILE)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", run_dir / STATUS_FILE, error)
+
+
+def read(run_dir: Path) -> Status | None:
+    """None where there is none, or one of another version of this program."""
+    try:
+        return msgspec.json.decode((Path(run_dir) / STATUS_FILE).read_bytes(), type=Status)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def age(status: Status) -> float:
+    """Seconds since it was written."""
+    return max(0.0, time.time() - status.time)

@@ -1,0 +1,173 @@
+"""`laminar top RUN_DIR`: a run in the terminal, redrawn every second; `--once` prints one frame and exits.
+
+Works on a run that goes on, has ended or died. Without a terminal (a pipe, a script) frames have no colours.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from laminar_hpc.observability.console import count, duration, eta, number
+from laminar_hpc.observability.live import Follower, View
+from laminar_hpc.observability.status import Rank
+
+REFRESH_SECONDS = 1.0
+BAR = 10  # characters of the KV cache's bar
+PIPE_WIDTH = 160  # of a frame that goes to a file or a pipe
+_COLORS = {"going on": "green", "starting": "yellow", "ended": "cyan", "died": "red"}
+_RANK_ORDER = ("trainer", "controller", "relay", "rollout")
+
+
+def main(argv: list[str]) -> int:
+    """The exit code: 0, or 1 for `--once` on a run that died, 2 for wrong words. Raises LaminarError for what is no run."""
+    words = [word for word in argv if word != "--once"]
+    if len(words) != 1 or words[0].startswith("-"):
+        print("usage: laminar top RUN_DIR [--once]", file=sys.stderr)
+        return 2
+    follower = Follower(Path(words[0]))
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    if "--once" in argv:
+        view = follower.look()
+        console.print(frame(view))
+        return int(view.state == "died")
+    try:
+        with Live(frame(follower.look()), console=console, screen=sys.stdout.isatty(), auto_refresh=False) as live:
+            while follower.view.state in ("going on", "starting"):
+                time.sleep(REFRESH_SECONDS)
+                live.update(frame(follower.look()), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+    if sys.stdout.isatty():  # the last frame stays when the screen is given back
+        console.print(frame(follower.view))
+    return 0
+
+
+def frame(view: View) -> Group:
+    """One picture of the run."""
+    parts: list = [_head(view), _progress(view), Text(), _ranks(view), Text()]
+    parts += [line for line in (_queues(view), _weights(view), _last_evaluations(view), _incidents(view)) if line]
+    return Group(*parts)
+
+
+def _head(view: View) -> Text:
+    text = Text(view.run_dir.resolve().name, style="bold")
+    text.append(f"  {view.state}", style=_COLORS[view.state])
+    if view.state == "ended":
+        text.append(f": {view.reason}")
+    if view.state == "died":
+        text.append(f": no end was recorded; last sign of life {duration(time.time() - view.last_sign)} ago; resume=auto goes on with it")
+    if view.status and view.status.stopping and view.state == "going on":
+        text.append(f"  stopping ({view.status.stopping})", style="yellow")
+    text.append(f"  pipeline {view.pipeline or '-'}  up {duration(max(0.0, view.last_sign - view.started))}", style="dim")
+    return text
+
+
+def _progress(view: View) -> Text:
+    step = view.steps[-1] if view.steps else None
+    done, wanted = (step["step"] if step else 0), view.wanted_steps
+    text = Text(f"step {done}{f'/{wanted}' if wanted else ''}")
+    if step is None:
+        return text.append("  no step done yet")
+    tokens = (step["prompt_tokens"] + step["response_tokens"]) / step["seconds"] if step["seconds"] else None
+    left = eta([s["seconds"] for s in view.steps], wanted - done) if wanted and view.state == "going on" else None
+    parts = [
+        f"reward {number(step['reward_mean'])}", f"accuracy {number(step['accuracy_mean'])}",
+        f"stale {number(step['staleness_training_mean'], 2)} (max {number(step['staleness_training_max'], 0)})",
+        f"{count(tokens)} tok/s", f"{duration(step['seconds'])}/step (wait {duration(step['wait_seconds'])})",
+        *([f"eta {duration(left)}"] if left is not None else []),
+    ]  # fmt: skip
+    return text.append("  " + "  ".join(parts))
+
+
+def _ranks(view: View) -> Table:
+    """Live ranks from status.json with what each did last, by its trace; for an older run what the traces alone know."""
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
+    for name in ("rank", "pid", "weights", "state", "running", "queued", "scoring"):
+        table.add_column(name, justify="right" if name in ("pid", "running", "queued", "scoring") else "left", no_wrap=True)
+    table.add_column("KV cache", no_wrap=True)
+    table.add_column("tok/s", justify="right", no_wrap=True)
+    table.add_column("last", no_wrap=True)
+    lasts = {process.name: _last(process.kind, process.t0, process.t1, view.last_sign) for process in view.processes}
+    ranks = sorted(view.status.ranks if view.status else [], key=lambda r: (_RANK_ORDER.index(r.role), r.index))
+    present = {f"{rank.role}{rank.index}" for rank in ranks}
+    for rank in ranks:
+        table.add_row(*_rank_cells(rank, view), lasts.get(f"{rank.role}{rank.index}", ""))
+    for name in [process.name for process in view.processes if process.name not in present]:
+        gone = "gone" if view.status and name != "controller0" and view.state == "going on" else ""
+        pid = str(view.status.pid) if name == "controller0" and view.status else ""
+        table.add_row(name, pid, "", gone, "", "", "", "", "", lasts[name])
+    return table
+
+
+def _rank_cells(rank: Rank, view: View) -> list[str | Text]:
+    weights = f"id {rank.weight_id} (step {rank.weight_step})" if rank.weight_id >= 0 else "none yet"
+    cells: list[str | Text] = [f"{rank.role}{rank.index}", str(rank.pid), weights]
+    silent = view.status.time - rank.heard if view.status else 0.0
+    load = rank.load if view.state != "ended" else None
+    if load is None:
+        return [*cells, f"silent {duration(silent)}" if silent > 3 else "", "", "", "", "", ""]
+    state = f"silent {duration(silent)}" if silent > 3 else load.phase
+    return [*cells, state, str(load.running), str(load.queued), str(load.scoring), _bar(load.kv_tokens, load.kv_capacity),
+            count(load.tokens_per_second)]  # fmt: skip
+
+
+def _bar(used: int, capacity: int) -> Text:
+    if capacity <= 0:
+        return Text("-")
+    share = min(1.0, used / capacity)
+    full = round(share * BAR)
+    text = Text("█" * full, style="green" if share < 0.9 else "red").append("░" * (BAR - full), style="dim")
+    return text.append(f" {share:4.0%} of {count(capacity)}", style="default")
+
+
+def _last(kind: str, t0: float, t1: float, now: float) -> str:
+    return f"{kind} {duration(t1 - t0)}, {duration(max(0.0, now - t1))} ago" if kind else ""
+
+
+def _line(label: str, *parts: str) -> Text:
+    return Text(f"{label:<9}", style="dim").append("  ".join(parts), style="default")
+
+
+def _queues(view: View) -> Text | None:
+    if view.status is None or view.state == "ended":
+        return None
+    q = view.status.queues
+    waits = f"trainer waits: {q.trainer_waits}" if q.trainer_waits else "trainer is at work"
+    return _line(
+        "queues", f"{q.generating} groups being generated", f"{q.ready} ready", f"{q.unscored} answers without a score",
+        f"{q.replicas_waiting} replicas want work", *([f"{q.evaluations} evaluations"] if q.evaluations else []), waits,
+    )  # fmt: skip
+
+
+def _weights(view: View) -> Text | None:
+    parts = []
+    if published := view.newest.get("publish"):
+        parts.append(
+            f"id {published['weight_id']} published in {published['seconds']:.2f} s, trainer held up {published['stall_seconds']:.3f} s"
+        )
+    if pull := view.newest.get("pull"):
+        parts.append(f"last pull {pull['seconds']:.2f} s (replica {pull['replica']})")
+    if gap := view.newest.get("logprob_gap"):
+        parts.append(f"log-prob gap {gap['mean']:.1e}")
+    return _line("weights", *parts) if parts else None
+
+
+def _last_evaluations(view: View) -> Text | None:
+    several = len(view.evaluations) > 1
+    parts = [
+        f"{file if several else 'accuracy'} {number(e['accuracy'])} ({e['name']}, {e['label']}, step {e['step']})"
+        for file, e in view.evaluations.items()
+    ]
+    return _line("held-out", *parts) if parts else None
+
+
+def _incidents(view: View) -> Text | None:
+    names = {"lost": "attempts lost", "regranted": "replicas' work given to others", "given_up": "groups given up"}
+    return (
+        _line("incidents", *(f"{view.counts[kind]} {name}" for kind, name in names.items() if kind in view.counts)) if view.counts else None
+    )

@@ -1,0 +1,129 @@
+"""One trajectory's page in the report: prompt and answer, reward and its parts, log-probs, and its life from grant to update.
+
+The gap to the trainer's log-probs is that of the fixed probe, on the same replica with the same weight id: a trajectory's own log-probs
+are computed by the trainer only while it trains, with weights that may have moved on. What they were then: its step's importance ratio.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from laminar_hpc.messages import Trajectory
+from laminar_hpc.observability import svg
+from laminar_hpc.observability.console import duration
+from laminar_hpc.observability.page import keys
+from laminar_hpc.observability.rundata import Consumed, Run
+from laminar_hpc.observability.svg import Series, tag, text
+
+MAX_CHARACTERS = 6000  # of an answer; some are hundreds of kilobytes
+CURVE_POINTS = 200
+SHOWN_TOKENS = 5  # least likely ones
+
+
+@dataclass
+class Facts:
+    """Of the run: (replica, weight id) -> probe gap; step -> its record; group -> (granted, finished); trajectory -> lost attempts."""
+
+    gaps: dict[tuple[str, int], dict]
+    steps: dict[int, dict]
+    groups: dict[int, tuple[float, float]]
+    lost: dict[int, list[dict]]
+
+
+def facts(run: Run, rows: Sequence[Consumed]) -> Facts:
+    lost: dict[int, list[dict]] = {}
+    for record in run.records.get("lost", []):
+        lost.setdefault(record.get("trajectory_id", -1), []).append(record)
+    return Facts(
+        gaps={(str(gap["replica"]), gap["weight_id"]): gap for gap in run.records.get("logprob_gap", [])},
+        steps={step["step"]: step for step in run.steps},
+        groups=run.group_times([row.group_id for row in rows]),
+        lost=lost,
+    )
+
+
+def anchor(trajectory_id: int) -> str:
+    return f"trajectory-{trajectory_id}"
+
+
+def shortened(value: str, characters: int) -> str:
+    """`value` with its middle left out beyond so many characters."""
+    if len(value) <= characters:
+        return value
+    half = characters // 2
+    return f"{value[:half]} … {len(value) - 2 * half} characters … {value[-half:]}"
+
+
+def page(row: Consumed, trajectory: Trajectory, known: Facts, decode: Callable[[list[int]], str]) -> str:
+    """A card that opens on a click."""
+    title = f"trajectory {row.id}: reward {row.reward:g}, {row.response_length} tokens, trained in step {row.consumed_step + 1}"
+    body = tag("h3", "prompt") + tag("p", tag("code", text(shortened(decode(trajectory.prompt_tokens), MAX_CHARACTERS))))
+    body += tag("h3", "answer") + tag("p", tag("code", text(shortened(decode(trajectory.response_tokens), MAX_CHARACTERS))))
+    figures = _reward(row, trajectory) | _log_probs(row, trajectory, known, decode) | _where(row, trajectory, known)
+    body += keys(figures)
+    curve = svg.lines([Series("log-prob", "var(--generate)", _curve(trajectory.logprobs))], "token of the answer", width=560, height=150)
+    body += tag("div", tag("figure", tag("h3", "log-prob of each token when it was drawn") + curve) + _life(row, known), class_="two")
+    return tag("details", tag("summary", text(title)) + body, id=anchor(row.id), class_="trajectory")
+
+
+def _reward(row: Consumed, trajectory: Trajectory) -> dict[str, object]:
+    found: dict[str, object] = {"reward": f"{row.reward:g}"}
+    found |= {f"reward: {name}": f"{value:g}" for name, value in sorted(trajectory.reward_parts.items())}
+    return found | ({"scoring failed": row.reward_error} if row.reward_error else {})
+
+
+def _log_probs(row: Consumed, trajectory: Trajectory, known: Facts, decode: Callable[[list[int]], str]) -> dict[str, object]:
+    own = [
+        (value, token)
+        for value, token, mask in zip(trajectory.logprobs, trajectory.response_tokens, trajectory.loss_mask, strict=True)
+        if mask
+    ]
+    found: dict[str, object] = {}
+    if own:
+        mean = statistics.fmean(value for value, _ in own)
+        rare = ", ".join(f"{decode([token])!r} {value:.2f}" for value, token in sorted(own)[:SHOWN_TOKENS])
+        found |= {"mean log-prob (engine)": f"{mean:.4f}", "perplexity": f"{math.exp(-mean):.3f}", "least likely tokens": rare}
+    gap = known.gaps.get((f"rollout{row.replica}", row.weight_id))
+    found["gap to the trainer, same weights (probe)"] = f"mean {gap['mean']:.1e}, max {gap['max']:.1e}" if gap else "not measured"
+    step = known.steps.get(row.consumed_step + 1, {})
+    if step.get("ratio_mean") is not None and step.get("ratio_max") is not None:
+        found["importance ratio in its step"] = f"mean {step['ratio_mean']:.4f}, max {step['ratio_max']:.3f}"
+    return found
+
+
+def _where(row: Consumed, trajectory: Trajectory, known: Facts) -> dict[str, object]:
+    reasons = "; ".join(f"attempt {r.get('attempt', 0) + 1}: {r.get('reason', '')}" for r in known.lost.get(row.id, []))
+    spans = ", ".join(f"{span.weight_id} (tokens {span.start} to {span.end})" for span in trajectory.version_spans)
+    return {
+        "replica": f"rollout {row.replica}",
+        "weight ids, by the engine": spans,
+        "weights of step": row.weight_step,
+        "last token at step": row.step_finished,
+        "trained with weights of step": row.consumed_step,
+        "staleness": f"{row.staleness_generation} at generation, {row.staleness_training} at training",
+        "ended by": "its end-of-sequence token" if row.finish_reason == "stop" else "the limit on its length",
+        "turns": trajectory.turns,
+        "attempts": f"{trajectory.attempt + 1}" + (f" ({reasons})" if reasons else ""),
+        "moves between replicas": trajectory.moves,
+    }
+
+
+def _life(row: Consumed, known: Facts) -> str:
+    """When it was where, as seconds since its group was granted."""
+    granted, grouped = known.groups.get(row.group_id, (0.0, 0.0))
+    trained = known.steps.get(row.consumed_step + 1, {}).get("time", 0.0)
+    events = [
+        ("group granted", granted), ("first token asked for", row.time_started), ("last token", row.time_finished),
+        ("scored", row.time_scored), ("group complete", grouped), ("trained", trained),
+    ]  # fmt: skip
+    present = [(name, at) for name, at in events if at]
+    first = min((at for _, at in present), default=0.0)
+    lines = "".join(tag("tr", tag("td", name) + tag("td", f"+{duration(at - first)}")) for name, at in present)
+    return tag("figure", tag("h3", "its life") + tag("table", lines))
+
+
+def _curve(logprobs: Sequence[float]) -> list[tuple[float, float | None]]:
+    """(token, log-prob); of long answers the least likely token of each stretch."""
+    stretch = max(1, math.ceil(len(logprobs) / CURVE_POINTS))
+    return [(i, min(logprobs[i : i + stretch])) for i in range(0, len(logprobs), stretch)]

@@ -1,0 +1,113 @@
+"""`laminar top`: one frame of a run that goes on, has ended, died, or is older than the status file."""
+
+import os
+import time
+
+import pytest
+import synthetic
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages import ReplicaLoad
+from laminar_hpc.observability import jsonl, status, top
+from laminar_hpc.observability.live import Follower
+from laminar_hpc.observability.status import Queues, Rank, Status
+from laminar_hpc.observability.trace import Trace
+
+
+def now_status(when: float) -> Status:
+    load = ReplicaLoad("draining", 7, 40, 3, running=32, queued=8, kv_tokens=30_000, kv_capacity=40_000, tokens_per_second=5120.0)
+    ranks = [
+        Rank("trainer", 0, 11, "m", when, 8, 8),
+        Rank("relay", 0, 12, "m", when, 8, 8),
+        Rank("rollout", 0, 13, "m", when, 7, 7, load),
+        Rank("rollout", 1, 14, "m", when - 6, -1, -1, ReplicaLoad("unverified", -1, 0, 0)),
+    ]
+    return Status(when, 10, "m", 3, 60, "", 8, ranks, Queues(5, 2, 4, 1, 1, "2 of 8 groups are finished"))
+
+
+def frame(run_dir, capsys) -> tuple[str, int]:
+    code = top.main([str(run_dir), "--once"])
+    return capsys.readouterr().out, code
+
+
+def test_a_run_that_goes_on(tmp_path, capsys):
+    """Promise: ranks, weight ids, KV use, queues, staleness and tokens per second are on one screen."""
+    run_dir = tmp_path / "run"
+    synthetic.write(run_dir, steps=3, start=time.time() - 5, crash=True)
+    status.write(run_dir, now_status(time.time()))
+    text, code = frame(run_dir, capsys)
+    assert code == 0 and "run  going on" in text and "step 3/60" in text and "tok/s" in text and "stale " in text
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "13  id 7 (step 7)  draining" in rows["rollout0"]
+    assert " 75% of 40k" in rows["rollout0"] and "5.1k" in rows["rollout0"]
+    assert "silent 6.0s" in rows["rollout1"] and "none yet" in rows["rollout1"]
+    assert "id 8 (step 8)" in rows["trainer0"] and "publish 0.0s" in rows["trainer0"]
+    queues = ["5 groups being generated", "2 ready", "4 answers without a score", "1 replicas want work", "1 evaluations"]
+    assert rows["queues"].split(None, 1)[1] == "  ".join([*queues, "trainer waits: 2 of 8 groups are finished"])
+    assert max(map(len, text.splitlines())) <= top.PIPE_WIDTH and "\x1b" not in text
+
+
+def test_a_run_that_ended_and_one_without_a_status(finished, capsys):
+    """Promise: an ended run, and one from before the status file, show what their files hold."""
+    text, code = frame(finished[0], capsys)
+    assert code == 0 and "ended: finished" in text and "step 12" in text and "heldout 0.880 (sampled, after" in text
+    for name in ("trainer0", "relay0", "rollout0", "rollout1", "controller0"):
+        assert name in text
+
+
+def test_a_run_that_died(tmp_path, capsys):
+    """Promise: no end and no sign of life is said as such, with the cure, and gives exit code 1."""
+    run_dir = tmp_path / "run"
+    synthetic.write(run_dir, steps=3, crash=True, start=time.time() - 900)
+    text, code = frame(run_dir, capsys)
+    assert code == 1 and "died: no end was recorded; last sign of life" in text and "resume=auto" in text
+
+
+def test_a_resumed_run_follows_what_is_new(tmp_path):
+    """Promise: looks read only what is new; a torn last line waits for its end; steps that are done again count once; an old launch's
+    status is not shown."""
+    metrics = jsonl.Appender(tmp_path / "metrics.jsonl")
+    begun = time.time()
+    metrics.write({"kind": "start", "time": begun, "restored_step": -1, "pipeline": "laminar"})
+    status.write(tmp_path, now_status(begun))
+    follower = Follower(tmp_path)
+    assert follower.look().state == "going on" and not follower.view.steps
+    record = {"kind": "step", "time": begun + 1, "step": 1, "seconds": 1.0}
+    metrics.write(record)
+    metrics.write({**record, "step": 2})
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"kind":"step","ti')
+        file.flush()
+        assert [step["step"] for step in follower.look().steps] == [1, 2]
+        file.write(b'me":1.0,"step":3}\n')
+    assert [step["step"] for step in follower.look().steps] == [1, 2, 3]
+    metrics.write({"kind": "end", "time": begun + 2, "reason": "SIGTERM", "step": 3})
+    assert follower.look().state == "ended"
+    metrics.write({"kind": "start", "time": begun + 60, "restored_step": 2, "pipeline": "laminar"})
+    view = follower.look()
+    assert [step["step"] for step in view.steps] == [1, 2] and view.status is None and view.reason == ""
+
+
+def test_a_long_trace_is_read_from_its_end(tmp_path):
+    """Promise: a frame costs the same after a million spans."""
+    jsonl.Appender(tmp_path / "metrics.jsonl").write({"kind": "start", "time": 0.0, "restored_step": -1})
+    trace = Trace(tmp_path, "rollout", 0)
+    for i in range(3000):
+        trace.record("generate", i, i + 0.5, batch_id=i)
+    trace.record("score", 4000, 4001)
+    (process,) = Follower(tmp_path).look().processes
+    assert (process.kind, process.t1) == ("generate", 2999.5)
+
+
+def test_wrong_words(tmp_path, capsys):
+    """Promise: what is no run is refused in one line; wrong words give the usage."""
+    with pytest.raises(LaminarError, match=r"is no run: no metrics.jsonl there; name the run_dir"):
+        top.main([str(tmp_path), "--once"])
+    assert top.main([]) == 2 and "usage: laminar top RUN_DIR" in capsys.readouterr().err
+
+
+def test_a_full_disk_ends_no_run(tmp_path, caplog):
+    """Promise: the display can fail, the run goes on."""
+    status.write(tmp_path / "gone", now_status(0.0))
+    assert "cannot be written" in caplog.text
+    assert status.read(tmp_path) is None and not os.listdir(tmp_path)

@@ -1,0 +1,49 @@
+"""A config.json that is not that of the weights is refused by name; the entropy of a long batch needs no second copy of its logits."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.trainer import logprobs
+from laminar_hpc.trainer.megatron import MegatronPolicy
+
+
+@pytest.mark.parametrize(("key", "value", "text"), [("intermediate_size", 64, "config.json says"), ("num_hidden_layers", 3, "layers.2")])
+def test_a_config_of_another_model_is_refused(untied_model: Path, tmp_path: Path, world: None, key: str, value: int, text: str) -> None:
+    """Promise: the wrong architecture is an error in one line, never a model that silently trains on garbage."""
+    shutil.copytree(untied_model, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(LaminarError, match=text) as error:
+        MegatronPolicy(tiny.make_config(tmp_path / "model"))
+    assert "\n" not in str(error.value) and str(tmp_path / "model") in str(error.value)
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes anew."""
+
+    def __init__(self, known: torch.Tensor) -> None:
+        super().__init__()
+        self.storage, self.elements = known.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() != self.storage:
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+def test_entropy_of_a_long_batch_takes_bounded_memory(world: None) -> None:
+    """Promise: entropy over n rows of logits makes temporaries of 1,024 rows, however large n is."""
+    logits = torch.randn(10_000, 64)
+    with _Largest(logits) as seen:
+        found = logprobs.entropy(logits)
+    assert seen.elements <= max(1024 * 64, 10_000)
+    torch.testing.assert_close(found, torch.distributions.Categorical(logits=logits).entropy())
