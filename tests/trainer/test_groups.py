@@ -31,7 +31,7 @@ def test_the_estimate_worked_out_by_hand() -> None:
     wrong = estimated_advantages(torch.zeros(1, 16, dtype=torch.float64), True)
     assert wrong[0].tolist() == pytest.approx([-p / math.sqrt(p * (1 - p))] * 16)
     assert estimated_advantages(torch.zeros(1, 16, dtype=torch.float64), False)[0].tolist() == pytest.approx([-p] * 16)
-    with pytest.raises(ValueError, match="needs rewards from 0 to 1"):
+    with pytest.raises(LaminarError, match="needs rewards from 0 to 1"):
         estimated_advantages(torch.full((1, 2), -1.0), True)
 
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from laminar_hpc.config.errors import LaminarError
+
 
 def by_group(rewards: torch.Tensor, sizes: Sequence[int], advantages: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """rewards [trajectories], group after group; `sizes`: trajectories of each; advantages: [groups, samples] -> the same shape, rows
@@ -20,10 +22,10 @@ def estimated_advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Te
     right among n; without the division where normalize_std is off.
 
     rewards [groups, n] float in [0, 1], where c is the sum of a row -> the same shape. n right ones get less than +1, n wrong ones more
-    than -1, and the more there are the closer to 0. Raises ValueError for rewards outside [0, 1], for which p is no probability.
+    than -1, and the more there are the closer to 0. Raises LaminarError for rewards outside [0, 1], for which p is no probability.
     """
     if bool((rewards < 0).any()) or bool((rewards > 1).any()):
-        raise ValueError("algorithm.zero_variance=estimate needs rewards from 0 to 1")
+        raise LaminarError("algorithm.zero_variance=estimate needs rewards from 0 to 1; scale the rewards, or use keep or filter")
     p = (rewards.sum(1, keepdim=True) + 1) / (rewards.shape[1] + 2)
     centred = rewards - p
     return centred / (p * (1 - p)).sqrt() if normalize_std else centred
