@@ -55,10 +55,10 @@ def test_reports_of_old_attempts_are_refused(tmp_path):
     (again,) = book.draw(3, 0, replica=1, weight_id=1, weight_step=1, now=0.0)
     assert [s.attempt for s in again.samples] == [1, 1] and again.group_id == group.group_id
     finish(book, group)
-    assert book.refused_reports == 4 and not book.groups[group.group_id].finished
+    assert book.counts.reports_refused == 4 and not book.groups[group.group_id].finished
     finish(book, again)
     finish(book, again)  # twice reported counts once
-    assert book.groups[group.group_id].finished and book.refused_reports == 8
+    assert book.groups[group.group_id].finished and book.counts.reports_refused == 8
     assert book.counted == 1, "a redone group keeps its admission number"
     store.close()
 

@@ -13,6 +13,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.learner import Learner
 from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.microbatch import MicroBatch, make_microbatch
 
 
 def place() -> tuple[int, int, int]:
@@ -61,18 +62,22 @@ def gradients(model: str, settings: dict) -> dict[str, np.ndarray]:
 
 
 def elements_kept(model: str, settings: dict) -> int:
-    """Elements that autograd keeps for the backward pass of one micro-batch."""
-    config = tiny.make_config(Path(model), **settings)
-    policy, kept = MegatronPolicy(config), 0
+    """Elements that autograd has kept for the backward pass of a micro-batch when its forward pass is through."""
+    policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
+    batch, kept, seen = tiny.make_batch(seed=1), 0, []
 
     def keep(t: torch.Tensor) -> torch.Tensor:
         nonlocal kept
         kept += t.numel()
         return t
 
+    def loss(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(kept)
+        return logprobs.sum(), torch.zeros(())
+
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        Learner(config, policy).train(tiny.make_batch(seed=1), 0, lambda: None)
-    return kept
+        policy.accumulate([make_microbatch(batch, [1.0] * len(batch), policy.device)], loss)
+    return seen[0]
 
 
 def gather_alone(model: str, settings: dict) -> str:

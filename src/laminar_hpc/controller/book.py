@@ -46,12 +46,14 @@ class Group:
 
 @dataclass
 class Counts:
-    """What became of the groups that were completed since the counts were last taken. Tokens are response tokens."""
+    """Of the groups that were completed, and of what was lost, since the counts were last taken. Tokens are response tokens."""
 
     groups_filtered: int = 0
     tokens_generated: int = 0
     samples_saved: int = 0
     tokens_saved: float = 0.0  # see GroupSize.saved
+    tokens_discarded: int = 0  # of complete trajectories that were lost before their score; what a dead replica had begun is not known
+    reports_refused: int = 0  # from attempts that no longer count
 
 
 class Book:
@@ -67,8 +69,6 @@ class Book:
         self.counted = store.counted_groups()
         self.groups: dict[int, Group] = {}
         self._group_of: dict[int, int] = {}
-        self.refused_reports = 0
-        self.discarded_tokens = 0
         self.filtered_in_a_row = 0
         self.counts = Counts()
         self.may_change = filters or size.first < size.most  # a score can make room for other groups, or for more samples
@@ -154,7 +154,7 @@ class Book:
         group = self.groups.get(self._group_of.get(trajectory_id, -1))
         sample = group.samples.get(trajectory_id) if group else None
         if group is None or sample is None or sample.attempt != attempt or sample.finished:
-            self.refused_reports += 1
+            self.counts.reports_refused += 1
             log.warning("a report on trajectory %d, attempt %d, was refused: it no longer counts", trajectory_id, attempt)
             return None
         return group, sample
@@ -225,7 +225,7 @@ class Book:
 
     def _release(self, sample: SampleState) -> None:
         if sample.generated is not None:
-            self.discarded_tokens += len(sample.generated.response_tokens)
+            self.counts.tokens_discarded += len(sample.generated.response_tokens)
         sample.replica, sample.generated = -1, None
 
     # ---- training --------------------------------------------------------------------------------------------------------------

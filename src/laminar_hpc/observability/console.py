@@ -134,6 +134,8 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
                           + (f"   (sampled {number(sampled)})" if sampled is not None else "") + f"   {file}"))  # fmt: skip
     if summary["groups_filtered"]:
         lines.append(line("filtered", f"{summary['groups_filtered']:,} groups whose rewards were all equal"))
+    if summary["tokens_discarded"]:
+        lines.append(line("discarded", f"{count(summary['tokens_discarded'])} response tokens of trajectories that were lost and redone"))
     if summary["tokens_saved"]:
         lines.append(line("saved", f"{count(summary['tokens_saved'])} response tokens by adaptive sampling, "
                           f"{summary['tokens_saved_fraction'] * 100:.0f}% of what full groups would have taken"))  # fmt: skip

@@ -64,6 +64,8 @@ def figures(run: Run) -> dict:
         "logprob_gap_max": _max(gaps, "max"),
         "reward_errors": _per_step(run, "reward_error_count", _summed(run, lambda t: bool(t.reward_error))),
         "groups_filtered": _total(steps, "groups_filtered"),
+        "tokens_discarded": _total(steps, "tokens_discarded"),
+        "reports_refused": _total(steps, "reports_refused"),
         "tokens_saved": saved,
         "tokens_saved_fraction": saved / (saved + generated) if saved is not None and generated else None,
         "pipeline": pipelines[-1] if pipelines else (run.config.get("pipeline") or {}).get("name"),
