@@ -13,7 +13,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.learner import Learner
 from laminar_hpc.trainer.megatron import MegatronPolicy
-from laminar_hpc.trainer.microbatch import MicroBatch, make_microbatch
+from laminar_hpc.trainer.microbatch import Example, MicroBatch, make_microbatch, trained
 
 
 def place() -> tuple[int, int, int]:
@@ -71,12 +71,12 @@ def elements_kept(model: str, settings: dict) -> int:
         kept += t.numel()
         return t
 
-    def loss(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         seen.append(kept)
-        return logprobs.sum(), torch.zeros(())
+        return logprobs.sum(), torch.ones((), dtype=torch.int), torch.zeros(())
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        policy.accumulate([make_microbatch(batch, [1.0] * len(batch), policy.device)], loss)
+        policy.accumulate([make_microbatch([Example(t, torch.ones(len(trained(t)))) for t in batch], policy.device)], loss)
     return seen[0]
 
 
