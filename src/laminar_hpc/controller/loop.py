@@ -195,7 +195,9 @@ class Controller:
 
     def on_LinkDown(self, member: Member, down: m.LinkDown) -> None:
         if down.epoch == self.members.epoch:
-            self.say(console.line("warning", f"{member.name}: {down.text}; linking again"))
+            log.warning("%s: %s; linking again", member.name, down.text)
+            if self.separate:  # in one torchrun it is mostly the first sign of a death, which ends the run with its own line
+                self.say(console.line("warning", f"{member.name}: {down.text}; linking again"))
             self.members.link_down()
 
     def request_stop(self, reason: str) -> None:
