@@ -12,7 +12,7 @@ from laminar_hpc.simulator.run import setup, simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
 
 STEP_SECONDS, TOKENS_PER_SECOND, ROLLOUT_SHARE, TRAJECTORIES = 22.91 * 60, 14_143, 0.65, 8192
-SEEDS, ROUNDS, TAIL_STEPS = (0, 1), 4, 31_500  # decode steps of a rollout: the longest response and what queues before it
+SEEDS, STEPS, ROUNDS, TAIL_STEPS = (0, 1, 2), 12, 4, 33_000  # decode steps of a rollout: the longest response and what queues before it
 
 
 def synchronous(c: Constants) -> tuple[float, float, float]:
@@ -21,7 +21,7 @@ def synchronous(c: Constants) -> tuple[float, float, float]:
     model, gpu = MODELS["32B"], GPUS["H800"]
     work = WorkloadConfig(mean_response_tokens=c.mean_response_tokens_dora, max_response_tokens=30720, sigma=SIGMA_DORA)
     for seed in SEEDS:
-        run = setup(PIPELINES["sync"], model, gpu, 64, [(gpu, 64, model.tensor_parallel)], work, c, steps=6, warmup_steps=1, seed=seed)
+        run = setup(PIPELINES["sync"], model, gpu, 64, [(gpu, 64, model.tensor_parallel)], work, c, steps=STEPS, warmup_steps=1, seed=seed)
         f = simulate(run).figures
         rows.append((f["trainer_wait_share"] * f["step_seconds"], (1 - f["trainer_wait_share"]) * f["step_seconds"], f["tokens_per_step"]))
     rollout, rest, tokens = (sum(column) / len(rows) for column in zip(*rows, strict=True))

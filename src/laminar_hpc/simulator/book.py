@@ -8,12 +8,12 @@ from laminar_hpc.simulator.workload import Workload
 
 
 class Group:
-    __slots__ = ("finished_at", "group_id", "number", "order", "prompt_tokens", "requests", "tokens", "unfinished", "view", "weight_step")
+    __slots__ = ("group_id", "number", "order", "prompt_tokens", "requests", "unfinished", "view", "weight_step")
 
     def __init__(self, group_id: int, number: int, weight_step: int, prompt_tokens: int) -> None:
         self.group_id, self.number, self.weight_step, self.prompt_tokens = group_id, number, weight_step, prompt_tokens
         self.requests: list[Request] = []
-        self.tokens = self.unfinished = self.order = 0
+        self.unfinished = self.order = 0
         self.view = GroupView(group_id, number, weight_step, False)
 
 
@@ -40,7 +40,6 @@ class Book:
         group = Group(self.counted - 1, self.counted, weight_step, draw.prompt_tokens)
         for turns, waits in zip(draw.turns, draw.waits, strict=True):
             group.requests.append(Request(self.trajectories, group, turns, waits, draw.prompt_tokens, weight_step))
-            group.tokens += sum(turns) + draw.prompt_tokens
             self.trajectories += 1
         group.unfinished = len(group.requests)
         self.live[group.group_id] = group
@@ -62,16 +61,16 @@ class Book:
         group.view = self.views[group.group_id] = GroupView(group.group_id, group.number, group.weight_step, True, self.order)
         return True
 
-    def consume(self, group_ids: list[int], step: int) -> int:
-        """Takes groups out for step `step`; gives their tokens, prompts included."""
-        tokens = 0
+    def consume(self, group_ids: list[int], step: int) -> list[int]:
+        """Takes groups out for step `step`; gives the tokens of each trajectory, prompt included."""
+        tokens = []
         for group_id in group_ids:
             group = self.live.pop(group_id)
             del self.views[group_id]
-            tokens += group.tokens
             for request in group.requests:
+                tokens.append(sum(request.turns) + group.prompt_tokens)
                 self.training_staleness[step - request.weight_step] += 1
             self.consumed_trajectories += len(group.requests)
         self.finished -= len(group_ids)
-        self.consumed_tokens += tokens
+        self.consumed_tokens += sum(tokens)
         return tokens

@@ -56,9 +56,9 @@ class Constants:
     """Efficiencies, overheads and times. Times in seconds, rates in bytes/s, shares of 1."""
 
     # FITTED on DORA's sync row at 64 GPUs, in this order (see bench/simulator.py --fit).
-    decode_overhead_per_layer: float = 0.2032e-3  # FITTED to the rollout time (65% of the step): launches and all-reduces of a decode step
-    train_mfu: float = 0.1745  # FITTED to the rest of the step; LAMINAR.md 9 gives 10-20% for ragged batches
-    mean_response_tokens_dora: float = 2219.0  # FITTED to tokens/s x step time / 8,192 trajectories, less the prompt
+    decode_overhead_per_layer: float = 0.1855e-3  # FITTED to the rollout time (65% of the step): launches and all-reduces of a decode step
+    train_mfu: float = 0.222  # FITTED to the rest of the step; LAMINAR.md 9 gives 10-20% for ragged batches
+    mean_response_tokens_dora: float = 2246.0  # FITTED to tokens/s x step time / 8,192 trajectories, less the prompt
 
     # Decode (LAMINAR.md 9): t = overhead + max((weights + sum KV) / (eff x HBM), 2 P N / (eff_c x FLOPS)).
     decode_hbm_efficiency: float = 0.80  # 7B on one H100: 15.2 GB in 5.75 ms of 3.35 TB/s = 0.79

@@ -34,7 +34,8 @@ class EngineCosts:
 class JobCosts:
     """Everybody else's seconds."""
 
-    train_token: float
+    train_token: float  # forward and backward, all GPUs together
+    logprob_token: float  # the extra forward passes
     update: float
     publish_stall: float
     chain: float
@@ -84,9 +85,10 @@ def chain_seconds(weights_bytes: float, relays: int, c: Constants) -> float:
 
 def job_costs(model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollout_gpus: int, c: Constants) -> JobCosts:
     weights_bytes = 2.0 * model.parameters
-    passes = 6.0 + 2.0 * c.logprob_passes
+    pass_token = 2.0 * model.parameters / (c.train_mfu * trainer_gpu.flops * trainer_gpus)
     return JobCosts(
-        train_token=passes * model.parameters / (c.train_mfu * trainer_gpu.flops * trainer_gpus),
+        train_token=3.0 * pass_token,
+        logprob_token=c.logprob_passes * pass_token,
         update=c.gradient_bytes_per_parameter * model.parameters / (c.trainer_model_parallel * trainer_gpu.nic),
         publish_stall=weights_bytes / c.publish_bytes_per_second,
         chain=chain_seconds(weights_bytes, math.ceil(rollout_gpus / GPUS_PER_MACHINE), c),

@@ -44,6 +44,7 @@ class Setup:
     engines: tuple[Engines, ...]
     job: JobCosts
     trainer_gpus: int
+    trainer_ranks: int  # data-parallel
     workload: WorkloadConfig
     steps: int
     warmup_steps: int
@@ -100,7 +101,7 @@ def setup(
     total = sum(gpus for _, gpus, _ in rollouts)
     job = job_costs(model, trainer_gpu, trainer_gpus, total, c)
     return Setup(
-        rules, kinds, job, trainer_gpus, workload, headroom=c.admission_headroom_tokens, repack_kv_share=c.repack_kv_share, **settings,
+        rules, kinds, job, trainer_gpus, max(1, round(trainer_gpus / c.trainer_model_parallel)), workload, headroom=c.admission_headroom_tokens, repack_kv_share=c.repack_kv_share, **settings,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -147,7 +148,9 @@ def simulate(setup: Setup) -> Outcome:
 def _simulate(setup: Setup) -> Outcome:
     w, rules = setup.workload, setup.rules
     clock, book = Clock(), Book(Workload(w, setup.seed, w.prompts_per_step * setup.steps))
-    trainer = Trainer(clock, book, setup.job, rules, w.prompts_per_step, w.updates_per_step, setup.steps, setup.checkpoint_every)
+    trainer = Trainer(
+        clock, book, setup.job, rules, w.prompts_per_step, w.updates_per_step, setup.steps, setup.checkpoint_every,
+        setup.trainer_ranks, setup.seed)  # fmt: skip
     replicas, shares = _replicas(setup)
     rollouts = Rollouts(clock, book, trainer, replicas, rules, w.prompts_per_step, w.turn_tokens, shares)
     repacker = Repacker(rollouts, setup.repack_kv_share, min(kind.saturation for kind in setup.engines))
