@@ -65,6 +65,7 @@ class Replica:
         self.seconds: dict[str, float] = {}
         self.kv_seconds = self.generated = self.prefilled = self.request_seconds = 0.0
         self.preemptions = 0
+        self.full = False  # a request was preempted and none has ended since
         self.kv_peak = 0.0
         self.spans: list[tuple[str, float, float]] | None = None
 
@@ -142,10 +143,12 @@ class Replica:
 
     def fill(self) -> None:
         """Admits waiting requests while their KV and some growth fit; their prefill holds up decoding."""
-        tokens = 0.0
+        if self.full and self.running:
+            return  # after a preemption nobody is admitted before one has ended
+        tokens, self.full = 0.0, False
         while self.waiting and len(self.running) < self.max_concurrent:
             request = self.waiting[0]
-            need = self.kv + request.context + self.headroom * (len(self.running) + 1)
+            need = self.kv + request.context + max(1.0, self.headroom) * (len(self.running) + 1)
             if self.running and need > self.capacity:
                 break
             while self.parked and need + self.parked_kv > self.capacity:
@@ -197,6 +200,7 @@ class Replica:
                 self._stop(request)
                 request.remaining = 0.0
                 done.append(request)
+                self.full = False
         return done
 
     def make_room(self) -> None:
@@ -209,6 +213,7 @@ class Replica:
             self._stop(request)
             request.uncached = request.context
             self.preemptions += 1
+            self.full = True
             self.waiting.appendleft(request)
 
     def park(self, request: Request) -> None:

@@ -115,6 +115,7 @@ class _Window:
         self.seconds = [dict(replica.seconds) for replica in replicas]
         self.kv = [replica.kv_seconds for replica in replicas]
         self.busy = [replica.request_seconds for replica in replicas]
+        self.generated = sum(replica.generated for replica in replicas)
         self.trainer = dict(trainer.seconds)
         self.waiting = clock.now - trainer.waiting_since if trainer.waiting_since is not None else 0.0
         self.generation, self.training = book.generation_staleness.copy(), book.training_staleness.copy()
@@ -245,6 +246,7 @@ def _outcome(
         "versions_max": book.versions,
         "preemptions": sum(r.preemptions for r in replicas),
         "discarded_tokens": book.discarded_tokens,
+        "generated_per_second": (sum(r.generated for r in replicas) - window.generated) / length,
         "generated_tokens": sum(r.generated for r in replicas),
         "finished_tokens": book.finished_tokens,
         "prefilled_tokens": sum(r.prefilled for r in replicas),
