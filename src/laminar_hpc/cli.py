@@ -3,6 +3,7 @@
 laminar train [key=value ...]     check, then run the job on this machine (a torchrun of all roles) and watch over it
 laminar stop RUN_DIR              let a running job finish its step, checkpoint and exit 0
 laminar report RUN_DIR            write summary.json and report.html again
+laminar sim EXPERIMENT [key=value ...] [--json]   simulate pipelines and scales; no GPU needed
 laminar doctor                    what this machine can run
 """
 
@@ -52,6 +53,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "stop": stop,
     "report": elsewhere("laminar_hpc.observability.report"),
+    "sim": elsewhere("laminar_hpc.simulator.command"),
     "doctor": elsewhere("laminar_hpc.doctor"),
 }
 
