@@ -4,6 +4,7 @@ laminar train [key=value ...]     check, then run the job on this machine (a tor
 laminar stop RUN_DIR              let a running job finish its step, checkpoint and exit 0
 laminar report RUN_DIR            write summary.json and report.html again
 laminar sim EXPERIMENT [key=value ...] [--json]   simulate pipelines and scales; no GPU needed
+laminar plan QUESTION [key=value ...] [--json]    divide a cluster between trainer, relays and rollouts
 laminar doctor                    what this machine can run
 """
 
@@ -54,6 +55,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "stop": stop,
     "report": elsewhere("laminar_hpc.observability.report"),
     "sim": elsewhere("laminar_hpc.simulator.command"),
+    "plan": elsewhere("laminar_hpc.simulator.plan_command"),
     "doctor": elsewhere("laminar_hpc.doctor"),
 }
 

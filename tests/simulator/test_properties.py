@@ -31,9 +31,9 @@ def setups(draw, names=tuple(PIPELINES)) -> Setup:
     )  # fmt: skip
     gpu = GPUS["H800"]
     made = setup(
-        rules, MODELS["7B"], gpu, 4, [(gpu, draw(st.integers(1, 6)), 1)], work, DEFAULT, steps=draw(st.integers(2, 6)), warmup_steps=1,
+        rules, MODELS["7B"], gpu, 4, [(gpu, draw(st.integers(1, 6)), 1, draw(st.sampled_from([None, None, 600.0])))], work, DEFAULT, steps=draw(st.integers(2, 6)), warmup_steps=1,
         seed=draw(st.integers(0, 99)), max_concurrent=draw(st.sampled_from([1, 3, 64])), checkpoint_every=2,
-        replica_mtbf=draw(st.sampled_from([None, None, 600.0])), trainer_mtbf=draw(st.sampled_from([None, None, 300.0])),
+        trainer_mtbf=draw(st.sampled_from([None, None, 300.0])),
     )  # fmt: skip
     longest = work.prompt_tokens + cap + 2 * work.turn_tokens + 1
     capacity = draw(st.sampled_from([longest, 3 * longest, made.engines[0].capacity]))
@@ -123,7 +123,6 @@ def test_one_policy_per_trajectory_and_the_bound(made):
 @given(made=setups(), factor=st.sampled_from([2.0, 4.0]))
 def test_doubling_every_rate_halves_the_time(made, factor):
     """Powers of two are exact in floating point, so the histories are the same but for the unit of time."""
-    made = dataclasses.replace(made, replica_mtbf=None, trainer_mtbf=None)  # failures draw their own times
     slow, fast = simulate(made), simulate(made.faster(factor))
     assert math.isclose(slow.figures["seconds"], factor * fast.figures["seconds"], rel_tol=1e-9)
     assert slow.staleness_training == fast.staleness_training and slow.figures["preemptions"] == fast.figures["preemptions"]

@@ -76,19 +76,18 @@ class Repacker:
 class Failures:
     """Deaths of replicas and of the trainer, exponential, by the seed. `mtbf` in seconds."""
 
-    def __init__(self, rollouts: Rollouts, seed: int, replica_mtbf: float | None, trainer_mtbf: float | None) -> None:
+    def __init__(self, rollouts: Rollouts, seed: int, trainer_mtbf: float | None) -> None:
         self.rollouts, self.random = rollouts, random.Random(f"failures:{seed}")
-        self.replica_mtbf, self.trainer_mtbf = replica_mtbf, trainer_mtbf
+        self.trainer_mtbf = trainer_mtbf
         self.replica_deaths = self.trainer_deaths = self.redirected = self.restarted = 0
-        if replica_mtbf:
-            for replica in rollouts.replicas:
-                self._next(replica)
+        for replica in rollouts.replicas:
+            self._next(replica)
         if trainer_mtbf:
             rollouts.clock.after(self.random.expovariate(1 / trainer_mtbf), self.trainer_dies)
 
     def _next(self, replica: Replica) -> None:
-        assert self.replica_mtbf
-        self.rollouts.clock.after(self.random.expovariate(1 / self.replica_mtbf), self.replica_dies, replica)
+        if replica.mtbf:
+            self.rollouts.clock.after(self.random.expovariate(1 / replica.mtbf), self.replica_dies, replica)
 
     def trainer_dies(self) -> None:
         assert self.trainer_mtbf

@@ -1,6 +1,7 @@
 """From the command line to a checked SimulationConfig: Hydra composes conf/simulation, wrong words are refused in one line."""
 
 import dataclasses
+from typing import TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -14,29 +15,61 @@ from laminar_hpc.config.load import conf_directory
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, Constants
 from laminar_hpc.simulator.cost import kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.schema import SimulationConfig
+from laminar_hpc.simulator.schema import PlanConfig, SimulationConfig, WorkloadConfig
+from laminar_hpc.simulator.workload import mu_of_mean
+
+
+Config = TypeVar("Config", SimulationConfig, PlanConfig)
 
 
 def experiments() -> list[str]:
-    return sorted(path.stem for path in (conf_directory() / "simulation" / "experiment").glob("*.yaml"))
+    return _names("experiment")
+
+
+def questions() -> list[str]:
+    return _names("plan/question")
+
+
+def _names(folder: str) -> list[str]:
+    return sorted(path.stem for path in (conf_directory() / "simulation" / folder).glob("*.yaml"))
 
 
 def load(name: str, overrides: list[str]) -> SimulationConfig:
     """The experiment `name` of conf/simulation/experiment with overrides. Raises LaminarError that names what is wrong."""
     if name not in experiments():
         raise LaminarError(f"no simulation '{name}': there are {', '.join(experiments())} in {conf_directory()}/simulation/experiment")
-    ConfigStore.instance().store(name="schema", node=SimulationConfig)
+    config = _compose(SimulationConfig, "schema", "", [f"experiment={name}", *overrides])
+    check(config)
+    return config
+
+
+def load_plan(name: str, overrides: list[str]) -> PlanConfig:
+    """The question `name` of conf/simulation/plan/question with overrides. Raises LaminarError that names what is wrong."""
+    if name not in questions():
+        raise LaminarError(f"no plan '{name}': there are {', '.join(questions())} in {conf_directory()}/simulation/plan/question")
+    config = _compose(PlanConfig, "plan_schema", "plan", [f"question={name}", *overrides])
+    _known("model", config.model, MODELS)
+    _known("objective", config.objective, ("throughput", "cost"))
+    for pool in config.pools:
+        _known("pools.gpu", pool.gpu, GPUS)
+        if pool.count < 1:
+            raise LaminarError(f"pools: {pool.count} x {pool.gpu}: at least 1")
+    _check_run(config.steps, config.warmup_steps, config.max_concurrent, config.workload)
+    return config
+
+
+def _compose(schema: type[Config], node: str, folder: str, overrides: list[str]) -> Config:
+    ConfigStore.instance().store(name=node, node=schema)
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(conf_directory() / "simulation"), version_base="1.3"):
-            composed = compose("config", overrides=[f"experiment={name}", *overrides])
+        with initialize_config_dir(str(conf_directory() / "simulation" / folder), version_base="1.3"):
+            composed = compose("config", overrides=overrides)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         first = next(line.strip() for line in str(cause).splitlines() if line.strip())
-        raise LaminarError(f"simulation {name}: {first}; the keys are in src/laminar_hpc/simulator/schema.py") from None
-    assert isinstance(config, SimulationConfig)
-    check(config)
+        raise LaminarError(f"simulation: {first}; the keys are in src/laminar_hpc/simulator/schema.py") from None
+    assert isinstance(config, schema)
     return config
 
 
@@ -59,15 +92,10 @@ def check(config: SimulationConfig) -> None:
         _known("pipelines", pipeline, PIPELINES)
     for name in config.constants:
         _known("constants", name, [field.name for field in dataclasses.fields(Constants)])
-    if not 0 <= config.warmup_steps < config.steps:
-        raise LaminarError(f"warmup_steps={config.warmup_steps} must be at least 0 and below steps={config.steps}")
+    if not config.gpus:
+        raise LaminarError("gpus is empty: name at least one number of GPUs")
+    _check_run(config.steps, config.warmup_steps, config.max_concurrent, config.workload)
     w = config.workload
-    if min(w.prompts_per_step, w.samples_per_prompt, w.updates_per_step, w.turns, config.max_concurrent) < 1 or not config.gpus:
-        raise LaminarError("prompts_per_step, samples_per_prompt, updates_per_step, turns and max_concurrent must be at least 1, and gpus not empty")
-    if w.updates_per_step > w.prompts_per_step:
-        raise LaminarError(f"workload.updates_per_step={w.updates_per_step}: at most workload.prompts_per_step={w.prompts_per_step}")
-    if not 0 <= w.group_correlation <= 1 or w.sigma < 0:
-        raise LaminarError("workload.group_correlation must lie between 0 and 1, workload.sigma be 0 or more")
     model, c = MODELS[config.model], constants_of(config)
     tensor_parallel = config.tensor_parallel or model.tensor_parallel
     capacity = kv_capacity(model, GPUS[config.rollout_gpu], tensor_parallel, min(c.kv_memory_share, c.kv_memory_share_colocated))
@@ -80,3 +108,15 @@ def check(config: SimulationConfig) -> None:
     for gpus in config.gpus:
         if gpus < 2 * tensor_parallel:
             raise LaminarError(f"gpus={gpus}: at least {2 * tensor_parallel}, one replica of {tensor_parallel} and as many to train")
+
+
+def _check_run(steps: int, warmup_steps: int, max_concurrent: int, w: WorkloadConfig) -> None:
+    if not 0 <= warmup_steps < steps:
+        raise LaminarError(f"warmup_steps={warmup_steps} must be at least 0 and below steps={steps}")
+    if min(w.prompts_per_step, w.samples_per_prompt, w.updates_per_step, w.turns, w.max_response_tokens, max_concurrent) < 1:
+        raise LaminarError("prompts_per_step, samples_per_prompt, updates_per_step, turns, max_response_tokens, max_concurrent: at least 1")
+    if w.updates_per_step > w.prompts_per_step:
+        raise LaminarError(f"workload.updates_per_step={w.updates_per_step}: at most workload.prompts_per_step={w.prompts_per_step}")
+    if not 0 <= w.group_correlation <= 1 or w.sigma <= 0:
+        raise LaminarError("workload.group_correlation must lie between 0 and 1, workload.sigma be above 0")
+    mu_of_mean(w.mean_response_tokens, w.sigma, w.max_response_tokens)

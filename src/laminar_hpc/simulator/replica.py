@@ -44,10 +44,13 @@ class Request:
 class Replica:
     """`capacity` and all KV in tokens. `state` names what an empty replica waits for; it is what its idle seconds are booked under."""
 
-    def __init__(self, index: int, costs: EngineCosts, capacity: float, max_concurrent: int, headroom: float, gpus: int) -> None:
+    def __init__(
+        self, index: int, costs: EngineCosts, capacity: float, max_concurrent: int, headroom: float, gpus: int, mtbf: float | None = None,
+    ) -> None:  # fmt: skip
         self.index, self.costs, self.capacity, self.max_concurrent, self.headroom, self.gpus = (
             index, costs, capacity, max_concurrent, headroom, gpus,
         )  # fmt: skip
+        self.mtbf = mtbf
         self.clock = self.steps = self.kv = self.parked_kv = 0.0
         self.running: dict[int, Request] = {}  # by ticket, in order of admission
         self.ends: list[tuple[float, int]] = []

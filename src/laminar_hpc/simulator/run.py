@@ -1,5 +1,6 @@
 """One simulated run: hardware, model, workload and rules in; figures, ledgers and time lines out. `laminar sim` and the planner call this."""
 
+import dataclasses
 import gc
 import math
 from collections.abc import Sequence
@@ -27,13 +28,14 @@ IDLE = ("admission", "barrier", "weights", "environment", "move", "pull", "down"
 
 @dataclass(frozen=True)
 class Engines:
-    """Replicas of one kind. `speed` weighs their local batches; None = by decode rate at the roofline batch."""
+    """Replicas of one kind. `mtbf`: mean seconds between failures or preemptions of one; None = never."""
 
     count: int
     gpus: int
     costs: EngineCosts
     capacity: int
     saturation: int
+    mtbf: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,16 @@ class Setup:
     headroom: float = 400.0
     repack_kv_share: float = 0.9
     checkpoint_every: int = 20
-    replica_mtbf: float | None = None
     trainer_mtbf: float | None = None
     watch: bool = False  # keep time lines and samples for the report
 
     def faster(self, factor: float) -> "Setup":
         """The same run with all rates `factor` times as high."""
-        import dataclasses
-
-        engines = tuple(dataclasses.replace(kind, costs=faster(kind.costs, factor)) for kind in self.engines)
-        mtbf = {k: getattr(self, k) and getattr(self, k) / factor for k in ("replica_mtbf", "trainer_mtbf")}
-        return dataclasses.replace(self, engines=engines, job=faster(self.job, factor), **mtbf)
+        kinds = tuple(
+            dataclasses.replace(kind, costs=faster(kind.costs, factor), mtbf=kind.mtbf and kind.mtbf / factor) for kind in self.engines
+        )
+        mtbf = self.trainer_mtbf and self.trainer_mtbf / factor
+        return dataclasses.replace(self, engines=kinds, job=faster(self.job, factor), trainer_mtbf=mtbf)
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Outcome:
     lengths: list[int] = field(default_factory=list)
 
 
-def engines(model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, colocated: bool, c: Constants) -> Engines:
+def engines(model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, mtbf: float | None, colocated: bool, c: Constants) -> Engines:
     """As many replicas as `gpus` hold."""
     share = c.kv_memory_share_colocated if colocated else c.kv_memory_share
     return Engines(
@@ -88,17 +89,18 @@ def engines(model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, colocated: 
         costs=engine_costs(model, gpu, tensor_parallel, c),
         capacity=kv_capacity(model, gpu, tensor_parallel, share),
         saturation=saturation_batch(gpu.flops, gpu.hbm),
+        mtbf=mtbf,
     )
 
 
 def setup(
-    rules: Rules, model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollouts: Sequence[tuple[Gpu, int, int]], workload: WorkloadConfig,
+    rules: Rules, model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollouts: Sequence[tuple[Gpu, int, int, float | None]], workload: WorkloadConfig,
     c: Constants, **settings: object,
 ) -> Setup:  # fmt: skip
-    """`rollouts`: (type, GPUs, tensor parallel). Colocated: the trainer's GPUs are those of the rollouts."""
+    """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica). Colocated: the trainer's GPUs are those of the rollouts."""
     colocated = rules.placement == "colocated"
-    kinds = tuple(engines(model, gpu, gpus, tp, colocated, c) for gpu, gpus, tp in rollouts if gpus >= tp)
-    total = sum(gpus for _, gpus, _ in rollouts)
+    kinds = tuple(engines(model, gpu, gpus, tp, mtbf, colocated, c) for gpu, gpus, tp, mtbf in rollouts if gpus >= tp)
+    total = sum(gpus for _, gpus, *_ in rollouts)
     job = job_costs(model, trainer_gpu, trainer_gpus, total, c)
     return Setup(
         rules, kinds, job, trainer_gpus, max(1, round(trainer_gpus / c.trainer_model_parallel)), workload, headroom=c.admission_headroom_tokens, repack_kv_share=c.repack_kv_share, **settings,
@@ -130,7 +132,7 @@ def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
         batch = max(1.0, min(setup.max_concurrent, kind.capacity / mean))
         rate = batch / kind.costs.step(batch, batch * mean)
         for _ in range(kind.count):
-            made.append(Replica(len(made), kind.costs, kind.capacity, setup.max_concurrent, setup.headroom, kind.gpus))
+            made.append(Replica(len(made), kind.costs, kind.capacity, setup.max_concurrent, setup.headroom, kind.gpus, kind.mtbf))
             weights.append(rate)
     return made, [w / sum(weights) for w in weights]
 
@@ -155,7 +157,7 @@ def _simulate(setup: Setup) -> Outcome:
     replicas, shares = _replicas(setup)
     rollouts = Rollouts(clock, book, trainer, replicas, rules, w.prompts_per_step, w.turn_tokens, shares)
     repacker = Repacker(rollouts, setup.repack_kv_share, min(kind.saturation for kind in setup.engines))
-    failures = Failures(rollouts, setup.seed, setup.replica_mtbf, setup.trainer_mtbf)
+    failures = Failures(rollouts, setup.seed, setup.trainer_mtbf)
     windows: list[_Window] = []
 
     def on_step(step: int) -> None:

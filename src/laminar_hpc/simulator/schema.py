@@ -47,3 +47,32 @@ class SimulationConfig:
     trainer_mtbf_hours: float | None = None  # of the trainer as a whole
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     constants: dict[str, float] = field(default_factory=dict)  # other values for fields of constants.Constants
+
+
+@dataclass
+class PoolConfig:
+    """GPUs of one type in whole machines. A preemptible pool is for rollouts only."""
+
+    gpu: str = "H800"
+    count: int = 64
+    price: float | None = None  # $ per GPU and hour; null = the example price of constants.py
+    preemptible: bool = False
+    mtbf_hours: float | None = None  # mean time between failures or preemptions of a replica, of a machine for the trainer; null = never
+
+
+@dataclass
+class PlanConfig:
+    """What `laminar plan` is asked."""
+
+    name: str = "plan"
+    out_dir: str = ""  # of NAME.yaml and NAME.sbatch; empty = runs/plan-NAME
+    seed: int = 0
+    model: str = "32B"
+    pools: list[PoolConfig] = field(default_factory=lambda: [PoolConfig()])
+    objective: str = "throughput"  # throughput: most tokens/s of all GPUs; cost: most tokens per $ that keeps the trainer busy
+    trainer_busy: float = 0.9  # least share of time, with objective=cost
+    max_staleness: int = 3
+    max_concurrent: int = 256
+    steps: int = 6
+    warmup_steps: int = 2
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)

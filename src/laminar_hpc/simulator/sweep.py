@@ -1,5 +1,6 @@
 """Each pipeline of an experiment at each number of GPUs, with the known split or the best of a few."""
 
+import dataclasses
 from collections.abc import Callable
 
 from laminar_hpc.config.errors import LaminarError
@@ -14,8 +15,6 @@ _SEARCH_STEPS = 3  # beyond the warm-up, while splits are compared
 
 
 def rules_of(config: SimulationConfig, pipeline: str) -> Rules:
-    import dataclasses
-
     rules = PIPELINES[pipeline]
     if config.max_staleness is not None and rules.refresh != "barrier":
         rules = dataclasses.replace(rules, max_staleness=config.max_staleness)
@@ -26,13 +25,13 @@ def point(config: SimulationConfig, pipeline: str, gpus: int, trainer_gpus: int,
     """One simulated run."""
     model, rules, c = MODELS[config.model], rules_of(config, pipeline), constants_of(config)
     rollout_gpus = gpus if rules.placement == "colocated" else gpus - trainer_gpus
-    hours = {"replica_mtbf": config.rollout_mtbf_hours, "trainer_mtbf": config.trainer_mtbf_hours}
+    replica_mtbf, trainer_mtbf = (hours and hours * 3600 for hours in (config.rollout_mtbf_hours, config.trainer_mtbf_hours))
     return simulate(
         setup(
             rules, model, GPUS[config.trainer_gpu], trainer_gpus,
-            [(GPUS[config.rollout_gpu], rollout_gpus, config.tensor_parallel or model.tensor_parallel)], config.workload, c,
+            [(GPUS[config.rollout_gpu], rollout_gpus, config.tensor_parallel or model.tensor_parallel, replica_mtbf)], config.workload, c,
             steps=steps, warmup_steps=config.warmup_steps, seed=config.seed, max_concurrent=config.max_concurrent,
-            checkpoint_every=config.checkpoint_every, watch=watch, **{k: v and v * 3600 for k, v in hours.items()},
+            checkpoint_every=config.checkpoint_every, watch=watch, trainer_mtbf=trainer_mtbf,
         )
     )  # fmt: skip
 
