@@ -7,7 +7,7 @@ dora      eight rows of DORA's table (arXiv 2604.26256), Qwen2.5-32B. Fitted on 
           partial and consistent asynchrony at 128 GPUs within 15% (`dora_128_async_error`).
 repack    Laminar's ablation (arXiv 2510.12633), 64 + 64 GPUs. Goal: gain 1.26 within 0.08, KV use 71.6% and 82.2% within 6 points.
 headline  Laminar's speed-ups on math, 7B, 32B, 72B at three scales each; published splits where there are any, else the best of a few.
-speed     one pipeline, 20 steps: 1,024 GPUs with 8,192 trajectories (20 s), 16,384 GPUs with 131,072 (300 s). Seconds of one core (CPU time).
+speed     one pipeline, 20 steps: 1,024 GPUs with 8,192 trajectories (20 s), 16,384 GPUs with 131,072 (300 s). CPU seconds of one core.
 plan      `laminar plan` for 64 H800 + 64 H20 (120 s). sensitivity: each constant 20% down and up.
 """
 
@@ -57,7 +57,9 @@ def over_seeds(config: SimulationConfig, pipeline: str, gpus: int, seeds: tuple[
 def dora(rows: list[dict], config: SimulationConfig) -> dict[str, float]:
     found = {key: over_seeds(config, key[1], key[0])["tokens_per_second"] for key in DORA}
     for (gpus, pipeline), published in DORA.items():
-        rows.append(row("dora", f"{pipeline} {gpus}", published, found[gpus, pipeline], "fitted" if (gpus, pipeline) == (64, "sync") else ""))
+        rows.append(
+            row("dora", f"{pipeline} {gpus}", published, found[gpus, pipeline], "fitted" if (gpus, pipeline) == (64, "sync") else "")
+        )
     errors = {key: abs(found[key] / DORA[key] - 1) for key in DORA if key != (64, "sync")}
     return {
         "dora_worst_error": max(errors.values()),
@@ -93,7 +95,8 @@ def headline(rows: list[dict]) -> dict[str, float]:
                 rate[name] = point(config, name, gpus, trainers[name], config.steps).figures["tokens_per_second"]
             for name in PUBLISHED:
                 ratios[name].append(rate["laminar_unbounded"] / rate[name])
-                note = f"{rate['laminar_unbounded']:,.0f} / {rate[name]:,.0f} tokens/s; train {trainers['laminar_unbounded']} / {trainers[name]}"
+                ours = rate["laminar_unbounded"]
+                note = f"{ours:,.0f} / {rate[name]:,.0f} tokens/s; train {trainers['laminar_unbounded']} / {trainers[name]}"
                 rows.append(row("headline", f"{model} {gpus}: over {name}", None, ratios[name][-1], note))
     figures = {}
     for name, (mean, most) in PUBLISHED.items():
@@ -108,7 +111,9 @@ def timed(gpus: int, prompts: int, name: str = "laminar_unbounded") -> tuple[flo
     """CPU seconds of a 32B run of 20 steps with half of the GPUs for training."""
     gpu, model = GPUS["H800"], MODELS["32B"]
     work = WorkloadConfig(prompts_per_step=prompts)
-    run = setup(PIPELINES[name], model, gpu, gpus // 2, [(gpu, gpus // 2, model.tensor_parallel, None)], work, DEFAULT, steps=20, warmup_steps=5)
+    run = setup(
+        PIPELINES[name], model, gpu, gpus // 2, [(gpu, gpus // 2, model.tensor_parallel, None)], work, DEFAULT, steps=20, warmup_steps=5
+    )
     start = time.process_time()
     outcome = simulate(run)
     return time.process_time() - start, outcome
@@ -150,7 +155,9 @@ def sensitivity(rows: list[dict], dora_config: SimulationConfig, repack_config: 
 
     def four(constants: dict[str, float]) -> dict[str, float]:
         a = dataclasses.replace(short, constants=constants)
-        work = dataclasses.replace(a.workload, mean_response_tokens=constants.get("mean_response_tokens_dora", a.workload.mean_response_tokens))
+        work = dataclasses.replace(
+            a.workload, mean_response_tokens=constants.get("mean_response_tokens_dora", a.workload.mean_response_tokens)
+        )
         a = dataclasses.replace(a, workload=work)
         sync, async_ = (over_seeds(a, name, 128, (0,))["tokens_per_second"] for name in ("sync", "dora"))
         found = repack([], dataclasses.replace(ablation, constants=constants), (0,))

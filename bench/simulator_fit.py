@@ -1,6 +1,6 @@
 """The three fitted constants, on DORA's synchronous row at 64 GPUs (22.91 min per step, 14,143 tokens/s, 65% rollout only).
 
-    python bench/simulator_fit.py          prints them; they stand in src/laminar_hpc/simulator/constants.py
+python bench/simulator_fit.py          prints them; they stand in src/laminar_hpc/simulator/constants.py
 """
 
 import dataclasses
@@ -21,7 +21,9 @@ def synchronous(c: Constants) -> tuple[float, float, float]:
     model, gpu = MODELS["32B"], GPUS["H800"]
     work = WorkloadConfig(mean_response_tokens=c.mean_response_tokens_dora, max_response_tokens=30720, sigma=SIGMA_DORA)
     for seed in SEEDS:
-        run = setup(PIPELINES["sync"], model, gpu, 64, [(gpu, 64, model.tensor_parallel, None)], work, c, steps=STEPS, warmup_steps=1, seed=seed)
+        run = setup(
+            PIPELINES["sync"], model, gpu, 64, [(gpu, 64, model.tensor_parallel, None)], work, c, steps=STEPS, warmup_steps=1, seed=seed
+        )
         f = simulate(run).figures
         rows.append((f["trainer_wait_share"] * f["step_seconds"], (1 - f["trainer_wait_share"]) * f["step_seconds"], f["tokens_per_step"]))
     rollout, rest, tokens = (sum(column) / len(rows) for column in zip(*rows, strict=True))

@@ -97,7 +97,7 @@ class Constants:
 
 DEFAULT = Constants()
 
-# Workloads. DAPO-Math-17k prompts: assumption of 150 tokens with the template. Group correlation: assumption; lengths in a group are similar.
+# Workloads. DAPO-Math-17k prompts: assumption of 150 tokens with the template. Group correlation: assumption; groups are similar in length.
 PROMPT_TOKENS = 150
 GROUP_CORRELATION = 0.5
 SIGMA_DORA = 1.69  # median ~1,097, mean 3,536, cap 30,720 at step 100 (LAMINAR.md 9)

@@ -18,7 +18,6 @@ from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import PlanConfig, SimulationConfig, WorkloadConfig
 from laminar_hpc.simulator.workload import mu_of_mean
 
-
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
 
 

@@ -34,7 +34,7 @@ class Candidate:
 
 @dataclass
 class Planned:
-    """`score`: tokens/s, or tokens per $ with objective=cost. `bound`: what it could be at most. `figures` empty = pruned, not simulated."""
+    """`score`: tokens/s, or tokens per $ with objective=cost. `bound`: what it could be at most. `figures`: None before it is simulated."""
 
     candidate: Candidate
     bound: float
@@ -116,7 +116,8 @@ def evaluate(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -
     rules = dataclasses.replace(PIPELINES["laminar"], max_staleness=config.max_staleness)
     run = setup(
         rules, MODELS[config.model], GPUS[config.pools[candidate.trainer_pool].gpu], candidate.trainer_gpus, rollouts, config.workload, c,
-        steps=config.steps, warmup_steps=config.warmup_steps, seed=config.seed, max_concurrent=config.max_concurrent, trainer_mtbf=trainer_mtbf,
+        steps=config.steps, warmup_steps=config.warmup_steps, seed=config.seed, max_concurrent=config.max_concurrent,
+        trainer_mtbf=trainer_mtbf,
     )  # fmt: skip
     return simulate(run).figures
 
@@ -156,7 +157,9 @@ def search(config: PlanConfig, say: Callable[[str], None] = lambda line: None, c
         if planned.score > (best.score if best else -math.inf):
             best = planned
     if best is None or best.score == -math.inf:
-        raise LaminarError(f"plan: no part of the pools keeps the trainer busy for {config.trainer_busy:.0%}; lower trainer_busy or add rollout GPUs")
+        raise LaminarError(
+            f"plan: no part of the pools keeps the trainer busy for {config.trainer_busy:.0%}; lower trainer_busy or add rollout GPUs"
+        )
     others = sorted((planned for planned in tried if planned is not best), key=lambda planned: -planned.score)
     return Plan(best, others[0] if others else None, len(tried), len(found))
 
@@ -178,4 +181,5 @@ def explain(plan: Plan) -> str:
         "its trainer is the narrower side" if b["trainer_wait_share"] < 0.05 else "its rollouts fill less of their KV"
     )  # fmt: skip
     waits = f"trainer waits {b['trainer_wait_share']:.0%} against {a['trainer_wait_share']:.0%}"
-    return f"{1 - second.score / best.score:.1%} worse: {side} ({waits}, rollouts idle {b['rollout_idle_share']:.0%} against {a['rollout_idle_share']:.0%})"
+    idle = f"rollouts idle {b['rollout_idle_share']:.0%} against {a['rollout_idle_share']:.0%}"
+    return f"{1 - second.score / best.score:.1%} worse: {side} ({waits}, {idle})"

@@ -31,17 +31,18 @@ def experiment(config: PlanConfig, candidate: Candidate) -> str:
     """A file for conf/experiment. One run has one kind of replica: of several kinds the first is in the keys, the others in the comment."""
     tp, pp, dp = trainer_layout(config, candidate)
     w = config.workload
-    pool, gpus, replica_tp = candidate.rollouts[0]
+    _, gpus, replica_tp = candidate.rollouts[0]
     lines = [
         "# @package _global_",
         f"# laminar plan {config.name}: {describe(config, candidate)}; one relay per rollout machine.",
-        f"# Give model.path (Qwen2.5-{config.model}), data.train and reward.function. `laminar train dry_run=true` says whether this build runs it.",
+        f"# Give model.path (Qwen2.5-{config.model}), data.train and reward.function; dry_run=true says what would start.",
         f"run_dir: runs/{config.name}",
         "model: {dtype: bfloat16}",
         f"trainer: {{tensor_parallel: {tp}, pipeline_parallel: {pp}, data_parallel: {dp}, distributed_optimizer: true, "
         f"tokens_per_microbatch: {max(4096, 2 * (w.max_response_tokens + w.prompt_tokens))}}}",
         f"rollout: {{replicas: {gpus // replica_tp}, tensor_parallel: {replica_tp}, max_concurrent: {config.max_concurrent}}}",
-        f"algorithm: {{prompts_per_step: {w.prompts_per_step}, samples_per_prompt: {w.samples_per_prompt}, minibatches_per_step: {w.updates_per_step}}}",
+        f"algorithm: {{prompts_per_step: {w.prompts_per_step}, samples_per_prompt: {w.samples_per_prompt}, "
+        f"minibatches_per_step: {w.updates_per_step}}}",
         f"sampling: {{max_response_tokens: {w.max_response_tokens}}}",
         f"pipeline: {{name: laminar, refresh: drained, max_staleness: {config.max_staleness}}}",
     ]
@@ -56,7 +57,9 @@ def sbatch_header(config: PlanConfig, candidate: Candidate) -> str:
     for index, (role, pool, gpus) in enumerate(parts):
         lines += ["#SBATCH hetjob"] if index else []
         each = min(GPUS_PER_MACHINE, gpus)
-        lines.append(f"#SBATCH --nodes={math.ceil(gpus / each)} --gpus-per-node={config.pools[pool].gpu.lower()}:{each} --ntasks-per-node=1")
+        lines.append(
+            f"#SBATCH --nodes={math.ceil(gpus / each)} --gpus-per-node={config.pools[pool].gpu.lower()}:{each} --ntasks-per-node=1"
+        )
         lines.append(f"# ^ {role}" + (", preemptible" if config.pools[pool].preemptible else ""))
     return "\n".join(lines) + "\n"
 
@@ -69,8 +72,9 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
     lines = [
         f"plan         {describe(config, plan.best.candidate)}",
         f"trainer      TP {tp} x PP {pp} x DP {dp};  relays {relays}, one per rollout machine",
-        f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, trainer waits {f['trainer_wait_share']:.0%}, "
-        f"rollouts idle {f['rollout_idle_share']:.0%}, staleness {f['staleness_training_mean']:.1f} (max {f['staleness_training_max']})",
+        f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, "
+        f"trainer waits {f['trainer_wait_share']:.0%}, rollouts idle {f['rollout_idle_share']:.0%}, "
+        f"staleness {f['staleness_training_mean']:.1f} (max {f['staleness_training_max']})",
         f"price        ${plan.best.price:,.0f} per hour, {f['tokens_per_second'] * 3.6e-3 / plan.best.price:,.2f} M tokens per $",
     ]
     if plan.runner_up is not None:

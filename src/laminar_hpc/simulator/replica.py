@@ -17,10 +17,12 @@ INFINITY = math.inf
 
 
 class Request:
-    """A trajectory on its way. `context`: its tokens so far and `uncached`: those without KV; both only meaningful while not running."""
+    """A trajectory on its way. `context`: its tokens so far, `uncached`: those without KV; both are meaningful only while not running."""
 
-    __slots__ = ("away", "context", "end", "granted", "group", "home", "moves", "offset", "remaining", "ticket", "trajectory_id", "turn", "turns",
-                 "uncached", "versions", "waits", "weight_step")  # fmt: skip
+    __slots__ = (
+        "away", "context", "end", "granted", "group", "home", "moves",
+        "offset", "remaining", "ticket", "trajectory_id", "turn", "turns", "uncached", "versions", "waits", "weight_step",
+    )  # fmt: skip
 
     def __init__(self, trajectory_id: int, group: Any, turns: list[int], waits: list[float], prompt_tokens: int, weight_step: int) -> None:
         self.trajectory_id, self.group, self.turns, self.waits, self.weight_step = trajectory_id, group, turns, waits, weight_step
@@ -229,7 +231,7 @@ class Replica:
             self.parked_kv = self.parked_kv - request.context if self.parked else 0.0
 
     def take_all(self, keep_kv: bool) -> list[Request]:
-        """Every request out of the replica, running ones first; without `keep_kv` all must be prefilled again. Parked ones are not taken."""
+        """All but parked requests out of the replica, running ones first; without `keep_kv` all must be prefilled again."""
         taken = list(self.running.values())
         for request in taken:
             self._stop(request)

@@ -13,13 +13,14 @@ from laminar_hpc.simulator.run import Outcome
 
 PALETTE = ("var(--generate)", "var(--train)", "var(--pull)", "var(--publish)", "var(--score)", "var(--evaluate)", "var(--checkpoint)")
 CAUSES = {
-    "generate": "var(--generate)", "prefill": "var(--evaluate)", "train": "var(--train)", "pull": "var(--pull)", "publish": "var(--publish)",
-    "checkpoint": "var(--checkpoint)", "move": "var(--send)", "environment": "var(--score)", "barrier": "var(--wait)", "weights": "var(--load)",
-    "admission": "var(--none)", "wait": "var(--wait)", "down": "var(--bad)",
+    "generate": "var(--generate)", "prefill": "var(--evaluate)", "train": "var(--train)", "pull": "var(--pull)",
+    "publish": "var(--publish)", "checkpoint": "var(--checkpoint)", "move": "var(--send)", "environment": "var(--score)",
+    "barrier": "var(--wait)", "weights": "var(--load)", "admission": "var(--none)", "wait": "var(--wait)", "down": "var(--bad)",
 }  # fmt: skip
 COLUMNS = (
-    ("pipeline", "pipeline", "{}"), ("gpus", "GPUs", "{}"), ("trainer_gpus", "train", "{}"), ("tokens_per_second", "tokens/s", "{:,.0f}"),
-    ("step_seconds", "step s", "{:,.0f}"), ("trainer_wait_share", "trainer waits", "{:.0%}"), ("rollout_idle_share", "rollouts idle", "{:.0%}"),
+    ("pipeline", "pipeline", "{}"), ("gpus", "GPUs", "{}"), ("trainer_gpus", "train", "{}"),
+    ("tokens_per_second", "tokens/s", "{:,.0f}"), ("step_seconds", "step s", "{:,.0f}"),
+    ("trainer_wait_share", "trainer waits", "{:.0%}"), ("rollout_idle_share", "rollouts idle", "{:.0%}"),
     ("kv_use", "KV use", "{:.0%}"), ("latency_mean", "latency s", "{:,.0f}"), ("latency_max", "max", "{:,.0f}"),
     ("staleness_training_mean", "staleness", "{:.1f}"), ("staleness_training_max", "max", "{}"),
 )  # fmt: skip
@@ -67,14 +68,15 @@ def document(name: str, settings: dict, rows: Sequence[dict]) -> str:
         ("KV use", f"{f['kv_use']:.0%}", f"rollouts idle {f['rollout_idle_share']:.0%}"),
         ("staleness at training", f"{f['staleness_training_mean']:.1f} / {f['staleness_training_max']}", "mean / max"),
     ])  # fmt: skip
-    return page(f"{name}: laminar sim", body + _scales(rows, names, color) + _spent(rows) + _time(best) + _histograms(at_largest, color) + _settings(settings))
+    return page(
+        f"{name}: laminar sim",
+        body + _scales(rows, names, color) + _spent(rows) + _time(best) + _histograms(at_largest, color) + _settings(settings),
+    )
 
 
 def _scales(rows: Sequence[dict], names: Sequence[str], color: dict[str, str]) -> str:
     def series(key: str) -> list[Series]:
-        return [
-            Series(n, color[n], [(row["gpus"], row["outcome"].figures[key]) for row in rows if row["pipeline"] == n]) for n in names
-        ]
+        return [Series(n, color[n], [(row["gpus"], row["outcome"].figures[key]) for row in rows if row["pipeline"] == n]) for n in names]
 
     head = tag("tr", "".join(tag("th", text(title)) for _, title, _ in COLUMNS))
     body = "".join(tag("tr", "".join(tag("td", text(cell)) for cell in cells(row))) for row in rows)
@@ -94,7 +96,9 @@ def _spent(rows: Sequence[dict]) -> str:
         ])
         for row in rows
     ]  # fmt: skip
-    return section("Where each GPU-second went", svg.stacked_bars(bars, label_width=190), "After the warm-up; rollouts first, then the trainer.")
+    return section(
+        "Where each GPU-second went", svg.stacked_bars(bars, label_width=190), "After the warm-up; rollouts first, then the trainer."
+    )
 
 
 def _time(row: dict) -> str:
@@ -114,8 +118,8 @@ def _time(row: dict) -> str:
 
 def _histograms(rows: Sequence[dict], color: dict[str, str]) -> str:
     charts = [
-        figure(f"{row['pipeline']}: staleness at training", svg.share_bars(list(row["outcome"].staleness_training.items()), color[row["pipeline"]],
-               "trainer steps", width=380))
+        figure(f"{row['pipeline']}: staleness at training",
+               svg.share_bars(list(row["outcome"].staleness_training.items()), color[row["pipeline"]], "trainer steps", width=380))
         for row in rows
     ]  # fmt: skip
     lengths = svg.log_histogram([("response", "var(--generate)", rows[0]["outcome"].lengths)], "response tokens", width=380)

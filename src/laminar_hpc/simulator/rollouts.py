@@ -1,10 +1,10 @@
 """All replicas: grants by `policies.admission`, refresh of weights by the rules, environment turns. Moves and failures: fleet_moves.py.
 
-    waits for                    booked under    unblocked by
-    quota                        admission       weights_available
-    the other replicas           barrier         the last one's drain
-    newer weights (barrier)      weights         weights_available
-    the environment              environment     its answer
+waits for                    booked under    unblocked by
+quota                        admission       weights_available
+the other replicas           barrier         the last one's drain
+newer weights (barrier)      weights         weights_available
+the environment              environment     its answer
 """
 
 import math

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rules:
-    """`refresh`: drained (a replica pulls when its local batch is done), barrier (all wait for each other), interrupt (new weights come into
-    running trajectories). `consumption`: batch or stream (mini-batches). `placement`: split GPUs, or colocated (all do both in turns)."""
+    """`refresh`: drained (a replica pulls when its local batch is done), barrier (all wait for each other), interrupt (new weights come
+    into running trajectories). `consumption`: batch or stream (mini-batches). `placement`: split GPUs, or colocated (all do both
+    in turns)."""
 
     refresh: str
     max_staleness: int | None

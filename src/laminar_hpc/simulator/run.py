@@ -1,4 +1,4 @@
-"""One simulated run: hardware, model, workload and rules in; figures, ledgers and time lines out. `laminar sim` and the planner call this."""
+"""One simulated run: hardware, model, workload and rules in; figures, ledgers and time lines out."""
 
 import dataclasses
 import gc
@@ -94,16 +94,17 @@ def engines(model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, mtbf: float
 
 
 def setup(
-    rules: Rules, model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollouts: Sequence[tuple[Gpu, int, int, float | None]], workload: WorkloadConfig,
-    c: Constants, **settings: object,
+    rules: Rules, model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollouts: Sequence[tuple[Gpu, int, int, float | None]],
+    workload: WorkloadConfig, c: Constants, **settings: object,
 ) -> Setup:  # fmt: skip
-    """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica). Colocated: the trainer's GPUs are those of the rollouts."""
+    """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same GPUs as the trainer's."""
     colocated = rules.placement == "colocated"
     kinds = tuple(engines(model, gpu, gpus, tp, mtbf, colocated, c) for gpu, gpus, tp, mtbf in rollouts if gpus >= tp)
     total = sum(gpus for _, gpus, *_ in rollouts)
     job = job_costs(model, trainer_gpu, trainer_gpus, total, c)
     return Setup(
-        rules, kinds, job, trainer_gpus, max(1, round(trainer_gpus / c.trainer_model_parallel)), workload, headroom=c.admission_headroom_tokens, repack_kv_share=c.repack_kv_share, **settings,
+        rules, kinds, job, trainer_gpus, max(1, round(trainer_gpus / c.trainer_model_parallel)), workload,
+        headroom=c.admission_headroom_tokens, repack_kv_share=c.repack_kv_share, **settings,
     )  # type: ignore[arg-type]  # fmt: skip
 
 

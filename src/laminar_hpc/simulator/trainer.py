@@ -1,8 +1,8 @@
 """The trainer's process: takes what `policies.admission.choose` gives, trains for as long as its costs say, publishes, checkpoints.
 
-    waits for                           unblocked by
-    groups that `choose` takes          Rollouts.finish -> poke
-    weights at the relays / replicas    its own publication -> Rollouts.weights_available
+waits for                           unblocked by
+groups that `choose` takes          Rollouts.finish -> poke
+weights at the relays / replicas    its own publication -> Rollouts.weights_available
 """
 
 import numpy as np
@@ -15,8 +15,8 @@ from laminar_hpc.simulator.rules import Rules
 
 
 def slowest_rank_tokens(tokens: list[int], updates: int, ranks: int, random: np.random.Generator) -> float:
-    """Tokens that `ranks` times the slowest rank trains, over all updates: trajectories are dealt out at random, equally many to each rank and
-    update, and an update waits for the rank with most tokens. At least sum(tokens); for 512 ragged trajectories on 8 ranks some 1.3 times.
+    """Tokens that `ranks` times the slowest rank trains, over all updates: trajectories are dealt out at random, equally many to each rank
+    and update, and an update waits for the rank with most tokens. At least sum(tokens); for 512 ragged ones on 8 ranks some 1.3 times.
     """
     each = -(-len(tokens) // (updates * ranks))
     dealt = np.zeros(updates * ranks * each)
@@ -26,8 +26,8 @@ def slowest_rank_tokens(tokens: list[int], updates: int, ranks: int, random: np.
 
 class Trainer:
     def __init__(
-        self, clock: Clock, book: Book, costs: JobCosts, rules: Rules, groups_per_step: int, updates: int, steps: int, checkpoint_every: int,
-        ranks: int, seed: int,
+        self, clock: Clock, book: Book, costs: JobCosts, rules: Rules, groups_per_step: int, updates: int, steps: int,
+        checkpoint_every: int, ranks: int, seed: int,
     ) -> None:  # fmt: skip
         """`ranks`: data-parallel ranks, which wait for each other at every update."""
         self.clock, self.book, self.costs, self.rules = clock, book, costs, rules
