@@ -14,6 +14,7 @@ plan      `laminar plan` for 64 H800 + 64 H20 (120 s). sensitivity: each constan
 import dataclasses
 import itertools
 import statistics
+import sys
 import time
 
 import common
@@ -44,6 +45,7 @@ COLUMNS = ("part", "what", "published", "simulated", "error", "note")
 
 def row(part: str, what: str, published: float | None, simulated: float, note: str = "") -> dict:
     error = None if published is None else simulated / published - 1
+    print(f"  {part}: {what} {common.cell(published)} {common.cell(simulated)} {note}", file=sys.stderr, flush=True)
     return {"part": part, "what": what, "published": published, "simulated": simulated, "error": error, "note": note}
 
 

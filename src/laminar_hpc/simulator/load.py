@@ -37,7 +37,9 @@ def load(name: str, overrides: list[str]) -> SimulationConfig:
     """The experiment `name` of conf/simulation/experiment with overrides. Raises LaminarError that names what is wrong."""
     if name not in experiments():
         raise LaminarError(f"no simulation '{name}': there are {', '.join(experiments())} in {conf_directory()}/simulation/experiment")
-    config = _compose(SimulationConfig, "schema", "", [f"experiment={name}", *overrides])
+    # These two are dictionaries, to which Hydra adds only what is marked.
+    marked = [f"++{word}" if word.startswith(("constants.", "splits.")) else word for word in overrides]
+    config = _compose(SimulationConfig, "schema", "", [f"experiment={name}", *marked])
     check(config)
     return config
 
