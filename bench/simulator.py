@@ -1,7 +1,7 @@
 """The simulator against published figures, and how fast it is.
 
     python bench/simulator.py --json simulator.json                  everything: some ten minutes on one core
-    python bench/simulator.py --only dora,repack                     parts of it: dora, repack, headline, speed, plan, sensitivity
+    python bench/simulator.py --only dora,repack                     parts of it: dora, repack, headline, speed, plan, live, sensitivity
 
 dora      eight rows of DORA's table (arXiv 2604.26256), Qwen2.5-32B. Fitted on one of them: 64 GPUs, sync. Goal: tokens/s within 20%, and
           partial and consistent asynchrony at 128 GPUs within 15% (`dora_128_async_error`).
@@ -9,16 +9,21 @@ repack    Laminar's ablation (arXiv 2510.12633), 64 + 64 GPUs. Goal: gain 1.26 w
 headline  Laminar's speed-ups on math, 7B, 32B, 72B at three scales each; published splits where there are any, else the best of a few.
 speed     one pipeline, 20 steps: 1,024 GPUs with 8,192 trajectories (20 s), 16,384 GPUs with 131,072 (300 s). CPU seconds of one core.
 plan      `laminar plan` for 64 H800 + 64 H20 (120 s). sensitivity: each constant 20% down and up.
+live      the demo, run --repeats times, each beside its simulation with the decode curve measured in it. Goal: tokens/s within 30%.
 """
 
+import argparse
 import dataclasses
 import itertools
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import common
 
+from laminar_hpc.observability import rundata
+from laminar_hpc.simulator import measured
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, Constants
 from laminar_hpc.simulator.load import load, load_plan
 from laminar_hpc.simulator.plan import Candidate, describe, evaluate, search
@@ -150,6 +155,23 @@ def plan_search(rows: list[dict]) -> dict[str, float]:
     return {"plan_seconds": seconds}
 
 
+def live(rows: list[dict], options: argparse.Namespace) -> dict[str, float | None]:
+    """Runs of the demo (or --live), each beside its own simulation. Shares are of the window, the first two steps left out."""
+    errors = []
+    with common.run_folder(options) as folder:
+        runs = options.live or [common.train(options, folder, f"live-{seed}", {"seed": seed}).directory for seed in range(options.repeats)]
+        for index, directory in enumerate(runs):
+            run = rundata.load(directory)
+            found = simulate(measured.setup_of(directory)).figures
+            seconds = common.seconds_per_step(run, measured.WARMUP_STEPS)
+            tokens = common.tokens_per_second(run, measured.WARMUP_STEPS)
+            rows.append(row("live", f"run {index}: tokens/s", tokens, found["tokens_per_second"]))
+            rows.append(row("live", f"run {index}: trainer waits", seconds["trainer wait"] / seconds["all"], found["trainer_wait_share"]))
+            rows.append(row("live", f"run {index}: rollout waits", seconds["rollout wait"] / seconds["all"], found["rollout_idle_share"]))
+            errors.append(abs(found["tokens_per_second"] / tokens - 1))
+    return {"live_tokens_error": common.median(errors)}
+
+
 def sensitivity(rows: list[dict], dora_config: SimulationConfig, repack_config: SimulationConfig) -> None:
     """What 20% less and more of each constant does to four figures, one seed and shorter runs."""
     short = dataclasses.replace(dora_config, steps=8, warmup_steps=3)
@@ -179,7 +201,8 @@ def sensitivity(rows: list[dict], dora_config: SimulationConfig, repack_config: 
 
 def main() -> None:
     options = common.parser(__doc__ or "")
-    options.add_argument("--only", default="dora,repack,headline,speed,plan", help="parts, separated by commas")
+    options.add_argument("--only", default="dora,repack,headline,speed,plan,live", help="parts, separated by commas")
+    options.add_argument("--live", type=Path, nargs="+", metavar="RUN_DIR", help="finished runs to predict instead of new runs of the demo")
     options = options.parse_args()
     parts = options.only.split(",")
     rows: list[dict] = []
@@ -194,6 +217,8 @@ def main() -> None:
         figures |= headline(rows)
     if "speed" in parts:
         figures |= speed(rows)
+    if "live" in parts:
+        figures |= live(rows, options)
     if "plan" in parts:
         figures |= plan_search(rows)
     if "sensitivity" in parts:
