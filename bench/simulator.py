@@ -23,6 +23,7 @@ from pathlib import Path
 import common
 
 from laminar_hpc.observability import rundata
+from laminar_hpc.policies.sizing import trainer_splits
 from laminar_hpc.simulator import measured
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, Constants
 from laminar_hpc.simulator.load import load, load_plan
@@ -30,7 +31,7 @@ from laminar_hpc.simulator.plan import Candidate, describe, evaluate, search
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import Outcome, setup, simulate
 from laminar_hpc.simulator.schema import SimulationConfig, WorkloadConfig
-from laminar_hpc.simulator.sweep import point, split
+from laminar_hpc.simulator.sweep import point, rules_of, split
 
 # LAMINAR.md 8: tokens/s; the two marked ~ in the source are rounded there.
 DORA = {
@@ -38,7 +39,7 @@ DORA = {
     (128, "sync"): 16_070, (128, "one_step"): 23_200, (128, "partial_colocated"): 30_800, (128, "dora"): 34_135,
 }  # fmt: skip
 SEEDS = (0, 1)
-SCALES = {"7B": (16, 64, 256), "32B": (32, 128, 512), "72B": (64, 256, 1024)}
+SCALES = {"32B": (32, 128, 512), "72B": (64, 256, 1024), "7B": (16, 64, 256)}
 PUBLISHED = {"sync": (2.56, 5.48), "one_step": (1.98, None), "stream": (1.93, None), "partial": (1.39, None)}
 # Shares of the trainer, LAMINAR.md 7: 72B on 1,024 and 32B on 128.
 SPLITS = {
@@ -95,11 +96,13 @@ def headline(rows: list[dict]) -> dict[str, float]:
     ratios: dict[str, list[float]] = {name: [] for name in PUBLISHED}
     for model, scales in SCALES.items():
         for gpus in scales:
-            config = SimulationConfig(model=model, steps=6, warmup_steps=2, splits=SPLITS.get((model, gpus), {}))
+            config = SimulationConfig(model=model, steps=5, warmup_steps=2, splits=SPLITS.get((model, gpus), {}))
             rate, trainers = {}, {}
             for name in ("laminar_unbounded", *PUBLISHED):
-                trainers[name] = split(config, name, gpus)
-                rate[name] = point(config, name, gpus, trainers[name], config.steps).figures["tokens_per_second"]
+                known = name in config.splits or rules_of(config, name).placement == "colocated"
+                tried = [split(config, name, gpus)] if known else [n for n in trainer_splits(gpus, 8) if gpus / 4 <= n <= gpus * 3 / 4]
+                rates = {n: point(config, name, gpus, n, config.steps).figures["tokens_per_second"] for n in tried}
+                rate[name], trainers[name] = max((r, n) for n, r in rates.items())
             for name in PUBLISHED:
                 ratios[name].append(rate["laminar_unbounded"] / rate[name])
                 ours = rate["laminar_unbounded"]

@@ -29,6 +29,7 @@ class Rollouts:
         self.groups_per_step, self.turn_tokens = groups_per_step, turn_tokens
         # A local batch is ceil(G / replicas) groups; with unequal replicas the faster get more.
         self.local_batch = [max(1, math.ceil(groups_per_step * share - 1e-9)) for share in shares]
+        self.samples = book.workload.config.samples_per_prompt
         self.newest = 0
         self.hungry: dict[int, None] = {}  # replicas that asked and got nothing; in order
         self.barrier: set[int] = set()
@@ -132,7 +133,7 @@ class Rollouts:
             return
         most = self.local_batch[replica.index]
         given = 0
-        for request in self.book.lost[: most * len(self.book.workload.group(0).turns)]:
+        for request in self.book.lost[: most * self.samples]:
             self.book.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
             self.give(replica, request)
             given += 1
@@ -151,7 +152,7 @@ class Rollouts:
 
     def top_up(self, replica: Replica) -> None:
         """Continuous filling: whole groups while there is room, up to the replica's share of what admission allows to be in flight."""
-        samples = len(self.book.workload.group(0).turns)
+        samples = self.samples
         most = self.local_batch[replica.index] * (1 + (self.rules.max_staleness or 0)) * samples
         while not replica.waiting and len(replica.running) + samples <= replica.max_concurrent and replica.pending + samples <= most:
             if self.book.lost:
