@@ -90,7 +90,6 @@ class Constants:
 
     # Failures (LAMINAR.md 6, 9).
     replica_restart: float = 119.0
-    machine_replacement: float = 252.0
     job_restart: float = 300.0
     checkpoint_stall: float = 3.0
 
