@@ -33,7 +33,7 @@ from laminar_hpc.simulator.run import Outcome, setup, simulate
 from laminar_hpc.simulator.schema import SimulationConfig, WorkloadConfig
 from laminar_hpc.simulator.sweep import point, rules_of, split
 
-# LAMINAR.md 8: tokens/s; the two marked ~ in the source are rounded there.
+# Tokens/s; the two marked ~ in the source are rounded there.
 DORA = {
     (64, "sync"): 14_143, (64, "one_step"): 14_141, (64, "partial_colocated"): 19_872, (64, "dora"): 23_327,
     (128, "sync"): 16_070, (128, "one_step"): 23_200, (128, "partial_colocated"): 30_800, (128, "dora"): 34_135,
@@ -41,7 +41,7 @@ DORA = {
 SEEDS = (0, 1)
 SCALES = {"32B": (32, 128, 512), "72B": (64, 256, 1024), "7B": (16, 64, 256)}
 PUBLISHED = {"sync": (2.56, 5.48), "one_step": (1.98, None), "stream": (1.93, None), "partial": (1.39, None)}
-# Shares of the trainer, LAMINAR.md 7: 72B on 1,024 and 32B on 128.
+# Published shares of the trainer: 72B on 1,024 and 32B on 128.
 SPLITS = {
     ("72B", 1024): {"laminar_unbounded": 0.75, "one_step": 0.25, "stream": 0.25, "partial": 0.625},
     ("32B", 128): dict.fromkeys(("laminar_unbounded", "one_step", "stream", "partial"), 0.5),

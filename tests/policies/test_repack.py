@@ -53,7 +53,7 @@ def test_request_limit_passes_over_the_fullest():
 
 
 def test_saturation_batch_of_an_h800():
-    """LAMINAR.md 4: about 295 tokens per step."""
+    """About 295 tokens per step."""
     assert saturation_batch(989e12, 3.35e12) == 295
 
 

@@ -150,7 +150,7 @@ def test_time_of_steps_and_steps_in_time_are_inverse(n, kv, seconds, gpu):
 
 
 def test_closed_form_is_the_sum_over_steps():
-    """Against a loop over single decode steps with the formula of LAMINAR.md 9; the continuous time differs by half a step of growth."""
+    """Against a loop over single decode steps with the roofline formula; the continuous time differs by half a step of growth."""
     costs = engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT)
     replica = Replica(0, costs, 1e9, 999, 0.0, 4)
     for i, length in enumerate((100, 700, 1500)):

@@ -1,4 +1,4 @@
-"""From hardware and model to seconds: all that the event loop knows of either. Formulas: LAMINAR.md 3 and 9, constants: constants.py.
+"""From hardware and model to seconds: all that the event loop knows of either. Constants: constants.py.
 
 Every field of `EngineCosts` and `JobCosts` is in seconds, so that a machine with all rates doubled is one with every field halved.
 """
@@ -78,7 +78,7 @@ def kv_capacity(model: Model, gpu: Gpu, tensor_parallel: int, share: float) -> i
 
 
 def chain_seconds(weights_bytes: float, relays: int, c: Constants) -> float:
-    """T* of the chunked chain broadcast (LAMINAR.md 3)."""
+    """T* of the chunked chain broadcast (Laminar, relay tier)."""
     size, start = weights_bytes / c.chain_bytes_per_second, c.chain_chunk_seconds
     return (math.sqrt(size) + math.sqrt(max(0, relays - 2) * start)) ** 2
 

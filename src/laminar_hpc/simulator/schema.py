@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from laminar_hpc.simulator.constants import GROUP_CORRELATION, MEAN_RESPONSE_TOKENS_LAMINAR, PROMPT_TOKENS, SIGMA_LAMINAR
+
 
 @dataclass
 class WorkloadConfig:
@@ -10,11 +12,11 @@ class WorkloadConfig:
     prompts_per_step: int = 512
     samples_per_prompt: int = 16
     updates_per_step: int = 16  # mini-batches per trainer step
-    prompt_tokens: int = 150
-    mean_response_tokens: float = 6000.0
+    prompt_tokens: int = PROMPT_TOKENS
+    mean_response_tokens: float = MEAN_RESPONSE_TOKENS_LAMINAR
     max_response_tokens: int = 16384
-    sigma: float = 0.99  # of the log-lengths
-    group_correlation: float = 0.5  # of the log-lengths inside a group
+    sigma: float = SIGMA_LAMINAR  # of the log-lengths
+    group_correlation: float = GROUP_CORRELATION  # of the log-lengths inside a group
     growth: float = 0.0  # the median grows by this share over the run
     lengths_file: str = ""  # a run directory (its store is replayed), or lines of JSON lists: lengths of one group each
     turns: int = 1  # most turns of a trajectory; evenly distributed from 1
