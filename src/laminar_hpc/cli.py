@@ -4,6 +4,8 @@ laminar train [key=value ...]     check, then run the job on this machine (a tor
 laminar stop RUN_DIR              let a running job finish its step, checkpoint and exit 0
 laminar top RUN_DIR [--once]      a run as it goes: ranks, weights, KV cache, queues, staleness, tokens per second
 laminar report RUN_DIR            write summary.json and report.html again
+laminar sim EXPERIMENT [key=value ...] [--json]   simulate pipelines and scales; no GPU needed
+laminar plan QUESTION [key=value ...] [--json]    divide a cluster between trainer, relays and rollouts
 laminar doctor                    what this machine can run
 """
 
@@ -60,6 +62,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "stop": stop,
     "top": elsewhere("laminar_hpc.observability.top"),
     "report": elsewhere("laminar_hpc.observability.report"),
+    "sim": elsewhere("laminar_hpc.simulator.command"),
+    "plan": elsewhere("laminar_hpc.simulator.plan_command"),
     "doctor": elsewhere("laminar_hpc.doctor"),
 }
 

@@ -90,15 +90,15 @@ def accounts(run: Run) -> list[tuple[str, list[tuple[str, float, str]]]]:
     return result
 
 
-def figures(run: Run) -> str:
-    """Both figures as HTML; empty text where nothing was traced."""
+def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
+    """Both figures as HTML, `window_seconds` in the lower one at first; empty text where nothing was traced."""
     shown = rows(run)
     time = RunTime(run)
     if not shown or time.total <= 0:
         return ""
     windows = [(time(start), time(end)) for start, end in training_windows(run)]
     low, high = (windows[0][0], windows[-1][1]) if windows else (0.0, time.total)
-    span = min(WINDOW_SECONDS, time.total)
+    span = min(window_seconds, time.total)
     start = min(max(0.0, (low + high - span) / 2), time.total - span)
     height = len(shown) * ROW
     rectangles = "".join(_rectangles(row, index, time) for index, row in enumerate(shown))

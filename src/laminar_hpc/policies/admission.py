@@ -63,32 +63,43 @@ def quota(weight_step: int, counted: int, groups_per_step: int, steps: int, max_
     return max(0, last - counted)
 
 
-def may_go_on(group: GroupView, weight_step: int, step: int, groups: Iterable[GroupView], groups_per_step: int, bound: int | None) -> bool:
-    """Whether samples of a granted group may be generated with weights of step `weight_step` while the trainer is at step `step`."""
+def may_go_on(
+    group: GroupView, weight_step: int, step: int, groups: Iterable[GroupView], groups_per_step: int, bound: int | None, taken: int = 0
+) -> bool:
+    """Whether samples of a granted group may be generated with weights of step `weight_step` while the trainer is at step `step`, of which
+    `taken` groups are trained."""
     if bound is None or weight_step >= group.weight_step:
         return True
     others = [g.weight_step + bound for g in groups if g.group_id != group.group_id]
     return all(
-        1 + sum(due <= t for due in others) <= groups_per_step * (t - step + 1)
+        1 + sum(due <= t for due in others) <= groups_per_step * (t - step + 1) - taken
         for t in range(weight_step + bound, group.weight_step + bound)
     )
 
 
-def choose(step: int, groups: Iterable[GroupView], groups_per_step: int, max_staleness: int | None) -> Choice:
-    """The batch of step `step` out of all granted, untrained groups."""
+def choose(
+    step: int, groups: Iterable[GroupView], groups_per_step: int, max_staleness: int | None, taken: int = 0, size: int | None = None
+) -> Choice:
+    """The next `size` groups (default: a whole batch) of step `step`, of which `taken` are trained, out of all granted, untrained groups.
+
+    With mini-batches (consumption as a stream) the invariant reads due(t) <= G * (t - s + 1) - taken, and the rest may fill what remains
+    of step s as well.
+    """
     groups = list(groups)
+    size = groups_per_step if size is None else size
+    left = groups_per_step - taken - size
     finished = [g for g in groups if g.finished]
-    if len(finished) < groups_per_step:
-        return Choice([], f"{len(finished)} of {groups_per_step} groups are finished")
+    if len(finished) < size:
+        return Choice([], f"{len(finished)} of {size} groups are finished")
     if max_staleness is None:
-        return Choice([g.group_id for g in sorted(finished, key=lambda g: g.finish_order)[:groups_per_step]])
+        return Choice([g.group_id for g in sorted(finished, key=lambda g: g.finish_order)[:size]])
     finished.sort(key=lambda g: (g.weight_step, g.number))
-    chosen = {g.group_id for g in finished[:groups_per_step]}
+    chosen = {g.group_id for g in finished[:size]}
     rest = sorted((g for g in groups if g.group_id not in chosen), key=lambda g: g.weight_step)
     unfinished = 0
     for position, group in enumerate(rest):
         unfinished += not group.finished
         due = group.weight_step + max_staleness
-        if position + 1 > groups_per_step * (due - step) and unfinished:
+        if position + 1 > groups_per_step * (due - step) + left and unfinished:
             return Choice([], f"{unfinished} unfinished groups of weight step {group.weight_step} or older are needed by step {due}")
-    return Choice([g.group_id for g in finished[:groups_per_step]])
+    return Choice([g.group_id for g in finished[:size]])

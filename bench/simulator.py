@@ -1,0 +1,233 @@
+"""The simulator against published figures, and how fast it is.
+
+    python bench/simulator.py --json simulator.json                  everything: some ten minutes on one core
+    python bench/simulator.py --only dora,repack                     parts of it: dora, repack, headline, speed, plan, live, sensitivity
+
+dora      eight rows of DORA's table (arXiv 2604.26256), Qwen2.5-32B. Fitted on one of them: 64 GPUs, sync. Goal: tokens/s within 20%, and
+          partial and consistent asynchrony at 128 GPUs within 15% (`dora_128_async_error`).
+repack    Laminar's ablation (arXiv 2510.12633), 64 + 64 GPUs. Goal: gain 1.26 within 0.08, KV use 71.6% and 82.2% within 6 points.
+headline  Laminar's speed-ups on math, 7B, 32B, 72B at three scales each; published splits where there are any, else the best of a few.
+speed     one pipeline, 20 steps: 1,024 GPUs with 8,192 trajectories (20 s), 16,384 GPUs with 131,072 (300 s). CPU seconds of one core.
+plan      `laminar plan` for 64 H800 + 64 H20 (120 s). sensitivity: each constant 20% down and up.
+live      the demo, run --repeats times, each beside its simulation with the decode curve measured in it. Goal: tokens/s within 30%.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import common
+
+from laminar_hpc.observability import rundata
+from laminar_hpc.policies.sizing import trainer_splits
+from laminar_hpc.simulator import measured
+from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, Constants
+from laminar_hpc.simulator.load import load, load_plan
+from laminar_hpc.simulator.plan import Candidate, describe, evaluate, search
+from laminar_hpc.simulator.rules import PIPELINES
+from laminar_hpc.simulator.run import Outcome, setup, simulate
+from laminar_hpc.simulator.schema import SimulationConfig, WorkloadConfig
+from laminar_hpc.simulator.sweep import point, rules_of, split
+
+# Tokens/s; the two marked ~ in the source are rounded there.
+DORA = {
+    (64, "sync"): 14_143, (64, "one_step"): 14_141, (64, "partial_colocated"): 19_872, (64, "dora"): 23_327,
+    (128, "sync"): 16_070, (128, "one_step"): 23_200, (128, "partial_colocated"): 30_800, (128, "dora"): 34_135,
+}  # fmt: skip
+SEEDS = (0, 1)
+SCALES = {"32B": (32, 128, 512), "72B": (64, 256, 1024), "7B": (16, 64, 256)}
+PUBLISHED = {"sync": (2.56, 5.48), "one_step": (1.98, None), "stream": (1.93, None), "partial": (1.39, None)}
+# Published shares of the trainer: 72B on 1,024 and 32B on 128.
+SPLITS = {
+    ("72B", 1024): {"laminar_unbounded": 0.75, "one_step": 0.25, "stream": 0.25, "partial": 0.625},
+    ("32B", 128): dict.fromkeys(("laminar_unbounded", "one_step", "stream", "partial"), 0.5),
+}
+COLUMNS = ("part", "what", "published", "simulated", "error", "note")
+
+
+def row(part: str, what: str, published: float | None, simulated: float, note: str = "") -> dict:
+    error = None if published is None else simulated / published - 1
+    print(f"  {part}: {what} {common.cell(published)} {common.cell(simulated)} {note}", file=sys.stderr, flush=True)
+    return {"part": part, "what": what, "published": published, "simulated": simulated, "error": error, "note": note}
+
+
+def over_seeds(config: SimulationConfig, pipeline: str, gpus: int, seeds: tuple[int, ...] = SEEDS) -> dict[str, float]:
+    """Mean of each figure over the seeds."""
+    seeded = [dataclasses.replace(config, seed=seed) for seed in seeds]
+    found = [point(c, pipeline, gpus, split(c, pipeline, gpus), c.steps).figures for c in seeded]
+    return {key: statistics.fmean(f[key] for f in found) for key in found[0]}
+
+
+def dora(rows: list[dict], config: SimulationConfig) -> dict[str, float]:
+    found = {key: over_seeds(config, key[1], key[0])["tokens_per_second"] for key in DORA}
+    for (gpus, pipeline), published in DORA.items():
+        rows.append(
+            row("dora", f"{pipeline} {gpus}", published, found[gpus, pipeline], "fitted" if (gpus, pipeline) == (64, "sync") else "")
+        )
+    errors = {key: abs(found[key] / DORA[key] - 1) for key in DORA if key != (64, "sync")}
+    return {
+        "dora_worst_error": max(errors.values()),
+        "dora_128_async_error": max(errors[128, "partial_colocated"], errors[128, "dora"]),
+    }
+
+
+def repack(rows: list[dict], config: SimulationConfig, seeds: tuple[int, ...] = SEEDS) -> dict[str, float]:
+    without, with_ = (over_seeds(config, name, 128, seeds) for name in ("laminar_unbounded_no_repack", "laminar_unbounded"))
+    gain = with_["generated_per_second"] / without["generated_per_second"]
+    rows.append(row("repack", "gain in generation", 1.26, gain))
+    for key, a, b in (("kv_use", 0.716, 0.822), ("latency_mean", 296, 290), ("latency_max", 826, 828)):
+        rows += [row("repack", f"{key} without", a, without[key]), row("repack", f"{key} with", b, with_[key])]
+    return {"repack_gain": gain, "kv_use_without": without["kv_use"], "kv_use_with": with_["kv_use"]}
+
+
+def repack_lengths(rows: list[dict], config: SimulationConfig) -> None:
+    """The mean length of the ablation is not published: what others would give."""
+    for mean in (2650, 4000, 8000):
+        other = dataclasses.replace(config, workload=dataclasses.replace(config.workload, mean_response_tokens=mean))
+        for name, value in repack([], other, (0,)).items():
+            rows.append(row("repack", f"{name}, mean {mean}", None, value))
+
+
+def headline(rows: list[dict]) -> dict[str, float]:
+    ratios: dict[str, list[float]] = {name: [] for name in PUBLISHED}
+    for model, scales in SCALES.items():
+        for gpus in scales:
+            config = SimulationConfig(model=model, steps=5, warmup_steps=2, splits=SPLITS.get((model, gpus), {}))
+            rate, trainers = {}, {}
+            for name in ("laminar_unbounded", *PUBLISHED):
+                known = name in config.splits or rules_of(config, name).placement == "colocated"
+                tried = [split(config, name, gpus)] if known else [n for n in trainer_splits(gpus, 8) if gpus / 4 <= n <= gpus * 3 / 4]
+                rates = {n: point(config, name, gpus, n, config.steps).figures["tokens_per_second"] for n in tried}
+                rate[name], trainers[name] = max((r, n) for n, r in rates.items())
+            for name in PUBLISHED:
+                ratios[name].append(rate["laminar_unbounded"] / rate[name])
+                ours = rate["laminar_unbounded"]
+                note = f"{ours:,.0f} / {rate[name]:,.0f} tokens/s; train {trainers['laminar_unbounded']} / {trainers[name]}"
+                rows.append(row("headline", f"{model} {gpus}: over {name}", None, ratios[name][-1], note))
+    figures = {}
+    for name, (mean, most) in PUBLISHED.items():
+        rows.append(row("headline", f"mean over {name}", mean, statistics.fmean(ratios[name])))
+        if most:
+            rows.append(row("headline", f"max over {name}", most, max(ratios[name])))
+        figures[f"speedup_over_{name}"] = statistics.fmean(ratios[name])
+    return figures
+
+
+def timed(gpus: int, prompts: int, name: str = "laminar_unbounded") -> tuple[float, Outcome]:
+    """CPU seconds of a 32B run of 20 steps with half of the GPUs for training."""
+    gpu, model = GPUS["H800"], MODELS["32B"]
+    work = WorkloadConfig(prompts_per_step=prompts)
+    run = setup(
+        PIPELINES[name], model, gpu, gpus // 2, [(gpu, gpus // 2, model.tensor_parallel, None)], work, DEFAULT, steps=20, warmup_steps=5
+    )
+    start = time.process_time()
+    outcome = simulate(run)
+    return time.process_time() - start, outcome
+
+
+def speed(rows: list[dict]) -> dict[str, float]:
+    figures = {}
+    for gpus in (1024, 4096, 16384):
+        seconds, outcome = timed(gpus, gpus // 2)
+        trajectories = 20 * 16 * gpus // 2
+        note = f"{seconds / trajectories * 1e6:.0f} us per trajectory, {outcome.figures['events']:,} events"
+        rows.append(row("speed", f"{gpus} GPUs, {trajectories:,} trajectories: CPU s", {1024: 20.0, 16384: 300.0}.get(gpus), seconds, note))
+        figures[f"seconds_{gpus}_gpus"] = seconds
+    return {key: value for key, value in figures.items() if key != "seconds_4096_gpus"}
+
+
+def plan_search(rows: list[dict]) -> dict[str, float]:
+    """`laminar plan mixed`, and a coarse grid of what it could have said: every quarter of either pool trains, TP4 everywhere."""
+    config = load_plan("mixed", [])
+    start = time.process_time()
+    plan = search(config)
+    seconds = time.process_time() - start
+    note = f"{describe(config, plan.best.candidate)}; {plan.simulated} of {plan.candidates} simulated"
+    rows.append(row("plan", "64 H800 + 64 H20: CPU s", 120.0, seconds, note))
+    grid = []
+    for pool, trainer in itertools.product((0, 1), (16, 32, 48, 64)):
+        left = tuple((other, 64 - (trainer if other == pool else 0), 4) for other in (0, 1))
+        candidate = Candidate(pool, trainer, tuple(part for part in left if part[1]))
+        grid.append((evaluate(config, candidate)["tokens_per_second"], describe(config, candidate)))
+        rows.append(row("plan", "grid, tokens/s", None, *grid[-1]))
+    rows.append(row("plan", "best of the grid against the plan", plan.best.score, max(grid)[0], max(grid)[1]))
+    return {"plan_seconds": seconds}
+
+
+def live(rows: list[dict], options: argparse.Namespace) -> dict[str, float | None]:
+    """Runs of the demo (or --live), each beside its own simulation. Shares are of the window, the first two steps left out."""
+    errors = []
+    with common.run_folder(options) as folder:
+        runs = options.live or [common.train(options, folder, f"live-{seed}", {"seed": seed}).directory for seed in range(options.repeats)]
+        for index, directory in enumerate(runs):
+            run = rundata.load(directory)
+            found = simulate(measured.setup_of(directory)).figures
+            seconds = common.seconds_per_step(run, measured.WARMUP_STEPS)
+            tokens = common.tokens_per_second(run, measured.WARMUP_STEPS)
+            rows.append(row("live", f"run {index}: tokens/s", tokens, found["tokens_per_second"]))
+            rows.append(row("live", f"run {index}: trainer waits", seconds["trainer wait"] / seconds["all"], found["trainer_wait_share"]))
+            rows.append(row("live", f"run {index}: rollout waits", seconds["rollout wait"] / seconds["all"], found["rollout_idle_share"]))
+            errors.append(abs(found["tokens_per_second"] / tokens - 1))
+    return {"live_tokens_error": common.median(errors)}
+
+
+def sensitivity(rows: list[dict], dora_config: SimulationConfig, repack_config: SimulationConfig) -> None:
+    """What 20% less and more of each constant does to four figures, one seed and shorter runs."""
+    short = dataclasses.replace(dora_config, steps=8, warmup_steps=3)
+    ablation = dataclasses.replace(repack_config, steps=7, warmup_steps=3)
+
+    def four(constants: dict[str, float]) -> dict[str, float]:
+        a = dataclasses.replace(short, constants=constants)
+        work = dataclasses.replace(
+            a.workload, mean_response_tokens=constants.get("mean_response_tokens_dora", a.workload.mean_response_tokens)
+        )
+        a = dataclasses.replace(a, workload=work)
+        sync, async_ = (over_seeds(a, name, 128, (0,))["tokens_per_second"] for name in ("sync", "dora"))
+        found = repack([], dataclasses.replace(ablation, constants=constants), (0,))
+        return {"sync 128": sync, "dora 128": async_, "dora / sync": async_ / sync, **found}
+
+    base = four({})
+    for field in dataclasses.fields(Constants):
+        for factor in (0.8, 1.2):
+            value = getattr(DEFAULT, field.name) * factor
+            if field.name in ("kv_memory_share",):
+                value = min(value, 1.0)
+            found = four({field.name: value})
+            note = "  ".join(f"{key} {found[key] / base[key] - 1:+.1%}" for key in base)
+            print(f"{field.name} x {factor}: {note}", flush=True)
+            rows.append(row("sensitivity", f"{field.name} x {factor}", None, value, note))
+
+
+def main() -> None:
+    options = common.parser(__doc__ or "")
+    options.add_argument("--only", default="dora,repack,headline,speed,plan,live", help="parts, separated by commas")
+    options.add_argument("--live", type=Path, nargs="+", metavar="RUN_DIR", help="finished runs to predict instead of new runs of the demo")
+    options = options.parse_args()
+    parts = options.only.split(",")
+    rows: list[dict] = []
+    figures: dict[str, float | None] = {}
+    dora_config, repack_config = load("dora", []), load("repack", [])
+    if "dora" in parts:
+        figures |= dora(rows, dora_config)
+    if "repack" in parts:
+        figures |= repack(rows, repack_config)
+        repack_lengths(rows, repack_config)
+    if "headline" in parts:
+        figures |= headline(rows)
+    if "speed" in parts:
+        figures |= speed(rows)
+    if "live" in parts:
+        figures |= live(rows, options)
+    if "plan" in parts:
+        figures |= plan_search(rows)
+    if "sensitivity" in parts:
+        sensitivity(rows, dora_config, repack_config)
+    common.finish(options, figures, rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()

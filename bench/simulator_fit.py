@@ -1,0 +1,55 @@
+"""The three fitted constants, on DORA's synchronous row at 64 GPUs (22.91 min per step, 14,143 tokens/s, 65% rollout only).
+
+python bench/simulator_fit.py          prints them; they stand in src/laminar_hpc/simulator/constants.py
+"""
+
+import dataclasses
+
+from laminar_hpc.simulator import constants
+from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, PROMPT_TOKENS, SIGMA_DORA, Constants
+from laminar_hpc.simulator.rules import PIPELINES
+from laminar_hpc.simulator.run import setup, simulate
+from laminar_hpc.simulator.schema import WorkloadConfig
+
+STEP_SECONDS, TOKENS_PER_SECOND, ROLLOUT_SHARE, TRAJECTORIES = 22.91 * 60, 14_143, 0.65, 8192
+SEEDS, STEPS, ROUNDS, TAIL_STEPS = (0, 1, 2), 12, 4, 33_000  # decode steps of a rollout: the longest response and what queues before it
+
+
+def synchronous(c: Constants) -> tuple[float, float, float]:
+    """Seconds of rollout, seconds of the rest, and tokens of a step."""
+    rows = []
+    model, gpu = MODELS["32B"], GPUS["H800"]
+    work = WorkloadConfig(mean_response_tokens=c.mean_response_tokens_dora, max_response_tokens=30720, sigma=SIGMA_DORA)
+    for seed in SEEDS:
+        run = setup(
+            PIPELINES["sync"], model, gpu, 64, [(gpu, 64, model.tensor_parallel, None)], work, c, steps=STEPS, warmup_steps=1, seed=seed
+        )
+        f = simulate(run).figures
+        rows.append((f["trainer_wait_share"] * f["step_seconds"], (1 - f["trainer_wait_share"]) * f["step_seconds"], f["tokens_per_step"]))
+    rollout, rest, tokens = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    return rollout, rest, tokens
+
+
+def fit() -> Constants:
+    """Newton steps, each constant on the observation that it moves."""
+    target = TOKENS_PER_SECOND * STEP_SECONDS
+    layers, prompts = MODELS["32B"].layers, TRAJECTORIES * PROMPT_TOKENS
+    c = DEFAULT
+    for _ in range(ROUNDS):
+        rollout, rest, tokens = synchronous(c)
+        exchange = 16 * c.gradient_bytes_per_parameter * MODELS["32B"].parameters / (c.trainer_model_parallel * GPUS["H800"].nic)
+        fixed = c.colocated_switch + exchange
+        c = dataclasses.replace(
+            c,
+            decode_overhead_per_layer=c.decode_overhead_per_layer + (ROLLOUT_SHARE * STEP_SECONDS - rollout) / TAIL_STEPS / layers,
+            train_mfu=c.train_mfu * (rest - fixed) / ((1 - ROLLOUT_SHARE) * STEP_SECONDS - fixed),
+            mean_response_tokens_dora=c.mean_response_tokens_dora * (target - prompts) / (tokens - prompts),
+        )
+    return c
+
+
+if __name__ == "__main__":
+    found = fit()
+    print(f"{'constant':28s}{'fitted':>12s}{'in ' + constants.__name__.rpartition('.')[2]:>16s}")
+    for name in ("decode_overhead_per_layer", "train_mfu", "mean_response_tokens_dora"):
+        print(f"{name:28s}{getattr(found, name):12.6g}{getattr(DEFAULT, name):16.6g}")

@@ -1,0 +1,76 @@
+"""Groups that are granted or finished and not yet trained, and what became of all trajectories; the simulator's experience buffer."""
+
+from collections import Counter
+
+from laminar_hpc.policies.admission import GroupView
+from laminar_hpc.simulator.replica import Request
+from laminar_hpc.simulator.workload import Workload
+
+
+class Group:
+    __slots__ = ("group_id", "number", "order", "prompt_tokens", "requests", "unfinished", "view", "weight_step")
+
+    def __init__(self, group_id: int, number: int, weight_step: int, prompt_tokens: int) -> None:
+        self.group_id, self.number, self.weight_step, self.prompt_tokens = group_id, number, weight_step, prompt_tokens
+        self.requests: list[Request] = []
+        self.unfinished = self.order = 0
+        self.view = GroupView(group_id, number, weight_step, False)
+
+
+class Book:
+    """`counted` groups are granted and not given up. Trajectories of dead replicas wait in `lost` and are given out first."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.live: dict[int, Group] = {}
+        self.views: dict[int, GroupView] = {}
+        self.lost: list[Request] = []
+        self.counted = self.finished = self.order = self.trajectories = 0
+        self.finished_tokens = self.discarded_tokens = 0.0
+        self.consumed_tokens = 0
+        self.consumed_trajectories = 0
+        self.generation_staleness: Counter[int] = Counter()
+        self.training_staleness: Counter[int] = Counter()
+        self.versions = 0
+        self.moved = 0
+
+    def new_group(self, weight_step: int) -> Group:
+        draw = self.workload.group(self.counted)
+        self.counted += 1
+        group = Group(self.counted - 1, self.counted, weight_step, draw.prompt_tokens)
+        for turns, waits in zip(draw.turns, draw.waits, strict=True):
+            group.requests.append(Request(self.trajectories, group, turns, waits, draw.prompt_tokens, weight_step))
+            self.trajectories += 1
+        group.unfinished = len(group.requests)
+        self.live[group.group_id] = group
+        self.views[group.group_id] = group.view
+        return group
+
+    def finish(self, request: Request, trainer_step: int) -> bool:
+        """A trajectory is complete; True when its group is."""
+        group = request.group
+        group.unfinished -= 1
+        self.finished_tokens += sum(request.turns)
+        self.generation_staleness[trainer_step - request.weight_step] += 1
+        self.versions = max(self.versions, request.versions)
+        self.moved += request.moves
+        if group.unfinished:
+            return False
+        self.order += 1
+        self.finished += 1
+        group.view = self.views[group.group_id] = GroupView(group.group_id, group.number, group.weight_step, True, self.order)
+        return True
+
+    def consume(self, group_ids: list[int], step: int) -> list[int]:
+        """Takes groups out for step `step`; gives the tokens of each trajectory, prompt included."""
+        tokens = []
+        for group_id in group_ids:
+            group = self.live.pop(group_id)
+            del self.views[group_id]
+            for request in group.requests:
+                tokens.append(sum(request.turns) + group.prompt_tokens)
+                self.training_staleness[step - request.weight_step] += 1
+            self.consumed_trajectories += len(group.requests)
+        self.finished -= len(group_ids)
+        self.consumed_tokens += sum(tokens)
+        return tokens

@@ -1,0 +1,104 @@
+"""Every number that the simulator takes from outside, each with its source. Nothing else in this folder holds one.
+
+"Laminar" is arXiv 2510.12633, "DORA" is arXiv 2604.26256. Three constants are FITTED, on one row of one table: DORA's synchronous run at 64
+GPUs (22.91 min per step, 14,143 tokens/s, rollout-only share 65%). All others are datasheets, published measurements, arithmetic or, where
+nothing is published, an assumption that says so.
+"""
+
+from dataclasses import dataclass
+
+GIB, KIB = 1 << 30, 1 << 10
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU type. Rates per GPU, in bytes/s and dense bf16 FLOP/s; `price` in $ per hour is an assumption for examples only."""
+
+    hbm: float
+    flops: float
+    memory: float
+    nic: float
+    pcie: float
+    price: float
+
+
+# Datasheets; PCIe 5 x16 gives 50-55 GB/s, a 400G NIC 40-47 GB/s (usable, as commonly measured); PCIe 4 half of it.
+GPUS = {
+    "H800": Gpu(hbm=3.35e12, flops=989e12, memory=80e9, nic=43e9, pcie=52e9, price=2.5),
+    "H100": Gpu(hbm=3.35e12, flops=989e12, memory=80e9, nic=43e9, pcie=52e9, price=2.5),
+    "H20": Gpu(hbm=4.0e12, flops=148e12, memory=96e9, nic=43e9, pcie=52e9, price=1.3),
+    "A100": Gpu(hbm=2.04e12, flops=312e12, memory=80e9, nic=21e9, pcie=26e9, price=1.6),
+    "L40S": Gpu(hbm=0.864e12, flops=362e12, memory=48e9, nic=11e9, pcie=26e9, price=0.9),
+}
+GPUS_PER_MACHINE = 8  # Laminar, evaluation
+
+
+@dataclass(frozen=True)
+class Model:
+    """A dense model served and trained in bf16. `tensor_parallel`: GPUs of one rollout replica."""
+
+    parameters: float
+    layers: int
+    kv_bytes: float  # per token: 2 (K and V) x layers x KV heads x head size x 2 bytes
+    tensor_parallel: int
+
+
+# Qwen2.5's config.json; TP 4 for 32B as in Laminar's evaluation, the others by size.
+MODELS = {
+    "7B": Model(parameters=7.62e9, layers=28, kv_bytes=56 * KIB, tensor_parallel=1),
+    "32B": Model(parameters=32.8e9, layers=64, kv_bytes=256 * KIB, tensor_parallel=4),
+    "72B": Model(parameters=72.7e9, layers=80, kv_bytes=320 * KIB, tensor_parallel=8),
+}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Efficiencies, overheads and times. Times in seconds, rates in bytes/s, shares of 1."""
+
+    # FITTED on DORA's sync row at 64 GPUs, in this order (see bench/simulator.py --fit).
+    decode_overhead_per_layer: float = 0.1855e-3  # FITTED to the rollout time (65% of the step): launches and all-reduces of a decode step
+    train_mfu: float = 0.222  # FITTED to the rest of the step; 10-20% is usual for ragged batches of 8-16K, 30-40% packed
+    mean_response_tokens_dora: float = 2246.0  # FITTED to tokens/s x step time / 8,192 trajectories, less the prompt
+
+    # Decode, roofline: t = overhead + max((weights + sum KV) / (eff x HBM), 2 P N / (eff_c x FLOPS)).
+    decode_hbm_efficiency: float = 0.80  # 7B on one H100: 15.2 GB in 5.75 ms of 3.35 TB/s = 0.79
+    decode_flops_efficiency: float = 0.60  # assumption: large GEMMs in bf16 reach 55-70% of the datasheet
+    kv_memory_share: float = 0.90  # of GPU memory for weights and KV (what engines are usually given)
+    kv_memory_share_colocated: float = 0.70  # assumption: the trainer's remains and buffers share the GPU
+    prefill_mfu: float = 0.40  # large GEMMs with attention: 8K tokens of 32B on TP4 in 0.33 s
+    admission_headroom_tokens: float = 400.0  # per running request; SGLang: least new-token ratio 0.1 x 4,096 (clip of the estimate)
+
+    # Training: 6 P T per update and 2 P T per extra log-prob pass.
+    logprob_passes: float = 1.0  # log-probs of the old policy; DAPO has no reference model
+    gradient_bytes_per_parameter: float = 6.0  # per update: reduce-scatter of fp32 gradients, all-gather of bf16 parameters, over the NICs
+    trainer_model_parallel: float = 8.0  # ranks that share one copy of the model in that exchange
+    trainer_bytes_per_parameter: float = 18.0  # bf16 weights and gradients, fp32 master, two moments, gradient: least memory
+    colocated_switch: float = 10.0  # assumption: offload, reload, re-capture, both ways, per step
+
+    # Weights (Laminar, relay tier).
+    publish_bytes_per_second: float = 103e9  # 0.64 s for 32B, 1.40 s for 72B
+    chain_bytes_per_second: float = 103e9  # 72B to 127 relays in less than 1.6 s ...
+    chain_chunk_seconds: float = 5e-5  # ... which leaves this start-up per chunk in T* = (sqrt(M Tb) + sqrt((p - 2) Ts))^2
+    pull_overhead: float = 0.3  # assumption: flush, load in place, verification
+    global_sync_factor: float = 1 / 0.63  # rollouts wait up to 37% less with relays than with a global NCCL synchronisation
+    kv_move_bytes_per_second: float = 40e9  # one 400G NIC: 8K tokens of 32B in 52 ms
+    kv_move_latency: float = 0.05  # assumption: export, import and acknowledgement
+
+    # Policies.
+    repack_period: float = 5.0  # Laminar, dynamic repack: about 5 s
+    repack_kv_share: float = 0.90  # C_max as a share of capacity; the paper gives no value: room for growth without preemption
+
+    # Failures: published restart times of a 32B replica and of whole jobs; an asynchronous checkpoint's stall.
+    replica_restart: float = 119.0
+    job_restart: float = 300.0
+    checkpoint_stall: float = 3.0
+
+
+DEFAULT = Constants()
+
+# Workloads. DAPO-Math-17k prompts: assumption of 150 tokens with the template. Group correlation: assumption; groups are similar in length.
+PROMPT_TOKENS = 150
+GROUP_CORRELATION = 0.5
+SIGMA_DORA = 1.69  # median ~1,097, mean 3,536, cap 30,720 at DORA's step 100 give this
+SIGMA_LAMINAR = 0.99  # Laminar, introduction: P99 / median = 10
+MEAN_RESPONSE_TOKENS_LAMINAR = 6000.0  # assumption: not published; of at most 16,384

@@ -1,0 +1,99 @@
+"""From hardware and model to seconds: all that the event loop knows of either. Constants: constants.py.
+
+Every field of `EngineCosts` and `JobCosts` is in seconds, so that a machine with all rates doubled is one with every field halved.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+from laminar_hpc.simulator.constants import GPUS_PER_MACHINE, Constants, Gpu, Model
+
+
+@dataclass(frozen=True)
+class EngineCosts:
+    """A replica's seconds. A decode step of N requests with K tokens of KV takes overhead + max(weights + K * kv_token, N * compute)."""
+
+    overhead: float
+    weights: float
+    kv_token: float
+    compute: float
+    prefill_token: float
+    pull: float
+    global_sync: float
+    move_token: float
+    move_latency: float
+    restart: float
+
+    def step(self, requests: float, kv_tokens: float) -> float:
+        return self.overhead + max(self.weights + kv_tokens * self.kv_token, requests * self.compute)
+
+
+@dataclass(frozen=True)
+class JobCosts:
+    """Everybody else's seconds."""
+
+    train_token: float  # forward and backward, all GPUs together
+    logprob_token: float  # the extra forward passes
+    update: float
+    publish_stall: float
+    chain: float
+    switch: float
+    checkpoint: float
+    job_restart: float
+    repack_period: float
+    turn_scale: float = 1.0  # environment latencies are multiplied by this
+
+
+Costs = TypeVar("Costs", EngineCosts, JobCosts)
+
+
+def faster(costs: Costs, factor: float) -> Costs:
+    """The same with every rate `factor` times as high."""
+    return dataclasses.replace(costs, **{field.name: getattr(costs, field.name) / factor for field in dataclasses.fields(costs)})
+
+
+def engine_costs(model: Model, gpu: Gpu, tensor_parallel: int, c: Constants) -> EngineCosts:
+    weights_bytes = 2.0 * model.parameters
+    bandwidth = c.decode_hbm_efficiency * gpu.hbm * tensor_parallel
+    pull = c.pull_overhead + weights_bytes / (gpu.pcie * tensor_parallel)
+    return EngineCosts(
+        overhead=c.decode_overhead_per_layer * model.layers,
+        weights=weights_bytes / bandwidth,
+        kv_token=model.kv_bytes / bandwidth,
+        compute=2.0 * model.parameters / (c.decode_flops_efficiency * gpu.flops * tensor_parallel),
+        prefill_token=2.0 * model.parameters / (c.prefill_mfu * gpu.flops * tensor_parallel),
+        pull=pull,
+        global_sync=pull * c.global_sync_factor,
+        move_token=model.kv_bytes / c.kv_move_bytes_per_second,
+        move_latency=c.kv_move_latency,
+        restart=c.replica_restart,
+    )
+
+
+def kv_capacity(model: Model, gpu: Gpu, tensor_parallel: int, share: float) -> int:
+    """KV tokens of a replica: `share` of its memory less the weights; 0 or less when they do not fit."""
+    return int((share * gpu.memory * tensor_parallel - 2.0 * model.parameters) / model.kv_bytes)
+
+
+def chain_seconds(weights_bytes: float, relays: int, c: Constants) -> float:
+    """T* of the chunked chain broadcast (Laminar, relay tier)."""
+    size, start = weights_bytes / c.chain_bytes_per_second, c.chain_chunk_seconds
+    return (math.sqrt(size) + math.sqrt(max(0, relays - 2) * start)) ** 2
+
+
+def job_costs(model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollout_gpus: int, c: Constants) -> JobCosts:
+    weights_bytes = 2.0 * model.parameters
+    pass_token = 2.0 * model.parameters / (c.train_mfu * trainer_gpu.flops * trainer_gpus)
+    return JobCosts(
+        train_token=3.0 * pass_token,
+        logprob_token=c.logprob_passes * pass_token,
+        update=c.gradient_bytes_per_parameter * model.parameters / (c.trainer_model_parallel * trainer_gpu.nic),
+        publish_stall=weights_bytes / c.publish_bytes_per_second,
+        chain=chain_seconds(weights_bytes, math.ceil(rollout_gpus / GPUS_PER_MACHINE), c),
+        switch=c.colocated_switch,
+        checkpoint=c.checkpoint_stall,
+        job_restart=c.job_restart,
+        repack_period=c.repack_period,
+    )

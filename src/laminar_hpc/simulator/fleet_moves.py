@@ -1,0 +1,180 @@
+"""What moves trajectories between replicas: `policies.repack` on a timer and after updates, `policies.failover` after a death."""
+
+import random
+
+from laminar_hpc.policies.failover import Orphan, Room, redirect
+from laminar_hpc.policies.repack import ReplicaLoad, plan
+from laminar_hpc.simulator.replica import Replica, Request
+from laminar_hpc.simulator.rollouts import Rollouts
+
+
+class Repacker:
+    """`kv_share`: C_max as a share of the smallest replica's capacity; `requests_max`: B."""
+
+    def __init__(self, rollouts: Rollouts, kv_share: float, requests_max: int) -> None:
+        self.rollouts, self.requests_max = rollouts, requests_max
+        self.kv_max = kv_share * min(replica.capacity for replica in rollouts.replicas)
+        self.replicas_emptied = self.trajectories_moved = 0
+        self.move_seconds = 0.0
+
+    def tick(self) -> None:
+        self.look()
+        self.rollouts.clock.after(self.rollouts.trainer.costs.repack_period, self.tick)
+
+    def look(self) -> None:
+        now, loads = self.rollouts.clock.now, []
+        for replica in self.rollouts.replicas:
+            on_the_way = len(replica.running) + len(replica.parked) < replica.pending
+            if not replica.pending or replica.waiting or on_the_way or replica.index in self.rollouts.down or replica.state == "pull":
+                replica.kv_before = 0.0  # not in ramp-down yet: it takes two looks to see a fall
+                continue
+            replica.advance(now)
+            kv = replica.kv + replica.parked_kv
+            loads.append(ReplicaLoad(replica.index, replica.weight_id, kv, replica.kv_before, replica.pending))
+            replica.kv_before = kv
+        for move in plan(loads, self.kv_max, self.requests_max):
+            self.carry_out(self.rollouts.replicas[move.source], self.rollouts.replicas[move.destination])
+
+    def carry_out(self, source: Replica, destination: Replica) -> None:
+        """The destination is reserved at once; the requests go on there when they have arrived."""
+        ship = self.rollouts.rules.repack == "kv"
+        parked = list(source.parked.values())
+        for request in parked:
+            source.unpark(request)
+        moved = source.take_all(keep_kv=ship)
+        kv = sum(request.context for request in [*moved, *parked])
+        for request in [*moved, *parked]:
+            request.home, request.moves = destination, request.moves + 1
+        if not ship:
+            for request in parked:
+                request.uncached = request.context
+        source.pending = 0
+        destination.pending += len(moved) + len(parked)
+        seconds = source.costs.move_latency + (kv * source.costs.move_token if ship else 0.0)
+        self.replicas_emptied += 1
+        self.trajectories_moved += len(moved) + len(parked)
+        self.move_seconds += seconds
+        source.state = "move"
+        self.rollouts.schedule(source)
+        self.rollouts.clock.after(seconds, self.arrived, source, destination, moved)
+        for request in parked:  # its KV is with the destination when the answer comes; waits are longer than moves
+            if ship:
+                destination.park(request)
+
+    def arrived(self, source: Replica, destination: Replica, moved: list[Request]) -> None:
+        now = self.rollouts.clock.now
+        source.advance(now)
+        if source.state == "move":
+            source.state = "generate"
+            self.rollouts.settle(source)
+        destination.advance(now)
+        mine = [request for request in moved if request.home is destination]  # others were lost with the destination meanwhile
+        destination.waiting.extendleft(reversed(mine))
+        self.rollouts.settle(destination)
+
+
+class Failures:
+    """Deaths of replicas and of the trainer, exponential, by the seed. `mtbf` in seconds."""
+
+    def __init__(self, rollouts: Rollouts, seed: int, trainer_mtbf: float | None) -> None:
+        self.rollouts, self.random = rollouts, random.Random(f"failures:{seed}")
+        self.trainer_mtbf = trainer_mtbf
+        self.replica_deaths = self.trainer_deaths = self.redirected = self.restarted = 0
+        for replica in rollouts.replicas:
+            self._next(replica)
+        if trainer_mtbf:
+            rollouts.clock.after(self.random.expovariate(1 / trainer_mtbf), self.trainer_dies)
+
+    def _next(self, replica: Replica) -> None:
+        if replica.mtbf:
+            self.rollouts.clock.after(self.random.expovariate(1 / replica.mtbf), self.replica_dies, replica)
+
+    def trainer_dies(self) -> None:
+        assert self.trainer_mtbf
+        self.trainer_deaths += 1
+        self.rollouts.trainer.fail(self.rollouts.trainer.costs.job_restart)
+        if not self.rollouts.rules.isolated:
+            self._all_down(self.rollouts.trainer.costs.job_restart)
+        self.rollouts.clock.after(self.random.expovariate(1 / self.trainer_mtbf), self.trainer_dies)
+
+    def replica_dies(self, replica: Replica) -> None:
+        self._next(replica)
+        if replica.index in self.rollouts.down:
+            return
+        self.replica_deaths += 1
+        if self.rollouts.rules.isolated:
+            self._down(replica, replica.costs.restart)
+            self._rescue(replica)
+        else:
+            restart = self.rollouts.trainer.costs.job_restart
+            self.rollouts.trainer.fail(restart)
+            self._all_down(restart)
+
+    def _down(self, replica: Replica, seconds: float) -> None:
+        r = self.rollouts
+        replica.advance(r.clock.now)
+        r.unload(replica, keep_kv=False)
+        r.down.add(replica.index)
+        r.hungry.pop(replica.index, None)
+        r.schedule(replica)
+        replica.state = "down"
+        r.clock.after(seconds, self._up, replica)
+
+    def _rescue(self, dead: Replica) -> None:
+        """Its trajectories go to replicas on the same weights with room, else back to their prompts."""
+        r = self.rollouts
+        orphans = {q.trajectory_id: q for group in r.book.live.values() for q in group.requests if q.home is dead}
+        rooms = []
+        for replica in r.replicas:
+            if replica.pending and replica.index not in r.down and replica.state != "pull":
+                replica.advance(r.clock.now)
+                held = replica.kv + replica.parked_kv + sum(q.context for q in replica.waiting)
+                rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
+        views = [Orphan(i, dead.weight_id, int(q.context)) for i, q in orphans.items()]
+        placed = redirect(views, rooms, dead.headroom)
+        dead.waiting.clear()
+        dead.parked.clear()
+        dead.parked_kv, dead.pending = 0.0, 0
+        for i, request in orphans.items():
+            if i in placed:
+                replica = r.replicas[placed[i]]
+                request.home = replica
+                request.uncached = request.context
+                replica.pending += 1
+                self.redirected += 1
+                if not request.away:  # the environment's answer finds its way by itself
+                    replica.waiting.append(request)
+                    r.settle(replica)
+            else:
+                request.home = None
+                self.restarted += 1
+                r.book.lost.append(request)
+        if r.book.lost:
+            r.feed_hungry()
+
+    def _all_down(self, seconds: float) -> None:
+        """The whole job starts again: everything in progress goes back to its prompt, on the replica where it was."""
+        r = self.rollouts
+        for replica in r.replicas:
+            if replica.index not in r.down:
+                self._down(replica, seconds)
+        for group in r.book.live.values():
+            for request in group.requests:
+                if request.home is not None:
+                    r.book.discarded_tokens += request.restart(group.prompt_tokens, request.weight_step)
+                    if request.away:
+                        request.away = False
+                        request.home.waiting.append(request)
+
+    def _up(self, replica: Replica) -> None:
+        r = self.rollouts
+        replica.advance(r.clock.now)
+        r.down.discard(replica.index)
+        replica.weight_step = replica.weight_id = r.newest if replica.pending == 0 else replica.weight_step
+        replica.state = "generate"
+        if r.rules.refresh == "barrier" and replica.pending == 0:
+            r.drained(replica)
+        elif replica.pending == 0 and r.rules.refresh == "drained":
+            r.ask(replica)
+        else:
+            r.settle(replica)

@@ -1,0 +1,123 @@
+"""From the command line to a checked SimulationConfig: Hydra composes conf/simulation, wrong words are refused in one line."""
+
+import dataclasses
+from typing import TypeVar
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.load import conf_directory
+from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, Constants
+from laminar_hpc.simulator.cost import kv_capacity
+from laminar_hpc.simulator.rules import PIPELINES
+from laminar_hpc.simulator.schema import PlanConfig, SimulationConfig, WorkloadConfig
+from laminar_hpc.simulator.workload import mu_of_mean
+
+Config = TypeVar("Config", SimulationConfig, PlanConfig)
+
+
+def experiments() -> list[str]:
+    return _names("experiment")
+
+
+def questions() -> list[str]:
+    return _names("plan/question")
+
+
+def _names(folder: str) -> list[str]:
+    return sorted(path.stem for path in (conf_directory() / "simulation" / folder).glob("*.yaml"))
+
+
+def load(name: str, overrides: list[str]) -> SimulationConfig:
+    """The experiment `name` of conf/simulation/experiment with overrides. Raises LaminarError that names what is wrong."""
+    if name not in experiments():
+        raise LaminarError(f"no simulation '{name}': there are {', '.join(experiments())} in {conf_directory()}/simulation/experiment")
+    # These two are dictionaries, to which Hydra adds only what is marked.
+    marked = [f"++{word}" if word.startswith(("constants.", "splits.")) else word for word in overrides]
+    config = _compose(SimulationConfig, "schema", "", [f"experiment={name}", *marked])
+    check(config)
+    return config
+
+
+def load_plan(name: str, overrides: list[str]) -> PlanConfig:
+    """The question `name` of conf/simulation/plan/question with overrides. Raises LaminarError that names what is wrong."""
+    if name not in questions():
+        raise LaminarError(f"no plan '{name}': there are {', '.join(questions())} in {conf_directory()}/simulation/plan/question")
+    config = _compose(PlanConfig, "plan_schema", "plan", [f"question={name}", *overrides])
+    _known("model", config.model, MODELS)
+    _known("objective", config.objective, ("throughput", "cost"))
+    for pool in config.pools:
+        _known("pools.gpu", pool.gpu, GPUS)
+        if pool.count < 1:
+            raise LaminarError(f"pools: {pool.count} x {pool.gpu}: at least 1")
+    _check_run(config.steps, config.warmup_steps, config.max_concurrent, config.workload)
+    return config
+
+
+def _compose(schema: type[Config], node: str, folder: str, overrides: list[str]) -> Config:
+    ConfigStore.instance().store(name=node, node=schema)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(conf_directory() / "simulation" / folder), version_base="1.3"):
+            composed = compose("config", overrides=overrides)
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+        first = next(line.strip() for line in str(cause).splitlines() if line.strip())
+        raise LaminarError(f"simulation: {first}; the keys are in src/laminar_hpc/simulator/schema.py") from None
+    assert isinstance(config, schema)
+    return config
+
+
+def constants_of(config: SimulationConfig) -> Constants:
+    return dataclasses.replace(DEFAULT, **config.constants)
+
+
+def _known(key: str, value: str, known: object) -> None:
+    names = list(known)  # type: ignore[call-overload]
+    if value not in names:
+        raise LaminarError(f"{key}={value}: use one of {', '.join(names)}")
+
+
+def check(config: SimulationConfig) -> None:
+    """Refuses what cannot be simulated."""
+    _known("model", config.model, MODELS)
+    _known("trainer_gpu", config.trainer_gpu, GPUS)
+    _known("rollout_gpu", config.rollout_gpu, GPUS)
+    for pipeline in config.pipelines:
+        _known("pipelines", pipeline, PIPELINES)
+    for name in config.constants:
+        _known("constants", name, [field.name for field in dataclasses.fields(Constants)])
+    if not config.gpus:
+        raise LaminarError("gpus is empty: name at least one number of GPUs")
+    _check_run(config.steps, config.warmup_steps, config.max_concurrent, config.workload)
+    w = config.workload
+    model, c = MODELS[config.model], constants_of(config)
+    tensor_parallel = config.tensor_parallel or model.tensor_parallel
+    capacity = kv_capacity(model, GPUS[config.rollout_gpu], tensor_parallel, min(c.kv_memory_share, c.kv_memory_share_colocated))
+    longest = w.prompt_tokens + w.max_response_tokens + (w.turns - 1) * w.turn_tokens
+    if capacity < longest:
+        raise LaminarError(
+            f"{config.model} on {tensor_parallel} x {config.rollout_gpu} has room for {max(0, capacity)} KV tokens, the longest trajectory "
+            f"has {longest}: raise tensor_parallel or lower workload.max_response_tokens"
+        )
+    for gpus in config.gpus:
+        if gpus < 2 * tensor_parallel:
+            raise LaminarError(f"gpus={gpus}: at least {2 * tensor_parallel}, one replica of {tensor_parallel} and as many to train")
+
+
+def _check_run(steps: int, warmup_steps: int, max_concurrent: int, w: WorkloadConfig) -> None:
+    if not 0 <= warmup_steps < steps:
+        raise LaminarError(f"warmup_steps={warmup_steps} must be at least 0 and below steps={steps}")
+    if min(w.prompts_per_step, w.samples_per_prompt, w.updates_per_step, w.turns, w.max_response_tokens, max_concurrent) < 1:
+        raise LaminarError("prompts_per_step, samples_per_prompt, updates_per_step, turns, max_response_tokens, max_concurrent: at least 1")
+    if w.updates_per_step > w.prompts_per_step:
+        raise LaminarError(f"workload.updates_per_step={w.updates_per_step}: at most workload.prompts_per_step={w.prompts_per_step}")
+    if not 0 <= w.group_correlation <= 1 or w.sigma <= 0:
+        raise LaminarError("workload.group_correlation must lie between 0 and 1, workload.sigma be above 0")
+    mu_of_mean(w.mean_response_tokens, w.sigma, w.max_response_tokens)

@@ -1,0 +1,100 @@
+"""`laminar plan QUESTION [key=value ...] [--json]`: the plan, what it expects, the runner-up; a run's experiment file and sbatch header."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS
+from laminar_hpc.simulator.load import load_plan, questions
+from laminar_hpc.simulator.plan import Candidate, Plan, describe, explain, search
+from laminar_hpc.simulator.schema import PlanConfig
+
+
+def trainer_layout(config: PlanConfig, candidate: Candidate) -> tuple[int, int, int]:
+    """(TP, PP, DP): the least model parallelism, TP first and inside a machine, whose ranks hold weights, gradients and optimizer.
+
+    The optimizer's 12 of 18 bytes per parameter are spread over the data-parallel ranks.
+    """
+    model, gpu, gpus = MODELS[config.model], GPUS[config.pools[candidate.trainer_pool].gpu], candidate.trainer_gpus
+    for ranks in (1, 2, 4, 8, 16, 32):
+        if gpus % ranks == 0:
+            held = model.parameters * (6.0 / ranks + (DEFAULT.trainer_bytes_per_parameter - 6.0) / gpus)
+            if held <= 0.6 * gpu.memory:  # the rest is for activations
+                return min(ranks, GPUS_PER_MACHINE), max(1, ranks // GPUS_PER_MACHINE), gpus // ranks
+    raise LaminarError(f"plan: {config.model} cannot be trained on {gpus} {config.pools[candidate.trainer_pool].gpu}")
+
+
+def experiment(config: PlanConfig, candidate: Candidate) -> str:
+    """A file for conf/experiment. One run has one kind of replica: of several kinds the first is in the keys, the others in the comment."""
+    tp, pp, dp = trainer_layout(config, candidate)
+    w = config.workload
+    _, gpus, replica_tp = candidate.rollouts[0]
+    lines = [
+        "# @package _global_",
+        f"# laminar plan {config.name}: {describe(config, candidate)}; one relay per rollout machine.",
+        f"# Give model.path (Qwen2.5-{config.model}), data.train and reward.function; dry_run=true says what would start.",
+        f"run_dir: runs/{config.name}",
+        "model: {dtype: bfloat16}",
+        f"trainer: {{tensor_parallel: {tp}, pipeline_parallel: {pp}, data_parallel: {dp}, distributed_optimizer: true, "
+        f"tokens_per_microbatch: {max(4096, 2 * (w.max_response_tokens + w.prompt_tokens))}}}",
+        f"rollout: {{replicas: {gpus // replica_tp}, tensor_parallel: {replica_tp}, max_concurrent: {config.max_concurrent}}}",
+        f"algorithm: {{prompts_per_step: {w.prompts_per_step}, samples_per_prompt: {w.samples_per_prompt}, "
+        f"minibatches_per_step: {w.updates_per_step}}}",
+        f"sampling: {{max_response_tokens: {w.max_response_tokens}}}",
+        f"pipeline: {{name: laminar, refresh: drained, max_staleness: {config.max_staleness}}}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def sbatch_header(config: PlanConfig, candidate: Candidate) -> str:
+    """One component of a heterogeneous job per pool and role; the first one also holds the controller."""
+    parts = [("trainer", candidate.trainer_pool, candidate.trainer_gpus)]
+    parts += [("rollouts and relays", pool, gpus) for pool, gpus, _ in candidate.rollouts]
+    lines = ["#!/usr/bin/env bash", f"#SBATCH --job-name={config.name}", "#SBATCH --requeue", "#SBATCH --signal=B:USR1@120"]
+    for index, (role, pool, gpus) in enumerate(parts):
+        lines += ["#SBATCH hetjob"] if index else []
+        each = min(GPUS_PER_MACHINE, gpus)
+        lines.append(
+            f"#SBATCH --nodes={math.ceil(gpus / each)} --gpus-per-node={config.pools[pool].gpu.lower()}:{each} --ntasks-per-node=1"
+        )
+        lines.append(f"# ^ {role}" + (", preemptible" if config.pools[pool].preemptible else ""))
+    return "\n".join(lines) + "\n"
+
+
+def expectations(config: PlanConfig, plan: Plan) -> list[str]:
+    f = plan.best.figures
+    assert f is not None
+    tp, pp, dp = trainer_layout(config, plan.best.candidate)
+    relays = sum(math.ceil(gpus / GPUS_PER_MACHINE) for _, gpus, _ in plan.best.candidate.rollouts)
+    lines = [
+        f"plan         {describe(config, plan.best.candidate)}",
+        f"trainer      TP {tp} x PP {pp} x DP {dp};  relays {relays}, one per rollout machine",
+        f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, "
+        f"trainer waits {f['trainer_wait_share']:.0%}, rollouts idle {f['rollout_idle_share']:.0%}, "
+        f"staleness {f['staleness_training_mean']:.1f} (max {f['staleness_training_max']})",
+        f"price        ${plan.best.price:,.0f} per hour, {f['tokens_per_second'] * 3.6e-3 / plan.best.price:,.2f} M tokens per $",
+    ]
+    if plan.runner_up is not None:
+        lines += [f"runner-up    {describe(config, plan.runner_up.candidate)}", f"             {explain(plan)}"]
+    return [*lines, f"search       {plan.simulated} of {plan.candidates} candidates simulated; no other can be better"]
+
+
+def main(arguments: list[str]) -> int:
+    words = [word for word in arguments if word != "--json"]
+    if not words or words[0].startswith("-") or "=" in words[0]:
+        raise LaminarError(f"usage: laminar plan QUESTION [key=value ...] [--json]; questions: {', '.join(questions())}")
+    config = load_plan(words[0], words[1:])
+    plan = search(config, lambda line: print(line, file=sys.stderr, flush=True))
+    folder = Path(config.out_dir or f"runs/plan-{config.name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{config.name}.yaml").write_text(experiment(config, plan.best.candidate))
+    (folder / f"{config.name}.sbatch").write_text(sbatch_header(config, plan.best.candidate))
+    if "--json" in arguments:
+        second = plan.runner_up and dataclasses.asdict(plan.runner_up)
+        print(json.dumps({"best": dataclasses.asdict(plan.best), "runner_up": second, "simulated": plan.simulated}, indent=1))
+    else:
+        print("\n".join([*expectations(config, plan), f"files        {folder}/{config.name}.yaml  {folder}/{config.name}.sbatch"]))
+    return 0

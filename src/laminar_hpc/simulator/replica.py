@@ -1,0 +1,247 @@
+"""One inference engine with continuous batching, advanced analytically from event to event instead of step by step.
+
+All running requests gain one token per decode step, so a request ends at a fixed place on the replica's own axis of steps; a heap of these
+places gives the next completion. Between events the number of requests is constant and their KV grows linearly, so the time of s steps is
+a quadratic in s and both directions have closed forms. Steps are real numbers. An event costs O(log requests).
+"""
+
+import heapq
+import math
+from collections import deque
+from typing import Any
+
+from laminar_hpc.simulator.cost import EngineCosts
+
+_EPSILON = 1e-7  # steps; closer completions count as one
+INFINITY = math.inf
+
+
+class Request:
+    """A trajectory on its way. `context`: its tokens so far, `uncached`: those without KV; both are meaningful only while not running."""
+
+    __slots__ = (
+        "away", "context", "end", "granted", "group", "home", "moves",
+        "offset", "remaining", "ticket", "trajectory_id", "turn", "turns", "uncached", "versions", "waits", "weight_step",
+    )  # fmt: skip
+
+    def __init__(self, trajectory_id: int, group: Any, turns: list[int], waits: list[float], prompt_tokens: int, weight_step: int) -> None:
+        self.trajectory_id, self.group, self.turns, self.waits, self.weight_step = trajectory_id, group, turns, waits, weight_step
+        self.turn = 0
+        self.remaining = float(turns[0])
+        self.context = self.uncached = float(prompt_tokens)
+        self.end = self.offset = 0.0
+        self.ticket = -1
+        self.away = False  # with the environment
+        self.moves, self.versions, self.granted = 0, 1, 0.0
+        self.home: Any = None  # the replica that it belongs to; None = with nobody, waits to be given out again
+
+    def restart(self, prompt_tokens: int, weight_step: int) -> float:
+        """Back to the prompt, on other weights; gives the generated tokens that are thrown away."""
+        lost = sum(self.turns[: self.turn]) + self.turns[self.turn] - self.remaining
+        self.turn, self.remaining, self.weight_step = 0, float(self.turns[0]), weight_step
+        self.context = self.uncached = float(prompt_tokens)
+        return lost
+
+
+class Replica:
+    """`capacity` and all KV in tokens. `state` names what an empty replica waits for; it is what its idle seconds are booked under."""
+
+    def __init__(
+        self, index: int, costs: EngineCosts, capacity: float, max_concurrent: int, headroom: float, gpus: int, mtbf: float | None = None,
+    ) -> None:  # fmt: skip
+        self.index, self.costs, self.capacity, self.max_concurrent, self.headroom, self.gpus = (
+            index, costs, capacity, max_concurrent, headroom, gpus,
+        )  # fmt: skip
+        self.mtbf = mtbf
+        self.clock = self.steps = self.kv = self.parked_kv = 0.0
+        self.running: dict[int, Request] = {}  # by ticket, in order of admission
+        self.ends: list[tuple[float, int]] = []
+        self.waiting: deque[Request] = deque()
+        self.parked: dict[int, Request] = {}  # with the environment, KV kept as long as there is room
+        self.prompts: set[int] = set()  # groups whose prompt is in the prefix cache
+        self.stall_until, self.stall_kind = 0.0, "prefill"
+        self.target = INFINITY  # steps at the next event
+        self.tickets = 0
+        self.event = self.pulls = 0  # the newest of each; earlier ones in the clock are void
+        self.pending = 0  # unfinished trajectories that belong here, on their way ones included
+        self.weight_step = self.weight_id = 0
+        self.state = "weights"
+        self.kv_before = 0.0  # at repack's previous look
+        self.seconds: dict[str, float] = {}
+        self.kv_seconds = self.generated = self.prefilled = self.request_seconds = 0.0
+        self.preemptions = 0
+        self.full = False  # a request was preempted and none has ended since
+        self.kv_peak = 0.0
+        self.spans: list[tuple[str, float, float]] | None = None
+
+    # ---- time ------------------------------------------------------------------------------------------------------------------
+
+    def seconds_of(self, steps: float) -> float:
+        """Time of the next `steps` decode steps with the present requests."""
+        c, n = self.costs, len(self.running)
+        memory, compute, slope = c.weights + c.kv_token * self.kv, n * c.compute, c.kv_token * n
+        fixed = 0.0
+        if memory < compute:  # compute-bound until the KV has grown
+            first = min(steps, (compute - memory) / slope)
+            fixed, steps, memory = first * (c.overhead + compute), steps - first, memory + slope * first
+        return fixed + steps * (c.overhead + memory + slope * steps / 2)
+
+    def steps_in(self, seconds: float) -> float:
+        """Inverse of `seconds_of`."""
+        c, n = self.costs, len(self.running)
+        memory, compute, slope = c.weights + c.kv_token * self.kv, n * c.compute, c.kv_token * n
+        steps = 0.0
+        if memory < compute:
+            rate, first = c.overhead + compute, (compute - memory) / slope
+            if seconds <= first * rate:
+                return seconds / rate
+            steps, seconds, memory = first, seconds - first * rate, memory + slope * first
+        linear = c.overhead + memory
+        return steps + 2 * seconds / (linear + math.sqrt(linear * linear + 2 * slope * seconds))
+
+    def advance(self, now: float, at_event: bool = False) -> None:
+        """Moves the state to time `now`; with `at_event` exactly to the steps that `next_time` aimed at."""
+        if now <= self.clock and not at_event:
+            return
+        if self.stall_until > self.clock:
+            stall = min(now, self.stall_until) - self.clock
+            self.kv_seconds += self.kv * stall
+            self._book(self.stall_kind, stall)
+        rest = now - self.clock
+        n = len(self.running)
+        if n and (rest > 0 or at_event) and now >= self.stall_until:
+            steps = self.target - self.steps if at_event else self.steps_in(rest)
+            grown = n * steps
+            self.kv_seconds += (self.kv + grown / 2) * rest
+            self.request_seconds += n * rest
+            self.generated += grown
+            self.kv += grown
+            self.kv_peak = max(self.kv_peak, self.kv)
+            self.steps = self.target if at_event else self.steps + steps
+            self._book("generate", rest)
+        elif rest > 0:
+            self._book(self.state, rest)
+
+    def _book(self, kind: str, seconds: float) -> None:
+        start, self.clock = self.clock, self.clock + seconds
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
+        if self.spans is not None and seconds > 0:
+            kind = "generate" if kind == "prefill" else kind
+            if self.spans and self.spans[-1][0] == kind and start - self.spans[-1][2] < 1e-6:
+                self.spans[-1] = (kind, self.spans[-1][1], self.clock)
+            else:
+                self.spans.append((kind, start, self.clock))
+
+    def next_time(self) -> float:
+        """When a request ends or the KV is full, unless something comes from outside; sets `target`."""
+        if not self.running:
+            return INFINITY
+        while self.ends[0][1] not in self.running:
+            heapq.heappop(self.ends)
+        target = self.ends[0][0]
+        if len(self.running) > 1 or self.parked_kv:
+            target = min(target, self.steps + (self.capacity - self.kv - self.parked_kv) / len(self.running))
+        self.target = max(target, self.steps)
+        return max(self.clock, self.stall_until) + self.seconds_of(self.target - self.steps)
+
+    # ---- requests --------------------------------------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Admits waiting requests while their KV and some growth fit; their prefill holds up decoding."""
+        if self.full and self.running:
+            return  # after a preemption nobody is admitted before one has ended
+        tokens, self.full = 0.0, False
+        while self.waiting and len(self.running) < self.max_concurrent:
+            request = self.waiting[0]
+            need = self.kv + request.context + max(1.0, self.headroom) * (len(self.running) + 1)
+            if self.running and need > self.capacity:
+                break
+            while self.parked and need + self.parked_kv > self.capacity:
+                self._evict()
+            self.waiting.popleft()
+            tokens += self._admit(request)
+        if tokens:
+            self.prefilled += tokens
+            if self.stall_until <= self.clock:
+                self.stall_kind = "prefill"
+            self.stall_until = max(self.clock, self.stall_until) + tokens * self.costs.prefill_token
+
+    def _admit(self, request: Request) -> float:
+        """Starts decoding it; gives the tokens to prefill."""
+        uncached = request.uncached
+        group = request.group
+        if group is not None and uncached == request.context and request.turn == 0 and request.remaining == request.turns[0]:
+            if group.group_id in self.prompts:
+                uncached = 0.0  # an earlier sample of the group has left the prompt in the prefix cache
+            self.prompts.add(group.group_id)
+        self.kv += request.context
+        self.kv_peak = max(self.kv_peak, self.kv)
+        request.offset = request.context - self.steps
+        request.end = self.steps + request.remaining
+        request.ticket = self.tickets = self.tickets + 1
+        request.uncached = 0.0
+        self.running[request.ticket] = request
+        heapq.heappush(self.ends, (request.end, request.ticket))
+        return uncached
+
+    def _stop(self, request: Request) -> None:
+        """Takes a running request out; its fields hold the present again."""
+        del self.running[request.ticket]
+        request.context = request.offset + self.steps
+        request.remaining = max(0.0, request.end - self.steps)
+        self.kv = self.kv - request.context if self.running else 0.0
+
+    def _evict(self) -> None:
+        request = self.parked.pop(next(iter(self.parked)))
+        request.uncached = request.context
+        self.parked_kv = self.parked_kv - request.context if self.parked else 0.0
+
+    def pop_finished(self) -> list[Request]:
+        """Requests whose turn has ended by now, out of the batch."""
+        done = []
+        while self.ends and self.ends[0][0] <= self.steps + _EPSILON:
+            request = self.running.get(heapq.heappop(self.ends)[1])
+            if request is not None:
+                self._stop(request)
+                request.remaining = 0.0
+                done.append(request)
+                self.full = False
+        return done
+
+    def make_room(self) -> None:
+        """At the KV limit: parked KV goes first, then the newest request goes back to the queue and will be prefilled again."""
+        while len(self.running) + len(self.parked) > 1 and self.kv + self.parked_kv >= self.capacity * (1 - 1e-9):
+            if self.parked:
+                self._evict()
+                continue
+            request = self.running[next(reversed(self.running))]
+            self._stop(request)
+            request.uncached = request.context
+            self.preemptions += 1
+            self.full = True
+            self.waiting.appendleft(request)
+
+    def park(self, request: Request) -> None:
+        """Its turn is over and the environment works; the KV stays while there is room."""
+        self.parked[request.trajectory_id] = request
+        self.parked_kv += request.context
+
+    def unpark(self, request: Request) -> None:
+        if self.parked.pop(request.trajectory_id, None) is not None:
+            self.parked_kv = self.parked_kv - request.context if self.parked else 0.0
+
+    def take_all(self, keep_kv: bool) -> list[Request]:
+        """All but parked requests out of the replica, running ones first; without `keep_kv` all must be prefilled again."""
+        taken = list(self.running.values())
+        for request in taken:
+            self._stop(request)
+        taken += self.waiting
+        if not keep_kv:
+            for request in taken:
+                request.uncached = request.context
+            while self.parked:
+                self._evict()
+        self.waiting.clear()
+        self.ends.clear()
+        self.prompts.clear()
+        return taken

@@ -1,0 +1,264 @@
+"""All replicas: grants by `policies.admission`, refresh of weights by the rules, environment turns. Moves and failures: fleet_moves.py.
+
+waits for                    booked under    unblocked by
+quota                        admission       weights_available
+the other replicas           barrier         the last one's drain
+newer weights (barrier)      weights         weights_available
+the environment              environment     its answer
+"""
+
+import math
+
+from laminar_hpc.policies import admission
+from laminar_hpc.simulator.book import Book
+from laminar_hpc.simulator.clock import Clock
+from laminar_hpc.simulator.replica import INFINITY, Replica, Request
+from laminar_hpc.simulator.rules import Rules
+from laminar_hpc.simulator.trainer import Trainer
+
+_ENDLESS = 1 << 40  # steps: the run is cut off at its last step, without a ramp-down of grants before it
+
+
+class Rollouts:
+    def __init__(
+        self, clock: Clock, book: Book, trainer: Trainer, replicas: list[Replica], rules: Rules, groups_per_step: int,
+        turn_tokens: int, shares: list[float],
+    ) -> None:  # fmt: skip
+        """`shares`: the part of a batch that each replica's local batch is; they add up to 1."""
+        self.clock, self.book, self.trainer, self.replicas, self.rules = clock, book, trainer, replicas, rules
+        self.groups_per_step, self.turn_tokens = groups_per_step, turn_tokens
+        # A local batch is ceil(G / replicas) groups; with unequal replicas the faster get more.
+        self.local_batch = [max(1, math.ceil(groups_per_step * share - 1e-9)) for share in shares]
+        self.samples = book.workload.config.samples_per_prompt
+        self.newest = 0
+        self.hungry: dict[int, None] = {}  # replicas that asked and got nothing; in order
+        self.barrier: set[int] = set()
+        self.down: set[int] = set()
+        self.paused = False
+        self.global_sync_seconds = max(replica.costs.global_sync for replica in replicas)
+        self.latencies: list[float] = []
+        trainer.rollouts = self
+
+    def start(self) -> None:
+        if self.rules.refresh == "barrier":
+            self.barrier = {replica.index for replica in self.replicas}
+            self.try_round()
+        else:
+            for replica in self.replicas:
+                self.ask(replica)
+
+    # ---- a replica's events ----------------------------------------------------------------------------------------------------
+
+    def schedule(self, replica: Replica) -> None:
+        """Enters the replica's next event; an earlier one becomes void."""
+        replica.event += 1
+        time = replica.next_time()
+        if time < INFINITY:
+            self.clock.at(time, self.on_event, replica, replica.event)
+
+    def on_event(self, replica: Replica, version: int) -> None:
+        if version != replica.event:
+            return
+        replica.advance(self.clock.now, at_event=True)
+        for request in replica.pop_finished():
+            self.turn_done(replica, request)
+        replica.make_room()
+        self.settle(replica)
+
+    def settle(self, replica: Replica) -> None:
+        """After any change: admit what fits, ask for more work if there is none, enter the next event."""
+        if replica.index in self.down or self.paused or replica.state == "pull":
+            return
+        replica.fill()
+        if self.rules.refresh == "interrupt":
+            self.top_up(replica)
+        if replica.pending == 0 and replica.state not in ("pull", "move", "admission", "barrier", "weights"):
+            self.drained(replica)
+        self.schedule(replica)
+
+    def turn_done(self, replica: Replica, request: Request) -> None:
+        request.turn += 1
+        if request.turn == len(request.turns):
+            replica.pending -= 1
+            request.home = None
+            self.latencies.append(self.clock.now - request.granted)
+            if self.book.finish(request, self.trainer.step):
+                self.clock.at(self.clock.now, self.trainer.poke)
+            return
+        request.remaining = float(request.turns[request.turn])
+        replica.park(request)
+        replica.state = "environment"
+        wait = request.waits[request.turn - 1] * self.trainer.costs.turn_scale
+        request.away = True
+        self.clock.after(wait, self.answered, request, request.turn, request.granted)
+
+    def answered(self, request: Request, turn: int, granted: float) -> None:
+        """The environment has answered: its tokens are prefilled, the rest as well if its KV was evicted meanwhile."""
+        replica = request.home
+        if replica is None or not request.away or request.turn != turn or request.granted != granted:
+            return  # lost and given out again meanwhile
+        request.away = False
+        replica.advance(self.clock.now)
+        replica.unpark(request)
+        request.context += self.turn_tokens
+        request.uncached += self.turn_tokens
+        replica.waiting.append(request)
+        self.settle(replica)
+
+    def drained(self, replica: Replica) -> None:
+        if self.rules.refresh == "barrier":
+            replica.state = "barrier"
+            self.barrier.add(replica.index)
+            self.try_round()
+        else:
+            self.ask(replica)
+
+    # ---- grants ----------------------------------------------------------------------------------------------------------------
+
+    def give(self, replica: Replica, request: Request) -> None:
+        request.home, request.granted, request.away = replica, self.clock.now, False
+        replica.pending += 1
+        replica.waiting.append(request)
+
+    def quota(self, weight_step: int) -> int:
+        return admission.quota(weight_step, self.book.counted, self.groups_per_step, _ENDLESS, self.rules.max_staleness)
+
+    def ask(self, replica: Replica) -> None:
+        """An idle replica pulls newer weights first, then asks for a local batch."""
+        if replica.index in self.down or replica.state == "pull":
+            return
+        replica.advance(self.clock.now)
+        if replica.weight_step < self.newest:
+            self.pull(replica, replica.costs.pull)
+            return
+        most = self.local_batch[replica.index]
+        given = 0
+        for request in self.book.lost[: most * self.samples]:
+            self.book.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
+            self.give(replica, request)
+            given += 1
+        del self.book.lost[:given]
+        for _ in range(min(most, self.quota(replica.weight_step)) if not given else 0):
+            for request in self.book.new_group(replica.weight_step).requests:
+                self.give(replica, request)
+                given += 1
+        if given:
+            self.hungry.pop(replica.index, None)
+            replica.state = "generate"
+            self.settle(replica)
+        else:
+            replica.state = "admission"
+            self.hungry[replica.index] = None
+
+    def top_up(self, replica: Replica) -> None:
+        """Continuous filling: whole groups while there is room, up to the replica's share of what admission allows to be in flight."""
+        samples = self.samples
+        most = self.local_batch[replica.index] * (1 + (self.rules.max_staleness or 0)) * samples
+        while not replica.waiting and len(replica.running) + samples <= replica.max_concurrent and replica.pending + samples <= most:
+            if self.book.lost:
+                request = self.book.lost.pop()
+                self.book.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
+                self.give(replica, request)
+            elif self.quota(self.newest) > 0:
+                for request in self.book.new_group(self.newest).requests:
+                    self.give(replica, request)
+            else:
+                self.hungry[replica.index] = None
+                if not replica.pending:
+                    replica.state = "admission"
+                return
+            replica.state = "generate"
+            replica.fill()
+
+    def try_round(self) -> None:
+        """Barrier: when all have drained, all take the newest weights, then one batch is spread over them trajectory by trajectory."""
+        if len(self.barrier) < len(self.replicas) - len(self.down) or self.down:
+            return
+        if any(replica.weight_step < self.newest for replica in self.replicas):
+            self.barrier.clear()
+            for replica in self.replicas:
+                replica.advance(self.clock.now)
+                self.pull(replica, 0.0 if self.rules.placement == "colocated" else self.global_sync_seconds)
+            return
+        if self.quota(self.newest) < self.groups_per_step:
+            for replica in self.replicas:
+                replica.advance(self.clock.now)
+                replica.state = "train" if self.rules.placement == "colocated" else "weights"
+            return
+        self.barrier.clear()
+        requests = [request for _ in range(self.groups_per_step) for request in self.book.new_group(self.newest).requests]
+        edges = [0.0]
+        for batch in self.local_batch:
+            edges.append(edges[-1] + batch)
+        for replica, start, end in zip(self.replicas, edges, edges[1:], strict=False):
+            replica.advance(self.clock.now)
+            for request in requests[round(start / edges[-1] * len(requests)) : round(end / edges[-1] * len(requests))]:
+                self.give(replica, request)
+            replica.state = "generate"
+        for replica in self.replicas:
+            self.settle(replica)
+
+    # ---- weights ---------------------------------------------------------------------------------------------------------------
+
+    def weights_available(self, step: int) -> None:
+        """Step `step` can be had by all."""
+        self.newest = max(self.newest, step)
+        if self.rules.refresh == "interrupt":
+            self.paused = False
+            for replica in self.replicas:
+                self.interrupt(replica)
+        elif self.rules.refresh == "barrier":
+            self.try_round()
+        else:
+            self.feed_hungry()
+
+    def feed_hungry(self) -> None:
+        for index in list(self.hungry):
+            self.ask(self.replicas[index])
+
+    def pull(self, replica: Replica, seconds: float) -> None:
+        replica.state = "pull"
+        replica.prompts.clear()
+        replica.pulls += 1
+        self.clock.after(seconds, self.pulled, replica, self.newest, replica.pulls)
+
+    def pulled(self, replica: Replica, step: int, pull: int) -> None:
+        replica.advance(self.clock.now)
+        if replica.index in self.down or pull != replica.pulls:
+            return
+        replica.weight_step = replica.weight_id = step
+        if self.rules.refresh == "barrier":
+            replica.state = "barrier"
+            self.barrier.add(replica.index)
+            self.try_round()
+        else:
+            replica.state = "generate"
+            self.hungry.pop(replica.index, None)
+            if self.rules.refresh == "interrupt":
+                self.settle(replica)
+            else:
+                self.ask(replica)
+
+    def interrupt(self, replica: Replica) -> None:
+        """New weights come into everything in progress."""
+        if replica.index in self.down:
+            return
+        replica.advance(self.clock.now)
+        self.unload(replica, keep_kv=self.rules.interrupted_kv == "stale")
+        for request in replica.waiting:
+            request.versions += request.remaining < request.turns[request.turn] or request.turn > 0
+        self.schedule(replica)
+        self.pull(replica, 0.0 if self.rules.placement == "colocated" else self.global_sync_seconds)
+
+    def unload(self, replica: Replica, keep_kv: bool) -> None:
+        replica.waiting.extend(replica.take_all(keep_kv))
+        replica.stall_until = 0.0
+
+    def start_training(self) -> None:
+        """Colocated: all GPUs are the trainer's until the next weights are there."""
+        self.paused = self.rules.refresh == "interrupt"
+        for replica in self.replicas:
+            replica.advance(self.clock.now)
+            self.unload(replica, keep_kv=False)
+            replica.state = "train"
+            self.schedule(replica)

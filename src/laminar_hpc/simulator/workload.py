@@ -1,0 +1,120 @@
+"""What is generated: lengths of responses, prompts and turns, group by group, from a distribution or from a file of real lengths.
+
+A group's lengths depend on the seed and its index alone, never on who generates it or when, so pipelines are compared on the same work.
+"""
+
+import json
+import math
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.simulator.schema import WorkloadConfig
+
+_BLOCK = 256  # groups drawn at once
+_NORMAL = NormalDist()
+
+
+def capped_mean(mu: float, sigma: float, cap: float) -> float:
+    """Mean of min(cap, exp(N(mu, sigma)))."""
+    place = (math.log(cap) - mu) / sigma
+    return math.exp(mu + sigma * sigma / 2) * _NORMAL.cdf(place - sigma) + cap * (1.0 - _NORMAL.cdf(place))
+
+
+def mu_of_mean(mean: float, sigma: float, cap: float) -> float:
+    """The log-median at which the capped log-normal has this mean. Raises LaminarError when no median gives it."""
+    if not 1.0 <= mean < cap:
+        raise LaminarError(f"workload.mean_response_tokens={mean:g} must lie between 1 and workload.max_response_tokens={cap:g}")
+    low, high = -20.0, math.log(cap) + 6 * sigma
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if capped_mean(middle, sigma, cap) < mean else (low, middle)
+    return low
+
+
+@dataclass
+class GroupDraw:
+    """One prompt group: per sample the tokens of each turn and the seconds that the environment takes after each turn but the last."""
+
+    turns: list[list[int]]
+    waits: list[list[float]]
+    prompt_tokens: int
+
+
+class Workload:
+    """`groups`: how many the whole run will use about, for the drift."""
+
+    def __init__(self, config: WorkloadConfig, seed: int, groups: int) -> None:
+        self.config, self.seed, self.groups = config, seed, max(1, groups)
+        self._known = read_lengths(Path(config.lengths_file)) if config.lengths_file else []
+        if not self._known:
+            self._mu = mu_of_mean(config.mean_response_tokens, config.sigma, config.max_response_tokens)
+        self._blocks: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def lengths(self, index: int) -> list[int]:
+        """Response tokens (int, >= 1) of each sample of group `index`; environment tokens are not counted."""
+        if self._known:
+            row = self._known[index % len(self._known)]
+            return [max(1, row[i % len(row)]) for i in range(self.config.samples_per_prompt)]
+        return self._block(index)[0][index % _BLOCK].tolist()
+
+    def group(self, index: int) -> GroupDraw:
+        c = self.config
+        lengths = self.lengths(index)
+        if c.turns <= 1:
+            return GroupDraw([[n] for n in lengths], [[]] * len(lengths), c.prompt_tokens)
+        _, calls, waits = self._block(index)
+        counts = calls[index % _BLOCK].tolist()
+        rows = waits[index % _BLOCK].tolist()
+        turns = [[max(1, n // k)] * (k - 1) + [max(1, n - (k - 1) * (n // k))] for n, k in zip(lengths, counts, strict=True)]
+        return GroupDraw(turns, [row[: k - 1] for row, k in zip(rows, counts, strict=True)], c.prompt_tokens)
+
+    def _block(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of _BLOCK groups: lengths (int64, [block, samples]), turns (the same) and waits (seconds, [block, samples, turns - 1])."""
+        number = index // _BLOCK
+        if number not in self._blocks:
+            c, samples = self.config, self.config.samples_per_prompt
+            random = np.random.default_rng([self.seed, number])
+            shared = random.standard_normal((_BLOCK, 1))
+            z = math.sqrt(c.group_correlation) * shared + math.sqrt(1 - c.group_correlation) * random.standard_normal((_BLOCK, samples))
+            progress = np.minimum(1.0, (np.arange(_BLOCK) + number * _BLOCK) / self.groups)[:, None]
+            drift = math.log1p(c.growth) * progress
+            mu = 0.0 if self._known else self._mu
+            lengths = np.clip(np.rint(np.exp(mu + drift + c.sigma * z)), 1, c.max_response_tokens).astype(np.int64)
+            calls = random.integers(1, c.turns + 1, (_BLOCK, samples))
+            waits = c.turn_seconds * np.exp(c.turn_sigma * random.standard_normal((_BLOCK, samples, max(0, c.turns - 1))))
+            self._blocks = {k: v for k, v in self._blocks.items() if k >= number - 64}
+            self._blocks[number] = (lengths, calls, waits)
+        return self._blocks[number]
+
+
+def read_lengths(path: Path) -> list[list[int]]:
+    """Real lengths, one list per group: of a run directory's or a store's trajectories, or of a file with one JSON list per line.
+
+    Raises LaminarError when there are none.
+    """
+    store = path / "store.sqlite" if path.is_dir() else path
+    try:
+        if store.suffix == ".sqlite":
+            database = sqlite3.connect(f"file:{store}?mode=ro", uri=True)
+            with database:
+                rows = database.execute(
+                    "SELECT group_id, response_length FROM trajectories WHERE state IN ('finished', 'consumed') ORDER BY id"
+                ).fetchall()
+            database.close()
+            groups: dict[int, list[int]] = {}
+            for group, length in rows:
+                groups.setdefault(group, []).append(int(length))
+            found = list(groups.values())
+        else:
+            found = [[int(n) for n in json.loads(line)] for line in store.read_text().splitlines() if line.strip()]
+    except (OSError, sqlite3.Error, ValueError, TypeError) as error:
+        raise LaminarError(f"workload.lengths_file={path}: neither a run directory nor lines of JSON lists of lengths ({error})") from None
+    found = [row for row in found if row]
+    if not found:
+        raise LaminarError(f"workload.lengths_file={path}: no lengths in it; name a run with finished trajectories")
+    return found

@@ -1,0 +1,141 @@
+"""`laminar sim` and `laminar plan`: what they print and write, and what they refuse; real lengths; presets as the live pipelines."""
+
+import json
+import math
+import sqlite3
+
+import pytest
+import yaml
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.load import conf_directory
+from laminar_hpc.simulator import command, plan_command
+from laminar_hpc.simulator.load import experiments, load, load_plan, questions
+from laminar_hpc.simulator.plan import Candidate, bound, candidates, evaluate, search
+from laminar_hpc.simulator.rules import PIPELINES
+from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.workload import Workload, capped_mean, mu_of_mean, read_lengths
+
+SMALL = ["workload.prompts_per_step=32", "workload.samples_per_prompt=4", "workload.updates_per_step=4", "steps=4", "warmup_steps=1"]
+
+
+def test_presets_are_those_of_the_live_run():
+    """The same pipeline name means the same policy values in conf/pipeline and in the simulator."""
+    for path in sorted((conf_directory() / "pipeline").glob("*.yaml")):
+        live = yaml.safe_load(path.read_text())
+        if path.stem in PIPELINES:
+            rules = PIPELINES[path.stem]
+            assert (rules.refresh, rules.max_staleness) == (live["refresh"], live["max_staleness"]), path.stem
+    assert {"sync", "laminar"} <= PIPELINES.keys()
+
+
+def test_every_shipped_file_is_read():
+    assert {load(name, []).name for name in experiments()} and {load_plan(name, []).name for name in questions()}
+
+
+def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
+    words = ["repack", *SMALL, f"out_dir={tmp_path}", "gpus=[16,32]", "pipelines=[sync,stream,partial,laminar]", "trainer_share=0.5"]
+    assert command.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 8 + 2 and lines[0].split()[0] == "pipeline" and lines[4].split()[:2] == ["laminar", "16"]
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    for row in rows:
+        total = sum(sum(causes.values()) for causes in row["gpu_seconds"].values())
+        assert math.isclose(total, row["gpus"] * row["step_seconds"] * 3, rel_tol=0.01), "every GPU-second has a cause"
+    page = (tmp_path / "report.html").read_text()
+    for part in ("Where each GPU-second went", "Time line", "KV use", "staleness at training", "lengths"):
+        assert part in page
+    assert command.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == rows, "the same seed gives the same result"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "usage: laminar sim EXPERIMENT"),
+        (["nope"], "no simulation 'nope': there are dora, laminar, repack"),
+        (["dora", "modle=32B"], "modle"),
+        (["dora", "model=33B"], "model=33B: use one of 7B, 32B, 72B"),
+        (["dora", "pipelines=[async]"], "pipelines=async: use one of sync"),
+        (["dora", "constants.mfu=1"], "constants=mfu: use one of"),
+        (["dora", "gpus=[4]"], "gpus=4: at least 8"),
+        (["dora", "tensor_parallel=1"], "raise tensor_parallel"),
+        (["dora", "warmup_steps=16"], "below steps=16"),
+        (["dora", "workload.mean_response_tokens=40000"], "must lie between 1 and"),
+        (["dora", "workload.lengths_file=/nowhere"], "neither a run directory"),
+    ],
+)
+def test_sim_refuses_in_one_line(words, text):
+    with pytest.raises(LaminarError, match=text):
+        command.main(words)
+
+
+def test_lengths_of_a_run_are_replayed(tmp_path):
+    """A run's own store, group by group; environment turns do not change the tokens."""
+    database = sqlite3.connect(tmp_path / "store.sqlite")
+    database.execute("CREATE TABLE trajectories(id INTEGER, group_id INTEGER, state TEXT, response_length INTEGER)")
+    rows = [(1, 7, "consumed", 5), (2, 7, "finished", 9), (3, 8, "consumed", 11), (4, 8, "granted", 99)]
+    database.executemany("INSERT INTO trajectories VALUES (?, ?, ?, ?)", rows)
+    database.commit()
+    assert read_lengths(tmp_path) == [[5, 9], [11]]
+    work = Workload(WorkloadConfig(samples_per_prompt=3, lengths_file=str(tmp_path), turns=4), 0, 10)
+    assert work.lengths(0) == [5, 9, 5] and work.lengths(3) == [11, 11, 11]
+    draw = work.group(0)
+    assert [sum(turns) for turns in draw.turns] == [5, 9, 5]
+    assert all(len(waits) == len(turns) - 1 for waits, turns in zip(draw.waits, draw.turns, strict=True))
+
+
+def test_drawn_lengths_have_the_mean_and_resemble_each_other_in_a_group():
+    c = WorkloadConfig(mean_response_tokens=2246, max_response_tokens=30720, sigma=1.69)
+    assert math.isclose(capped_mean(mu_of_mean(2246, 1.69, 30720), 1.69, 30720), 2246, rel_tol=1e-6)
+    work = Workload(c, 3, 1)
+    groups = [work.lengths(i) for i in range(2048)]
+    mean = sum(map(sum, groups)) / (2048 * 16)
+    assert abs(mean / 2246 - 1) < 0.08 and max(map(max, groups)) == 30720
+    logs = [[math.log(n) for n in group] for group in groups]
+    centre = sum(map(sum, logs)) / (2048 * 16)
+    between = sum((sum(row) / 16 - centre) ** 2 for row in logs) / 2048
+    assert abs(between / 1.69**2 - (0.5 + 0.5 / 16)) < 0.1, "half of the variance of the logs is between groups"
+
+
+PLAN = [*SMALL, "pools=[{gpu: H800, count: 16}, {gpu: H20, count: 8}]"]
+
+
+def test_plan_is_as_good_as_every_candidate_and_writes_its_files(tmp_path, capsys):
+    """The pruned search finds the best of all candidates simulated one by one; the bound is never exceeded."""
+    config = load_plan("mixed", [*PLAN, f"out_dir={tmp_path}"])
+    found = search(config)
+    work = Workload(config.workload, config.seed, 1)
+    lengths = [n for i in range(256) for n in work.lengths(i)]
+    context = config.workload.prompt_tokens + sum(n * n for n in lengths) / (2 * sum(lengths))
+    rates = {}
+    for candidate in candidates(config):
+        rates[candidate] = evaluate(config, candidate)["tokens_per_second"]
+        assert rates[candidate] <= bound(config, candidate, sum(lengths) / len(lengths), context)
+    assert found.best.score == max(rates.values()) and found.simulated <= found.candidates == len(rates)
+    assert plan_command.main(["mixed", *PLAN, f"out_dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "plan " in out and "runner-up" in out and "expected" in out
+    run = yaml.safe_load((tmp_path / "mixed.yaml").read_text())
+    _, gpus, tp = found.best.candidate.rollouts[0]
+    assert run["rollout"]["replicas"] == gpus // tp and run["pipeline"]["max_staleness"] == config.max_staleness
+    trainer = run["trainer"]
+    assert trainer["tensor_parallel"] * trainer["pipeline_parallel"] * trainer["data_parallel"] == found.best.candidate.trainer_gpus
+    assert (tmp_path / "mixed.sbatch").read_text().count("--nodes=") == 1 + len(found.best.candidate.rollouts)
+
+
+def test_preemptible_gpus_never_train_and_the_cheapest_set_keeps_the_trainer_busy():
+    config = load_plan(
+        "cheapest", [*SMALL, "trainer_busy=0.3", "pools=[{gpu: H800, count: 16}, {gpu: H20, count: 16, preemptible: true, mtbf_hours: 1}]"]
+    )
+    assert {candidate.trainer_pool for candidate in candidates(config)} == {0}
+    found = search(config)
+    assert found.best.figures["trainer_wait_share"] <= 0.7
+    with pytest.raises(LaminarError, match="keeps the trainer busy"):
+        search(load_plan("cheapest", [*SMALL, "trainer_busy=1.0", "pools=[{gpu: H800, count: 24}]"]))
+
+
+def test_a_model_that_fits_nowhere_is_refused():
+    with pytest.raises(LaminarError, match="fits on no pool"):
+        search(load_plan("mixed", ["model=72B", "pools=[{gpu: L40S, count: 8}]"]))
+    assert Candidate(0, 8, ((0, 8, 4),)).trainer_gpus == 8
