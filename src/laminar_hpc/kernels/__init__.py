@@ -1,7 +1,8 @@
 """What moves weights between layouts and keeps count of them: pack, delta encode, delta apply.
 
-Each is a Triton kernel (pack.py, delta.py) beside its plain-torch reference (reference.py), and gives the same bits. The functions here are
-what the rest of the system calls; they, and nothing else, choose: tensors on a GPU go to the kernels, all others to the references.
+Each is a Triton kernel (triton_pack.py, triton_delta.py) beside its plain-torch reference (reference.py), and gives the same bits. The
+functions here are what the rest of the system calls; they, and nothing else, choose: tensors on a GPU go to the kernels, all others to the
+references.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,18 +39,18 @@ def pack(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> Sums:
     float32, or have the serving dtype already. The piece may be empty; a NaN stays a NaN, of no particular payload.
 
     Returns a function that gives each piece's part of the two checksums of its whole tensor (weights/sums.py). On a GPU they are taken in
-    the same pass, and reading them waits for it. On the CPU, where they would lengthen the caller's stall, they are taken when first asked for, from the
-    targets, which must be untouched until then. Raises LaminarError on other shapes or dtypes.
+    the same pass, and reading them waits for it. On the CPU, where they would lengthen the caller's stall, they are taken when asked for,
+    from the targets, which must be untouched until then. Raises LaminarError on other shapes or dtypes.
     """
     for piece, target in zip(pieces, targets, strict=True):
         _check_target(piece, target)
     if targets and targets[0].is_cuda:
-        from laminar_hpc.kernels.pack import pack as on_gpu
+        from laminar_hpc.kernels.triton_pack import pack as on_gpu
 
         taken = on_gpu(pieces, targets)
         return lambda: [(first % _MODULUS, second % _MODULUS) for first, second in taken.tolist()]
     reference.pack(pieces, targets)
-    return lambda: reference.sums(pieces, targets)
+    return reference.sums(pieces, targets)
 
 
 def delta_encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
@@ -63,7 +64,7 @@ def delta_encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
             f"are needed, of at most {LONGEST} elements of 2 or 4 bytes; encode bucket by bucket"
         )
     if new.is_cuda:
-        from laminar_hpc.kernels.delta import encode as on_gpu
+        from laminar_hpc.kernels.triton_delta import encode as on_gpu
 
         return on_gpu(new, old)
     return reference.delta_encode(new, old)
@@ -82,7 +83,7 @@ def delta_apply(image: torch.Tensor, delta: Delta) -> None:
     if low < 0 or high >= image.numel():
         raise LaminarError(f"a delta with indices from {low} to {high} is not one of {image.numel()} elements; send a full copy")
     if image.is_cuda:
-        from laminar_hpc.kernels.delta import apply as on_gpu
+        from laminar_hpc.kernels.triton_delta import apply as on_gpu
 
         on_gpu(image, delta)
     else:

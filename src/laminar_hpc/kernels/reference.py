@@ -1,6 +1,6 @@
 """The kernels in plain torch: what runs on the CPU, and what the Triton kernels are held against, bit by bit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,9 +26,10 @@ def pack(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> None:
         target.view(piece.view.shape).copy_(piece.view)
 
 
-def sums(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """What each packed piece adds to the sums of its whole tensor."""
-    return [slice_sums(t, p.shape, p.dim, p.start) if t.numel() else (0, 0) for p, t in zip(pieces, targets, strict=True)]
+def sums(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> Callable[[], list[tuple[int, int]]]:
+    """Gives what each packed piece adds to the sums of its whole tensor; holds on to the targets, not to the pieces' views."""
+    packed = [(t, p.shape, p.dim, p.start) for p, t in zip(pieces, targets, strict=True)]
+    return lambda: [slice_sums(*one) if one[0].numel() else (0, 0) for one in packed]
 
 
 def bits(flat: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Triton: a Megatron shard into canonical slices in the bucket, cast, with the two checksums taken in the same pass.
 
-Bytes move once, at the device's copy bandwidth: each program takes TILES tiles of BR rows and BC columns. Two 16-bit items are handled as the one
-32-bit word that they share wherever every row begins on a word; else each item adds its half of the word, as weights/sums.py does.
+Bytes move once: each program takes TILES tiles of BR rows and BC columns. Two 16-bit items are handled as the one 32-bit word that they
+share wherever every row begins on a word; else each item adds its half of the word, as weights/sums.py does.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from laminar_hpc.weights.mapping import Piece
 
 TILE = 1024  # words: 8 per thread of 128, so that the sums of a thread stay in registers
 TILES = 16  # per program: one pair of atomic additions per 64 KB written
+PROGRAMS = 512  # at least, before any takes more than a tile: small pieces spread over the device
 _COPY, _BFLOAT16, _FLOAT16 = 0, 1, 2
 _INTEGER = {2: torch.int16, 4: torch.int32}
 
@@ -90,17 +91,16 @@ def _launch(piece: Piece, target: torch.Tensor, sums: torch.Tensor) -> None:
     if source.dtype != target.dtype:
         cast = _BFLOAT16 if target.dtype == torch.bfloat16 else _FLOAT16
     pairs = target.element_size() == 2 and _on_words(grid, first, source, target, cast)
-    source_columns = (grid.rows - 1) * grid.strides[0] + grid.columns
-    target_columns = (grid.rows - 1) * grid.strides[1] + grid.columns
-    flat_source = source.as_strided((source_columns,), (1,)).view(_INTEGER[4 if pairs and not cast else source.element_size()])
-    flat_target = target.as_strided((target_columns,), (1,)).view(_INTEGER[4 if pairs else target.element_size()])
+    source_items, target_items = ((grid.rows - 1) * stride + grid.columns for stride in grid.strides[:2])
+    flat_source = source.as_strided((source_items,), (1,)).view(_INTEGER[4 if pairs and not cast else source.element_size()])
+    flat_target = target.as_strided((target_items,), (1,)).view(_INTEGER[4 if pairs else target.element_size()])
     half = 2 if pairs else 1
     columns, own_stride = grid.columns // half, grid.strides[0] // (half if not cast else 1)
     BC = min(triton.next_power_of_2(columns), TILE if grid.rows == 1 else TILE // 2)
     BR = 1 if grid.rows == 1 else min(TILE // BC, triton.next_power_of_2(grid.rows))
     tiles = triton.cdiv(grid.rows, BR) * triton.cdiv(columns, BC)
-    per_program = min(TILES, 1 << (max(1, tiles // 512).bit_length() - 1))  # small pieces spread over the device
-    farthest = max((grid.rows + BR) * max(grid.strides), source_columns, target_columns, _numel(piece.shape)) + 2 * TILE
+    per_program = min(TILES, 1 << (max(1, tiles // PROGRAMS).bit_length() - 1))
+    farthest = max((grid.rows + BR) * max(grid.strides), _numel(piece.shape)) + 2 * TILE
     pack_kernel[(triton.cdiv(tiles, per_program),)](
         flat_source, flat_target, sums, grid.rows, columns, own_stride, grid.strides[1] // half, first // half, grid.strides[2] // half,
         CAST=cast, PAIRS=pairs and cast != _COPY, BR=BR, BC=BC, TILES=per_program, WIDE=farthest >= 2**31,
@@ -109,8 +109,10 @@ def _launch(piece: Piece, target: torch.Tensor, sums: torch.Tensor) -> None:
 
 def _on_words(grid: Grid, first: int, source: torch.Tensor, target: torch.Tensor, cast: int) -> bool:
     """Whether every row of 16-bit items begins and ends between two words, in memory and in the whole tensor."""
-    whole = grid.columns % 2 == first % 2 == target.data_ptr() % 4 == 0
-    return whole and all(stride % 2 == 0 for stride in grid.strides[1:]) and (cast != _COPY or source.data_ptr() % 4 == grid.strides[0] % 2 == 0)
+    counted = [grid.columns, first, *grid.strides[1:]]
+    if cast == _COPY:  # then the source is read by words too
+        counted += [grid.strides[0], source.data_ptr() // 2]
+    return target.data_ptr() % 4 == 0 and all(items % 2 == 0 for items in counted)
 
 
 def _numel(shape: Sequence[int]) -> int:
