@@ -139,7 +139,7 @@ def test_pack_more_than_one_tile(rows: int, columns: int, programs: int, monkeyp
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("share", [0.0, 1e-3, 0.2, 1.0])
-@pytest.mark.parametrize("length", [1, 31, 8192, 20_011])
+@pytest.mark.parametrize("length", [1, 31, 8192, 20_010])
 def test_delta(length: int, share: float, dtype: torch.dtype) -> None:
     """Empty, sparse and full deltas: the reference's indices and values, in its order; applied, the new image's bits."""
     old = torch.randn(length).to(dtype)
@@ -157,10 +157,11 @@ def test_delta(length: int, share: float, dtype: torch.dtype) -> None:
     assert same_bits(image, new) and same_bits(by_reference, new)
 
 
-def test_every_bit_of_a_word_of_marks() -> None:
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_every_bit_of_a_word_of_marks(dtype: torch.dtype) -> None:
     """One changed element alone, at each of 64 places."""
     for at in range(64):
-        old = torch.zeros(70)
+        old = torch.zeros(70, dtype=dtype)
         new = old.clone()
         new[at] = 1.0
         assert triton_delta.encode(new, old).indices.tolist() == [at]

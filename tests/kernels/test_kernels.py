@@ -71,11 +71,12 @@ def test_pack_compiles_ahead(source: str, target: str, constants: dict, capabili
 @pytest.mark.parametrize("item", ["*i16", "*i32"])
 def test_delta_compiles_ahead(item: str, capability: int) -> None:
     """As above; both images are read 16 bytes at a time."""
-    constants, words = {"BLOCK": BLOCK}, {"marks": "*i32", "counts": "*i32", "ends": "*i32", "indices": "*i32"}
-    marked = compiled(mark_kernel, constants, capability, new=item, old=item, **words)
-    assert re.search(r"ld\.global\.v4\.b32", marked)
+    words = {"marks": "*i32", "counts": "*i32", "ends": "*i32", "indices": "*i32"}
+    for loaded, halves in ((item, False), ("*i32", True)):
+        marked = compiled(mark_kernel, {"BLOCK": BLOCK, "HALVES": halves}, capability, new=loaded, old=loaded, **words)
+        assert re.search(r"ld\.global\.v4\.b32", marked)
     for kernel in (compact_kernel, apply_kernel):
-        assert f".target sm_{capability}" in compiled(kernel, constants, capability, new=item, values=item, image=item, **words)
+        assert f".target sm_{capability}" in compiled(kernel, {"BLOCK": BLOCK}, capability, new=item, values=item, image=item, **words)
 
 
 def test_what_no_kernel_can_do_is_refused() -> None:
