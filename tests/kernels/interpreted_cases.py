@@ -139,7 +139,7 @@ def test_pack_more_than_one_tile(rows: int, columns: int, programs: int, monkeyp
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("share", [0.0, 1e-3, 0.2, 1.0])
-@pytest.mark.parametrize("length", [1, 31, 8192, 20_010])
+@pytest.mark.parametrize("length", [1, 31, 8192, 8195, 20_010])
 def test_delta(length: int, share: float, dtype: torch.dtype) -> None:
     """Empty, sparse and full deltas: the reference's indices and values, in its order; applied, the new image's bits."""
     old = torch.randn(length).to(dtype)
