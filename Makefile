@@ -3,12 +3,13 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint apex clean
+.PHONY: help setup demo test test-slow bench-gpu lint apex clean
 
 help:
 	@echo 'make demo        set up .venv and run the main job: laminar train experiment=demo'
 	@echo 'make test        set up .venv and run the tests (those marked slow are left out)'
 	@echo 'make test-slow   the tests marked slow: long runs, process deaths, a real two-node Slurm'
+	@echo 'make bench-gpu   the kernels on a GPU, against a plain copy and torch.compile (BENCH_ARGS="--json kernels.json")'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make setup       set up .venv only; a second call installs nothing'
 	@echo "make apex        build NVIDIA's apex into .venv (machines with CUDA's compiler)"
@@ -30,6 +31,9 @@ test: setup
 
 test-slow: setup
 	@$(BIN)/python -m pytest -m 'slow$(GPU)' $(PYTEST_ARGS)
+
+bench-gpu: setup
+	@$(BIN)/python bench/kernels.py $(BENCH_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check --output-format concise .

@@ -2,7 +2,10 @@
 
 import importlib
 import json
+import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,3 +109,11 @@ def test_the_stock_engine_has_none_of_our_hooks(load, tmp_path):
         process = kind("engine", tmp_path / "log", 1)
         process.folder = tmp_path
         assert (SOCKET_VARIABLE in process.environment()) is hooked
+
+
+def test_the_kernels_bench_says_that_it_needs_a_gpu():
+    """Promise: without one, a single line and a non-zero exit; no figure is made up."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(BENCH / "kernels.py")], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.splitlines() == ["bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has one"]

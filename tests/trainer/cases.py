@@ -14,6 +14,8 @@ from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.learner import Learner
 from laminar_hpc.trainer.megatron import MegatronPolicy
 from laminar_hpc.trainer.microbatch import Example, MicroBatch, make_microbatch, trained
+from laminar_hpc.weights.manifest import layout
+from laminar_hpc.weights.sums import tensor_sums
 
 
 def place() -> tuple[int, int, int]:
@@ -78,6 +80,18 @@ def elements_kept(model: str, settings: dict) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         policy.accumulate([make_microbatch([Example(t, torch.ones(len(trained(t)))) for t in batch], policy.device)], loss)
     return seen[0]
+
+
+def packed(model: str, settings: dict) -> dict[str, object] | None:
+    """On rank 0: the packed bucket's bytes and sums, and those of the canonical tensors as checkpoints have them."""
+    policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
+    size, lead = layout(policy.canonical_metadata(), 0, 0).data_bytes, dist.get_rank() == 0
+    bucket = torch.zeros(size, dtype=torch.uint8) if lead else None
+    sums, tensors = policy.pack(bucket), [t for _, t in policy.canonical_tensors()]
+    if not lead:
+        return None
+    whole = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
+    return {"bucket": bucket.numpy(), "whole": whole.numpy(), "sums": sums(), "of_tensors": [tensor_sums(t) for t in tensors]}
 
 
 def gather_alone(model: str, settings: dict) -> str:

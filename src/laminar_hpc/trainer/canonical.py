@@ -1,8 +1,8 @@
 """The live weights under Hugging Face names, put together on trainer rank 0 from the shards that all trainer ranks hold.
 
-Used by trainer/megatron.py, for publishing and for checkpoints. At the start every rank says which slices it holds; of those that several
-ranks hold (replicas, norms, the copy of a tied embedding) only the first rank's is taken, so each byte comes to rank 0 once. Every wait is
-bounded.
+Used by trainer/megatron.py: `pack` for publishing, `tensors` for checkpoints. At the start every rank says which slices it holds; of those
+that several ranks hold (replicas, norms, the copy of a tied embedding) only the first rank's is taken, so each byte comes to rank 0 once.
+Every wait is bounded.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels import Sums, pack, place
+from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.mapping import Piece
+from laminar_hpc.weights.sums import add_sums
 
 
 class Slice(msgspec.Struct, frozen=True):
@@ -71,32 +74,49 @@ class Canonical:
     def tensors(self, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """On rank 0 the tensors, whole, contiguous, as `metadata` lists them: views of the parameters where one rank holds all and the
         layouts agree, else on `device`. The other ranks send their slices and get nothing, but must run through."""
-        rank = dist.get_rank()
-        local: dict[str, Piece] = {}
-        for p in pieces:
-            local.setdefault(p.name, p)  # a tied embedding comes before its copy
+        local = _by_name(pieces)
         for name, slices in self.slices.items():
-            if rank == 0:
+            if dist.get_rank() == 0:
                 yield name, self._whole(slices, local.get(name), dtype, device)
+            else:
+                self._send(slices, local.get(name), dtype)
+
+    def pack(self, pieces: Sequence[Piece], dtype: torch.dtype, bucket: torch.Tensor | None) -> Sums:
+        """Every tensor to its place in rank 0's `bucket` (uint8, laid out as manifest.layout lays out `metadata`); other ranks have none.
+
+        Returns, on rank 0, a function that gives the checksums of each tensor; the bucket must be as it is until then.
+        """
+        local, taken = _by_name(pieces), []
+        for entry in layout(self.metadata(dtype), 0, 0).tensors:
+            slices, mine = self.slices[entry.name], local.get(entry.name)
+            if bucket is None:
+                self._send(slices, mine, dtype)
                 continue
-            for s in slices:
-                if s.rank == rank:
-                    self._bounded(dist.send, local[name].value().to(dtype).contiguous(), 0, s)
+            whole = place(bucket, entry.offset, entry.shape, dtype)
+            targets = [whole.narrow(s.dim, s.start, s.length) for s in slices]
+            sources = [mine if s.rank == 0 else self._received(s, target) for s, target in zip(slices, targets, strict=True)]
+            taken.append(pack(sources, targets))
+        return lambda: [add_sums(sums()) for sums in taken]
+
+    def _received(self, s: Slice, target: torch.Tensor) -> Piece:
+        """Another rank's slice: in the target itself where that is contiguous, else beside it."""
+        part = target if target.is_contiguous() else torch.empty(s.own_shape, dtype=target.dtype, device=target.device)
+        self._bounded(dist.recv, part, s.rank, s)
+        return Piece(s.name, s.shape, s.dim, s.start, s.length, part)
+
+    def _send(self, slices: Sequence[Slice], mine: Piece | None, dtype: torch.dtype) -> None:
+        """To rank 0, those of one tensor's slices that this rank holds."""
+        for s in slices:
+            if s.rank == dist.get_rank():
+                self._bounded(dist.send, mine.value().to(dtype).contiguous(), 0, s)
 
     def _whole(self, slices: list[Slice], mine: Piece | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if len(slices) == 1 and slices[0].rank == 0:
             return mine.value().to(dtype).contiguous()
         whole = torch.empty(slices[0].shape, dtype=dtype, device=device)
         for s in slices:
-            place = whole.narrow(s.dim, s.start, s.length)
-            if s.rank == 0:
-                place.copy_(mine.value())
-            elif place.is_contiguous():
-                self._bounded(dist.recv, place, s.rank, s)
-            else:
-                part = torch.empty(s.own_shape, dtype=dtype, device=device)
-                self._bounded(dist.recv, part, s.rank, s)
-                place.copy_(part)
+            target = whole.narrow(s.dim, s.start, s.length)
+            pack([mine if s.rank == 0 else self._received(s, target)], [target])
         return whole
 
     def _bounded(self, send_or_receive: object, tensor: torch.Tensor, peer: int, what: Slice) -> None:
@@ -107,6 +127,11 @@ class Canonical:
                 f"trainer {dist.get_rank()} waited at most {self._seconds:.0f} s for trainer {peer} to pass {what.name} along "
                 f"({str(error).splitlines()[0][:120]}); see that rank's log"
             ) from None
+
+
+def _by_name(pieces: Sequence[Piece]) -> dict[str, Piece]:
+    """The first of each name: a tied embedding comes before its copy."""
+    return {p.name: p for p in reversed(pieces)}
 
 
 def _all_frames(frame: bytes, group: dist.ProcessGroup) -> list[bytes]:

@@ -1,7 +1,7 @@
 """The one adapter of Megatron-core: builds the policy with its DDP and optimizer from a Hugging Face directory, runs it, and writes it
 back.
 
-trainer/learner.py trains through it, trainer/publisher.py reads its canonical tensors, trainer/checkpoint.py its state. The same code
+trainer/learner.py trains through it, trainer/publisher.py packs its canonical tensors, trainer/checkpoint.py reads its state. The same code
 runs on GPUs and, under trainer/cpu.py's shim, on the CPU. Needs the trainer world (cluster/world.py) to be there.
 """
 
@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.kernels import Sums
 from laminar_hpc.trainer.building import build_gpt, build_optimizer, transformer_config, wrap
 from laminar_hpc.trainer.canonical import Canonical
 from laminar_hpc.trainer.cpu import cuda_as_cpu, native_calls
@@ -211,6 +212,14 @@ class MegatronPolicy:
         Views of the parameters where the layouts agree: read them before the next optimizer update.
         """
         yield from self._canonical.tensors(self.pieces, self.dtype, self.device)
+
+    @torch.no_grad()
+    def pack(self, bucket: torch.Tensor | None) -> Sums:
+        """The live parameters into rank 0's bucket (uint8, on `device`), each tensor where manifest.layout puts it; None on other ranks.
+
+        Returns on rank 0 what gives their checksums, one pair per tensor, as long as the bucket is not written again.
+        """
+        return self._canonical.pack(self.pieces, self.dtype, bucket)
 
     def save_hf(self, directory: Path) -> None:
         """A complete Hugging Face directory with the live weights, written by rank 0."""

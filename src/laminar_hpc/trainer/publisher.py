@@ -1,6 +1,6 @@
 """Publishing: the trainer's live weights leave for the master relay while the trainer goes on.
 
-`publish` copies the canonical tensors into a staging buffer (the stall), and a thread of its own asks for a weight id, sends and
+`publish` packs the canonical tensors into a staging buffer (the stall), and a thread of its own asks for a weight id, sends and
 reports. Two
 buffers: if a newer publication is ready while one is on its way, it takes the place of any that waits; skipping an id is legal. The thread
 also makes the link to the master relay for every epoch of the membership that the controller proposes.
@@ -11,7 +11,6 @@ Used by `trainer.loop` (publish, fence, close); collective over the trainer worl
 import logging
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,8 +22,8 @@ from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link, LinkBroken, host_store, own_address
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels import Sums
 from laminar_hpc.weights.manifest import Manifest, encode_manifest, layout
-from laminar_hpc.weights.sums import tensor_sums
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
@@ -34,7 +33,7 @@ class Publishable(Protocol):
     """What the publisher needs of the policy."""
 
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]: ...
-    def canonical_tensors(self): ...
+    def pack(self, bucket: torch.Tensor | None) -> Sums: ...
     def probe_logprobs(self) -> list[float]: ...
 
 
@@ -44,6 +43,7 @@ class Staged:
 
     step: int
     buffer: torch.Tensor  # uint8, on the sending device
+    sums: Sums  # of its tensors
     probe: list[float]
     stall_seconds: float
 
@@ -58,8 +58,8 @@ class Publisher:
             return
         self._address = own_address(self._config.cluster.host)
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self._plan = layout(model.canonical_metadata(), 0, 0)
-        self._free = [torch.empty(self._plan.data_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        size = layout(model.canonical_metadata(), 0, 0).data_bytes
+        self._free = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
         self._waiting: Staged | None = None
         self._sent: Staged | None = None  # the last one, kept for relays that come later
         self._epoch = 0
@@ -81,19 +81,17 @@ class Publisher:
         started = time.time()
         probe = self._model.probe_logprobs()
         if not self._lead:
-            deque(self._model.canonical_tensors(), maxlen=0)  # sends what this rank holds
+            self._model.pack(None)  # sends what this rank holds
             return time.time() - started
         buffer = self._take_buffer()
-        for entry, (_, tensor) in zip(self._plan.tensors, self._model.canonical_tensors(), strict=True):
-            target = buffer[entry.offset : entry.offset + entry.nbytes]
-            target.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+        sums = self._model.pack(buffer)
         if buffer.is_cuda:
             torch.cuda.current_stream().synchronize()
         stall = time.time() - started
         with self._changed:
             if self._waiting is not None:
                 self._free.append(self._waiting.buffer)
-            self._waiting = Staged(step, buffer, probe, stall)
+            self._waiting = Staged(step, buffer, sums, probe, stall)
             self._changed.notify_all()
         return stall
 
@@ -226,8 +224,7 @@ class Publisher:
 
     def _manifest(self, staged: Staged, weight_id: int) -> Manifest:
         """The layout with this id and the sums of the staged bytes."""
-        host = staged.buffer.cpu()
         manifest = layout(self._model.canonical_metadata(), weight_id, staged.step)
-        for entry in manifest.tensors:
-            entry.sum_words, entry.sum_indexed = tensor_sums(host[entry.offset : entry.offset + entry.nbytes])
+        for entry, both in zip(manifest.tensors, staged.sums(), strict=True):
+            entry.sum_words, entry.sum_indexed = both
         return manifest

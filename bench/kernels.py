@@ -1,0 +1,194 @@
+"""The resharding kernels on a GPU: pack, delta encode and delta apply against a plain copy, torch eager and torch.compile.
+
+    python bench/kernels.py --json kernels.json                  layers of Qwen2.5-7B's shape, 10 repeats; `make bench-gpu` does the same
+    python bench/kernels.py --layers 4 --repeats 30
+
+Rates are bytes that must move (read once, written once) per second: of a delta two images, read, and the changed elements, written. The
+copy is torch's, on the device, of as many bytes, measured beside each kernel. Eager and compiled torch do the same work on the same
+tensors: reorder, cast and sums; or compare and nonzero; or an indexed copy. All take turns; times are medians of the repeats.
+
+Figures: `pack_over_copy` and `delta_over_copy`, the lowest of the rows that count: goal 0.85. `pack_over_compile` and
+`delta_over_compile`: goal 1.5. What is compared is first checked to give the same bits. Needs an NVIDIA GPU.
+"""
+
+import functools
+import statistics
+import sys
+from collections.abc import Callable
+
+import common
+import torch
+
+from laminar_hpc import kernels
+from laminar_hpc.kernels import reference
+from laminar_hpc.weights.hf import FAMILIES, ModelShape
+from laminar_hpc.weights.manifest import layout
+from laminar_hpc.weights.mapping import Piece, pieces
+
+SHAPE = ModelShape(
+    family=FAMILIES["qwen2"], layers=4, hidden=3584, heads=28, kv_heads=4, head_dim=128, ffn=18944, vocab=152064,
+    rope_theta=1e6, norm_eps=1e-6, tied=False, max_positions=4096,
+)  # fmt: skip
+CASTS = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.float32)]
+CHANGED = (1e-4, 0.01, 0.1, 1.0)  # shares; about 0.01 of a bf16 image changes in one step of RL
+COUNTED = 0.01  # up to this share a delta must reach the goal
+COLUMNS = ("kernel", "case", "MB", "ms", "GB/s", "copy GB/s", "over copy", "eager ms", "compile ms", "over eager", "over compile")
+
+
+def main() -> None:
+    options = common.parser(__doc__ or "")
+    options.set_defaults(repeats=10)
+    options.add_argument("--layers", type=int, default=SHAPE.layers, help=f"default {SHAPE.layers}, without embeddings")
+    options = options.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has one")
+    torch.manual_seed(0)
+    torch._dynamo.config.recompile_limit = 64  # a program for each kind of piece
+    rows = [pack_row(options, *cast) for cast in CASTS]
+    deltas = [delta_rows(options, share) for share in CHANGED]
+    counted = [encode for share, (encode, _) in zip(CHANGED, deltas, strict=True) if share <= COUNTED]
+    figures = {
+        "pack_over_copy": min(row["over copy"] for row in rows),
+        "pack_over_compile": min(row["over compile"] for row in rows),
+        "delta_over_copy": min(row["over copy"] for row in counted),
+        "delta_over_compile": min(row["over compile"] for row in counted),
+    }
+    common.finish(options, figures, [*rows, *(row for both in deltas for row in both)], COLUMNS)
+    print(f"GPU {torch.cuda.get_device_name()}; goals: over_copy 0.85, over_compile 1.5")
+
+
+# ---- the work ---------------------------------------------------------------------------------------------------------------------
+
+
+def parameters(layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Decoder layers as Megatron has them at tensor parallel 1."""
+    s, found = SHAPE, {}
+    qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
+    for i in range(layers):
+        prefix = f"decoder.layers.{i}."
+        for name, shape in {
+            "input_layernorm.weight": (s.hidden,),
+            "self_attention.linear_qkv.weight": (qkv, s.hidden),
+            "self_attention.linear_qkv.bias": (qkv,),
+            "self_attention.linear_proj.weight": (s.hidden, s.heads * s.head_dim),
+            "pre_mlp_layernorm.weight": (s.hidden,),
+            "mlp.linear_fc1.weight": (2 * s.ffn, s.hidden),
+            "mlp.linear_fc2.weight": (s.hidden, s.ffn),
+        }.items():
+            found[prefix + name] = torch.randn(shape, device="cuda", dtype=dtype)
+    return found
+
+
+def words_sums(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two sums of a flat image of whole words, as torch would take them on the device."""
+    words = image.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return words.sum(), (words * torch.arange(1, len(words) + 1, device=words.device)).sum()
+
+
+def pack_in_torch(own: list[Piece], targets: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    reference.pack(own, targets)
+    return [words_sums(target.view(-1)) for target in targets]
+
+
+def one_piece(view: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch.compile gets, piece by piece."""
+    target.view(view.shape).copy_(view)
+    return words_sums(target.view(-1))
+
+
+def delta_in_torch(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    changed = torch.nonzero(reference.bits(new) != reference.bits(old)).view(-1)
+    return changed.to(torch.int32), new[changed]
+
+
+def apply_in_torch(image: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
+    image.index_copy_(0, indices.long(), values)
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Medians on the device's clock, in turns; each is run three times before, which compiles it."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for repeat in range(-3, repeats):
+        for name, work in works.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            work()
+            end.record()
+            torch.cuda.synchronize()
+            if repeat >= 0:
+                times[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(of_work) for name, of_work in times.items()}
+
+
+def row(kernel: str, case: str, moved: int, repeats: int, works: dict[str, Callable[[], object]]) -> dict[str, object]:
+    """One line of the table. `works`: ours, eager, compile; `moved`: bytes read and written."""
+    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    found = milliseconds({**works, "copy": lambda: target.copy_(source)}, repeats)
+    rate, copy = moved / found["ours"] / 1e6, 2 * source.numel() / found["copy"] / 1e6
+    return {
+        "kernel": kernel, "case": case, "MB": moved / 1e6, "ms": found["ours"], "GB/s": rate, "copy GB/s": copy, "over copy": rate / copy,
+        "eager ms": found["eager"], "compile ms": found["compile"],
+        "over eager": found["eager"] / found["ours"], "over compile": found["compile"] / found["ours"],
+    }  # fmt: skip
+
+
+def pack_row(options: object, source: torch.dtype, serving: torch.dtype) -> dict[str, object]:
+    own = pieces(parameters(options.layers, source), SHAPE)
+    plan = layout([(p.name, p.shape, serving) for p in own], 0, 0)
+    buckets = [torch.zeros(plan.data_bytes, dtype=torch.uint8, device="cuda") for _ in range(3)]
+    ours, eager, compiled_into = ([kernels.place(b, t.offset, t.shape, serving) for t in plan.tensors] for b in buckets)
+    compiled = torch.compile(one_piece, dynamic=False)
+    sums = kernels.pack(own, ours)()
+    expected = pack_in_torch(own, eager)
+    for piece, target in zip(own, compiled_into, strict=True):
+        compiled(piece.view, target)
+    if not torch.equal(buckets[0], buckets[1]) or sums != [tuple(int(x) % 2**64 for x in both) for both in expected]:
+        sys.exit(f"pack {source} -> {serving}: the kernel's bytes or sums are not the reference's")
+    works = {
+        "ours": lambda: kernels.pack(own, ours),
+        "eager": lambda: pack_in_torch(own, eager),
+        "compile": lambda: [compiled(p.view, t) for p, t in zip(own, compiled_into, strict=True)],
+    }
+    moved = sum(p.view.numel() * p.view.element_size() for p in own) + plan.data_bytes
+    return row("pack", f"{name_of(source)} -> {name_of(serving)}", moved, options.repeats, works)
+
+
+def delta_rows(options: object, share: float) -> tuple[dict[str, object], dict[str, object]]:
+    """Encode and apply, of a bf16 image as large as the packed layers."""
+    count = sum(p.view.numel() for p in pieces(parameters(options.layers, torch.bfloat16), SHAPE))
+    old = torch.randn(count, device="cuda", dtype=torch.bfloat16)
+    new = torch.where(torch.rand(count, device="cuda") < share, -2 * old, old)
+    image, images = old.clone(), (old.clone(), old.clone())
+    delta, (indices, values) = kernels.delta_encode(new, old), delta_in_torch(new, old)
+    kernels.delta_apply(image, delta)
+    same = torch.equal(delta.indices, indices) and torch.equal(reference.bits(delta.values), reference.bits(values))
+    if not same or not torch.equal(reference.bits(image), reference.bits(new)):
+        sys.exit(f"delta of {share:g}: the kernel's indices, values or image are not the reference's")
+    encode, apply = torch.compile(delta_in_torch), torch.compile(apply_in_torch)
+    changed, case = len(indices), f"{share:g} changed"
+    encoding = {
+        "ours": lambda: kernels.delta_encode(new, old),
+        "eager": lambda: delta_in_torch(new, old),
+        "compile": lambda: encode(new, old),
+    }
+    applying = {
+        "ours": lambda: kernels.delta_apply(image, delta),
+        "eager": functools.partial(apply_in_torch, images[0], indices, values),
+        "compile": lambda: apply(images[1], indices, values),
+    }
+    written = delta.nbytes
+    first = row("delta encode", case, new.nbytes + old.nbytes + written, options.repeats, encoding)
+    return first, row("delta apply", case, written + changed * image.element_size(), options.repeats, applying)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Triton: the changed elements of an image as (index, value), and back.
+
+Encoding reads both images once. A first pass writes a bit per element and a count per block; the counts' running sum, which torch makes,
+says where each block's elements go; a second pass reads the bits, and of the image only what has changed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from laminar_hpc.kernels.reference import Delta, bits
+
+BLOCK = 8192  # elements per program; a lane of the second pass takes the 32 of one word of bits
+APPLY_BLOCK = 1024
+
+
+@triton.jit
+def _ones(word):
+    """How many bits of each word (uint32) are set, by adding neighbours."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return ((((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def mark_kernel(new, old, marks, counts, length, BLOCK: tl.constexpr, HALVES: tl.constexpr):
+    """new, old int32 or int16 [length]: elements, or words of two 16-bit elements each (HALVES), which halves the work per element.
+
+    marks int32 [blocks * BLOCK / 32]: bit b of word w is element 32 w + b. counts int32 [blocks].
+    """
+    block = tl.program_id(0)
+    WORDS: tl.constexpr = BLOCK // 32
+    LOADED: tl.constexpr = 16 if HALVES else 32  # per word of marks
+    at = block * (WORDS * LOADED) + tl.arange(0, WORDS * LOADED)
+    differ = tl.load(new + at, mask=at < length, other=0) ^ tl.load(old + at, mask=at < length, other=0)
+    if HALVES:
+        changed = ((differ & 0xFFFF) != 0).to(tl.int32) | (((differ >> 16) != 0).to(tl.int32) << 1)
+    else:
+        changed = (differ != 0).to(tl.int32)
+    shifts = tl.arange(0, LOADED) * (32 // LOADED)
+    words = tl.sum(tl.reshape(changed, [WORDS, LOADED]) << shifts[None, :], axis=1)
+    tl.store(marks + block * WORDS + tl.arange(0, WORDS), words)
+    tl.store(counts + block, tl.sum(_ones(words.to(tl.uint32, bitcast=True))))
+
+
+@triton.jit
+def compact_kernel(new, marks, ends, indices, values, BLOCK: tl.constexpr):
+    """ends int32 [blocks]: how many elements have changed up to the end of each block. indices int32, values like `new`."""
+    block = tl.program_id(0)
+    lane = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    left = tl.load(marks + lane).to(tl.uint32, bitcast=True)
+    count = _ones(left)
+    place = tl.load(ends + block) - tl.sum(count) + tl.cumsum(count, 0) - count
+    for _ in range(tl.max(count, 0)):
+        there = left != 0
+        others = left & (left - 1)
+        lowest = left ^ others
+        index = lane * 32 + ((lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127)  # a power of two is its float's exponent
+        tl.store(indices + place, index, mask=there)
+        tl.store(values + place, tl.load(new + index, mask=there), mask=there)
+        place += there.to(tl.int32)
+        left = others
+
+
+@triton.jit
+def apply_kernel(image, indices, values, changed, BLOCK: tl.constexpr):
+    """image and values int32 or int16, indices int32 [changed], each inside the image."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = number < changed
+    tl.store(image + tl.load(indices + number, mask=inside), tl.load(values + number, mask=inside), mask=inside)
+
+
+def encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
+    """Flat images of equal dtype and length, below 2**31 - BLOCK elements."""
+    blocks = triton.cdiv(new.numel(), BLOCK)
+    marks = torch.empty(blocks * BLOCK // 32, dtype=torch.int32, device=new.device)
+    counts = torch.empty(blocks, dtype=torch.int32, device=new.device)
+    if blocks:
+        halves = new.element_size() == 2 and new.numel() % 2 == new.data_ptr() % 4 == old.data_ptr() % 4 == 0
+        images = [image.view(torch.int32) if halves else bits(image) for image in (new, old)]
+        mark_kernel[(blocks,)](*images, marks, counts, images[0].numel(), BLOCK=BLOCK, HALVES=halves)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    changed = int(ends[-1]) if blocks else 0
+    delta = Delta(torch.empty(changed, dtype=torch.int32, device=new.device), torch.empty(changed, dtype=new.dtype, device=new.device))
+    if changed:
+        compact_kernel[(blocks,)](bits(new), marks, ends, delta.indices, bits(delta.values), BLOCK=BLOCK)
+    return delta
+
+
+def apply(image: torch.Tensor, delta: Delta) -> None:
+    """Indices must have been checked."""
+    changed = delta.indices.numel()
+    if changed:
+        apply_kernel[(triton.cdiv(changed, APPLY_BLOCK),)](bits(image), delta.indices, bits(delta.values), changed, BLOCK=APPLY_BLOCK)

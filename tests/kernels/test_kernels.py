@@ -1,0 +1,119 @@
+"""The Triton kernels without a GPU: bit-exact in Triton's interpreter, and compiled to PTX for the architectures that are served."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels import Delta, delta_apply, delta_encode, pack, place
+from laminar_hpc.kernels.grid import common_grid
+from laminar_hpc.kernels.triton_delta import BLOCK, apply_kernel, compact_kernel, mark_kernel
+from laminar_hpc.kernels.triton_pack import pack_kernel
+from laminar_hpc.weights.mapping import Piece
+
+CASES = Path(__file__).with_name("interpreted_cases.py")
+PACK = {"BR": 1, "BC": 1024, "TILES": 16, "WIDE": False}
+
+
+@pytest.mark.timeout(900)
+def test_bit_exact_in_the_interpreter() -> None:
+    """Every case of interpreted_cases.py, in a process of its own: TRITON_INTERPRET acts when triton is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100 and "skipped" not in done.stdout
+
+
+def compiled(kernel: triton.JITFunction, constants: dict, capability: int, **types: str) -> str:
+    """PTX of a kernel whose arguments are all divisible by 16, as those of real models are."""
+    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in constants}
+    made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", capability, 32))
+    assert len(made.asm["cubin"]) > 1000  # the assembler takes it
+    return made.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("source", "target", "constants"),
+    [
+        ("*i32", "*i32", {"CAST": 0, "PAIRS": False}),  # float32 as it is, and pairs of 16-bit items as words
+        ("*i16", "*i16", {"CAST": 0, "PAIRS": False}),
+        ("*i32", "*i32", {"CAST": 1, "PAIRS": True}),
+        ("*i32", "*i32", {"CAST": 2, "PAIRS": True}),
+        ("*i32", "*i16", {"CAST": 1, "PAIRS": False}),
+        ("*i32", "*i16", {"CAST": 2, "PAIRS": False}),
+        ("*i32", "*i32", {"CAST": 1, "PAIRS": True, "WIDE": True, "BR": 2, "BC": 512}),
+    ],
+)
+def test_pack_compiles_ahead(source: str, target: str, constants: dict, capability: int) -> None:
+    """PTX and machine code for sm_80 and sm_90; on real sizes memory is read and written 16 bytes at a time."""
+    ptx = compiled(pack_kernel, {**PACK, **constants}, capability, source=source, target=target, sums="*i64")
+    assert re.search(rf"\.target sm_{capability}", ptx)
+    assert re.search(r"ld\.global\.v[48]\.b32", ptx) and re.search(r"st\.global\.v[48]\.b32", ptx)
+    assert len(re.findall(r"atom\.global\S*\.add\.[us]64", ptx)) == 2
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("item", ["*i16", "*i32"])
+def test_delta_compiles_ahead(item: str, capability: int) -> None:
+    """As above; both images are read 16 bytes at a time."""
+    words = {"marks": "*i32", "counts": "*i32", "ends": "*i32", "indices": "*i32"}
+    for loaded, halves in ((item, False), ("*i32", True)):
+        marked = compiled(mark_kernel, {"BLOCK": BLOCK, "HALVES": halves}, capability, new=loaded, old=loaded, **words)
+        assert re.search(r"ld\.global\.v4\.b32", marked)
+    for kernel in (compact_kernel, apply_kernel):
+        assert f".target sm_{capability}" in compiled(kernel, {"BLOCK": BLOCK}, capability, new=item, values=item, image=item, **words)
+
+
+def test_what_no_kernel_can_do_is_refused() -> None:
+    """One line before anything is written: another shape or dtype, a place outside the bucket, a delta of another image."""
+    piece = Piece("w", (4, 2), 0, 0, 4, torch.zeros(4, 2, dtype=torch.bfloat16))
+    for target in (torch.zeros(2, 4, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.float16), torch.zeros(4, 2, dtype=torch.int16)):
+        with pytest.raises(LaminarError, match="cannot pack w"):
+            pack([piece], [target])
+    for offset in (1, 4):
+        with pytest.raises(LaminarError, match="lay it out"):
+            place(torch.zeros(16, dtype=torch.uint8), offset, (4, 2), torch.bfloat16)
+    image = torch.zeros(5)
+    for other in (torch.zeros(4), torch.zeros(5, dtype=torch.float16), torch.zeros(5, 1)):
+        with pytest.raises(LaminarError, match="no delta between"):
+            delta_encode(image, other)
+    for index in (-1, 5):
+        with pytest.raises(LaminarError, match="not one of 5 elements"):
+            delta_apply(image, Delta(torch.tensor([0, index], dtype=torch.int32), torch.ones(2)))
+    with pytest.raises(LaminarError, match="does not fit"):
+        delta_apply(image, Delta(torch.tensor([0], dtype=torch.int32), torch.ones(1, dtype=torch.float16)))
+    assert not image.any()
+
+
+def test_the_references_serve_the_cpu() -> None:
+    """Sums are taken when asked for; a delta's size is that of its indices and values."""
+    bucket, values = torch.zeros(16, dtype=torch.uint8), torch.tensor([1.0, 2.0, 3.0])
+    target = place(bucket, 4, (3,), torch.bfloat16)
+    sums = pack([Piece("b", (3,), 0, 0, 3, values)], [target])
+    assert target.tolist() == [1.0, 2.0, 3.0] and sums() == [(0x40003F80 + 0x4040, 0x40003F80 + 2 * 0x4040)]
+    found = delta_encode(target, torch.tensor([1.0, 5.0, 3.0], dtype=torch.bfloat16))
+    assert found.indices.tolist() == [1] and found.values.tolist() == [2.0] and found.nbytes == 6
+
+
+def test_layouts_without_common_rows_are_refused() -> None:
+    """A transposed source, or two layouts cut differently, would need a gather; no Megatron parameter is one."""
+    assert common_grid([((2, 1, 3, 4), (60, 60, 4, 1)), ((6, 4), (4, 1))]) == (2, 12, (60, 12))
+    assert common_grid([((5, 1), (7, 1)), ((5, 1), (1, 1))]) == (5, 1, (7, 1))
+    for layouts in ([((3, 4), (1, 3))], [((2, 6), (9, 1)), ((4, 3), (9, 1))]):
+        with pytest.raises(LaminarError, match="copy it first"):
+            common_grid(layouts)

@@ -1,0 +1,41 @@
+"""What the publisher stages: every trainer layout's shards in one bucket, with the sums that travel in the manifest."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+from ranks import Ranks
+
+# tensor, pipeline, data parallel, dtype
+LAYOUTS = {
+    "tp1-bfloat16": (1, 1, 1, "bfloat16"),
+    "tp2": (2, 1, 1, "float32"),
+    "tp2-bfloat16": (2, 1, 1, "bfloat16"),
+    "pp2": (1, 2, 1, "float32"),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2-untied-gqa7", "qwen3-tied"])
+def test_bucket_holds_the_canonical_tensors(family: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Byte for byte the tensors that a checkpoint gets, one after the other; a tensor's sums are those of its bytes."""
+    model = tiny.make_model(tmp_path / family, 3, **tiny.FAMILIES[family])
+    buckets = {}
+    for name, (tensor, pipeline, data, dtype) in LAYOUTS.items():
+        settings = {
+            "trainer__tensor_parallel": tensor,
+            "trainer__pipeline_parallel": pipeline,
+            "trainer__data_parallel": data,
+            "model__dtype": dtype,
+        }
+        found = ranks.run(tensor * pipeline * data, "cases:packed", model=str(model), settings=settings)[0]
+        assert (found["bucket"] == found["whole"]).all() and found["sums"] == found["of_tensors"], name
+        buckets.setdefault(dtype, []).append(found["bucket"])
+    for same in buckets.values():
+        assert all((bucket == same[0]).all() for bucket in same), "the layout of the trainer shows in what it publishes"
