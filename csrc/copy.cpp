@@ -11,7 +11,7 @@ namespace laminar_kv {
 namespace {
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kAhead = 4096;  // bytes of the pool fetched before they are needed: slots lie apart, so the hardware cannot guess them
+constexpr int64_t kAhead = 8192;  // bytes of the pool fetched before they are needed: slots lie apart, so the hardware cannot guess them
 
 // With a = sum of x[i] and b = sum of the running sums of n values, the sum of i * x[i] is n * a - b (i from 0, modulo 2**64).
 uint64_t sum_times_index(uint64_t a, uint64_t b, uint64_t n) { return n * a - b; }
@@ -70,7 +70,7 @@ __attribute__((target("avx512f"))) Sums copy_avx512(const Rows& rows, int64_t fi
     const char* later = reinterpret_cast<const char*>(walk.later());
     for (int64_t i = 0; i < rows.row_bytes; i += kLine) {
       const __m512i v = _mm512_loadu_si512(from + i);
-      if (kGather) _mm_prefetch(later + i, _MM_HINT_T0);
+      if (kGather) _mm_prefetch(later + i, _MM_HINT_T1);
       if (kStream)
         _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), v);
       else
@@ -110,7 +110,7 @@ __attribute__((target("avx2"))) Sums copy_avx2(const Rows& rows, int64_t first, 
     const char* later = reinterpret_cast<const char*>(walk.later());
     for (int64_t i = 0; i < rows.row_bytes; i += 32) {
       const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
-      if (kGather && i % kLine == 0) _mm_prefetch(later + i, _MM_HINT_T0);
+      if (kGather && i % kLine == 0) _mm_prefetch(later + i, _MM_HINT_T1);
       if (kStream)
         _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), v);
       else
