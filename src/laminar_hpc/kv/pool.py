@@ -40,7 +40,9 @@ class Pool:
             raise KvRefused(f"KV pool refused: strides {first.stride()} of {list(first.shape)}; a slot's heads must lie together")
         return cls(tensors, Shape(names[first.dtype], len(keys), heads, dim, page_size))
 
-    def plan(self, slots: torch.Tensor, chunk_bytes: int, threads: int, *, distinct: bool, isa: int = 0, streaming: bool = True) -> NATIVE_PLAN:
+    def plan(
+        self, slots: torch.Tensor, chunk_bytes: int, threads: int, *, distinct: bool, isa: int = 0, streaming: bool = True
+    ) -> NATIVE_PLAN:
         """The first arguments of the extension's calls. `slots` is int64 [tokens] in token order; `distinct` for what is written."""
         if slots.dtype != torch.int64 or slots.dim() != 1 or not len(slots) or slots.device.type != "cpu":
             raise KvRefused(f"slots refused: {list(slots.shape)} in {slots.dtype} on {slots.device}; int64 [tokens] on the CPU is needed")
