@@ -1,11 +1,11 @@
 """Moving one request's KV cache: gather, scatter and shared memory against memcpy of the same bytes, and against SGLang's own copies.
 
-    python bench/kv_migration.py --json kv.json                 28 layers, 4 KV heads of 128 in bf16, 4,096 tokens, 1 and 2 threads
+    python bench/kv_migration.py --json kv.json              28 layers, 4 KV heads of 128 in bf16, 4,096 tokens, 1 and 2 threads
     python bench/kv_migration.py --tokens 16384 --threads 8     another length; as many threads on either side
 
-The pages lie in random slots of two pools (page size 1). All kinds take turns in every repeat; each row holds one repeat, checksums included.
-`shm` is a whole move to another process: the offer's file, gathering, scattering, acceptance. `stock` is get_cpu_copy on one pool and
-load_cpu_copy into the other by SGLang's MHATokenToKVPool on the CPU; `over_stock_copy` is its time over gather's and scatter's together.
+The pages lie in random slots of two pools (page size 1). All kinds take turns in every repeat, a row each; checksums are included.
+`shm` is a whole move to another process: the offer's file, gathering, scattering, acceptance. `over_stock_copy` is the time of get_cpu_copy
+on one pool and load_cpu_copy into the other, by SGLang's MHATokenToKVPool on the CPU, over that of gather and scatter together.
 
 Figures are medians of the repeats' ratios, and of the numbers of threads the lower one. Goals: `gather_over_memcpy` and `scatter_over_memcpy`
 at least 0.7, `shm_over_memcpy` at least 0.35, `over_stock_copy` at least 3.

@@ -99,9 +99,9 @@ def test_a_changed_byte_is_refused(place):
 def test_slots_that_do_not_fit_are_refused(slots):
     """Promise: nothing outside the pool is read or written, and no slot is written twice."""
     pool, places = make(), torch.tensor(slots, dtype=torch.int64)
-    with pytest.raises(KvRefused, match="^slots refused"):
+    with pytest.raises(KvRefused, match=r"^slots refused"):
         scatter(pool, places, torch.zeros(1 << 16, dtype=torch.uint8), 4096, 1)
-    with pytest.raises(ValueError, match="slots outside the pool|make no sense"):
+    with pytest.raises(ValueError, match=r"slots outside the pool|make no sense"):
         _kv.pack(torch.zeros(2, dtype=torch.int64).numpy(), torch.tensor([64]).numpy(), (64, 64, 64, 4, 1, 0, True), bytearray(4096))
 
 
@@ -129,5 +129,5 @@ def test_pages_in_pieces_and_short_records_are_refused():
 )
 def test_pools_of_another_kind_are_refused(keys, values, page):
     """Promise: MLA pools, other dtypes, other layouts and other page sizes are refused in one line."""
-    with pytest.raises(KvRefused, match="^KV pool refused"):
+    with pytest.raises(KvRefused, match=r"^KV pool refused"):
         Pool.of(keys, values, page)

@@ -67,7 +67,7 @@ def test_a_source_that_leaves(tmp_path):
     with Taken(offered.path, 20.0) as taken:
         threading.Timer(0.2, offered.close).start()
         start = time.monotonic()
-        with pytest.raises(KvRefused, match="the source (gave the move up|died) at chunk 0"):
+        with pytest.raises(KvRefused, match=r"the source (gave the move up|died) at chunk 0"):
             taken.receive(pool, slots)
         assert time.monotonic() - start < 5
 

@@ -1,7 +1,7 @@
 """A move through shared memory on one machine: the source gathers into a ring of chunks while the destination scatters out of it.
 
     offer = Offer(header, "/dev/shm")               source: the file, mode 0600; its path goes to the destination
-    taken = Taken(path)                             destination: opens, maps and unlinks it; taken.header says what comes
+    taken = Taken(path)                             destination: maps and unlinks it; taken.header says what comes
     offer.send(pool, slots)                         gathers; returns when the destination has accepted, raises when it has not
     taken.receive(pool, slots); taken.accept()      scatters and checks each chunk; or taken.refuse()
 
