@@ -7,8 +7,8 @@ The pages lie in random slots of two pools (page size 1). All kinds take turns i
 `shm` is a whole move to another process: the offer's file, gathering, scattering, acceptance. `over_stock_copy` is the time of get_cpu_copy
 on one pool and load_cpu_copy into the other, by SGLang's MHATokenToKVPool on the CPU, over that of gather and scatter together.
 
-Figures are medians of the repeats' ratios, and of the numbers of threads the lower one. Goals: `gather_over_memcpy` and `scatter_over_memcpy`
-at least 0.7, `shm_over_memcpy` at least 0.35, `over_stock_copy` at least 3.
+Figures are medians of the repeats' ratios, and of the numbers of threads the lower one. Goals: `gather_over_memcpy` and
+`scatter_over_memcpy` at least 0.7, `shm_over_memcpy` at least 0.35, `over_stock_copy` at least 3.
 """
 
 import argparse

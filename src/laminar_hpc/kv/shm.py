@@ -7,7 +7,7 @@
 
     file     u64 magic, u64 ring slots | 64: source's state | 128: destination's | 192: sequence words, a line each | header | records
 
-Each side holds a lock on its byte of the file (source 0, destination 1), which the kernel drops with the process: that is how death is seen.
+Each side holds a lock on its byte of the file (source 0, destination 1), which the kernel drops with the process: so death is seen.
 Every wait for the other side is bounded. The same user on the same machine is trusted not to cut the file while it is mapped.
 """
 
@@ -26,7 +26,7 @@ from laminar_hpc.kv.frames import MAX_HEADER_BYTES, Header, decode_header, encod
 from laminar_hpc.kv.native import extension
 from laminar_hpc.kv.pool import Pool
 
-CHUNK_BYTES = 1 << 19  # two of them fit a core's second-level cache, and 4K tokens of a 7B model make some 450
+CHUNK_BYTES = 1 << 17  # the ring stays in the second-level cache, and a chunk's turn costs little beside its copy
 RING_SLOTS = 8
 WAIT_SECONDS = 30.0  # of one wait for the other side
 THERE, DONE, GONE = 1, 2, 3  # a side's states, as in csrc/ring.h
@@ -93,7 +93,8 @@ class Offer(_Side):
     def send(self, pool: Pool, slots: torch.Tensor, threads: int = 1, **options: bool | int) -> None:
         """Gathers `slots` chunk by chunk as the ring has room; returns once the destination has accepted, else raises KvRefused."""
         _same(self.header, pool, slots)
-        plan = pool.plan(slots, self.header.chunk_bytes, threads, distinct=False, **options)
+        # The ring is read at once: what is written into it stays in the cache.
+        plan = pool.plan(slots, self.header.chunk_bytes, threads, distinct=False, **{"streaming": False, **options})
         self._await(0, "before it opened the offer")
         end, chunk = extension().send(*plan, self._map, self._ring)
         if end:
