@@ -28,6 +28,7 @@ from laminar_hpc.kv.pool import Pool, aligned
 from laminar_hpc.kv.shm import CHUNK_BYTES, Offer, Taken
 
 LAYERS, HEADS, HEAD_DIM = 28, 4, 128
+GATHER_BYTES = 1 << 19  # of a chunk that is gathered into, or scattered from, plain memory; the ring has its own size
 FIGURES = ("gather_over_memcpy", "scatter_over_memcpy", "shm_over_memcpy", "over_stock_copy")
 COLUMNS = ("threads", "repeat", "memcpy GB/s", *FIGURES)
 
@@ -90,8 +91,8 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict]:
     ours, theirs = Pool.of(source.k_buffer, source.v_buffer, 1), Pool.of(target.k_buffer, target.v_buffer, 1)
     there, here = (torch.randperm(2 * tokens, generator=draw)[:tokens] for _ in range(2))
     size = 2 * LAYERS * tokens * ours.shape.row_bytes
-    records = aligned(ours.shape.record_bytes(CHUNK_BYTES) * ours.shape.chunks(tokens, CHUNK_BYTES)).zero_()
-    plans = ours.plan(there, CHUNK_BYTES, threads, distinct=False), theirs.plan(here, CHUNK_BYTES, threads, distinct=True)
+    records = aligned(ours.shape.record_bytes(GATHER_BYTES) * ours.shape.chunks(tokens, GATHER_BYTES)).zero_()
+    plan = ours.plan(there, GATHER_BYTES, threads, distinct=False)
     one, other = np.ones(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
     header = Header.of("bench", 0, ours.shape, list(range(tokens)), CHUNK_BYTES)
     context = multiprocessing.get_context("spawn")
@@ -110,8 +111,8 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict]:
     rows = []
     for repeat in range(-1, options.repeats):
         plain = seconds(lambda: _kv.memcpy(other, one, threads))
-        gathered = seconds(lambda: _kv.pack(*plans[0], records.numpy()))
-        scattered = seconds(lambda: kv_pool.scatter(theirs, here, records, CHUNK_BYTES, threads))
+        gathered = seconds(lambda: _kv.pack(*plan, records.numpy()))
+        scattered = seconds(lambda: kv_pool.scatter(theirs, here, records, GATHER_BYTES, threads))
         moved = seconds(move)
         stock = seconds(lambda: target.load_cpu_copy(source.get_cpu_copy(there), here))
         ratios = plain / gathered, plain / scattered, plain / moved, stock / (gathered + scattered)
