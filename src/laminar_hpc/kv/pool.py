@@ -78,7 +78,7 @@ def scatter(pool: Pool, slots: torch.Tensor, records: torch.Tensor, chunk_bytes:
 
 
 def aligned(size: int) -> torch.Tensor:
-    """uint8 [size], not initialised, at a whole cache line: streaming stores want that."""
-    buffer = torch.empty(size + CHUNK_HEAD_BYTES, dtype=torch.uint8)
+    """uint8 [size], not initialised, at a whole cache line (streaming stores want that), on huge pages where numpy gets them."""
+    buffer = torch.from_numpy(np.empty(size + CHUNK_HEAD_BYTES, dtype=np.uint8))
     start = -buffer.data_ptr() % CHUNK_HEAD_BYTES
     return buffer[start : start + size]
