@@ -5,9 +5,11 @@
 """
 
 import re
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent
 
@@ -45,6 +47,28 @@ def version() -> str:
     return found.group(1)
 
 
+class BuildExtension(build_ext):
+    """Builds what it can: without a C++ compiler everything but KV-cache migration is installed, and one line says so."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except Exception as error:  # distutils and the compiler raise many kinds
+            text = f"laminar_hpc: installed without {ext.name} (KV-cache migration): {error}; apt-get install g++, then install again"
+            print(" ".join(text.split()), file=sys.stderr)
+
+
+migration = Extension(
+    "laminar_hpc._kv",
+    sources=[f"csrc/{name}.cpp" for name in ("chunks", "copy", "module", "ring")],
+    depends=[f"csrc/{name}.h" for name in ("chunks", "copy", "ring")],
+    language="c++",
+    py_limited_api=True,
+    extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-g0", "-pthread"],
+    extra_link_args=["-pthread"],
+    optional=True,  # an install without the file that could not be built is a good one
+)
+
 conf_folders = sorted({path.parent.relative_to(HERE) for path in (HERE / "conf").rglob("*.yaml")})
 conf_packages = [".".join(["laminar_hpc", *folder.parts]) for folder in conf_folders]
 
@@ -58,6 +82,9 @@ setup(
     packages=[*find_packages("src"), *conf_packages],
     package_data={name: ["*.yaml"] for name in conf_packages},
     include_package_data=False,
+    ext_modules=[migration],
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
     install_requires=direct_pins(),
     extras_require={
         "cuda12": kernels("cuda12"),

@@ -22,7 +22,7 @@ esac
 
 exec 9<requirements
 flock -w 900 9 || die "another set-up of this folder has run for 15 minutes; wait for it or end it"
-key=$({ cat requirements/* setup.py src/laminar_hpc/__init__.py; echo "$CUDA $TORCH_INDEX $KERNEL_INDEX $PWD"; } | sha256sum | cut -c1-64)
+key=$({ cat requirements/* setup.py csrc/* src/laminar_hpc/__init__.py; echo "$CUDA $TORCH_INDEX $KERNEL_INDEX $PWD"; } | sha256sum | cut -c1-64)
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$key" ]; then exit 0; fi
 
 # ---- a Python and its venv ---------------------------------------------------------------------
@@ -75,6 +75,8 @@ for file in "${cuda[@]}"; do
   stage "kernels for CUDA $CUDA ($(grep -c '^[^#]' "$file") packages)" \
     pip install --no-deps ${KERNEL_INDEX:+--extra-index-url "$KERNEL_INDEX"} -r "$file"
 done
+[ -n "$(command -v "${CXX:-c++}" || command -v g++)" ] || {
+  echo "setup: no C++ compiler, so no KV-cache migration: 'apt-get install g++', rm $STAMP, then make setup"; }
 stage "laminar" pip install --no-deps --no-build-isolation -e .
 
 echo "$key" >"$STAMP"

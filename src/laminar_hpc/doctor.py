@@ -116,6 +116,7 @@ def engines() -> Iterator[Finding]:
             same = wanted in (None, found)
             yield Finding("ok" if same else "warn", package, found, "" if same else f"tested with {wanted}: make setup")
     yield sglang(has_gpu=bool(gpus()))
+    yield migration()
     yield apex()
     engine = installed("transformer-engine")
     yield Finding("ok", "transformer-engine", engine or "absent; Megatron's own layers are used")
@@ -140,6 +141,14 @@ def sglang(has_gpu: bool) -> Finding:
     if not chosen and len(names) > 1:
         return Finding("warn", "sglang", f"{found}, platforms {', '.join(sorted(names))}", "export SGLANG_PLATFORM=laminar_cpu")
     return Finding("ok", "sglang", f"{found}, on the CPU through the platform plugin laminar_cpu")
+
+
+def migration() -> Finding:
+    """Whether the C++ extension for KV-cache migration was built."""
+    spec = importlib.util.find_spec("laminar_hpc._kv")
+    if spec is None or spec.origin is None:
+        return Finding("warn", "KV migration", "laminar_hpc._kv was not built", "apt-get install g++, then make setup")
+    return Finding("ok", "KV migration", f"{Path(spec.origin).name}, gathers and scatters on the CPU")
 
 
 def apex() -> Finding:

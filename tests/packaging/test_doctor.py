@@ -11,7 +11,7 @@ import pytest
 from laminar_hpc import doctor
 
 TOPICS = (
-    "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|apex|transformer-engine|"
+    "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|KV migration|apex|transformer-engine|"
     "cores|memory|/dev/shm|disk|loopback|Slurm|demo"
 )
 

@@ -1,0 +1,14 @@
+"""The C++ extension, or one line that says how to get it."""
+
+from types import ModuleType
+
+from laminar_hpc.kv.errors import KvRefused
+
+
+def extension() -> ModuleType:
+    """The module laminar_hpc._kv. Raises KvRefused where it was not built."""
+    try:
+        from laminar_hpc import _kv
+    except ImportError as error:
+        raise KvRefused(f"KV migration needs laminar_hpc._kv, which cannot be loaded ({error}): apt-get install g++, make setup") from None
+    return _kv

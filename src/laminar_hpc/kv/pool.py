@@ -1,0 +1,84 @@
+"""One engine's KV pool as the extension sees it, and the plan of one request's copy from or into it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.kv.frames import CHUNK_HEAD_BYTES, DTYPES, Shape
+from laminar_hpc.kv.native import extension
+
+NATIVE_PLAN = tuple[np.ndarray, np.ndarray, tuple[int, int, int, int, int, int, bool]]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """K and V of each layer: tensors [slots, heads, head_dim] of one shape, dtype and stride on the CPU, kept alive by this object."""
+
+    tensors: tuple[torch.Tensor, ...]  # K and V of layer 0, K and V of layer 1, ...
+    shape: Shape
+
+    @classmethod
+    def of(cls, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], page_size: int) -> "Pool":
+        """Raises KvRefused for a pool that is not of the MHA or GQA kind in fp32, bf16 or fp16 with pages of 1 to 64 slots."""
+        if not keys or len(keys) != len(values):
+            raise KvRefused(f"KV pool refused: {len(keys)} key and {len(values)} value tensors; MHA and GQA pools have one each per layer")
+        tensors = tuple(tensor for pair in zip(keys, values, strict=True) for tensor in pair)
+        first = tensors[0]
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        if first.dim() != 3 or first.dtype not in names or any(tensor.device.type != "cpu" for tensor in tensors):
+            kind = f"{list(first.shape)} in {first.dtype} on {first.device}"
+            raise KvRefused(f"KV pool refused: {kind}; it must be [slots, heads, head_dim] in fp32, bf16 or fp16 on the CPU")
+        if any((t.shape, t.dtype, t.stride()) != (first.shape, first.dtype, first.stride()) for t in tensors):
+            raise KvRefused("KV pool refused: its key and value tensors differ in shape, dtype or stride")
+        if not 1 <= page_size <= 64:
+            raise KvRefused(f"KV pool refused: page size {page_size}; 1 to 64 are supported")
+        slots, heads, dim = first.shape
+        if not slots or first.stride()[1:] != (dim, 1) or first.stride(0) < heads * dim:
+            raise KvRefused(f"KV pool refused: strides {first.stride()} of {list(first.shape)}; a slot's heads must lie together")
+        return cls(tensors, Shape(names[first.dtype], len(keys), heads, dim, page_size))
+
+    def plan(
+        self, slots: torch.Tensor, chunk_bytes: int, threads: int, *, distinct: bool, isa: int = 0, streaming: bool = True
+    ) -> NATIVE_PLAN:
+        """The first arguments of the extension's calls. `slots` is int64 [tokens] in token order; `distinct` for what is written."""
+        if slots.dtype != torch.int64 or slots.dim() != 1 or not len(slots) or slots.device.type != "cpu":
+            raise KvRefused(f"slots refused: {list(slots.shape)} in {slots.dtype} on {slots.device}; int64 [tokens] on the CPU is needed")
+        first, places = self.tensors[0], slots.contiguous().numpy()
+        bad = extension().misfit(places, len(first), self.shape.page_size, distinct)
+        if bad >= 0:
+            raise KvRefused(
+                f"slots refused: number {bad} is slot {places[bad]}, outside the pool of {len(first)}, named twice, "
+                f"or not where a page of {self.shape.page_size} slots has it"
+            )
+        planes = np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.uint64)
+        stride, rows = first.stride(0) * first.element_size(), self.shape.rows_per_chunk(chunk_bytes)
+        return planes, places, (len(first), stride, self.shape.row_bytes, rows, threads, isa, streaming)
+
+
+def gather(pool: Pool, slots: torch.Tensor, chunk_bytes: int, threads: int, **options: bool | int) -> torch.Tensor:
+    """All chunk records of a request, as uint8 [bytes]; kv/frames.py has their layout."""
+    plan = pool.plan(slots, chunk_bytes, threads, distinct=False, **options)
+    records = aligned(pool.shape.record_bytes(chunk_bytes) * pool.shape.chunks(len(slots), chunk_bytes))
+    extension().pack(*plan, records.numpy())
+    return records
+
+
+def scatter(pool: Pool, slots: torch.Tensor, records: torch.Tensor, chunk_bytes: int, threads: int, **options: bool | int) -> None:
+    """Writes a request's records into reserved slots. Raises KvRefused, with the slots in part written, where a chunk fails its check."""
+    plan = pool.plan(slots, chunk_bytes, threads, distinct=True, **options)
+    needed = pool.shape.record_bytes(chunk_bytes) * pool.shape.chunks(len(slots), chunk_bytes)
+    if records.dtype != torch.uint8 or records.dim() != 1 or not records.is_contiguous() or len(records) < needed:
+        raise KvRefused(f"KV chunks refused: {len(records)} bytes of {records.dtype} where {needed} bytes are needed")
+    bad = extension().unpack(*plan, records.numpy())
+    if bad >= 0:
+        raise KvRefused(f"KV chunk {bad} refused: it is not the one expected, or its checksum differs")
+
+
+def aligned(size: int) -> torch.Tensor:
+    """uint8 [size], not initialised, at a whole cache line (streaming stores want that), on huge pages where numpy gets them."""
+    buffer = torch.from_numpy(np.empty(size + CHUNK_HEAD_BYTES, dtype=np.uint8))
+    start = -buffer.data_ptr() % CHUNK_HEAD_BYTES
+    return buffer[start : start + size]
