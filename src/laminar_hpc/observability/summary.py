@@ -117,9 +117,13 @@ def tokens_per_second(run: Run) -> float | None:
 
 
 def _per_step(run: Run, field: str, stored: Counter) -> int | None:
-    """Total over the history: of each step what the store holds, else (a replay has no store of its own) what its metrics say."""
+    """Total over the history: of each step what the store holds, else (a replay has no store of its own) what its metrics say.
+
+    A step may be in the store alone: the trainer checkpointed it while the controller was dying.
+    """
     in_store = {trajectory.consumed_step for trajectory in run.consumed}
-    values = [stored[step["step"] - 1] if step["step"] - 1 in in_store else step.get(field) for step in run.steps]
+    lines = {step["step"] - 1: step.get(field) for step in run.steps}
+    values = [stored[step] if step in in_store else lines[step] for step in sorted(in_store | set(lines))]
     known = [int(value) for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
