@@ -133,7 +133,6 @@ def their_step(config: object) -> Callable[[list], None]:
     from transformers import AutoModelForCausalLM
 
     from laminar_hpc.trainer.algorithms.advantages import group_advantages
-    from laminar_hpc.trainer.algorithms.losses import clip_higher
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32, attn_implementation="sdpa").to(device).train()
@@ -157,7 +156,9 @@ def their_step(config: object) -> Callable[[list], None]:
             logp = logp.gather(2, ids[:, 1:, None])[..., 0][trained]
             behaviour = torch.tensor([lp for i in part for lp in batch[i].logprobs], device=device)
             advantage = torch.tensor([advantages[i] for i in part for _ in batch[i].response_tokens], device=device)
-            (clip_higher(logp, behaviour, advantage, a.clip_low, a.clip_high).loss.sum() / tokens).backward()
+            ratio = torch.exp(logp - behaviour)
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantage)
+            (-surrogate.sum() / tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad).item()
         adam.step()
         adam.zero_grad()
