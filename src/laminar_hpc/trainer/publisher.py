@@ -1,9 +1,8 @@
 """Publishing: the trainer's live weights leave for the master relay while the trainer goes on.
 
 `publish` packs the canonical tensors into a staging buffer (the stall), and a thread of its own asks for a weight id, sends and
-reports. Two
-buffers: if a newer publication is ready while one is on its way, it takes the place of any that waits; skipping an id is legal. The thread
-also makes the link to the master relay for every epoch of the membership that the controller proposes.
+reports. Two buffers: if a newer publication is ready while one is on its way, it takes the place of any that waits; skipping an id is
+legal. The thread also makes the link to the master relay for every epoch of the membership that the controller proposes.
 
 Used by `trainer.loop` (publish, fence, close); collective over the trainer world. Rank 0 gathers what the others hold, and sends all.
 """
