@@ -15,7 +15,8 @@ from laminar_hpc.trainer.learner import Learner
 from laminar_hpc.trainer.megatron import MegatronPolicy
 from laminar_hpc.trainer.microbatch import Example, MicroBatch, make_microbatch, trained
 from laminar_hpc.weights.manifest import layout
-from laminar_hpc.weights.sums import tensor_sums
+from laminar_hpc.weights.stream import chunks
+from laminar_hpc.weights.sums import add_sums, tensor_sums
 
 
 def place() -> tuple[int, int, int]:
@@ -82,16 +83,22 @@ def elements_kept(model: str, settings: dict) -> int:
     return seen[0]
 
 
-def packed(model: str, settings: dict) -> dict[str, object] | None:
-    """On rank 0: the packed bucket's bytes and sums, and those of the canonical tensors as checkpoints have them."""
+def packed(model: str, settings: dict, chunk: int) -> dict[str, object] | None:
+    """On rank 0: what was packed chunk by chunk, and its sums, and those of the canonical tensors as checkpoints have them."""
     policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
-    size, lead = layout(policy.canonical_metadata(), 0, 0).data_bytes, dist.get_rank() == 0
-    bucket = torch.zeros(size, dtype=torch.uint8) if lead else None
-    sums, tensors = policy.pack(bucket), [t for _, t in policy.canonical_tensors()]
+    manifest, lead, whole_bucket, sums = layout(policy.canonical_metadata(), 0, 0), dist.get_rank() == 0, [], {}
+    for parts in chunks(manifest, chunk):
+        bucket = torch.zeros(min(chunk, manifest.data_bytes - chunk * len(whole_bucket)), dtype=torch.uint8) if lead else None
+        read = policy.pack(parts, bucket)
+        whole_bucket.append(bucket)
+        for part, both in zip(parts, read() if lead else [(0, 0)] * len(parts), strict=True):
+            sums[part.tensor] = add_sums([sums.get(part.tensor, (0, 0)), both])
+    tensors = [t for _, t in policy.canonical_tensors()]
     if not lead:
         return None
     whole = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
-    return {"bucket": bucket.numpy(), "whole": whole.numpy(), "sums": sums(), "of_tensors": [tensor_sums(t) for t in tensors]}
+    found = {"bucket": torch.cat(whole_bucket).numpy(), "whole": whole.numpy(), "sums": [sums[i] for i in range(len(tensors))]}
+    return found | {"of_tensors": [tensor_sums(t) for t in tensors]}
 
 
 def gather_alone(model: str, settings: dict) -> str:
