@@ -65,15 +65,15 @@ def plan(held: Iterable[Slice]) -> dict[str, list[Slice]]:
 class Canonical:
     """Collective over the trainer world: making one, and running through `tensors` or `pack`."""
 
-    def __init__(self, pieces: Sequence[Piece], seconds: float) -> None:
-        """`pieces` of this rank; `seconds` bounds each wait for another rank."""
+    def __init__(self, pieces: Sequence[Piece], seconds: float, publish_seconds: float) -> None:
+        """`pieces` of this rank; `seconds` bounds each wait for another rank, `publish_seconds` one in which rank 0 may wait for a relay."""
         rank, everyone = dist.get_rank(), dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         first = parallel_state.get_data_parallel_rank() == 0  # the other replicas hold the same
         mine = [Slice(rank, p.name, p.shape, p.dim, p.start, p.length) for p in pieces] if first else []
         held = [msgspec.json.decode(frame, type=list[Slice]) for frame in _all_frames(msgspec.json.encode(mine), everyone)]
         self.slices = plan(s for of_rank in held for s in of_rank)
         holders = [r for r, of_rank in enumerate(held) if of_rank]
-        self._exchange, self.publishing = Exchange(holders, seconds), Exchange(holders, seconds)
+        self._exchange, self.publishing = Exchange(holders, seconds), Exchange(holders, seconds + publish_seconds)
 
     def metadata(self, dtype: torch.dtype) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, whole shape and `dtype` of every tensor of the model, in the order of a Hugging Face state dict. On every rank."""

@@ -71,7 +71,7 @@ class MegatronPolicy:
             self.gpt.output_layer.register_forward_pre_hook(self._keep_selected)
         self.gpt.to(self.device)
         local = self._pieces()
-        self._canonical = Canonical(local, self.config.cluster.join_timeout_seconds)
+        self._canonical = Canonical(local, self.config.cluster.join_timeout_seconds, self.config.relay.publish_timeout_seconds)
         self._load_hf(Path(self.config.model.path), local)
         self.model = wrap(self.transformer, self.gpt, self.config.trainer.distributed_optimizer)
         self.pieces = self._pieces()  # anew, because the distributed optimizer moves parameters into its buffers
