@@ -4,11 +4,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import publishing
 import tiny
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
+from laminar_hpc import messages as m
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.learner import Learner
@@ -112,3 +114,29 @@ def gather_alone(model: str, settings: dict) -> str:
     except LaminarError as error:
         return str(error)
     return "nothing"
+
+
+def published(model: str, settings: dict, folder: str) -> int:
+    """Publishes six steps, training between them. There is a relay from step 2 on: each from then on must arrive as it was published."""
+    policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
+    learner = Learner(policy.config, policy)
+    controller, publisher = publishing.start(policy.config, Path(folder), policy, dist.get_rank())
+    lead, arrived = dist.get_rank() == 0, 0
+    for step in range(5):
+        if lead and step == 2:
+            controller.link(controller.add_relay())
+        publisher.publish(step)
+        expected = publishing.whole(policy)
+        learner.train(tiny.make_batch(seed=step), step, publisher.fence)
+        if lead and step >= 2:
+            arrived += 1
+            controller.wait_for(m.RelayHas, arrived)
+            slot = controller.newest(0)
+            assert slot.step == step and publishing.slot_bytes(slot) == expected
+        dist.barrier()
+    publisher.publish(5)
+    publisher.close()
+    if lead:
+        controller.wait_for(m.RelayHas, 4)
+        controller.stop()
+    return 4
