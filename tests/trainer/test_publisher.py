@@ -95,12 +95,16 @@ def test_a_new_epoch_gets_the_live_weights_again(policy: MegatronPolicy, running
     assert [p.weight_id for p in controller.all(m.Published)] == [0, 1, 2], "weights that may have changed are not sent again"
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
-def test_two_trainer_ranks(split: str, tmp_path: Path) -> None:
+def test_two_trainer_ranks(split: str, ranks: Ranks, tmp_path: Path) -> None:
     """Each rank's thread brings its slices beside its training; the fence holds on both."""
-    model, pool = tiny.make_model(tmp_path / "model", 3, **LARGE), Ranks()
     settings = {f"trainer__{split}_parallel": 2, "relay__chunk_megabytes": 1}
-    try:
-        assert pool.run(2, "cases:published", model=str(model), settings=settings, folder=str(tmp_path)) == [4, 4]
-    finally:
-        pool.close()
+    model = tiny.make_model(tmp_path / "model", 3, **LARGE)
+    assert ranks.run(2, "cases:published", model=str(model), settings=settings, folder=str(tmp_path)) == [4, 4]
