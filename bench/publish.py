@@ -4,10 +4,10 @@
     python bench/publish.py --sizes 100MB --repeats 5 --parts publish
 
 Publishing: steps of the trainer in turns, with a publication behind them and without, all relays idle again before each; to one relay,
-which a machine has, and for the time to the last one to a chain of two on this machine, whose cores they share. Pull: from the
-request to the verified id, by slots that the engine has loaded from before. Beside each time stands its limit: one memcpy of as many bytes
-in the same process and between the same steps, into memory that is mapped already; both are medians. The probe's log-probs, which the trainer computes at each publication and the
-engine at each pull, are a forward pass and no part of the way: they are listed apart and left out of the ratios.
+which a machine has, and for the time to the last one to a chain of two on this machine, whose cores they share. Pull: from the request to
+the verified id, by slots that the engine has loaded from before. Beside each time stands its limit: one memcpy of as many bytes in the same
+process and between the same steps, into memory that is mapped already; both are medians. The probe's log-probs, which the trainer computes
+at each publication and the engine at each pull, are a forward pass and no part of the way: they are listed apart and left out of the ratios.
 
 Figures, overlapped publishing of the largest model: `stall_over_memcpy`, the trainer stands still (goal: at most 0.3), `step_inflation`,
 how much longer a step takes (goal: at most 2.5), both in memcpys; `pull_over_memcpy`, memcpy's time over the pull's (goal: at least 0.3).
@@ -229,7 +229,8 @@ def make_batch(vocabulary: int, seed: int) -> list:
     return [
         Trajectory(
             trajectory_id=i, group_id=i // SAMPLES, attempt=0, replica=0, weight_id=0, weight_step=0,
-            prompt_tokens=[draw.randrange(vocabulary) for _ in range(4)], response_tokens=[draw.randrange(vocabulary) for _ in range(TOKENS)],
+            prompt_tokens=[draw.randrange(vocabulary) for _ in range(4)],
+            response_tokens=[draw.randrange(vocabulary) for _ in range(TOKENS)],
             logprobs=[-9.0] * TOKENS, loss_mask=[1] * TOKENS, finish_reason="stop", version_spans=[VersionSpan(0, 0, TOKENS)],
             time_started=0.0, time_finished=0.0, step_finished=0, reward=float(i % SAMPLES),
         )
@@ -343,7 +344,7 @@ async def pull(options: argparse.Namespace, size: str) -> dict:
     puller = Puller(reader, probe_sequences(SHAPES[size][-1]), Trace(folder, "rollout", 0), lambda: engine, lambda: 0)
     try:
         await engine.start(directory, "0", 0)
-        found, copies, copy = [], [], Memcpy(int(sum((file.stat().st_size for file in directory.glob("*.safetensors")))))
+        found, copies, copy = [], [], Memcpy(sum(file.stat().st_size for file in directory.glob("*.safetensors")))
         with TensorReader(directory) as tensors:
             names = [(name, tuple(tensors.shape(name)), "float32") for name in sorted(tensors.names())]
             for number in range(1, options.repeats + 3):  # two to warm up, one of each slot

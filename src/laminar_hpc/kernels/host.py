@@ -1,4 +1,4 @@
-"""Copies in host memory whose checksums are made on the way, in one pass over memory (csrc/sums.cpp). What it cannot do is left to torch."""
+"""Copies in host memory with checksums made on the way, in one pass (csrc/sums.cpp). What that cannot do is left to torch."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from laminar_hpc.weights.sums import extension
 def move(
     target: torch.Tensor, source: torch.Tensor, shape: Sequence[int] | None = None, strides: Sequence[int] | None = None
 ) -> tuple[int, int] | None:
-    """Copies `source` into `target`, of equal dtype and as many elements in row-major order, and returns the sums of what then stands there.
+    """Copies `source` into `target`, of equal dtype and as many elements, in row-major order; returns the sums of what then stands there.
 
     The elements' places in the whole tensor (weights/sums.py), counted from the first one: a grid of `shape` and `strides` in items;
     default: without gaps. None, and nothing is copied, where the extension is missing, a row does not begin and end with a word, or the

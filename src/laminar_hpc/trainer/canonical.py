@@ -4,6 +4,7 @@ Used by trainer/megatron.py: `pack` for publishing, `tensors` for checkpoints. A
 that several ranks hold (replicas, norms, the copy of a tied embedding) only the first rank's is taken, so each byte comes to rank 0 once.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -66,7 +67,7 @@ class Canonical:
     """Collective over the trainer world: making one, and running through `tensors` or `pack`."""
 
     def __init__(self, pieces: Sequence[Piece], seconds: float, publish_seconds: float) -> None:
-        """`pieces` of this rank; `seconds` bounds each wait for another rank, `publish_seconds` one in which rank 0 may wait for a relay."""
+        """`pieces` of this rank; `seconds` bounds each wait for another rank, and `publish_seconds` those of rank 0 for a relay."""
         rank, everyone = dist.get_rank(), dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         first = parallel_state.get_data_parallel_rank() == 0  # the other replicas hold the same
         mine = [Slice(rank, p.name, p.shape, p.dim, p.start, p.length) for p in pieces] if first else []
@@ -185,9 +186,13 @@ def _pack_span(s: Slice, first: int, views: Sequence[torch.Tensor], target: torc
             if row * target.element_size() % 4:  # the sums of a block count words from the beginning of its first row
                 return [*taken, *_pack_span(s, first, [*view, *views[len(taken) + 1 :]], target, begin)]
             read = pack([Piece(s.name, (rows, columns), 1, s.start, s.length, view)], [block])
-            taken.append(lambda read=read, words=row * target.element_size() // 4: [shifted(both, words) for both in read()])
+            taken.append(functools.partial(_shifted_by, row * target.element_size() // 4, read))
         first += items
     return taken
+
+
+def _shifted_by(words: int, read: TensorSums) -> list[tuple[int, int]]:
+    return [shifted(both, words) for both in read()]
 
 
 def _by_name(pieces: Sequence[Piece]) -> dict[str, Piece]:

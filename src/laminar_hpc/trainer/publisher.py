@@ -291,7 +291,14 @@ class Publisher:
         self._context.trace.record("send", started, now, step=live.step, weight_id=answer.weight_id)
         channel.send(
             m.Published(
-                answer.weight_id, live.step, live.stall_seconds, live.probe_seconds, now - started, link.bytes_sent - before, live.probe, now
+                answer.weight_id,
+                live.step,
+                live.stall_seconds,
+                live.probe_seconds,
+                now - started,
+                link.bytes_sent - before,
+                live.probe,
+                now,
             )
         )
         self.weight_id = answer.weight_id
