@@ -5,9 +5,9 @@
 
 Publishing: steps of the trainer in turns, with a publication behind them and without, all relays idle again before each; to one relay,
 which a machine has, and for the time to the last one to a chain of two on this machine, whose cores they share. Pull: from the request to
-the verified id, by slots that the engine has loaded from before. Beside each time stands its limit: one memcpy of as many bytes in the same
-process and between the same steps, into memory that is mapped already; both are medians. The probe's log-probs, which the trainer computes
-at each publication and the engine at each pull, are a forward pass and no part of the way: they are listed apart and left out of the ratios.
+the verified id, by slots that the engine has loaded before. Beside each time stands its limit: one memcpy of as many bytes in the same
+process and between the same steps, into memory that is mapped already; both are medians. The probe's log-probs, which trainer and engine
+compute for each id, are a forward pass and no part of the way: they are listed apart and left out of the ratios.
 
 Figures, overlapped publishing of the largest model: `stall_over_memcpy`, the trainer stands still (goal: at most 0.3), `step_inflation`,
 how much longer a step takes (goal: at most 2.5), both in memcpys; `pull_over_memcpy`, memcpy's time over the pull's (goal: at least 0.3).
