@@ -47,14 +47,17 @@ def version() -> str:
     return found.group(1)
 
 
+LEFT_OUT = {"laminar_hpc._kv": "KV-cache migration", "laminar_hpc._sums": "check sums at the speed of memory"}
+
+
 class BuildExtension(build_ext):
-    """Builds what it can: without a C++ compiler everything but KV-cache migration is installed, and one line says so."""
+    """Builds what it can: without a C++ compiler KV-cache migration is left out and weights move slower, and one line says so."""
 
     def build_extension(self, ext: Extension) -> None:
         try:
             super().build_extension(ext)
         except Exception as error:  # distutils and the compiler raise many kinds
-            text = f"laminar_hpc: installed without {ext.name} (KV-cache migration): {error}; apt-get install g++, then install again"
+            text = f"laminar_hpc: installed without {ext.name} ({LEFT_OUT[ext.name]}): {error}; apt-get install g++, then install again"
             print(" ".join(text.split()), file=sys.stderr)
 
 
@@ -67,6 +70,15 @@ migration = Extension(
     extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-g0", "-pthread"],
     extra_link_args=["-pthread"],
     optional=True,  # an install without the file that could not be built is a good one
+)
+
+sums = Extension(
+    "laminar_hpc._sums",
+    sources=["csrc/sums.cpp"],
+    language="c++",
+    py_limited_api=True,
+    extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-g0"],
+    optional=True,
 )
 
 conf_folders = sorted({path.parent.relative_to(HERE) for path in (HERE / "conf").rglob("*.yaml")})
@@ -82,7 +94,7 @@ setup(
     packages=[*find_packages("src"), *conf_packages],
     package_data={name: ["*.yaml"] for name in conf_packages},
     include_package_data=False,
-    ext_modules=[migration],
+    ext_modules=[migration, sums],
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     install_requires=direct_pins(),

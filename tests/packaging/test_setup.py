@@ -64,16 +64,17 @@ def test_the_wheel_holds_the_configuration_and_the_entry_points(tree: Path, tmp_
     shipped = {f"laminar_hpc/conf/{path.relative_to(tree / 'conf')}" for path in (tree / "conf").rglob("*.yaml")}
     assert shipped and shipped <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert "laminar_hpc/_kv.abi3.so" in names
+    assert {"laminar_hpc/_kv.abi3.so", "laminar_hpc/_sums.abi3.so"} <= names
     for line in ("laminar = laminar_hpc.cli:main", "laminar_cpu = laminar_hpc.rollout", "laminar_port = laminar_hpc.rollout"):
         assert line in entry_points
 
 
 def test_without_a_compiler_all_but_the_migration_is_installed(tree: Path) -> None:
-    """A machine without a C++ compiler: the build ends well, and one line names what is missing and the cure."""
+    """A machine without a C++ compiler: the build ends well, and a line each names what is missing and the cure."""
     none = {**os.environ, "CC": "/bin/false", "CXX": "/bin/false"}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     done = subprocess.run(command, cwd=tree, env=none, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and not list(tree.glob("src/laminar_hpc/*.so"))
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("laminar_hpc:")]
-    assert "installed without laminar_hpc._kv" in line and "apt-get install g++" in line
+    lines = [line for line in done.stderr.splitlines() if line.startswith("laminar_hpc:")]
+    for name, line in zip(("_kv", "_sums"), lines, strict=True):
+        assert f"installed without laminar_hpc.{name}" in line and "apt-get install g++" in line

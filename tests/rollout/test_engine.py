@@ -13,7 +13,8 @@ import torch
 import zmq
 from safetensors.torch import load_file
 
-from engines import EOS, Pair, fill_slot, reference
+from engines import EOS, Pair, fill_slot, make_model, reference
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import puller
 from laminar_hpc.rollout.puller import Puller, SlotRefused, SumsDiffer
@@ -88,6 +89,13 @@ def test_probe_scores_equal_transformers(pair):
         torch.testing.assert_close(torch.tensor(values), hf_logprobs(model, sequence[:1], sequence[1:]), atol=1e-4, rtol=0)
 
 
+@pytest.fixture
+def slots(pair, tmp_path):
+    writer = SlotWriter(str(tmp_path), "run", 3, pair.models[0])
+    yield writer
+    writer.close()
+
+
 # ---- the port ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -95,12 +103,13 @@ def file_sums(model: Path) -> dict[str, tuple[int, int]]:
     return {name: tensor_sums(tensor) for name, tensor in load_file(model / WEIGHTS_FILE).items()}
 
 
-def test_sums_of_live_parameters_are_those_of_the_file_and_change_with_a_load(pair):
-    """Promise 4 rests on this: the sums are taken over what the engine computes with, under Hugging Face names."""
+def test_sums_of_live_parameters_are_those_of_the_file_and_change_with_a_load(pair, slots):
+    """Promise 4 rests on this: the sums are taken over what the engine computes with, under Hugging Face names. The load tells the same
+    sums; its id is that of the next tokens; what was cached is forgotten."""
     engine = pair.engines[1]
     for number in (1, 0):
-        pair.loop.run(engine.load(pair.models[number], str(number)))
-        assert pair.loop.run(engine.sums()) == file_sums(pair.models[number])
+        told = pair.loop.run(engine.load(fill_slot(slots, pair.models[number], number, 0)[0], str(number)))
+        assert told == pair.loop.run(engine.sums()) == file_sums(pair.models[number])
         generation = generate_all(pair, sampling(pair, 0.0, 4), f"load{number}", engine=1)[0]
         assert [(span.weight_id, span.start, span.end) for span in generation.spans] == [(number, 0, 4)]
         assert objection(generation, number) == "" and "instead of 7" in objection(generation, 7)
@@ -200,13 +209,6 @@ def test_the_engine_is_private(pair):
 # ---- weights that must not be served -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def slots(pair, tmp_path):
-    writer = SlotWriter(str(tmp_path), "run", 3, pair.models[0])
-    yield writer
-    writer.close()
-
-
 def new_puller(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Puller:
     """A puller on the second engine that takes the first mismatch for an error, so that this engine lives on."""
     monkeypatch.setattr(puller, "TRIES", 0)
@@ -253,6 +255,28 @@ def test_a_missing_tensor_and_a_wrong_shape_are_found_before_the_load(pair, slot
             puller.check_layout(layout, manifest)
 
 
+def test_a_load_is_refused_while_a_request_runs_and_for_another_model(pair, slots, tmp_path):
+    """All or nothing: neither writes a byte, so the engine goes on with what it had."""
+    engine, (directory, _) = pair.engines[1], fill_slot(slots, pair.models[1], 4, 0)
+    before = pair.loop.run(engine.sums())
+
+    async def busy() -> None:
+        parameters = sampling(pair, 1.0, 400) | {"ignore_eos": True, "stop_token_ids": []}
+        request = asyncio.create_task(engine.generate(PROMPTS[3], parameters, "busy", "0"))
+        await asyncio.sleep(0.2)
+        with pytest.raises(LaminarError, match="requests are running"):
+            await engine._call(protocol.Load(str(directory)), 10)
+        await request
+
+    pair.loop.run(busy())
+    model = make_model(tmp_path / "tied", 3, tied=True)  # has no lm_head
+    other = SlotWriter(str(tmp_path), "other", 1, model)
+    with pytest.raises(LaminarError, match=r"differ in \['lm_head.weight'\]"):
+        pair.loop.run(engine.load(fill_slot(other, model, 5, 0)[0], "5"))
+    other.close()
+    assert pair.loop.run(engine.sums()) == before
+
+
 def test_sums_that_are_missing_count_as_different():
     """An engine that reports fewer tensors than the manifest lists is not verified by the others."""
     from laminar_hpc.weights.manifest import Manifest, TensorEntry
@@ -262,13 +286,13 @@ def test_sums_that_are_missing_count_as_different():
         puller.check_sums({"a": (3, 3)}, manifest)
 
 
-def test_a_response_of_two_weight_ids_is_seen(pair):
+def test_a_response_of_two_weight_ids_is_seen(pair, slots):
     """Promise 1: a response during which the weights changed is refused. Newer SGLang names both ids, 0.5.17 the last one."""
-    engine = pair.engines[1]
+    engine, (directory, _) = pair.engines[1], fill_slot(slots, pair.models[0], 10, 0)
 
     async def mixed():
         parameters = sampling(pair, 1.0, 400) | {"ignore_eos": True, "stop_token_ids": []}
-        await engine.load(pair.models[0], "10")
+        await engine.load(directory, "10")
         request = asyncio.create_task(engine.generate(PROMPTS[3], parameters, "mixed", "10"))
         await asyncio.sleep(0.15)
         await engine._post("/pause_generation", {"mode": "in_place"}, 10)

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_engine import file_sums, hf_logprobs
 
 from engines import LoopThread, ended, engine_config, fill_slot, make_model, reference
@@ -17,6 +17,7 @@ from laminar_hpc.rollout import puller
 from laminar_hpc.rollout.engine_process import EngineDied
 from laminar_hpc.rollout.puller import Puller
 from laminar_hpc.rollout.sglang_plugin.live_weights import canonical_views, live_layout, live_sums
+from laminar_hpc.rollout.sglang_plugin.load import load_slot
 from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
 from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
 from laminar_hpc.rollout.shards import whole_sums, whole_tensors
@@ -128,23 +129,58 @@ class Engine(torch.nn.Module):
             module.register_parameter("weight", torch.nn.Parameter(tensor.clone(), requires_grad=False))
 
 
+SHAPES = {
+    "model.embed_tokens.weight": (60, 8), "layer.q_proj.weight": (8, 8), "layer.k_proj.weight": (4, 8),
+    "layer.v_proj.weight": (4, 8), "layer.gate_proj.weight": (6, 8), "layer.up_proj.weight": (6, 8),
+    "layer.o_proj.weight": (8, 8), "norm.weight": (8,),
+}  # fmt: skip
+CONFIG = type("Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "vocab_size": 60})
+
+
+def random_weights() -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape).to(torch.bfloat16) for name, shape in SHAPES.items()}
+
+
+def test_each_rank_loads_its_slices_or_nothing(tmp_path):
+    """From the same slot, straight into fused, padded and split parameters; their sums are the slot's. A slot of another model, or one
+    whose file is not as its manifest says, changes nothing. A file that is rewritten in place, or replaced, is seen as it is now."""
+    writer = SlotWriter(str(tmp_path), "run", 1, tmp_path)
+    engines = [Engine(random_weights(), rank) for rank in range(2)]
+    views = [list(canonical_views(engine, CONFIG, rank, 2)) for rank, engine in enumerate(engines)]
+    for number in range(2):
+        whole = random_weights()
+        save_file(whole, tmp_path / WEIGHTS_FILE)
+        directory, manifest = fill_slot(writer, tmp_path, number, number)
+        sums = [load_slot(held, directory) for held in views]
+        assert sums == [live_sums(held) for held in views]
+        assert whole_sums([live_layout(v) for v in views], sums) == {t.name: (t.sum_words, t.sum_indexed) for t in manifest.tensors}
+        for rank, engine in enumerate(engines):
+            for name, expected in Engine(whole, rank).named_parameters():
+                rows = min(len(expected), 60 - 32 * rank) if name == "model.embed_tokens.weight" else len(expected)  # padding is no part
+                assert torch.equal(engine.get_parameter(name)[:rows], expected[:rows]), name
+    file = directory / WEIGHTS_FILE
+    short = tmp_path / "short"
+    short.write_bytes(file.read_bytes()[:-8])
+    short.replace(file)
+    with pytest.raises(LaminarError, match="not laid out as its manifest says"):
+        load_slot(views[0], directory)
+    with pytest.raises(LaminarError, match=r"differ in \['norm\.weight'\]"):
+        other = SlotWriter(str(tmp_path), "other", 1, tmp_path)
+        load_slot([view for view in views[0] if view.name != "norm.weight"], fill_slot(other, tmp_path, 3, 3)[0])
+    assert [live_sums(held) for held in views] == sums
+
+
 def test_shards_add_up_also_with_fewer_key_value_heads_than_ranks():
     """Copies (norms, the only KV head) count once, padding never; a copy that differs, a gap and a disagreement are said."""
-    shapes = {
-        "model.embed_tokens.weight": (60, 8), "layer.q_proj.weight": (8, 8), "layer.k_proj.weight": (4, 8),
-        "layer.v_proj.weight": (4, 8), "layer.gate_proj.weight": (6, 8), "layer.up_proj.weight": (6, 8),
-        "layer.o_proj.weight": (8, 8), "norm.weight": (8,),
-    }  # fmt: skip
-    whole = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in shapes.items()}
-    config = type("Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "vocab_size": 60})
+    whole = random_weights()
     engines = [Engine(whole, rank) for rank in range(2)]
 
     def told() -> tuple[list[list[TensorLayout]], list[dict]]:
-        views = [list(canonical_views(engine, config, rank, 2)) for rank, engine in enumerate(engines)]
+        views = [list(canonical_views(engine, CONFIG, rank, 2)) for rank, engine in enumerate(engines)]
         return [live_layout(v) for v in views], [live_sums(v) for v in views]
 
     layouts, sums = told()
-    assert {t.name: tuple(t.shape) for t in whole_tensors(layouts)} == shapes
+    assert {t.name: tuple(t.shape) for t in whole_tensors(layouts)} == SHAPES
     assert whole_sums(layouts, sums) == {name: tensor_sums(tensor) for name, tensor in whole.items()}
     engines[1].norm.weight[3] += 1
     with pytest.raises(LaminarError, match=r"tensor norm\.weight: .* copies that differ"):

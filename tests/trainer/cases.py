@@ -4,18 +4,21 @@ import time
 from pathlib import Path
 
 import numpy as np
+import publishing
 import tiny
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
+from laminar_hpc import messages as m
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.learner import Learner
 from laminar_hpc.trainer.megatron import MegatronPolicy
 from laminar_hpc.trainer.microbatch import Example, MicroBatch, make_microbatch, trained
 from laminar_hpc.weights.manifest import layout
-from laminar_hpc.weights.sums import tensor_sums
+from laminar_hpc.weights.stream import chunks
+from laminar_hpc.weights.sums import add_sums, tensor_sums
 
 
 def place() -> tuple[int, int, int]:
@@ -82,16 +85,22 @@ def elements_kept(model: str, settings: dict) -> int:
     return seen[0]
 
 
-def packed(model: str, settings: dict) -> dict[str, object] | None:
-    """On rank 0: the packed bucket's bytes and sums, and those of the canonical tensors as checkpoints have them."""
+def packed(model: str, settings: dict, chunk: int) -> dict[str, object] | None:
+    """On rank 0: what was packed chunk by chunk, and its sums, and those of the canonical tensors as checkpoints have them."""
     policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
-    size, lead = layout(policy.canonical_metadata(), 0, 0).data_bytes, dist.get_rank() == 0
-    bucket = torch.zeros(size, dtype=torch.uint8) if lead else None
-    sums, tensors = policy.pack(bucket), [t for _, t in policy.canonical_tensors()]
+    manifest, lead, whole_bucket, sums = layout(policy.canonical_metadata(), 0, 0), dist.get_rank() == 0, [], {}
+    for parts in chunks(manifest, chunk):
+        bucket = torch.zeros(min(chunk, manifest.data_bytes - chunk * len(whole_bucket)), dtype=torch.uint8) if lead else None
+        read = policy.pack(parts, bucket)
+        whole_bucket.append(bucket)
+        for part, both in zip(parts, read() if lead else [(0, 0)] * len(parts), strict=True):
+            sums[part.tensor] = add_sums([sums.get(part.tensor, (0, 0)), both])
+    tensors = [t for _, t in policy.canonical_tensors()]
     if not lead:
         return None
     whole = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
-    return {"bucket": bucket.numpy(), "whole": whole.numpy(), "sums": sums(), "of_tensors": [tensor_sums(t) for t in tensors]}
+    found = {"bucket": torch.cat(whole_bucket).numpy(), "whole": whole.numpy(), "sums": [sums[i] for i in range(len(tensors))]}
+    return found | {"of_tensors": [tensor_sums(t) for t in tensors]}
 
 
 def gather_alone(model: str, settings: dict) -> str:
@@ -105,3 +114,29 @@ def gather_alone(model: str, settings: dict) -> str:
     except LaminarError as error:
         return str(error)
     return "nothing"
+
+
+def published(model: str, settings: dict, folder: str) -> int:
+    """Publishes six steps, training between them. There is a relay from step 2 on: each from then on must arrive as it was published."""
+    policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
+    learner = Learner(policy.config, policy)
+    controller, publisher = publishing.start(policy.config, Path(folder), policy, dist.get_rank())
+    lead, arrived = dist.get_rank() == 0, 0
+    for step in range(5):
+        if lead and step == 2:
+            controller.link(controller.add_relay())
+        publisher.publish(step)
+        expected = publishing.whole(policy)
+        learner.train(tiny.make_batch(seed=step), step, publisher.fence)
+        if lead and step >= 2:
+            arrived += 1
+            controller.wait_for(m.RelayHas, arrived)
+            slot = controller.newest(0)
+            assert slot.step == step and publishing.slot_bytes(slot) == expected
+        dist.barrier()
+    publisher.publish(5)
+    publisher.close()
+    if lead:
+        controller.wait_for(m.RelayHas, 4)
+        controller.stop()
+    return 4

@@ -1,4 +1,4 @@
-"""What the publisher stages: every trainer layout's shards in one bucket, with the sums that travel in the manifest."""
+"""What the publisher packs: every trainer layout's shards, chunk by chunk, with the sums that follow them."""
 
 from pathlib import Path
 
@@ -24,7 +24,8 @@ def ranks():
 
 @pytest.mark.parametrize("family", ["qwen2-untied-gqa7", "qwen3-tied"])
 def test_bucket_holds_the_canonical_tensors(family: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Byte for byte the tensors that a checkpoint gets, one after the other; a tensor's sums are those of its bytes."""
+    """Byte for byte the tensors that a checkpoint gets, one after the other; a tensor's sums are those of its bytes. In one chunk, and in
+    chunks that begin inside rows and inside query groups."""
     model = tiny.make_model(tmp_path / family, 3, **tiny.FAMILIES[family])
     buckets = {}
     for name, (tensor, pipeline, data, dtype) in LAYOUTS.items():
@@ -34,8 +35,9 @@ def test_bucket_holds_the_canonical_tensors(family: str, ranks: Ranks, tmp_path:
             "trainer__data_parallel": data,
             "model__dtype": dtype,
         }
-        found = ranks.run(tensor * pipeline * data, "cases:packed", model=str(model), settings=settings)[0]
-        assert (found["bucket"] == found["whole"]).all() and found["sums"] == found["of_tensors"], name
+        for chunk in (1 << 20, 1236):
+            found = ranks.run(tensor * pipeline * data, "cases:packed", model=str(model), settings=settings, chunk=chunk)[0]
+            assert (found["bucket"] == found["whole"]).all() and found["sums"] == found["of_tensors"], (name, chunk)
         buckets.setdefault(dtype, []).append(found["bucket"])
     for same in buckets.values():
         assert all((bucket == same[0]).all() for bucket in same), "the layout of the trainer shows in what it publishes"

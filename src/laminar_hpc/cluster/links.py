@@ -6,6 +6,7 @@ store on the run's own address (loopback unless configured); gloo binds to the s
 
 import re
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -55,6 +56,7 @@ class Link:
     ) -> None:
         self.peer, self.seconds, self.device = peer, seconds, device
         self._sender = sender
+        self.bytes_sent = 0  # of all frames and tensors
         prefix = dist.PrefixStore(f"laminar/{epoch}/{number}", store)
         try:
             if device.type == "cuda":
@@ -69,15 +71,37 @@ class Link:
         except (dist.DistError, RuntimeError) as error:
             raise LinkBroken(f"no link to {peer} within {seconds:.0f} s: it did not join epoch {epoch} ({_first_line(error)})") from None
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
+    def _begin(self, tensor: torch.Tensor) -> dist.Work:
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        self.bytes_sent += tensor.nbytes if self._sender else 0
+        return self._group.broadcast([tensor], options)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
         try:
-            self._group.broadcast([tensor], options).wait()
+            self._begin(tensor).wait()
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
         except (dist.DistError, RuntimeError) as error:
-            raise LinkBroken(f"the link to {self.peer} broke ({_first_line(error)})") from None
+            raise self._broken(error) from None
+
+    def _broken(self, error: Exception) -> LinkBroken:
+        return LinkBroken(f"the link to {self.peer} broke ({_first_line(error)})")
+
+    def begin_send(self, tensor: torch.Tensor) -> Callable[[], bool]:
+        """Sends behind the caller's back; returns what tells whether it is done. `tensor` must stay as it is until then."""
+        try:
+            work = self._begin(tensor)
+        except (dist.DistError, RuntimeError) as error:
+            raise self._broken(error) from None
+
+        def done() -> bool:
+            try:
+                return work.is_completed() and work.wait()
+            except (dist.DistError, RuntimeError) as error:
+                raise self._broken(error) from None
+
+        return done
 
     def send(self, tensor: torch.Tensor) -> None:
         """Sends a contiguous tensor on this link's device."""

@@ -70,7 +70,7 @@ def derive(config: RunConfig) -> Derived:
         parameters=parameters,
         publish_bytes=publish,
         slot_bytes=0 if replay else publish * config.relay.slots,
-        trainer_gpu_memory_bytes=trainer_bytes(model, width, t),
+        trainer_gpu_memory_bytes=trainer_bytes(model, width, t) + (0 if replay else 2 * config.relay.chunk_megabytes << 20),
         rollout_gpu_memory_bytes=0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens),
         kv_cache_tokens=r.kv_cache_tokens,
         responses_in_kv_cache=r.kv_cache_tokens // max(1, config.sampling.max_response_tokens),
@@ -179,6 +179,7 @@ def _check_choices(config: RunConfig) -> None:
         "resume": (config.resume, ("auto", "never")),
         "pipeline.refresh": (config.pipeline.refresh, ("drained", "barrier")),
         "data.too_long": (config.data.too_long, ("refuse", "drop")),
+        "relay.publish": (config.relay.publish, ("overlapped", "blocking")),
         "algorithm.zero_variance": (config.algorithm.zero_variance, ("keep", "filter", "estimate")),
         "observability.wandb": (config.observability.wandb, ("off", "offline", "online")),
     }

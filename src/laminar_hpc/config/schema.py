@@ -109,6 +109,7 @@ class TrainerConfig:
 class RelayConfig:
     slots: int = 3
     shm_dir: str = "/dev/shm"
+    publish: str = "overlapped"  # the trainer goes on while its weights are read, until the next update; blocking: it stands still
     chunk_megabytes: int = 64
     publish_timeout_seconds: float = 60.0
     threads: int = 1

@@ -218,7 +218,10 @@ class Controller:
             self.send(self.members.at("relay", index), m.Receive(self.members.epoch, weight_id, request.step))
 
     def on_Published(self, member: Member, p: m.Published) -> None:
-        self.metrics.write("publish", weight_id=p.weight_id, step=p.step, stall_seconds=p.stall_seconds, seconds=p.seconds, bytes=p.bytes)
+        self.metrics.write(
+            "publish", weight_id=p.weight_id, step=p.step, stall_seconds=p.stall_seconds, probe_seconds=p.probe_seconds,
+            seconds=p.seconds, bytes=p.bytes,
+        )  # fmt: skip
         self.compare_probe(p.weight_id, p.step, "trainer", p.probe_logprobs)
 
     def on_RelayHas(self, member: Member, has: m.RelayHas) -> None:

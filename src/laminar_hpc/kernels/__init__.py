@@ -5,14 +5,16 @@ functions here are what the rest of the system calls; they, and nothing else, ch
 references.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels import reference
+from laminar_hpc.kernels import host, reference
 from laminar_hpc.kernels.reference import Delta
 from laminar_hpc.weights.mapping import Piece
+from laminar_hpc.weights.sums import shifted
 
 __all__ = ["LONGEST", "Delta", "Sums", "delta_apply", "delta_encode", "pack", "place"]
 
@@ -38,9 +40,9 @@ def pack(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> Sums:
     A target is a `place` in a bucket, or a narrowed part of one; its dtype (float32, bfloat16, float16) is the serving dtype. Pieces are
     float32, or have the serving dtype already. The piece may be empty; a NaN stays a NaN, of no particular payload.
 
-    Returns a function that gives each piece's part of the two checksums of its whole tensor (weights/sums.py). On a GPU they are taken in
-    the same pass, and reading them waits for it. On the CPU, where they would lengthen the caller's stall, they are taken when asked for,
-    from the targets, which must be untouched until then. Raises LaminarError on other shapes or dtypes.
+    Returns a function that gives each piece's part of the two checksums of its whole tensor (weights/sums.py). They are taken in the same
+    pass, and on a GPU reading them waits for it; on the CPU those of pieces that are cast, or do not lie on whole words, are taken when
+    asked for, from the targets, which must be untouched until then. Raises LaminarError on other shapes or dtypes.
     """
     for piece, target in zip(pieces, targets, strict=True):
         _check_target(piece, target)
@@ -49,8 +51,20 @@ def pack(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> Sums:
 
         taken = on_gpu(pieces, targets)
         return lambda: [(first % _MODULUS, second % _MODULUS) for first, second in taken.tolist()]
-    reference.pack(pieces, targets)
-    return reference.sums(pieces, targets)
+    parts = [_pack_on_host(piece, target) for piece, target in zip(pieces, targets, strict=True)]
+    return lambda: [both for part in parts for both in part()]
+
+
+def _pack_on_host(piece: Piece, target: torch.Tensor) -> Sums:
+    """In one pass where that is possible, else by the reference."""
+    strides = [math.prod(piece.shape[dim + 1 :]) for dim in range(len(piece.shape))]
+    word, inside = divmod(piece.start * strides[piece.dim] * target.element_size(), 4)
+    both = host.move(target, piece.view, piece.slice_shape, strides) if not inside else None
+    if both is None:
+        reference.pack([piece], [target])
+        return reference.sums([piece], [target])
+    total = shifted(both, word)
+    return lambda: [total]
 
 
 def delta_encode(new: torch.Tensor, old: torch.Tensor) -> Delta:

@@ -254,9 +254,10 @@ class Published(Message):
 
     weight_id: int
     step: int
-    stall_seconds: float
-    seconds: float
-    bytes: int
+    stall_seconds: float  # in which the trainer stood still, without those of the probe
+    probe_seconds: float
+    seconds: float  # from the request of an id to the last byte
+    bytes: int  # that left for relays, layout and sums included
     probe_logprobs: list[float]
     time: float
 

@@ -18,6 +18,7 @@ from laminar_hpc.cluster.links import Link, LinkBroken, own_address, reach_store
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.manifest import Manifest, decode_manifest, encode_manifest
 from laminar_hpc.weights.slots import SlotWriter
+from laminar_hpc.weights.stream import receive_sums
 from laminar_hpc.weights.sums import tensor_sums
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Relay:
             manifest = self._receive_manifest(self._upstream, message.weight_id)
             data = torch.from_numpy(self._writer.begin(manifest))
             self._receive_data(self._upstream, data[: manifest.data_bytes])
+            receive_sums(self._upstream, self._downstream, manifest)
         except LinkBroken as error:
             self._down(error)
             return

@@ -16,6 +16,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
 from laminar_hpc.rollout.sglang_server import SglangServer
+from laminar_hpc.rollout.shards import Sums
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, safetensors_header
 from laminar_hpc.weights.slots import SlotGone, SlotHandle, SlotReader
 
@@ -108,8 +109,8 @@ class Puller:
             try:
                 with self.reader.lease(handle):
                     clock.lap("lock")
-                    await self._give(handle, clock, restart=restarts > 0)
-                check_sums(await self.engine.sums(), handle.manifest)
+                    live = await self._give(handle, clock, restart=restarts > 0)
+                check_sums(live, handle.manifest)
                 clock.lap("sums")
                 values = await self.engine.score(self.probe, str(handle.weight_id))
                 clock.lap("probe")
@@ -130,8 +131,8 @@ class Puller:
         self.trace.record("pull", t0, t1, weight_id=handle.weight_id, step=handle.step, restarts=restarts)
         return Pulled(handle.weight_id, handle.step, t1 - t0, clock.parts, [value for sequence in values for value in sequence])
 
-    async def _give(self, handle: SlotHandle, clock: _Clock, restart: bool) -> None:
-        """The slot's weights into the engine, by a load or by a fresh start."""
+    async def _give(self, handle: SlotHandle, clock: _Clock, restart: bool) -> Sums:
+        """The slot's weights into the engine, by a load or by a fresh start; the sums of its live parameters afterwards."""
         check_file(handle)
         if restart:
             await self.engine.start(handle.directory, str(handle.weight_id), self.seed())
@@ -140,10 +141,12 @@ class Puller:
             self._layout = await self.engine.layout()
         check_layout(self._layout, handle.manifest)
         clock.lap("check")
-        if not restart:
-            with self.trace.span("load", weight_id=handle.weight_id, step=handle.step):
-                await self.engine.load(handle.directory, str(handle.weight_id))
-            clock.lap("load")
+        if restart:
+            return await self.engine.sums()
+        with self.trace.span("load", weight_id=handle.weight_id, step=handle.step):
+            live = await self.engine.load(handle.directory, str(handle.weight_id))
+        clock.lap("load")
+        return live
 
     async def _kill(self) -> None:
         await self.engine.stop()

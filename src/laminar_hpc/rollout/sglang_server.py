@@ -189,16 +189,18 @@ class SglangServer:
         replies = await self._post("/generate", payload, CONTROL_SECONDS)
         return [[entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]] for reply in replies]
 
-    async def load(self, directory: Path, weight_version: str) -> None:
-        """Loads the weights of a Hugging Face directory in place, empties the prefix cache and sets the version. The caller has drained it.
+    async def load(self, directory: Path, weight_version: str) -> Sums:
+        """Loads a slot in place through the engine port, empties the prefix cache and sets the version. Returns the sums of what the live
+        parameters then are, as `sums` does.
 
-        SGLang takes what it finds: missing tensors stay as they were, without an error. The caller compares sums afterwards.
+        The caller has drained it. After an error the parameters may be of two ids: end the engine.
         """
-        await self.flush()  # a load dies if the scheduler has not yet put away the last request that it answered
-        payload = {"model_path": str(directory), "weight_version": weight_version, "flush_cache": True, "abort_all_requests": False}
-        reply = await self._post("/update_weights_from_disk", payload, CONTROL_SECONDS)
-        if not reply.get("success"):
-            raise LaminarError(f"{self.name} could not load {directory}: {reply.get('message')}")
+        if self._shards is None:
+            await self.layout()
+        await self.flush()  # the scheduler may not yet have put away the last request that it answered
+        replies = await self._call(protocol.Load(str(directory)), CONTROL_SECONDS)
+        await self._post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False}, CONTROL_SECONDS)
+        return whole_sums(self._shards, [reply.sums for reply in replies])
 
     async def flush(self) -> None:
         """Empties the prefix cache as soon as the scheduler is idle. Raises RequestFailed when it still is not after FLUSH_SECONDS."""

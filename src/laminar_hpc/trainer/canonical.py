@@ -2,10 +2,11 @@
 
 Used by trainer/megatron.py: `pack` for publishing, `tensors` for checkpoints. At the start every rank says which slices it holds; of those
 that several ranks hold (replicas, norms, the copy of a tied embedding) only the first rank's is taken, so each byte comes to rank 0 once.
-Every wait is bounded.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -14,10 +15,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels import Sums, pack, place
-from laminar_hpc.weights.manifest import layout
+from laminar_hpc.kernels import pack, place
+from laminar_hpc.trainer.exchange import Exchange
 from laminar_hpc.weights.mapping import Piece
-from laminar_hpc.weights.sums import add_sums
+from laminar_hpc.weights.stream import Part
+from laminar_hpc.weights.sums import add_sums, shifted
+
+TensorSums = Callable[[], list[tuple[int, int]]]  # of each part of a chunk
 
 
 class Slice(msgspec.Struct, frozen=True):
@@ -33,6 +37,12 @@ class Slice(msgspec.Struct, frozen=True):
     @property
     def own_shape(self) -> tuple[int, ...]:
         return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+
+    def below(self, place: int) -> int:
+        """How many of the slice's items come before item `place` of the whole tensor, both in row-major order."""
+        inner = math.prod(self.shape[self.dim + 1 :])
+        block, inside = divmod(place, self.shape[self.dim] * inner)
+        return block * self.length * inner + min(max(inside - self.start * inner, 0), self.length * inner)
 
 
 def plan(held: Iterable[Slice]) -> dict[str, list[Slice]]:
@@ -54,18 +64,17 @@ def plan(held: Iterable[Slice]) -> dict[str, list[Slice]]:
 
 
 class Canonical:
-    """Collective over the trainer world: making one, and running through `tensors`."""
+    """Collective over the trainer world: making one, and running through `tensors` or `pack`."""
 
-    def __init__(self, pieces: Sequence[Piece], seconds: float) -> None:
-        """`pieces` of this rank; `seconds` bounds each wait for another rank."""
-        self._seconds = seconds
-        limit = timedelta(seconds=seconds)
-        rank, everyone = dist.get_rank(), dist.new_group(backend="gloo", timeout=limit)
+    def __init__(self, pieces: Sequence[Piece], seconds: float, publish_seconds: float) -> None:
+        """`pieces` of this rank; `seconds` bounds each wait for another rank, and `publish_seconds` those of rank 0 for a relay."""
+        rank, everyone = dist.get_rank(), dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         first = parallel_state.get_data_parallel_rank() == 0  # the other replicas hold the same
         mine = [Slice(rank, p.name, p.shape, p.dim, p.start, p.length) for p in pieces] if first else []
         held = [msgspec.json.decode(frame, type=list[Slice]) for frame in _all_frames(msgspec.json.encode(mine), everyone)]
         self.slices = plan(s for of_rank in held for s in of_rank)
-        self._group = dist.new_group([r for r, of_rank in enumerate(held) if of_rank], timeout=limit)
+        holders = [r for r, of_rank in enumerate(held) if of_rank]
+        self._exchange, self.publishing = Exchange(holders, seconds), Exchange(holders, seconds + publish_seconds)
 
     def metadata(self, dtype: torch.dtype) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, whole shape and `dtype` of every tensor of the model, in the order of a Hugging Face state dict. On every rank."""
@@ -81,34 +90,49 @@ class Canonical:
             else:
                 self._send(slices, local.get(name), dtype)
 
-    def pack(self, pieces: Sequence[Piece], dtype: torch.dtype, bucket: torch.Tensor | None) -> Sums:
-        """Every tensor to its place in rank 0's `bucket` (uint8, laid out as manifest.layout lays out `metadata`); other ranks have none.
+    def pack(self, pieces: Sequence[Piece], dtype: torch.dtype, parts: Sequence[Part], bucket: torch.Tensor | None) -> TensorSums:
+        """One chunk of the tensors, laid out as manifest.layout lays out `metadata`, into rank 0's `bucket` (uint8); other ranks have none.
 
-        Returns, on rank 0, a function that gives the checksums of each tensor; the bucket must be as it is until then.
+        Returns, on rank 0, a function that gives what each part adds to its tensor's checksums; the bucket must be as it is until then.
+        May run in a thread of its own, the same one on every rank that holds slices.
         """
-        local, taken = _by_name(pieces), []
-        for entry in layout(self.metadata(dtype), 0, 0).tensors:
-            slices, mine = self.slices[entry.name], local.get(entry.name)
+        local, names, taken = _by_name(pieces), list(self.slices), []
+        for part in parts:
+            slices = self.slices[names[part.tensor]]
+            spans = [(s, s.below(part.first), s.below(part.last)) for s in slices]
+            mine = local.get(names[part.tensor])
             if bucket is None:
-                self._send(slices, mine, dtype)
+                for s, first, last in spans:
+                    if s.rank == dist.get_rank() and first < last:
+                        views = [v.reshape(-1) for v in cut(mine.view, first, last)]
+                        self.publishing.send((torch.cat(views) if len(views) > 1 else views[0]).to(dtype), 0, s.name)
                 continue
-            whole = place(bucket, entry.offset, entry.shape, dtype)
-            targets = [whole.narrow(s.dim, s.start, s.length) for s in slices]
-            sources = [mine if s.rank == 0 else self._received(s, target) for s, target in zip(slices, targets, strict=True)]
-            taken.append(pack(sources, targets))
-        return lambda: [add_sums(sums()) for sums in taken]
+            target = place(bucket, part.offset, (part.last - part.first,), dtype)
+            sums: list[TensorSums] = []
+            for s, first, last in spans:
+                if s.rank == 0:
+                    sums += _pack_span(s, first, cut(mine.view, first, last), target, part.first)
+                elif first < last:
+                    sums += _pack_span(s, first, self._received(s, first, last, target, part.first), target, part.first)
+            taken.append(sums)
+        return lambda: [add_sums(both for read in sums for both in read()) for sums in taken]
 
-    def _received(self, s: Slice, target: torch.Tensor) -> Piece:
-        """Another rank's slice: in the target itself where that is contiguous, else beside it."""
-        part = target if target.is_contiguous() else torch.empty(s.own_shape, dtype=target.dtype, device=target.device)
-        self._bounded(dist.recv, part, s.rank, s)
-        return Piece(s.name, s.shape, s.dim, s.start, s.length, part)
+    def _received(self, s: Slice, first: int, last: int, target: torch.Tensor, begin: int) -> list[torch.Tensor]:
+        """Another rank's items [first, last) of its slice, in pieces as `cut` makes them: in the target itself where they lie together."""
+        at = _place(s, first) - begin
+        together = s.dim == 0
+        flat = target[at : at + last - first] if together else torch.empty(last - first, dtype=target.dtype, device=target.device)
+        self.publishing.receive(flat, s.rank, s.name)
+        if together:
+            return [flat]
+        shapes = [view.shape for view in cut(torch.empty(s.own_shape, device="meta"), first, last)]
+        return [part.view(shape) for part, shape in zip(flat.split([math.prod(x) for x in shapes]), shapes, strict=True)]
 
     def _send(self, slices: Sequence[Slice], mine: Piece | None, dtype: torch.dtype) -> None:
         """To rank 0, those of one tensor's slices that this rank holds."""
         for s in slices:
             if s.rank == dist.get_rank():
-                self._bounded(dist.send, mine.value().to(dtype).contiguous(), 0, s)
+                self._exchange.send(mine.value().to(dtype).contiguous(), 0, s.name)
 
     def _whole(self, slices: list[Slice], mine: Piece | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if len(slices) == 1 and slices[0].rank == 0:
@@ -116,17 +140,59 @@ class Canonical:
         whole = torch.empty(slices[0].shape, dtype=dtype, device=device)
         for s in slices:
             target = whole.narrow(s.dim, s.start, s.length)
-            pack([mine if s.rank == 0 else self._received(s, target)], [target])
+            if s.rank == 0:
+                pack([mine], [target])
+            else:
+                target.copy_(self._exchange.receive(torch.empty(s.own_shape, dtype=dtype, device=device), s.rank, s.name))
         return whole
 
-    def _bounded(self, send_or_receive: object, tensor: torch.Tensor, peer: int, what: Slice) -> None:
-        try:
-            send_or_receive(tensor, peer, group=self._group)
-        except (dist.DistError, RuntimeError) as error:
-            raise LaminarError(
-                f"trainer {dist.get_rank()} waited at most {self._seconds:.0f} s for trainer {peer} to pass {what.name} along "
-                f"({str(error).splitlines()[0][:120]}); see that rank's log"
-            ) from None
+
+def cut(view: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
+    """Views that make up the items [first, last) of `view` in row-major order: whole rows, and what begins and ends inside one."""
+    if first >= last or (first, last) == (0, view.numel()):
+        return [view] if first < last else []
+    if view.dim() == 1:
+        return [view[first:last]]
+    inner = view[0].numel()
+    head, tail = first // inner, last // inner
+    if head == tail:
+        return cut(view[head], first - head * inner, last - head * inner)
+    whole = head + (first % inner > 0)
+    middle = [view[whole:tail]] if whole < tail else []
+    before = cut(view[head], first - head * inner, inner) if whole > head else []
+    return [*before, *middle, *(cut(view[tail], 0, last - tail * inner) if last % inner else [])]
+
+
+def _place(s: Slice, item: int) -> int:
+    """The place in the whole tensor, in row-major order, of item `item` of the slice in its own."""
+    inner = math.prod(s.shape[s.dim + 1 :])
+    block, inside = divmod(item, s.length * inner)
+    return (block * s.shape[s.dim] + s.start) * inner + inside
+
+
+def _pack_span(s: Slice, first: int, views: Sequence[torch.Tensor], target: torch.Tensor, begin: int) -> list[TensorSums]:
+    """Consecutive items of slice `s` from its item `first` on, as `cut` makes them, into `target`, which holds the whole tensor's items
+    from `begin` on. For a slice of columns (dim 1), each view is a part of one row or a block of whole rows of the slice."""
+    taken, numel = [], math.prod(s.shape)
+    for view in views:
+        place_in_whole, items = _place(s, first), view.numel()
+        at, columns = place_in_whole - begin, s.shape[-1]
+        if s.dim == 0 or view.dim() == 1:
+            flat = Piece(s.name, (numel,), 0, place_in_whole, items, view)
+            taken.append(pack([flat], [target[at : at + items]]))
+        else:
+            rows, row = len(view), place_in_whole - s.start
+            block = target.as_strided((rows, s.length), (columns, 1), target.storage_offset() + at)
+            if row * target.element_size() % 4:  # the sums of a block count words from the beginning of its first row
+                return [*taken, *_pack_span(s, first, [*view, *views[len(taken) + 1 :]], target, begin)]
+            read = pack([Piece(s.name, (rows, columns), 1, s.start, s.length, view)], [block])
+            taken.append(functools.partial(_shifted_by, row * target.element_size() // 4, read))
+        first += items
+    return taken
+
+
+def _shifted_by(words: int, read: TensorSums) -> list[tuple[int, int]]:
+    return [shifted(both, words) for both in read()]
 
 
 def _by_name(pieces: Sequence[Piece]) -> dict[str, Piece]:

@@ -20,15 +20,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.kernels import Sums
 from laminar_hpc.trainer.building import build_gpt, build_optimizer, transformer_config, wrap
-from laminar_hpc.trainer.canonical import Canonical
+from laminar_hpc.trainer.canonical import Canonical, TensorSums
 from laminar_hpc.trainer.cpu import cuda_as_cpu, native_calls
+from laminar_hpc.trainer.exchange import Exchange
 from laminar_hpc.trainer.logprobs import entropy, mask_padding, token_logprobs
 from laminar_hpc.trainer.microbatch import MicroBatch, Pack, make_pack
 from laminar_hpc.weights.hf import TensorReader, read_shape, save_directory
 from laminar_hpc.weights.mapping import Piece, Shard, check_names, pieces
 from laminar_hpc.weights.probe import probe_sequences
+from laminar_hpc.weights.stream import Part
 
 # (micro-batch, log-probs with gradient, entropies), each [trained] -> the summed loss, what it counts for in the denominator (int32), and
 # whatever is to be collected
@@ -70,7 +71,7 @@ class MegatronPolicy:
             self.gpt.output_layer.register_forward_pre_hook(self._keep_selected)
         self.gpt.to(self.device)
         local = self._pieces()
-        self._canonical = Canonical(local, self.config.cluster.join_timeout_seconds)
+        self._canonical = Canonical(local, self.config.cluster.join_timeout_seconds, self.config.relay.publish_timeout_seconds)
         self._load_hf(Path(self.config.model.path), local)
         self.model = wrap(self.transformer, self.gpt, self.config.trainer.distributed_optimizer)
         self.pieces = self._pieces()  # anew, because the distributed optimizer moves parameters into its buffers
@@ -213,13 +214,19 @@ class MegatronPolicy:
         """
         yield from self._canonical.tensors(self.pieces, self.dtype, self.device)
 
-    @torch.no_grad()
-    def pack(self, bucket: torch.Tensor | None) -> Sums:
-        """The live parameters into rank 0's bucket (uint8, on `device`), each tensor where manifest.layout puts it; None on other ranks.
+    @property
+    def publishing(self) -> Exchange:
+        """The trainer ranks that take part in `pack`, and their words to each other."""
+        return self._canonical.publishing
 
-        Returns on rank 0 what gives their checksums, one pair per tensor, as long as the bucket is not written again.
+    @torch.no_grad()
+    def pack(self, parts: Sequence[Part], bucket: torch.Tensor | None) -> TensorSums:
+        """The live parameters' share of one chunk into rank 0's bucket (uint8, on `device`); None on other ranks. Not in step with the
+        other methods: the ranks of `publishing` may call it from a thread beside the training.
+
+        Returns on rank 0 what gives each part's share of its tensor's checksums, as long as the bucket is not written again.
         """
-        return self._canonical.pack(self.pieces, self.dtype, bucket)
+        return self._canonical.pack(self.pieces, self.dtype, parts, bucket)
 
     def save_hf(self, directory: Path) -> None:
         """A complete Hugging Face directory with the live weights, written by rank 0."""

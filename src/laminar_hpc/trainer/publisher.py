@@ -1,15 +1,22 @@
 """Publishing: the trainer's live weights leave for the master relay while the trainer goes on.
 
-`publish` packs the canonical tensors into a staging buffer (the stall), and a thread of its own asks for a weight id, sends and
-reports. Two buffers: if a newer publication is ready while one is on its way, it takes the place of any that waits; skipping an id is
-legal. The thread also makes the link to the master relay for every epoch of the membership that the controller proposes.
+    trainer's thread     publish(s) | forward, backward of step s ......... | fence() | optimizer.step | publish(s + 1) | ...
+    publisher's thread              | id, then bucket by bucket: pack, send | tail: the last buckets, the sums |
 
-Used by `trainer.loop` (publish, fence, close); collective over the trainer world. Rank 0 gathers what the others hold, and sends all.
+`publish` only hands over; the publisher's thread reads the live parameters into two buckets in turn, of relay.chunk_megabytes each, on the
+sending device: one is packed while the other is on its way. `fence`, before the parameters change, waits until they are all read. With a
+relay that does not take them it waits relay.publish_timeout_seconds at most; then, or without a link, these weights are given up: skipping
+an id is legal, the next ones go out. Until the fence, a broken link's weights are sent again as soon as there is a new epoch.
+
+Every trainer rank that holds slices has such a thread. Rank 0's decides, and says by one word per bucket what the others do.
+Used by `trainer.loop` (publish, fence, close).
 """
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,115 +28,151 @@ from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link, LinkBroken, host_store, own_address
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels import Sums
-from laminar_hpc.weights.manifest import Manifest, encode_manifest, layout
+from laminar_hpc.trainer.canonical import TensorSums
+from laminar_hpc.trainer.exchange import Exchange
+from laminar_hpc.weights.manifest import encode_manifest, layout
+from laminar_hpc.weights.stream import Part, chunks, encode_sums
+from laminar_hpc.weights.sums import add_sums
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
+_SENT_POLL_SECONDS = 0.0005  # between two looks at a bucket that is on its way
+_WAIT, _RELEASE = -1, -2  # words beside the numbers of buckets
 
 
 class Publishable(Protocol):
     """What the publisher needs of the policy."""
 
+    device: torch.device
+
+    @property
+    def publishing(self) -> Exchange: ...
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]: ...
-    def pack(self, bucket: torch.Tensor | None) -> Sums: ...
+    def pack(self, parts: Sequence[Part], bucket: torch.Tensor | None) -> TensorSums: ...
     def probe_logprobs(self) -> list[float]: ...
 
 
 @dataclass
-class Staged:
-    """A complete copy of the weights of one step, ready to be sent."""
+class Publication:
+    """The live weights of one step, from `publish` until they may change."""
 
     step: int
-    buffer: torch.Tensor  # uint8, on the sending device
-    sums: Sums  # of its tensors
     probe: list[float]
-    stall_seconds: float
+    probe_seconds: float
+    stall_seconds: float = 0.0  # in which the trainer stood still
+    waiting_since: float | None = None  # the trainer stands still
+    fenced: bool = False  # the trainer wants to change them
+    given_up: bool = False
+    read: bool = False  # all of them, so they may change
+    sent: bool = False
 
 
 class Publisher:
     def __init__(self, context: RoleContext, model: Publishable) -> None:
         self._context, self._model = context, model
-        self._config = context.config
-        self._lead = dist.get_rank() == 0
+        self._config, self._seconds = context.config, context.config.relay.publish_timeout_seconds
+        self._lead, self._exchange = dist.get_rank() == 0, model.publishing
+        self._holder = dist.get_rank() in self._exchange.ranks
         self.weight_id = -1
-        if not self._lead:
-            return
-        self._address = own_address(self._config.cluster.host)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        size = layout(model.canonical_metadata(), 0, 0).data_bytes
-        self._free = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        self._waiting: Staged | None = None
-        self._sent: Staged | None = None  # the last one, kept for relays that come later
-        self._epoch = 0
+        self._live: Publication | None = None
         self._changed = threading.Condition()
         self._error: Exception | None = None
-        self._sending = self._closing = False
-        self._link: Link | None = None
-        self._stores: list = []  # kept alive: a link's store must outlive its epoch's members
+        self._doing = "nothing"  # of the thread, for errors
+        self._closing = self._reading = False
+        if not self._holder:
+            return
+        manifest = layout(model.canonical_metadata(), 0, 0)
+        self._chunk = self._config.relay.chunk_megabytes << 20
+        self._parts, self._bytes = chunks(manifest, self._chunk), manifest.data_bytes
+        if self._lead:
+            self._address = own_address(self._config.cluster.host)
+            size = min(self._chunk, self._bytes)
+            self._buckets = [torch.empty(size, dtype=torch.uint8, device=model.device) for _ in range(2)]
+            log.info("two staging buckets of %.1f MB on %s", size / 1e6, model.device)
+            self._epoch = 0
+            self._link: Link | None = None
+            self._stores: list = []  # kept alive: a link's store must outlive its epoch's members
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
     # ---- called by the trainer -------------------------------------------------------------------------------------------------
 
-    def publish(self, step: int) -> float:
-        """Stages the live weights as those of step `step`; returns the seconds that the trainer stood still.
+    def publish(self, step: int) -> None:
+        """The live weights are those of step `step`. Collective, for the probe. Raises LaminarError if publishing failed.
 
-        Raises LaminarError if sending failed.
+        With relay.publish=blocking rank 0 stands still here until they are read, for relay.publish_timeout_seconds at most.
         """
-        started = time.time()
+        self.fence()
+        started = time.monotonic()
         probe = self._model.probe_logprobs()
-        if not self._lead:
-            self._model.pack(None)  # sends what this rank holds
-            return time.time() - started
-        buffer = self._take_buffer()
-        sums = self._model.pack(buffer)
-        if buffer.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        stall = time.time() - started
-        with self._changed:
-            if self._waiting is not None:
-                self._free.append(self._waiting.buffer)
-            self._waiting = Staged(step, buffer, sums, probe, stall)
-            self._changed.notify_all()
-        return stall
-
-    def _take_buffer(self) -> torch.Tensor:
-        """A free buffer: with two of them there is always one that is not being sent."""
+        handed = time.monotonic()
+        if not self._holder:
+            return
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the thread has a stream of its own
+        live = Publication(step, probe, handed - started, stall_seconds=time.monotonic() - handed)
         with self._changed:
             self._raise()
-            if self._free:
-                return self._free.pop()
-            if self._sent is not None:
-                buffer, self._sent = self._sent.buffer, None
-                return buffer
-            assert self._waiting is not None
-            buffer, self._waiting = self._waiting.buffer, None
-            return buffer
+            self._live = live
+            self._changed.notify_all()
+            if self._lead and self._config.relay.publish == "blocking":
+                live.waiting_since = time.monotonic()
+                if not self._wait_until(lambda: live.read, self._seconds):
+                    log.warning("the weights of step %d wait for %s; training goes on", step, self._doing)
+                self._stood_still(live)
 
     def fence(self) -> None:
-        """Before the optimizer writes: nothing reads the live parameters any more, because they were staged.
+        """Before the weights change: waits until nothing reads them any more.
 
-        Raises if sending has failed.
+        Raises LaminarError if publishing has failed, or names who holds up the thread that reads when it does not let go.
         """
-        if self._lead:
-            with self._changed:
-                self._raise()
+        self._await_release(self._seconds if self._lead else 3 * self._seconds)
 
     def close(self) -> None:
-        """Waits until everything staged is with the master relay."""
-        if not self._lead:
-            return
-        seconds = 2 * self._config.relay.publish_timeout_seconds
-        deadline = time.monotonic() + seconds
+        """Waits until the last weights are with the master relay. Raises LaminarError when they are not in time."""
         with self._changed:
-            while (self._waiting or self._sending) and not self._error:
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise LaminarError(f"the last weights were not with the master relay after {seconds:.0f} s")
+            live = self._live
+            if self._lead and live is not None and not self._wait_until(lambda: live.sent, 2 * self._seconds):
+                raise LaminarError(
+                    f"the last weights were not with the master relay after {2 * self._seconds:.0f} s; it waits for {self._doing}"
+                )
+        self._await_release(3 * self._seconds)
+        with self._changed:
             self._closing = True
             self._changed.notify_all()
+        if self._holder:
+            self._thread.join(5)
+
+    def _await_release(self, seconds: float) -> None:
+        with self._changed:
             self._raise()
-        self._thread.join(5)
+            live = self._live
+            if live is None:
+                return
+            live.fenced, live.waiting_since = True, time.monotonic()
+            self._changed.notify_all()
+            if self._lead and len(self._exchange.ranks) == 1 and not self._reading and (live.read or self._link is None):
+                self._let_go(live)
+            if self._wait_until(lambda: self._live is not live, seconds):
+                return
+            log.warning("the weights of step %d are given up after %.0f s: %s does not take them", live.step, seconds, self._doing)
+            live.given_up = True
+            self._changed.notify_all()
+            if not self._wait_until(lambda: self._live is not live, self._seconds):
+                who = self._doing if self._lead else "trainer 0"
+                raise LaminarError(f"publishing has not let go of the weights of step {live.step} for {seconds:.0f} s: it waits for {who}")
+
+    def _wait_until(self, reached: Callable[[], bool], seconds: float) -> bool:
+        """With the lock: whether it came true within `seconds`. Raises if publishing failed; nothing is awaited of a thread that ended."""
+        deadline = time.monotonic() + seconds
+        while not reached() and self._thread.is_alive():
+            self._raise()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._changed.wait(min(left, 1.0))
+        self._raise()
+        return True
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -139,18 +182,42 @@ class Publisher:
 
     def _run(self) -> None:
         try:
+            if self._model.device.type == "cuda":
+                torch.cuda.set_device(self._model.device)
+                torch.cuda.set_stream(torch.cuda.Stream())
             while not self._closing:
-                self._follow_membership()
-                staged = self._next()
-                if staged is not None:
-                    self._try_to_send(staged)
+                if self._lead:
+                    self._follow_membership()
+                    self._turn()
+                else:
+                    self._follow_the_lead()
         except StopReceived:
             return
         except Exception as error:
             log.exception("publishing failed")
             with self._changed:
                 self._error = error
+        finally:
+            with self._changed:
+                held, self._live = self._live, None
                 self._changed.notify_all()
+            if self._lead and held is not None:
+                with contextlib.suppress(LaminarError):
+                    self._exchange.word(_RELEASE)
+
+    def _follow_the_lead(self) -> None:
+        """Another rank: its slices of each bucket that rank 0 names, until the weights are released."""
+        with self._changed:
+            live = self._live
+            if live is None:
+                self._changed.wait(_POLL_SECONDS)
+                return
+        while (word := self._exchange.word()) != _RELEASE:
+            if word >= 0:
+                self._model.pack(self._parts[word], None)
+        with self._changed:
+            self._live = None
+            self._changed.notify_all()
 
     def _follow_membership(self) -> None:
         """Links to the master relay of the newest epoch; the leader's store listens on the run's address only."""
@@ -158,72 +225,139 @@ class Publisher:
         if proposed is None:
             return
         assert isinstance(proposed, m.EpochProposed)
-        seconds = self._config.relay.publish_timeout_seconds
-        store, port = host_store(self._address, seconds)
+        self._epoch, self._link = proposed.epoch, None
+        store, port = host_store(self._address, self._seconds)
         self._stores = [*self._stores[-1:], store]
         self._context.channel.send(m.StoreOpened(proposed.epoch, self._address, port))
-        self._epoch, self._link = proposed.epoch, None
+        peer = f"relay {proposed.relays[0]}"
+        self._doing = f"{peer} to link"
         try:
-            self._link = Link(store, proposed.epoch, 0, True, f"relay {proposed.relays[0]}", self._address, self._device, seconds)
+            link = Link(store, proposed.epoch, 0, True, peer, self._address, self._model.device, self._seconds)
         except LinkBroken as error:
             self._context.channel.send(m.LinkDown(proposed.epoch, str(error)))
             return
-        log.info("epoch %d: linked to relay %d", proposed.epoch, proposed.relays[0])
+        log.info("epoch %d: linked to %s", proposed.epoch, peer)
         with self._changed:
-            if self._waiting is None and self._sent is not None:  # relays that are new in this epoch have no weights yet
-                self._waiting, self._sent = self._sent, None
+            self._link = link
+            if self._live is not None:  # relays that are new in this epoch have no weights yet
+                self._live.sent = False
 
-    def _next(self) -> Staged | None:
+    def _turn(self) -> None:
+        """Sends, releases or waits, whichever is due."""
         with self._changed:
-            if self._waiting is None or self._link is None:
+            live = self._live
+            due = live is not None and not live.sent and self._link is not None
+            if live is None or not (due or live.fenced):
+                self._doing = "a relay to join" if self._link is None else "nothing"
                 self._changed.wait(_POLL_SECONDS)
-                return None
-            staged, self._waiting, self._sending = self._waiting, None, True
-            return staged
+            if due:
+                assert live is not None
+                live.read, self._reading = False, True
+        if live is None:
+            return
+        if due:
+            self._try_to_send(live)
+        elif live.fenced:
+            self._release(live)
+        else:
+            self._exchange.word(_WAIT)
 
-    def _try_to_send(self, staged: Staged) -> None:
-        """Sends; if the link breaks, these weights wait for the next epoch unless newer ones are there by then."""
-        sent = True
+    def _try_to_send(self, live: Publication) -> None:
         try:
-            self._send(staged)
+            self._send(live)
         except LinkBroken as error:
-            sent, self._link = False, None
+            self._link = None
             self._context.channel.send(m.LinkDown(self._epoch, str(error)))
-        with self._changed:
-            self._sending = False
-            if self._sent is not None:
-                self._free.append(self._sent.buffer)
-                self._sent = None
-            if sent:
-                self._sent = staged
-            elif self._waiting is None:
-                self._waiting = staged
-            else:
-                self._free.append(staged.buffer)
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._reading = False
+                if live is not self._live and not live.sent:
+                    log.warning("the weights of step %d are lost with the link: they have changed since", live.step)
+                self._changed.notify_all()
 
-    def _send(self, staged: Staged) -> None:
-        assert self._link is not None
-        channel, started = self._context.channel, time.time()
-        answer = channel.request(
-            m.NewWeightId(staged.step), m.WeightId, timeout=self._config.relay.publish_timeout_seconds, what="a weight id"
-        )
+    def _send(self, live: Publication) -> None:
+        link, channel = self._link, self._context.channel
+        assert link is not None
+        started, before = time.time(), link.bytes_sent
+        self._doing = "a weight id of the controller"
+        answer = channel.request(m.NewWeightId(live.step), m.WeightId, timeout=self._seconds, what="a weight id")
         assert isinstance(answer, m.WeightId)
-        manifest = self._manifest(staged, answer.weight_id)
-        self._link.send_bytes(encode_manifest(manifest))
-        chunk = self._config.relay.chunk_megabytes << 20
-        for first in range(0, manifest.data_bytes, chunk):
-            self._link.send(staged.buffer[first : first + chunk])
+        self._doing = link.peer
+        manifest = layout(self._model.canonical_metadata(), answer.weight_id, live.step)
+        link.send_bytes(encode_manifest(manifest))
+        sums = self._send_buckets(link, live)
+        link.send_bytes(encode_sums(sums))
         now = time.time()
-        self._context.trace.record("send", started, now, step=staged.step, weight_id=answer.weight_id)
+        self._context.trace.record("send", started, now, step=live.step, weight_id=answer.weight_id)
         channel.send(
-            m.Published(answer.weight_id, staged.step, staged.stall_seconds, now - started, manifest.data_bytes, staged.probe, now)
+            m.Published(
+                answer.weight_id,
+                live.step,
+                live.stall_seconds,
+                live.probe_seconds,
+                now - started,
+                link.bytes_sent - before,
+                live.probe,
+                now,
+            )
         )
         self.weight_id = answer.weight_id
+        with self._changed:
+            live.sent = True
+            self._changed.notify_all()
 
-    def _manifest(self, staged: Staged, weight_id: int) -> Manifest:
-        """The layout with this id and the sums of the staged bytes."""
-        manifest = layout(self._model.canonical_metadata(), weight_id, staged.step)
-        for entry, both in zip(manifest.tensors, staged.sums(), strict=True):
-            entry.sum_words, entry.sum_indexed = both
-        return manifest
+    @torch.no_grad()
+    def _send_buckets(self, link: Link, live: Publication) -> list[tuple[int, int]]:
+        """The live weights, each bucket packed while the other one is on its way; returns the sums of each tensor."""
+        sums = [(0, 0)] * (self._parts[-1][-1].tensor + 1)
+        on_the_way: list[Callable[[], bool]] = []
+        for number, parts in enumerate(self._parts):
+            if number >= 2:
+                self._until_sent(on_the_way[number - 2], link, live)
+            self._exchange.word(number)
+            bucket = self._buckets[number % 2][: min(self._chunk, self._bytes - number * self._chunk)]
+            read = self._model.pack(parts, bucket)
+            if bucket.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            if number == len(self._parts) - 1:
+                self._all_read(live)
+            on_the_way.append(link.begin_send(bucket))
+            for part, both in zip(parts, read(), strict=True):
+                sums[part.tensor] = add_sums([sums[part.tensor], both])
+        for done in on_the_way[-2:]:
+            self._until_sent(done, link, live)
+        return sums
+
+    def _until_sent(self, done: Callable[[], bool], link: Link, live: Publication) -> None:
+        while not done():
+            if live.given_up:
+                raise LinkBroken(f"{link.peer} did not take the weights of step {live.step} in time")
+            time.sleep(_SENT_POLL_SECONDS)
+
+    def _all_read(self, live: Publication) -> None:
+        with self._changed:
+            live.read, self._reading = True, False
+            self._stood_still(live)
+            fenced = live.fenced
+            self._changed.notify_all()
+        if fenced:
+            self._release(live)
+
+    def _stood_still(self, live: Publication) -> None:
+        """With the lock: the trainer goes on."""
+        if live.waiting_since is not None:
+            live.stall_seconds += time.monotonic() - live.waiting_since
+            live.waiting_since = None
+
+    def _release(self, live: Publication) -> None:
+        self._exchange.word(_RELEASE)
+        with self._changed:
+            self._let_go(live)
+
+    def _let_go(self, live: Publication) -> None:
+        """With the lock: the weights may change."""
+        if not live.read:
+            log.warning("the weights of step %d were not published: no link to a relay took them; the next ones go out", live.step)
+        if self._live is live:
+            self._live = None
+        self._changed.notify_all()

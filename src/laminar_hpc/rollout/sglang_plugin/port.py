@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -50,7 +51,20 @@ def sums(scheduler: object, request: protocol.Sums) -> protocol.Reply:
     return protocol.LiveSums(live_sums(_views(scheduler)))
 
 
-OPERATIONS: dict[type[protocol.Request], Callable] = {protocol.Ping: ping, protocol.Layout: layout, protocol.Sums: sums}
+def load(scheduler: object, request: protocol.Load) -> protocol.Reply:
+    from laminar_hpc.rollout.sglang_plugin.load import load_slot
+
+    if not scheduler.flush_cache():  # also forgets the KV of the old weights
+        return protocol.Refused("Load: requests are running; drain the engine first")
+    return protocol.LiveSums(load_slot(list(_views(scheduler)), Path(request.directory)))
+
+
+OPERATIONS: dict[type[protocol.Request], Callable] = {
+    protocol.Ping: ping,
+    protocol.Layout: layout,
+    protocol.Sums: sums,
+    protocol.Load: load,
+}
 
 
 class EnginePort:

@@ -53,13 +53,19 @@ class LiveSums(Reply):
     sums: dict[str, tuple[int, int]]
 
 
+class Load(Request):
+    """The weights of a slot into the live parameters of this rank, while no request runs; answered with LiveSums, taken after the copy."""
+
+    directory: str
+
+
 class Refused(Reply):
     """The operation failed; the engine goes on."""
 
     text: str
 
 
-AnyRequest = Ping | Layout | Sums
+AnyRequest = Ping | Layout | Sums | Load
 AnyReply = Alive | LiveLayout | LiveSums | Refused
 
 _encoder = msgspec.msgpack.Encoder()

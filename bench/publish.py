@@ -1,0 +1,378 @@
+"""The way of a weight: publishing from a real Megatron trainer to real relay processes, and a real SGLang engine's pull.
+
+    python bench/publish.py --json publish.json                      random Qwen2 models of 100 MB and 1 GB in float32, 3 repeats
+    python bench/publish.py --sizes 100MB --repeats 5 --parts publish
+
+Publishing: steps of the trainer in turns, with a publication behind them and without, all relays idle again before each; to one relay,
+which a machine has, and for the time to the last one to a chain of two on this machine, whose cores they share. Pull: from the request to
+the verified id, by slots that the engine has loaded before. Beside each time stands its limit: one memcpy of as many bytes in the same
+process and between the same steps, into memory that is mapped already; both are medians. The probe's log-probs, which trainer and engine
+compute for each id, are a forward pass and no part of the way: they are listed apart and left out of the ratios.
+
+Figures, overlapped publishing of the largest model: `stall_over_memcpy`, the trainer stands still (goal: at most 0.3), `step_inflation`,
+how much longer a step takes (goal: at most 2.5), both in memcpys; `pull_over_memcpy`, memcpy's time over the pull's (goal: at least 0.3).
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import common
+
+SHAPES = {  # name -> hidden, intermediate, layers, heads, vocabulary; 2 KV heads, tied
+    "100MB": (512, 1408, 7, 8, 10_000),
+    "1GB": (1536, 4864, 8, 12, 16_384),
+}
+GROUPS, SAMPLES, TOKENS = 2, 2, 24  # of a step's batch
+RELAYS = 2
+COLUMNS = ("size", "what", "seconds", "memcpy seconds", "in memcpys", "parts")
+
+
+def main() -> None:
+    options = common.parser(__doc__ or "")
+    options.add_argument("--sizes", type=lambda text: text.split(","), default=list(SHAPES), help="default 100MB,1GB")
+    options.add_argument("--parts", type=lambda text: text.split(","), default=["publish", "pull"], help="default publish,pull")
+    options.add_argument("--child", help=argparse.SUPPRESS)
+    options = options.parse_args()
+    if options.child:
+        part, size = options.child.split(":")
+        print(json.dumps({"publish": measure_publish, "pull": measure_pull}[part](options, size)))
+        return
+    rows, figures = [], {}
+    with common.run_folder(options) as folder:
+        for size in options.sizes:
+            make_model(folder / size, size)
+            for part in options.parts:
+                found = child(options, part, size, folder)
+                rows += found["rows"]
+                figures |= found["figures"] if size == options.sizes[-1] else {}
+    common.finish(options, figures, rows, COLUMNS)
+
+
+def child(options: argparse.Namespace, part: str, size: str, folder: Path) -> dict:
+    words = ["--child", f"{part}:{size}", "--repeats", str(options.repeats), "--runs-dir", str(folder), *options.overrides]
+    print(f"  {part} {size}", file=sys.stderr, flush=True)
+    command = [sys.executable, __file__, *words]
+    one = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=one, stdout=subprocess.PIPE, timeout=options.run_seconds, check=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def make_model(directory: Path, size: str) -> None:
+    import torch
+
+    import laminar_hpc.compat.torchvision  # noqa: F401 (before transformers)
+
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # isort: skip
+
+    if (directory / "config.json").exists():
+        return
+    hidden, ffn, layers, heads, vocabulary = SHAPES[size]
+    config = Qwen2Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=1, bos_token_id=None, pad_token_id=0,
+        dtype=torch.float32,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+
+
+class Memcpy:
+    """Copies of so many bytes in one thread, into memory that has been written before."""
+
+    def __init__(self, count: int) -> None:
+        import torch
+
+        self._source, self._target = (torch.ones(count, dtype=torch.uint8) for _ in range(2))
+
+    def seconds(self) -> float:
+        """One memcpy (torch copies one-dimensional bytes by memcpy, in the calling thread with OMP_NUM_THREADS=1)."""
+        started = time.perf_counter()
+        self._target.copy_(self._source)
+        return time.perf_counter() - started
+
+
+def row(size: str, what: str, seconds: float, memcpy: float, parts: object = "") -> dict:
+    return {"size": size, "what": what, "seconds": seconds, "memcpy seconds": memcpy, "in memcpys": seconds / memcpy, "parts": parts}
+
+
+# ---- publishing --------------------------------------------------------------------------------------------------------------------
+
+
+class Line:
+    """A role's line to the controller, which is `Script` here; for a relay over a pipe."""
+
+    def __init__(self, send: object, pipe: object = None) -> None:
+        self.send, self._pipe, self._inbox, self._arrived = send, pipe, deque(), threading.Condition()
+
+    def deliver(self, message: object) -> None:
+        with self._arrived:
+            self._inbox.append(message)
+            self._arrived.notify_all()
+
+    def wait(self, *wanted: type, timeout: float) -> object | None:
+        if self._pipe is not None:
+            return relay_wait(self._pipe, timeout)
+        with self._arrived:
+            found = self._arrived.wait_for(lambda: next((x for x in self._inbox if isinstance(x, wanted)), None), timeout)
+            if found is not None:
+                self._inbox.remove(found)
+            return found
+
+    def request(self, message: object, *answers: type, timeout: float, what: str) -> object:
+        self.send(message)
+        return self.wait(*answers, timeout=timeout)
+
+
+def relay_wait(pipe: object, timeout: float) -> object | None:
+    from laminar_hpc.cluster.channel import StopReceived
+
+    message = pipe.recv() if pipe.poll(timeout) else None
+    if message == "stop":
+        raise StopReceived("done")
+    return message
+
+
+def context(config: object, role: str, index: int, line: Line, folder: Path) -> object:
+    from laminar_hpc.cluster.context import RoleContext
+    from laminar_hpc.messages import Welcome
+    from laminar_hpc.observability.trace import Trace
+
+    welcome = Welcome(f"bench-{folder.name}-{role}{index}", -1, 0, 0)
+    return RoleContext(config, role, index, "here", folder, line, welcome, Trace(folder, role, index))
+
+
+def relay_main(config: object, index: int, pipe: object, folder: Path) -> None:
+    from laminar_hpc.cluster.processes import die_with_parent
+    from laminar_hpc.relay import run
+
+    die_with_parent()
+    run.run(context(config, "relay", index, Line(pipe.send, pipe), folder))
+
+
+class Script:
+    """The controller: links the trainer with the chain of relays, numbers the weight ids, keeps what it is told."""
+
+    def __init__(self, config: object, folder: Path) -> None:
+        self.trainer, self.heard, self.changed = Line(self.of_trainer), [], threading.Condition()
+        self.pipes, self.processes, self.epoch, self.next_id, self.relays = [], [], 0, 0, RELAYS
+        spawn = multiprocessing.get_context("spawn")
+        for index in range(RELAYS):
+            ours, theirs = spawn.Pipe()
+            self.processes.append(spawn.Process(target=relay_main, args=(config, index, theirs, folder)))
+            self.processes[-1].start()
+            self.pipes.append(ours)
+            threading.Thread(target=self.of_relay, args=(ours,), daemon=True).start()
+
+    def of_relay(self, pipe: object) -> None:
+        while True:
+            try:
+                self.note(pipe.recv())
+            except EOFError:
+                return
+
+    def note(self, message: object) -> None:
+        with self.changed:
+            self.heard.append(message)
+            self.changed.notify_all()
+
+    def link(self) -> None:
+        from laminar_hpc import messages as m
+
+        self.epoch += 1
+        self.trainer.deliver(m.EpochProposed(self.epoch, list(range(self.relays))))
+
+    def of_trainer(self, message: object) -> None:
+        from laminar_hpc import messages as m
+
+        if isinstance(message, m.StoreOpened):
+            for position, pipe in enumerate(self.pipes[: self.relays], 1):
+                pipe.send(m.JoinEpoch(message.epoch, message.host, message.port, position, self.relays))
+        elif isinstance(message, m.NewWeightId):
+            self.trainer.deliver(m.WeightId(self.next_id, message.step))
+            for pipe in self.pipes[: self.relays]:
+                pipe.send(m.Receive(self.epoch, self.next_id, message.step))
+            self.next_id += 1
+        self.note(message)
+
+    def wait_for(self, kind: type, count: int) -> list:
+        def found() -> list:
+            return [message for message in self.heard if isinstance(message, kind)]
+
+        with self.changed:
+            if not self.changed.wait_for(lambda: len(found()) >= count, 120):
+                raise SystemExit(f"no {kind.__name__} after 120 s; heard last: {self.heard[-3:]}")
+            return found()
+
+    def stop(self) -> None:
+        for pipe in self.pipes:
+            pipe.send("stop")
+        for process in self.processes:
+            process.join(30)
+
+
+def make_batch(vocabulary: int, seed: int) -> list:
+    import random
+
+    from laminar_hpc.messages import Trajectory, VersionSpan
+
+    draw = random.Random(seed)
+    return [
+        Trajectory(
+            trajectory_id=i, group_id=i // SAMPLES, attempt=0, replica=0, weight_id=0, weight_step=0,
+            prompt_tokens=[draw.randrange(vocabulary) for _ in range(4)],
+            response_tokens=[draw.randrange(vocabulary) for _ in range(TOKENS)],
+            logprobs=[-9.0] * TOKENS, loss_mask=[1] * TOKENS, finish_reason="stop", version_spans=[VersionSpan(0, 0, TOKENS)],
+            time_started=0.0, time_finished=0.0, step_finished=0, reward=float(i % SAMPLES),
+        )
+        for i in range(GROUPS * SAMPLES)
+    ]  # fmt: skip
+
+
+def settings(options: argparse.Namespace, size: str) -> object:
+    from laminar_hpc.config.load import load_config
+
+    words = ["experiment=demo", f"model.path={options.runs_dir / size}", "model.dtype=float32", "relay.slots=2", *options.overrides]
+    config = load_config(words)
+    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt, config.algorithm.minibatches_per_step = GROUPS, SAMPLES, 1
+    return config
+
+
+def measure_publish(options: argparse.Namespace, size: str) -> dict:
+    """Both modes: pairs of a step without and a step with a publication."""
+    import torch
+    import torch.distributed as dist
+
+    from laminar_hpc import messages as m
+    from laminar_hpc.trainer.learner import Learner
+    from laminar_hpc.trainer.megatron import MegatronPolicy
+    from laminar_hpc.trainer.publisher import Publisher
+    from laminar_hpc.weights.manifest import layout
+
+    config = settings(options, size)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    policy = MegatronPolicy(config)
+    learner, script, rows, figures = Learner(config, policy), Script(config, options.runs_dir), [], {}
+    count = layout(policy.canonical_metadata(), 0, 0).data_bytes
+    batch, sent, expected = make_batch(policy.shape.vocab, 0), 0, 0
+    copy = Memcpy(count)
+    for mode, relays in (("overlapped", 1), ("blocking", 1), ("overlapped", 2)):
+        config.relay.publish, script.relays = mode, relays
+        publisher = Publisher(context(config, "trainer", 0, script.trainer, options.runs_dir), policy)
+        script.link()
+        without, stalls, more, first, last, probes, sends, copies = [], [], [], [], [], [], [], []
+        for repeat in range(-1, options.repeats):  # one to warm up
+            started = time.perf_counter()
+            learner.train(batch, 0, lambda: None)
+            plain = time.perf_counter() - started
+            started, before = time.perf_counter(), time.time()
+            publisher.publish(repeat + 1)
+            sent += 1
+            if repeat < 0:
+                script.wait_for(m.Published, sent)  # the link is there from now on
+            learner.train(batch, 0, publisher.fence)
+            seconds = time.perf_counter() - started
+            told = script.wait_for(m.Published, sent)[-1]
+            expected += relays
+            has = script.wait_for(m.RelayHas, expected)[-relays:]
+            if repeat >= 0:
+                copies.append(copy.seconds())
+                without.append(plain)
+                probes.append(told.probe_seconds)
+                stalls.append(told.stall_seconds)
+                more.append(seconds - told.probe_seconds - plain)
+                sends.append(told.seconds)
+                times = sorted(one.time - before - told.probe_seconds for one in has)
+                first.append(times[0])
+                last.append(times[-1])
+        publisher.close()
+        memcpy = statistics.median(copies)
+        median = {
+            "step without": without, "trainer stands still": stalls, "step longer by": more, "send": sends, "first relay has it": first,
+            "last relay has it": last, "probe": probes,
+        }  # fmt: skip
+        name = mode if relays == 1 else f"{mode}, {relays} relays"
+        rows += [
+            row(size, f"{name}: {what}", statistics.median(values), memcpy, " ".join(f"{v:.3f}" for v in values))
+            for what, values in median.items()
+        ]
+        if relays > 1:
+            continue
+        prefix = "" if mode == "overlapped" else "blocking_"
+        figures[f"{prefix}stall_over_memcpy"] = statistics.median(stalls) / memcpy
+        figures[f"{prefix}step_inflation"] = statistics.median(more) / memcpy
+        figures[f"{prefix}bytes_over_canonical"] = told.bytes / count
+    script.stop()
+    return {"rows": rows, "figures": figures}
+
+
+# ---- pull --------------------------------------------------------------------------------------------------------------------------
+
+
+def measure_pull(options: argparse.Namespace, size: str) -> dict:
+    return asyncio.run(pull(options, size))
+
+
+async def pull(options: argparse.Namespace, size: str) -> dict:
+    import torch
+
+    from laminar_hpc.observability.trace import Trace
+    from laminar_hpc.rollout.puller import Puller
+    from laminar_hpc.rollout.sglang_server import SglangServer
+    from laminar_hpc.weights.hf import TensorReader
+    from laminar_hpc.weights.manifest import layout
+    from laminar_hpc.weights.probe import probe_sequences
+    from laminar_hpc.weights.slots import SlotReader, SlotWriter
+    from laminar_hpc.weights.sums import tensor_sums
+
+    config, folder = settings(options, size), options.runs_dir
+    directory = Path(config.model.path)
+    config.rollout.kv_cache_tokens, config.rollout.engine_start_seconds = 8192, 600.0
+    (folder / "logs").mkdir(exist_ok=True)
+    writer = SlotWriter(config.relay.shm_dir, f"bench-{folder.name}-pull", 2, directory)
+    engine = SglangServer(config, 0, folder)
+    reader = SlotReader(config.relay.shm_dir, f"bench-{folder.name}-pull")
+    puller = Puller(reader, probe_sequences(SHAPES[size][-1]), Trace(folder, "rollout", 0), lambda: engine, lambda: 0)
+    try:
+        await engine.start(directory, "0", 0)
+        found, copies, copy = [], [], Memcpy(sum(file.stat().st_size for file in directory.glob("*.safetensors")))
+        with TensorReader(directory) as tensors:
+            names = [(name, tuple(tensors.shape(name)), "float32") for name in sorted(tensors.names())]
+            for number in range(1, options.repeats + 3):  # two to warm up, one of each slot
+                manifest = layout(names, number, number)
+                data = torch.from_numpy(writer.begin(manifest))
+                for entry in manifest.tensors:
+                    tensor = tensors.narrow(entry.name, 0, 0, entry.shape[0]).contiguous() * number
+                    data[entry.offset : entry.offset + entry.nbytes] = tensor.view(-1).view(torch.uint8)
+                    entry.sum_words, entry.sum_indexed = tensor_sums(tensor)
+                writer.commit(manifest)
+                copies.append(copy.seconds())
+                found.append(await puller.pull())
+                if found[-1].weight_id != number:
+                    raise SystemExit(f"weight id {found[-1].weight_id} was pulled, {number} was expected")
+    finally:
+        await engine.stop()
+        writer.close()
+    memcpy, measured = statistics.median(copies[2:]), found[2:]
+    ways = [one.seconds - one.parts["probe"] for one in measured]
+    parts = {name: statistics.median(one.parts[name] for one in measured) for name in measured[0].parts}
+    text = " ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
+    rows = [
+        row(size, "pull, verified", statistics.median(ways), memcpy, text),
+        row(size, "pull with the probe", statistics.median(one.seconds for one in measured), memcpy),
+        row(size, "first pull of a slot", found[1].seconds - found[1].parts["probe"], memcpy),
+    ]
+    return {"rows": rows, "figures": {"pull_over_memcpy": memcpy / statistics.median(ways)}}
+
+
+if __name__ == "__main__":
+    main()

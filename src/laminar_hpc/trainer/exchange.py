@@ -1,0 +1,48 @@
+"""Slices and short words between the trainer ranks that hold slices of the canonical tensors, over process groups of their own.
+
+Used by trainer/canonical.py. One for checkpoints, in the trainer's thread, and one for publishing, in a thread beside it: collectives of
+two threads on one group would come in no fixed order. Every wait is bounded, and names the rank that did not come.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from laminar_hpc.config.errors import LaminarError
+
+
+class Exchange:
+    """Making one is collective over the trainer world."""
+
+    def __init__(self, ranks: Sequence[int], seconds: float) -> None:
+        """`ranks`, with rank 0, take part; `seconds` bounds each wait for one of them."""
+        self.ranks, self._seconds = list(ranks), seconds
+        limit = timedelta(seconds=seconds)
+        self._slices = dist.new_group(self.ranks, timeout=limit)  # NCCL where the parameters are on GPUs
+        self._words = dist.new_group(self.ranks, backend="gloo", timeout=limit)
+
+    def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
+        self._bounded(lambda: dist.send(tensor, peer, group=self._slices), peer, what)
+
+    def receive(self, tensor: torch.Tensor, peer: int, what: str) -> torch.Tensor:
+        self._bounded(lambda: dist.recv(tensor, peer, group=self._slices), peer, what)
+        return tensor
+
+    def word(self, value: int = 0) -> int:
+        """Rank 0's `value`, on all ranks."""
+        if len(self.ranks) == 1:
+            return value
+        box = torch.tensor([value])
+        self._bounded(lambda: dist.broadcast(box, 0, group=self._words), 0, "a word")
+        return int(box)
+
+    def _bounded(self, operation: Callable[[], object], peer: int, what: str) -> None:
+        try:
+            operation()
+        except (dist.DistError, RuntimeError) as error:
+            raise LaminarError(
+                f"trainer {dist.get_rank()} waited at most {self._seconds:.0f} s for trainer {peer} to pass {what} along "
+                f"({str(error).splitlines()[0][:120]}); see that rank's log"
+            ) from None

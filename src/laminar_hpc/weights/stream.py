@@ -1,0 +1,71 @@
+"""How one weight id crosses a link: the layout, its data bytes in chunks, and behind them the sums, which are known only then.
+
+    manifest without sums | chunk | chunk | ... | sums
+
+Used by trainer/publisher.py, which packs chunk by chunk, and by the relay, which passes on and checks. Imports no torch.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest
+
+
+class Part(NamedTuple):
+    """Items [first, last), in row-major order, of tensor number `tensor` of a manifest; they begin at byte `offset` of their chunk."""
+
+    tensor: int
+    first: int
+    last: int
+    offset: int
+
+
+class Frames(Protocol):
+    """What is needed of a link."""
+
+    def send_bytes(self, content: bytes) -> None: ...
+    def receive_bytes(self) -> bytes: ...
+
+
+def chunks(manifest: Manifest, size: int) -> list[list[Part]]:
+    """What lies in each chunk of `size` bytes (the last may be shorter), in order; a tensor may be cut anywhere between two items.
+
+    `size` is a multiple of 4; tensors lie without gaps, as manifest.layout has them.
+    """
+    cut: list[list[Part]] = [[] for _ in range(-(-manifest.data_bytes // size))]
+    for number, entry in enumerate(manifest.tensors):
+        item, end = ITEM_BYTES[entry.dtype], entry.offset + entry.nbytes
+        place = entry.offset
+        while place < end:
+            index = place // size
+            stop = min(end, (index + 1) * size)
+            cut[index].append(Part(number, (place - entry.offset) // item, (stop - entry.offset) // item, place - index * size))
+            place = stop
+    return cut
+
+
+def encode_sums(sums: Iterable[Sequence[int]]) -> bytes:
+    """(sum_words, sum_indexed) of each tensor, in the manifest's order: little-endian 64-bit words."""
+    flat = [number for both in sums for number in both]
+    return struct.pack(f"<{len(flat)}Q", *flat)
+
+
+def take_sums(manifest: Manifest, frame: bytes) -> None:
+    """Writes the sums of `encode_sums` into the manifest. Raises LaminarError when they are not those of so many tensors."""
+    if len(frame) != 16 * len(manifest.tensors):
+        raise LaminarError(
+            f"weight id {manifest.weight_id} came with {len(frame)} bytes of sums, {16 * len(manifest.tensors)} belong to its "
+            f"{len(manifest.tensors)} tensors; run the same version of laminar_hpc everywhere"
+        )
+    for entry, both in zip(manifest.tensors, struct.iter_unpack("<2Q", frame), strict=True):
+        entry.sum_words, entry.sum_indexed = both
+
+
+def receive_sums(upstream: Frames, downstream: Frames | None, manifest: Manifest) -> None:
+    """What follows the last chunk: passed on, then written into the manifest."""
+    frame = upstream.receive_bytes()
+    if downstream is not None:
+        downstream.send_bytes(frame)
+    take_sums(manifest, frame)

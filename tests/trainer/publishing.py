@@ -1,0 +1,137 @@
+"""A publisher and real relays in one process: the relays run in threads, and a script stands in the place of the controller."""
+
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+
+from laminar_hpc import messages as m
+from laminar_hpc.cluster.channel import StopReceived
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.observability.trace import Trace
+from laminar_hpc.relay import run as relay
+from laminar_hpc.trainer.publisher import Publisher
+from laminar_hpc.weights.slots import SlotHandle, SlotReader
+
+
+class Line:
+    """In the place of a role's channel."""
+
+    def __init__(self, name: str, controller: "Controller") -> None:
+        self.name, self.inbox, self.arrived, self._controller = name, deque(), threading.Condition(), controller
+
+    def deliver(self, message: m.Message | Exception) -> None:
+        with self.arrived:
+            self.inbox.append(message)
+            self.arrived.notify_all()
+
+    def send(self, message: m.Message) -> None:
+        self._controller.told(self.name, message)
+
+    def wait(self, *wanted: type, timeout: float) -> m.Message | None:
+        deadline = time.monotonic() + timeout
+        with self.arrived:
+            while True:
+                for item in self.inbox:
+                    if isinstance(item, Exception):
+                        raise item
+                    if isinstance(item, wanted):
+                        self.inbox.remove(item)
+                        return item
+                if (left := deadline - time.monotonic()) <= 0:
+                    return None
+                self.arrived.wait(left)
+
+    def request(self, message: m.Message, *answers: type, timeout: float, what: str) -> m.Message:
+        self.send(message)
+        answer = self.wait(*answers, timeout=timeout)
+        assert answer is not None, what
+        return answer
+
+
+class Controller:
+    """Numbers weight ids from 0, forms the epochs that `link` asks for, and notes everything."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.trainer, self.relays = Line("trainer", self), []
+        self.heard: list[tuple[str, m.Message]] = []
+        self.epoch, self.next_id, self.chain = 0, 0, []
+        self.deaf = False  # relays are not told to receive
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+
+    def context(self, role: str, index: int, line: Line) -> RoleContext:
+        run = m.Welcome(f"{role}{index}-{self.folder.name}", -1, 0, 0)
+        return RoleContext(self.config, role, index, "here", self.folder, line, run, Trace(self.folder, role, index))
+
+    def add_relay(self) -> int:
+        """A relay of its own thread, with slots of its own; it has no link yet."""
+        index, line = len(self.relays), Line(f"relay{len(self.relays)}", self)
+        self.relays.append(line)
+        thread = threading.Thread(target=relay.run, args=(self.context("relay", index, line),), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return index
+
+    def link(self, *chain: int) -> None:
+        self.epoch, self.chain = self.epoch + 1, list(chain)
+        self.trainer.deliver(m.EpochProposed(self.epoch, self.chain))
+
+    def told(self, name: str, message: m.Message) -> None:
+        if isinstance(message, m.StoreOpened):
+            for position, index in enumerate(self.chain, 1):
+                self.relays[index].deliver(m.JoinEpoch(message.epoch, message.host, message.port, position, len(self.chain)))
+        elif isinstance(message, m.NewWeightId):
+            self.trainer.deliver(m.WeightId(self.next_id, message.step))
+            for index in self.chain if not self.deaf else []:
+                self.relays[index].deliver(m.Receive(self.epoch, self.next_id, message.step))
+            self.next_id += 1
+        with self._changed:
+            self.heard.append((name, message))
+            self._changed.notify_all()
+
+    def all(self, kind: type) -> list:
+        return [message for _, message in self.heard if isinstance(message, kind)]
+
+    def wait_for(self, kind: type, count: int = 1, seconds: float = 60) -> list:
+        """The first `count` messages of a kind."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.all(kind)) >= count, seconds), (kind, self.heard)
+        return self.all(kind)[:count]
+
+    def newest(self, index: int) -> SlotHandle | None:
+        return SlotReader(self.config.relay.shm_dir, f"relay{index}-{self.folder.name}").newest()
+
+    def stop(self) -> None:
+        for line in (self.trainer, *self.relays):
+            line.deliver(StopReceived("the test is over"))
+        for thread in self._threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in self._threads)
+
+
+def start(config: RunConfig, folder: Path, policy: object, rank: int = 0) -> tuple[Controller, Publisher]:
+    config.relay.shm_dir = str(folder)
+    controller = Controller(config, folder)
+    return controller, Publisher(controller.context("trainer", rank, controller.trainer), policy)
+
+
+def whole(policy: object) -> bytes:
+    """The canonical tensors' bytes, one after the other; collective."""
+    return b"".join(t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for _, t in policy.canonical_tensors())
+
+
+def slot_bytes(handle: SlotHandle) -> bytes:
+    content = (handle.directory / "model.safetensors").read_bytes()
+    return content[len(content) - handle.manifest.data_bytes :]
+
+
+def spoil(policy: object) -> None:
+    """What an optimizer does."""
+    with torch.no_grad():
+        for parameter in policy.gpt.parameters():
+            parameter += 1
