@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,7 +23,9 @@ from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link, LinkBroken, host_store, own_address
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels import Sums
-from laminar_hpc.weights.manifest import Manifest, encode_manifest, layout
+from laminar_hpc.policies.chain import chunk_bytes
+from laminar_hpc.weights.manifest import layout
+from laminar_hpc.weights.stream import encode_header, encode_sums
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
@@ -157,8 +160,12 @@ class Publisher:
         proposed = self._context.channel.wait(m.EpochProposed, timeout=0)
         if proposed is None:
             return
+        while (newer := self._context.channel.wait(m.EpochProposed, timeout=0)) is not None:
+            proposed = newer
         assert isinstance(proposed, m.EpochProposed)
         seconds = self._config.relay.publish_timeout_seconds
+        if self._link is not None:
+            self._link.close()
         store, port = host_store(self._address, seconds)
         self._stores = [*self._stores[-1:], store]
         self._context.channel.send(m.StoreOpened(proposed.epoch, self._address, port))
@@ -170,7 +177,7 @@ class Publisher:
             return
         log.info("epoch %d: linked to relay %d", proposed.epoch, proposed.relays[0])
         with self._changed:
-            if self._waiting is None and self._sent is not None:  # relays that are new in this epoch have no weights yet
+            if proposed.resend and self._waiting is None and self._sent is not None:
                 self._waiting, self._sent = self._sent, None
 
     def _next(self) -> Staged | None:
@@ -184,9 +191,12 @@ class Publisher:
     def _try_to_send(self, staged: Staged) -> None:
         """Sends; if the link breaks, these weights wait for the next epoch unless newer ones are there by then."""
         sent = True
+        assert self._link is not None
         try:
-            self._send(staged)
+            with self._link.closed_when(partial(self._context.channel.pending, m.EpochProposed)):  # another master: this one is stuck
+                self._send(staged)
         except LinkBroken as error:
+            self._link.close()
             sent, self._link = False, None
             self._context.channel.send(m.LinkDown(self._epoch, str(error)))
         with self._changed:
@@ -209,21 +219,19 @@ class Publisher:
             m.NewWeightId(staged.step), m.WeightId, timeout=self._config.relay.publish_timeout_seconds, what="a weight id"
         )
         assert isinstance(answer, m.WeightId)
-        manifest = self._manifest(staged, answer.weight_id)
-        self._link.send_bytes(encode_manifest(manifest))
-        chunk = self._config.relay.chunk_megabytes << 20
-        for first in range(0, manifest.data_bytes, chunk):
-            self._link.send(staged.buffer[first : first + chunk])
+        link, most = self._link, self._config.relay.chunk_megabytes << 20
+        manifest = layout(self._model.canonical_metadata(), answer.weight_id, staged.step)
+        size = manifest.data_bytes
+        chunk = chunk_bytes(size, answer.relays, link.start_seconds, link.seconds_per_byte, most)
+        began = time.monotonic()
+        link.send_bytes(encode_header(manifest, chunk))
+        for first in range(0, size, chunk):
+            link.send(staged.buffer[first : first + chunk])
+        link.send_bytes(encode_sums(staged.sums()))
+        link.sent(size, -(-size // chunk), time.monotonic() - began)
         now = time.time()
         self._context.trace.record("send", started, now, step=staged.step, weight_id=answer.weight_id)
         channel.send(
             m.Published(answer.weight_id, staged.step, staged.stall_seconds, now - started, manifest.data_bytes, staged.probe, now)
         )
         self.weight_id = answer.weight_id
-
-    def _manifest(self, staged: Staged, weight_id: int) -> Manifest:
-        """The layout with this id and the sums of the staged bytes."""
-        manifest = layout(self._model.canonical_metadata(), weight_id, staged.step)
-        for entry, both in zip(manifest.tensors, staged.sums(), strict=True):
-            entry.sum_words, entry.sum_indexed = both
-        return manifest

@@ -1,0 +1,47 @@
+"""How one weight id crosses a link: the layout, its data bytes in chunks, and behind them the sums, which are known only then.
+
+    size of a chunk, manifest without sums | chunk | chunk | ... | sums
+
+Used by trainer/publisher.py, which sends, and by the relay, which passes on and checks. Imports no torch.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.manifest import Manifest, decode_manifest, encode_manifest
+
+
+def encode_header(manifest: Manifest, chunk: int) -> bytes:
+    """What a stream begins with. The sender alone decides on the chunk's size, in bytes."""
+    return struct.pack("<Q", chunk) + encode_manifest(manifest)
+
+
+def decode_header(frame: bytes) -> tuple[Manifest, int]:
+    """(manifest, bytes per chunk). Raises LaminarError on anything else than a header."""
+    try:
+        (chunk,) = struct.unpack_from("<Q", frame)
+        if chunk < 1:
+            raise LaminarError("a chunk of no bytes")
+        return decode_manifest(frame[8:]), chunk
+    except (struct.error, msgspec.MsgspecError, LaminarError) as error:
+        raise LaminarError(f"a stream of weights began with no header ({error}); run the same version of laminar_hpc everywhere") from None
+
+
+def encode_sums(sums: Iterable[Sequence[int]]) -> bytes:
+    """(sum_words, sum_indexed) of each tensor, in the manifest's order: little-endian 64-bit words."""
+    flat = [number for both in sums for number in both]
+    return struct.pack(f"<{len(flat)}Q", *flat)
+
+
+def take_sums(manifest: Manifest, frame: bytes) -> None:
+    """Writes the sums of `encode_sums` into the manifest. Raises LaminarError when they are not those of so many tensors."""
+    if len(frame) != 16 * len(manifest.tensors):
+        raise LaminarError(
+            f"weight id {manifest.weight_id} came with {len(frame)} bytes of sums, {16 * len(manifest.tensors)} belong to its "
+            f"{len(manifest.tensors)} tensors; run the same version of laminar_hpc everywhere"
+        )
+    for entry, both in zip(manifest.tensors, struct.iter_unpack("<2Q", frame), strict=True):
+        entry.sum_words, entry.sum_indexed = both
