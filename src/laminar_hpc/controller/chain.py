@@ -103,9 +103,7 @@ class Chain:
         """Forms the chain anew if it has to be, then serves who misses the newest weights. `heard`: when each relay was last heard."""
         if now < self._settled or not trainer:
             return []
-        fit = [
-            i for i, t in heard.items() if now - t < SILENT_SECONDS and t > self._blamed.get(i, -1.0) and now > self._exiled.get(i, -1.0)
-        ]
+        fit = [i for i, t in heard.items() if now - t < SILENT_SECONDS and t > self._blamed.get(i, t - 1) and now > self._exiled.get(i, 0.0)]
         if not self._formed and (len(fit) < self.wanted or not fit):
             return []
         if now - self._changed < QUIET_SECONDS:
