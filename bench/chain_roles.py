@@ -4,6 +4,7 @@ The stand-in trainer publishes random bytes; everything else is the code of a ru
 `ChainRun` starts and ends the processes; each relay counts as a machine of its own, in a network namespace of its own if one is named.
 """
 
+import contextlib
 import ctypes
 import json
 import multiprocessing
@@ -178,6 +179,7 @@ class ChainRun:
         self.relays: dict[int, multiprocessing.Process] = {}
         self._commands, theirs = self._context.Pipe()
         self.step = 0
+        self._checked: dict[int, int] = {}  # relay -> the newest id that was compared with what the trainer sent
         self._others = [
             self._start(controller, self.words, relays, namespace("trainer")),
             self._start(trainer, self.words, size, theirs, namespace("trainer")),
@@ -211,9 +213,12 @@ class ChainRun:
             handle = reader.newest()
             if handle is None:
                 return -1, -1
+            if handle.weight_id == self._checked.get(index):
+                return handle.weight_id, handle.step
             try:
                 with reader.lease(handle):
                     self.check(handle)
+                self._checked[index] = handle.weight_id
                 return handle.weight_id, handle.step
             except SlotGone:
                 continue
@@ -250,6 +255,8 @@ class ChainRun:
     def close(self) -> None:
         """Ends everything; what does not leave in order is killed."""
         (self.run_dir / "stop").touch()
+        with contextlib.suppress(OSError):
+            self._commands.send(None)
         everyone = [*self._others, *self.relays.values()]
         until = time.monotonic() + 6
         for process in everyone:

@@ -189,5 +189,5 @@ class Link:
 
 
 def _first_line(error: Exception) -> str:
-    """Of torch's message, without the place in gloo's source that it begins with."""
-    return re.sub(r"^\[[^]]*\]\s*", "", str(error).splitlines()[0])[:120]
+    """Of torch's message, without the place in gloo's source that it begins with and the guesses that it ends with."""
+    return re.sub(r"^\[[^]]*\]\s*", "", str(error).splitlines()[0]).split(". This is typically")[0][:120]
