@@ -18,6 +18,7 @@ import torch.distributed as dist
 from laminar_hpc.config.errors import LaminarError
 
 MEET_SECONDS = 4.0  # for both ends of a new link to be there
+_MEET_POLL_SECONDS = 0.01
 _PROBE_BYTES = 1 << 20
 _WATCH_SECONDS = 0.1
 _NEVER_SENT = 1  # a tag under which nothing is ever sent
@@ -65,14 +66,19 @@ class Link:
 
     def __init__(
         self, store: dist.Store, epoch: int, number: int, sender: bool, peer: str, address: str, device: torch.device, seconds: float,
-        meet_seconds: float = MEET_SECONDS,
+        meet_seconds: float = MEET_SECONDS, given_up: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
+        """Raises LinkBroken when the other end does not come, or as soon as `given_up()` holds before it has come."""
         self.peer, self.seconds, self.device = peer, seconds, device
         self._me, self._other = (0, 1) if sender else (1, 0)
         self._store = store  # lives as long as the link
         prefix = dist.PrefixStore(f"laminar/{epoch}/{number}", store)
         limit = min(seconds, meet_seconds)
         try:
+            if sender:
+                _await_peer(prefix, limit, given_up)
+            else:
+                prefix.set("here", "")
             options = dist.ProcessGroupGloo._Options()
             options._timeout = timedelta(seconds=limit)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -186,6 +192,15 @@ class Link:
                 torch.cuda.current_stream(tensor.device).synchronize()
         except (dist.DistError, RuntimeError) as error:
             raise LinkBroken(f"the link to {self.peer} broke ({_first_line(error)})") from None
+
+
+def _await_peer(store: dist.Store, seconds: float, given_up: Callable[[], bool]) -> None:
+    """Until the receiver is there. Gloo itself would wait as long, but could not be told that it need not come any more."""
+    until = time.monotonic() + seconds
+    while not store.check(["here"]):
+        if given_up() or time.monotonic() > until:
+            raise RuntimeError("another link takes its place" if given_up() else "it did not come")
+        time.sleep(_MEET_POLL_SECONDS)
 
 
 def _first_line(error: Exception) -> str:

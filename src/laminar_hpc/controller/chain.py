@@ -82,7 +82,7 @@ class Chain:
         self._drop(link)
         self._settled = now + SETTLE_SECONDS
         if link.peer(reporter) != TRAINER:
-            self._blamed[link.peer(reporter)] = now - SETTLE_SECONDS
+            self._blamed[link.peer(reporter)] = now  # until it is heard again
         strikes = self._strikes[link.downstream] = self._strikes.get(link.downstream, 0) + 1
         if strikes >= _STRIKES and len(self.order) > 1:
             self._strikes.pop(link.downstream)

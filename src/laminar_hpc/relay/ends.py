@@ -11,7 +11,7 @@ from laminar_hpc.cluster.links import Link, LinkBroken
 from laminar_hpc.policies.chain import chunk_bytes
 from laminar_hpc.relay.chain import Stream, send_stream
 
-MakeLink = Callable[[], Link]
+MakeLink = Callable[[Callable[[], bool]], Link]  # from what tells whether it is no longer wanted
 Down = Callable[[int, str], None]
 Failed = Callable[[Exception], None]
 
@@ -30,7 +30,7 @@ class End:
 
     def _run(self) -> None:
         try:
-            self._link = link = self._make()
+            self._link = link = self._make(lambda: self._closing)
             while not self._closing:
                 self.work(link)
         except LinkBroken as error:
@@ -59,8 +59,8 @@ class End:
     def break_off(self, why: str) -> None:
         """Closes the link because what it should carry will not come, and says so."""
         if not self._closing:
+            self._down(self.epoch, why)  # first, so that the controller knows who is alive when the other end complains
             self.close()
-            self._down(self.epoch, why)
 
 
 class Receiver(End):

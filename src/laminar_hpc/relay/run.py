@@ -8,6 +8,7 @@ misses the newest weights gets them from the relay before it.
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -72,10 +73,11 @@ class Relay:
         if self._downstream is not None:
             self._downstream.close()
 
-        def make() -> Link:
+        def make(given_up: Callable[[], bool]) -> Link:
             store, port = host_store(self._address, MEET_SECONDS)
             self._context.channel.send(m.StoreOpened(message.epoch, self._address, port))
-            return Link(store, message.epoch, 0, True, f"relay {message.relays[0]}", self._address, self._device, self._seconds)
+            peer = f"relay {message.relays[0]}"
+            return Link(store, message.epoch, 0, True, peer, self._address, self._device, self._seconds, given_up=given_up)
 
         most = self._context.config.relay.chunk_megabytes << 20
         self._downstream = Sender(message.epoch, make, self._down, self._failed, self._sent, len(message.relays), most)
@@ -85,7 +87,7 @@ class Relay:
         if self._upstream is not None:
             self._upstream.close()
 
-        def make() -> Link:
+        def make(_: Callable[[], bool]) -> Link:
             store = reach_store(message.host, message.port, MEET_SECONDS)
             return Link(store, message.epoch, 0, False, message.peer, self._address, self._device, self._seconds)
 

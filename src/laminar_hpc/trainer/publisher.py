@@ -170,8 +170,11 @@ class Publisher:
         self._stores = [*self._stores[-1:], store]
         self._context.channel.send(m.StoreOpened(proposed.epoch, self._address, port))
         self._epoch, self._link = proposed.epoch, None
+        newer_master = partial(self._context.channel.pending, m.EpochProposed)
         try:
-            self._link = Link(store, proposed.epoch, 0, True, f"relay {proposed.relays[0]}", self._address, self._device, seconds)
+            self._link = Link(
+                store, proposed.epoch, 0, True, f"relay {proposed.relays[0]}", self._address, self._device, seconds, given_up=newer_master
+            )
         except LinkBroken as error:
             self._context.channel.send(m.LinkDown(proposed.epoch, str(error)))
             return
@@ -196,9 +199,9 @@ class Publisher:
             with self._link.closed_when(partial(self._context.channel.pending, m.EpochProposed)):  # another master: this one is stuck
                 self._send(staged)
         except LinkBroken as error:
+            self._context.channel.send(m.LinkDown(self._epoch, str(error)))
             self._link.close()
             sent, self._link = False, None
-            self._context.channel.send(m.LinkDown(self._epoch, str(error)))
         with self._changed:
             self._sending = False
             if self._sent is not None:
