@@ -29,7 +29,6 @@ from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.load import load_config
-from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.book import Book
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
@@ -164,7 +163,8 @@ class ChainRun:
     controller lives as well) and of relay numbers."""
 
     def __init__(
-        self, folder: Path, relays: int, size: int, *words: str, host: str = "127.0.0.1", namespace: Callable[[object], str | None] = lambda _: None
+        self, folder: Path, relays: int, size: int, *words: str, host: str = "127.0.0.1",
+        namespace: Callable[[object], str | None] = lambda _: None,
     ) -> None:  # fmt: skip
         self.run_dir = folder / "run"
         self.run_dir.mkdir(parents=True)
@@ -195,6 +195,10 @@ class ChainRun:
     def start_relay(self, index: int) -> None:
         shared_memory(self.words, index).mkdir(exist_ok=True)
         self.relays[index] = self._start(relay, self.words, index, self._namespace(index))
+
+    def relay_memory(self, index: int) -> Path:
+        """The folder for shared memory of a relay's machine."""
+        return shared_memory(self.words, index)
 
     def publish(self) -> tuple[float, float] | None:
         """One publication more; returns when it is staged: (Ts, Tb) of the trainer's link, None while it has none."""

@@ -43,7 +43,8 @@ COLUMNS = ["shape", "relays", "seconds", "formula", "over formula", "over one", 
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    about = __doc__ or ""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0], epilog=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write figures, raw rows and machine facts there")
     parser.add_argument("--repeats", type=int, default=3, help="measured broadcasts of each kind; figures are medians (default 3)")
     parser.add_argument("--mbit", type=float, default=400, help="rate of every cable in each direction (default 400)")
@@ -58,9 +59,8 @@ def options() -> argparse.Namespace:
 def chain(relays: int, size: int, mbit: float, repeats: int, folder: Path) -> dict:
     """Median seconds of `repeats` publications, after one that warms everything up, and the formula's for the same."""
     with Network(relays + 1, mbit) as net:
-        run = ChainRun(
-            folder / f"chain{relays}", relays, size, host=net.address(0), namespace=lambda who: net.namespace(0 if who == "trainer" else who + 1)
-        )  # fmt: skip
+        place = folder / f"chain{relays}"
+        run = ChainRun(place, relays, size, host=net.address(0), namespace=lambda who: net.namespace(0 if who == "trainer" else who + 1))
         try:
             everyone, link = list(range(relays)), None
             for _ in range(repeats + 1):
@@ -119,11 +119,11 @@ def host(namespace: str, address: str, children: int, chunk: int, size: int, pip
         manifest = layout([(str(i), (each,), torch.float32) for i in range(TENSORS)], 0, 0)
         for entry in manifest.tensors:
             entry.sum_words, entry.sum_indexed = tensor_sums(memory[entry.offset : entry.offset + entry.nbytes])
-        while pipe.recv():
+        while True:
+            pipe.recv()
             pipe.send(time.time())
             for sender in senders:
                 sender.put(Stream(manifest, memory, chunk, complete=True))
-        os._exit(0)
 
     def receive(upstream: Link) -> None:
         manifest, size_of_chunk = decode_header(upstream.receive_bytes(idle_seconds=SECONDS * 10))
@@ -134,9 +134,7 @@ def host(namespace: str, address: str, children: int, chunk: int, size: int, pip
         pipe.send(time.time())
 
     Receiver(1, lambda _: link(reach_store(*parent, SECONDS), False), down, failed, receive)
-    while pipe.recv():
-        pass
-    os._exit(0)
+    pipe.recv()
 
 
 def tree(shape: str, relays: int, size: int, mbit: float, repeats: int, chunk: int) -> dict:
@@ -162,7 +160,7 @@ def tree(shape: str, relays: int, size: int, mbit: float, repeats: int, chunk: i
                 took.append(max(answer(pipe) for pipe in pipes[1:]) - begun)
                 time.sleep(0.2)
         finally:
-            for process in processes:
+            for process in reversed(processes):  # leaves first: nobody is left to complain
                 process.kill()
                 process.join(5)
     return {"shape": shape, "relays": relays, "seconds": statistics.median(took[1:]), "all": took[1:], "chunks": -(-size // chunk)}
@@ -176,6 +174,7 @@ def answer(pipe: Connection):
 
 def main() -> None:
     chosen = options()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses without a name
     if missing():
         raise SystemExit(f"relay_chain: error: {missing()}")
     size = chosen.megabytes * 1_000_000 // (8 * TENSORS) * 8 * TENSORS

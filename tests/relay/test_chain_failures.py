@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import network
 from chain_roles import ChainRun
 
+from laminar_hpc.cluster.channel import Channel
+from laminar_hpc.messages import Hello, WeightsAvailable
+
 MEGABYTE = 1 << 20
 FAILOVER_SECONDS = 5.0  # a relay that died is dropped and its neighbours are joined
 SURVIVORS_SECONDS = 10.0  # until every relay that can be reached has the newest weights, whatever happened
@@ -58,6 +61,20 @@ def test_deaths_a_standstill_and_late_comers(chain):
     os.kill(chain.relays[1].pid, signal.SIGCONT)
     chain.wait([1], chain.step, SURVIVORS_SECONDS)
     assert chain.chains()[-1]["chain"] == [0, 1]
+
+
+def test_a_rollout_that_comes_late_is_told_of_the_newest_slot(chain):
+    """No publication is needed: the controller names the weights that its machine's relay holds, and the slot is there to be loaded."""
+    published(chain, [0, 1, 2], 60)
+    machine = f"host1/{os.stat(chain.relay_memory(1)).st_dev}"
+    hello = Hello("rollout", 0, "late", os.getpid(), machine)
+    channel = Channel(chain.run_dir, hello, 10, 10)
+    try:
+        told = channel.receive(5, "the newest weights")
+    finally:
+        channel.close()
+    assert isinstance(told, WeightsAvailable) and (told.weight_id, told.weight_step) == chain.newest(1)
+    assert told.weight_step == chain.step
 
 
 class Damage:
@@ -107,6 +124,7 @@ def test_a_hundred_random_kills_standstills_and_cuts(tmp_path):
                 time.sleep(patience if number % 5 == 0 else 0)
                 damage.undo()
                 back = run.wait(list(range(relays)), run.step, SURVIVORS_SECONDS + 5 * (kind == "kill"))
-                print(f"{number}: {kind} {index} after {after:.2f} s: survivors {took:.2f} s, all {back:.2f} s, {run.chains()[-1]['chain']}")
+                order = run.chains()[-1]["chain"]
+                print(f"{number}: {kind} {index} after {after:.2f} s: survivors {took:.2f} s, all {back:.2f} s, chain {order}")
         finally:
             run.close()

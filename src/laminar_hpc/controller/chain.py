@@ -103,15 +103,19 @@ class Chain:
         """Forms the chain anew if it has to be, then serves who misses the newest weights. `heard`: when each relay was last heard."""
         if now < self._settled or not trainer:
             return []
-        fit = [i for i, t in heard.items() if now - t < SILENT_SECONDS and t > self._blamed.get(i, t - 1) and now > self._exiled.get(i, 0.0)]
+        fit = [i for i, at in heard.items() if self._is_fit(i, at, now)]
         if not self._formed and (len(fit) < self.wanted or not fit):
             return []
+        fit = fit or [i for i in self.order if i in heard]  # when nobody is heard, nobody would be better
         if now - self._changed < QUIET_SECONDS:
             fit = [i for i in fit if i in self.order]
         for index in set(self.order) - set(fit):
             self._leave_out(index)
         self._formed = self._formed or bool(fit)
         return self._form(fit) + self._serve()
+
+    def _is_fit(self, index: int, heard: float, now: float) -> bool:
+        return now - heard < SILENT_SECONDS and heard > self._blamed.get(index, -1.0) and now > self._exiled.get(index, -1.0)
 
     def _form(self, fit: list[int]) -> Orders:
         """A link between any two neighbours that have none."""

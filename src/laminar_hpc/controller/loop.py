@@ -206,8 +206,10 @@ class Controller:
         log.info("the chain of relays is now %s", self.chain.order)
         for index in set(before) & relays.keys() - set(self.chain.order):
             silent = time.monotonic() - relays[index]
-            text = f"relay {index} is left out of the chain (silent for {silent:.1f} s, or out of its neighbours' reach)"
-            self.say(console.line("warning", f"{text} until it is heard again; the others go on"))
+            text = f"relay {index} is left out of the chain (silent for {silent:.1f} s, or out of its neighbours' reach) until it is heard"
+            log.warning(text)
+            if self.separate:
+                self.say(console.line("warning", f"{text}; the others go on"))
 
     def send_chain(self, orders: Orders) -> None:
         for who, message in orders:
