@@ -82,7 +82,7 @@ MEANING = {
     "trainer.distributed_optimizer": "Megatron's distributed optimizer",
     "relay.slots": "complete weight versions kept in shared memory per machine; at least 2",
     "relay.shm_dir": "folder in memory that holds the slots",
-    "relay.chunk_megabytes": "size of the pieces in which weights are sent",
+    "relay.chunk_megabytes": "the largest pieces in which weights are sent",
     "relay.publish_timeout_seconds": "longest time for one publication to reach a relay",
     "relay.threads": "of a relay's process",
     "rollout.replicas": "rollout ranks, each with an engine of its own",
