@@ -128,6 +128,13 @@ class Line:
                 self._inbox.remove(found)
             return found
 
+    def pending(self, *wanted: type) -> bool:
+        with self._arrived:
+            return any(isinstance(item, wanted) for item in self._inbox)
+
+    def interrupt(self, error: Exception) -> None:
+        raise error
+
     def request(self, message: object, *answers: type, timeout: float, what: str) -> object:
         self.send(message)
         return self.wait(*answers, timeout=timeout)
@@ -163,7 +170,7 @@ class Script:
     """The controller: links the trainer with the chain of relays, numbers the weight ids, keeps what it is told."""
 
     def __init__(self, config: object, folder: Path) -> None:
-        self.trainer, self.heard, self.changed = Line(self.of_trainer), [], threading.Condition()
+        self.trainer, self.heard, self.changed = Line(self.told), [], threading.Condition()
         self.pipes, self.processes, self.epoch, self.next_id, self.relays = [], [], 0, 0, RELAYS
         spawn = multiprocessing.get_context("spawn")
         for index in range(RELAYS):
@@ -176,7 +183,7 @@ class Script:
     def of_relay(self, pipe: object) -> None:
         while True:
             try:
-                self.note(pipe.recv())
+                self.told(pipe.recv())
             except EOFError:
                 return
 
@@ -186,21 +193,26 @@ class Script:
             self.changed.notify_all()
 
     def link(self) -> None:
+        """Links trainer and relays anew, each pair in an epoch of its own."""
         from laminar_hpc import messages as m
 
-        self.epoch += 1
-        self.trainer.deliver(m.EpochProposed(self.epoch, list(range(self.relays))))
+        self.receivers = {}
+        for place in range(self.relays):
+            self.epoch += 1
+            self.receivers[self.epoch] = place
+            proposed = m.EpochProposed(self.epoch, list(range(place, self.relays)))
+            if place:
+                self.pipes[place - 1].send(proposed)
+            else:
+                self.trainer.deliver(proposed)
 
-    def of_trainer(self, message: object) -> None:
+    def told(self, message: object) -> None:
         from laminar_hpc import messages as m
 
         if isinstance(message, m.StoreOpened):
-            for position, pipe in enumerate(self.pipes[: self.relays], 1):
-                pipe.send(m.JoinEpoch(message.epoch, message.host, message.port, position, self.relays))
+            self.pipes[self.receivers[message.epoch]].send(m.JoinEpoch(message.epoch, message.host, message.port, "its neighbour"))
         elif isinstance(message, m.NewWeightId):
-            self.trainer.deliver(m.WeightId(self.next_id, message.step))
-            for pipe in self.pipes[: self.relays]:
-                pipe.send(m.Receive(self.epoch, self.next_id, message.step))
+            self.trainer.deliver(m.WeightId(self.next_id, message.step, self.relays))
             self.next_id += 1
         self.note(message)
 

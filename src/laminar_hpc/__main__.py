@@ -110,7 +110,11 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
     joined = watch_signals()
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     hello = Hello(mine.role, mine.index, uuid.uuid4().hex[:8], os.getpid(), machine)
-    channel = Channel(run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds)
+    comes_and_goes = config.role in ("relay", "rollout")
+    channel = Channel(
+        run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds,
+        config.cluster.join_timeout_seconds if comes_and_goes else 0.0,
+    )  # fmt: skip
     joined.set()
     redirect_output(run_dir, f"{mine.role}{mine.index}")
     goodbye = False

@@ -25,7 +25,7 @@ def test_send_and_peer_death(die):
     store, port = host_store("127.0.0.1", 10)
     peer = multiprocessing.get_context("spawn").Process(target=receiver, args=(port, die))
     peer.start()
-    link = Link(store, 1, 0, True, "relay 0", "127.0.0.1", torch.device("cpu"), 10)
+    link = Link(store, 1, 0, True, "relay 0", "127.0.0.1", torch.device("cpu"), 10, meet_seconds=20)
     link.send_bytes(b"manifest")
     link.send(torch.arange(1000.0))
     if die:

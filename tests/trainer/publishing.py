@@ -10,6 +10,7 @@ import torch
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.links import Link, reach_store
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.relay import run as relay
@@ -45,6 +46,13 @@ class Line:
                     return None
                 self.arrived.wait(left)
 
+    def pending(self, *wanted: type) -> bool:
+        with self.arrived:
+            return any(isinstance(item, (*wanted, Exception)) for item in self.inbox)
+
+    def interrupt(self, error: Exception) -> None:
+        self.deliver(error)
+
     def request(self, message: m.Message, *answers: type, timeout: float, what: str) -> m.Message:
         self.send(message)
         answer = self.wait(*answers, timeout=timeout)
@@ -53,14 +61,16 @@ class Line:
 
 
 class Controller:
-    """Numbers weight ids from 0, forms the epochs that `link` asks for, and notes everything."""
+    """Numbers weight ids from 0, makes the links that `link` asks for, and notes everything."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
         self.trainer, self.relays = Line("trainer", self), []
         self.heard: list[tuple[str, m.Message]] = []
         self.epoch, self.next_id, self.chain = 0, 0, []
-        self.deaf = False  # relays are not told to receive
+        self.deaf = False  # links are made, but nobody receives
+        self._receivers: dict[int, int] = {}  # of each epoch's link
+        self._held: list[Link] = []
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
 
@@ -78,21 +88,30 @@ class Controller:
         return index
 
     def link(self, *chain: int) -> None:
-        self.epoch, self.chain = self.epoch + 1, list(chain)
-        self.trainer.deliver(m.EpochProposed(self.epoch, self.chain))
+        """Links trainer and relays in this order, each pair in an epoch of its own."""
+        self.chain = list(chain)
+        for place, line in enumerate([self.trainer, *(self.relays[index] for index in chain[:-1])]):
+            self.epoch += 1
+            self._receivers[self.epoch] = chain[place]
+            line.deliver(m.EpochProposed(self.epoch, self.chain[place:]))
 
     def told(self, name: str, message: m.Message) -> None:
         if isinstance(message, m.StoreOpened):
-            for position, index in enumerate(self.chain, 1):
-                self.relays[index].deliver(m.JoinEpoch(message.epoch, message.host, message.port, position, len(self.chain)))
+            join = m.JoinEpoch(message.epoch, message.host, message.port, name)
+            if self.deaf:
+                threading.Thread(target=self._hold, args=(join,), daemon=True).start()
+            else:
+                self.relays[self._receivers[message.epoch]].deliver(join)
         elif isinstance(message, m.NewWeightId):
-            self.trainer.deliver(m.WeightId(self.next_id, message.step))
-            for index in self.chain if not self.deaf else []:
-                self.relays[index].deliver(m.Receive(self.epoch, self.next_id, message.step))
+            self.trainer.deliver(m.WeightId(self.next_id, message.step, len(self.chain)))
             self.next_id += 1
         with self._changed:
             self.heard.append((name, message))
             self._changed.notify_all()
+
+    def _hold(self, join: m.JoinEpoch) -> None:
+        store = reach_store(join.host, join.port, 5.0)
+        self._held.append(Link(store, join.epoch, 0, False, join.peer, "127.0.0.1", torch.device("cpu"), 5.0))
 
     def all(self, kind: type) -> list:
         return [message for _, message in self.heard if isinstance(message, kind)]

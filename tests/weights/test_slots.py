@@ -107,3 +107,26 @@ def test_sums_of_slices_add_up_wherever_the_cut_is(shape, dtype):
             parts = whole.split([cut, shape[dim] - cut], dim)
             assert add_sums([slice_sums(parts[0], shape, dim, 0), slice_sums(parts[1], shape, dim, cut)]) == tensor_sums(whole)
     assert slice_sums(whole, shape, 0, 0) == tensor_sums(whole)
+
+
+def test_two_runs_on_one_machine_do_not_meet(tmp_path, writer):
+    """Each run has a folder of its own; one that starts or ends leaves the other's weights alone."""
+    write(writer, 5, 1.0)
+    other = SlotWriter(str(tmp_path), "other", 2, tmp_path)
+    write(other, 0, 2.0)
+    assert SlotReader(str(tmp_path), "run").newest().weight_id == 5 and SlotReader(str(tmp_path), "other").newest().weight_id == 0
+    other.close()
+    assert SlotReader(str(tmp_path), "run").newest().weight_id == 5
+
+
+def test_what_the_relay_still_sends_is_not_rewritten(tmp_path, writer):
+    """A slow neighbour downstream reads straight from the slot."""
+    write(writer, 0, 1.0)
+    slot, manifest, data = writer.keep_newest()
+    for weight_id in range(1, 5):
+        write(writer, weight_id, 2.0)
+    assert manifest.weight_id == 0 and (torch.from_numpy(data)[: manifest.data_bytes].view(torch.float32) == 1.0).all()
+    writer.release(slot)
+    for weight_id in range(5, 8):
+        write(writer, weight_id, 3.0)
+    assert (torch.from_numpy(data)[: manifest.data_bytes].view(torch.float32) == 3.0).all()

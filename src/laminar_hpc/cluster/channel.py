@@ -1,7 +1,8 @@
 """A worker's line to the controller: one encrypted DEALER socket, driven by an I/O thread of its own.
 
 The thread sends what is queued, hands every message to the inbox (or to a subscriber), pings once a second and notices a silent
-controller. So a role may compute for minutes without being taken for dead, and never waits without bound.
+controller. So a role may compute for minutes without being taken for dead, and never waits without bound. A worker that may come and go
+(`patience_seconds`) outlives a cut network, and says Hello again when the controller has given it up meanwhile.
 """
 
 import logging
@@ -14,13 +15,15 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from laminar_hpc.cluster.address import read_address
+from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import Goodbye, Hello, Message, Ping, Pong, ReplicaLoad, Stop, Welcome, decode, encode
+from laminar_hpc.messages import Goodbye, Hello, Message, Ping, Pong, Rejoin, ReplicaLoad, Stop, Welcome, decode, encode
 
 log = logging.getLogger(__name__)
 _PING_SECONDS = 1.0
+_ASLEEP_SECONDS = 5.0  # a turn of the thread that took so long: this process stood still, not the controller
+_RECONNECT_SECONDS = 3.0  # a connection that carries nothing for so long is made anew
 
 
 class ControllerLost(LaminarError):
@@ -38,8 +41,8 @@ class StopReceived(Exception):
 class Channel:
     """Thread-safe. Use either receive/request (inbox) or subscribe (callback), not both."""
 
-    def __init__(self, run_dir: Path, hello: Hello, join_seconds: float, heartbeat_seconds: float) -> None:
-        self._run_dir, self._hello, self._heartbeat = run_dir, hello, heartbeat_seconds
+    def __init__(self, run_dir: Path, hello: Hello, join_seconds: float, heartbeat_seconds: float, patience_seconds: float = 0.0) -> None:
+        self._run_dir, self._hello, self._heartbeat, self._patience = run_dir, hello, heartbeat_seconds, patience_seconds
         self._identity = f"{hello.role}:{hello.index}:{hello.incarnation}".encode()
         self._context = zmq.Context()
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -52,6 +55,8 @@ class Channel:
         self._callback: Callable[[Message | Exception], None] | None = None
         self._closing = False
         self.load: ReplicaLoad | None = None  # goes out with every ping
+        self._rejoining = False
+        self._address: ControllerAddress | None = None
         self._neighbour: int | None = None  # the controller's pid, if it is on this machine
         self._dealer, self.welcome = self._join(join_seconds)
         self._thread = threading.Thread(target=self._run, args=(wake_receive,), name="channel", daemon=True)
@@ -70,6 +75,9 @@ class Channel:
             dealer = self._context.socket(zmq.DEALER)
             dealer.setsockopt(zmq.IDENTITY, self._identity)
             dealer.setsockopt(zmq.LINGER, 2000)
+            dealer.setsockopt(zmq.HEARTBEAT_IVL, int(_PING_SECONDS * 1000))
+            dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))
+            dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))
             dealer.curve_serverkey = address.server_public.encode()
             dealer.curve_publickey, dealer.curve_secretkey = address.client_public.encode(), address.client_secret.encode()
             dealer.connect(f"tcp://{address.host}:{address.port}")
@@ -79,6 +87,7 @@ class Channel:
                 if dealer.poll(200):
                     answer = decode(dealer.recv())
                     if isinstance(answer, Welcome):
+                        self._address = address
                         self._neighbour = address.pid if address.machine == self._hello.machine else None
                         return dealer, answer
                     if isinstance(answer, Stop):
@@ -98,11 +107,14 @@ class Channel:
         poller = zmq.Poller()
         poller.register(self._dealer, zmq.POLLIN)
         poller.register(wake, zmq.POLLIN)
-        heard = pinged = time.monotonic()
+        heard = pinged = turned = time.monotonic()
         lost = False
         while True:
             events = dict(poller.poll(_PING_SECONDS * 1000))
             now = time.monotonic()
+            if now - turned > _ASLEEP_SECONDS:
+                heard = now
+            turned = now
             if wake in events:
                 wake.recv()
                 while not self._outgoing.empty():
@@ -115,10 +127,8 @@ class Channel:
             if now - pinged >= _PING_SECONDS:
                 pinged = now
                 self._dealer.send(encode(Ping(self.load)))
-            dead = self._neighbour is not None and not process_is_alive(self._neighbour)
-            if (dead or now - heard > self._heartbeat) and not lost:
+            if not lost and (how := self._controller_gone(now - heard)):
                 lost = True
-                how = f"(pid {self._neighbour}) has died" if dead else f"has been silent for {self._heartbeat:.0f} s"
                 self._deliver(
                     ControllerLost(
                         f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, then go on with the same "
@@ -128,6 +138,16 @@ class Channel:
         self._dealer.close()
         wake.close(0)
 
+    def _controller_gone(self, silent: float) -> str:
+        """What is wrong with the controller, or ""."""
+        if self._neighbour is not None and not process_is_alive(self._neighbour):
+            return f"(pid {self._neighbour}) has died"
+        if silent <= self._heartbeat:
+            return ""
+        if silent > self._patience:
+            return f"has been silent for {max(self._heartbeat, self._patience):.0f} s"
+        return "" if read_address(self._run_dir) == self._address else "has left"
+
     def _take(self, frame: bytes) -> None:
         try:
             message = decode(frame)
@@ -136,7 +156,15 @@ class Channel:
             return
         if isinstance(message, Stop):
             self._deliver(StopReceived(message.reason))
-        elif not isinstance(message, Pong | Welcome):
+        elif isinstance(message, Rejoin):
+            log.warning("the controller had taken this %s for dead; joining again", self._hello.role)
+            self._rejoining = True
+            self._dealer.send(encode(self._hello))
+        elif isinstance(message, Welcome):
+            if self._rejoining:  # else the answer to a second Hello of the first joining
+                self._rejoining = False
+                self._deliver(message)
+        elif not isinstance(message, Pong):
             self._deliver(message)
 
     def _deliver(self, item: Message | Exception) -> None:
@@ -154,6 +182,15 @@ class Channel:
         self._outgoing.put(encode(message))
         with self._wake_lock:
             self._wake_send.send(b"")
+
+    def interrupt(self, error: Exception) -> None:
+        """Raises `error` in whoever waits for a message, now or next."""
+        self._deliver(error)
+
+    def pending(self, *wanted: type) -> bool:
+        """Whether a message of these types, or an exception, is there."""
+        with self._arrived:
+            return any(isinstance(item, (*wanted, Exception)) for item in self._inbox)
 
     def wait(self, *wanted: type, timeout: float) -> Message | None:
         """The next message of these types if one comes within `timeout` seconds; messages of other types stay queued."""

@@ -1,18 +1,27 @@
-"""Two-member groups of a membership epoch: one trainer rank and one relay, or one relay and the next.
+"""Two-member groups: one trainer rank and one relay, or one relay and the next, each made in an epoch of its own.
 
-Only two members, so that no cycle of waits can form; a dead peer breaks its own link, never the process. The epoch's leader hosts the
-store on the run's own address (loopback unless configured); gloo binds to the same address, NCCL where the tensors are on a GPU.
+Only two members, so that no cycle of waits can form; a dead peer breaks its own link, never the process. The sending end hosts the store
+on the run's own address (loopback unless configured); gloo binds to the same address, NCCL where the tensors are on a GPU.
 """
 
+import contextlib
 import re
 import socket
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from laminar_hpc.config.errors import LaminarError
+
+MEET_SECONDS = 4.0  # for both ends of a new link to be there
+_MEET_POLL_SECONDS = 0.01
+_PROBE_BYTES = 1 << 20
+_WATCH_SECONDS = 0.1
+_NEVER_SENT = 1  # a tag under which nothing is ever sent
 
 
 class LinkBroken(LaminarError):
@@ -49,83 +58,157 @@ def reach_store(host: str, port: int, seconds: float) -> dist.TCPStore:
 
 
 class Link:
-    """One direction: the sender has rank 0, the receiver rank 1. Every operation is bounded by `seconds`."""
+    """One direction: the sender has rank 0, the receiver rank 1. Every operation is bounded by `seconds`, the meeting by `meet_seconds`.
+
+    Frames of bytes go over gloo, which lets an idle receiver sleep; tensors on a GPU over NCCL. An operation that fails breaks the link for
+    good, at both ends. One thread may use a link, any other may `close` it.
+    """
 
     def __init__(
-        self, store: dist.Store, epoch: int, number: int, sender: bool, peer: str, address: str, device: torch.device, seconds: float
-    ) -> None:
+        self, store: dist.Store, epoch: int, number: int, sender: bool, peer: str, address: str, device: torch.device, seconds: float,
+        meet_seconds: float = MEET_SECONDS, given_up: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """Raises LinkBroken when the other end does not come, or as soon as `given_up()` holds before it has come."""
         self.peer, self.seconds, self.device = peer, seconds, device
-        self._sender = sender
+        self._me, self._other = (0, 1) if sender else (1, 0)
+        self._store = store  # lives as long as the link
         self.bytes_sent = 0  # of all frames and tensors
         prefix = dist.PrefixStore(f"laminar/{epoch}/{number}", store)
+        limit = min(seconds, meet_seconds)
         try:
-            if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timedelta(seconds=seconds)
-                self._group = dist.ProcessGroupNCCL(prefix, 0 if sender else 1, 2, options)
+            if sender:
+                _await_peer(prefix, limit, given_up)
             else:
-                options = dist.ProcessGroupGloo._Options()
-                options._timeout = timedelta(seconds=seconds)
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-                self._group = dist.ProcessGroupGloo(prefix, 0 if sender else 1, 2, options)
+                prefix.set("here", "")
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = timedelta(seconds=limit)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            self._frames = self._data = dist.ProcessGroupGloo(prefix, self._me, 2, options)
+            if device.type == "cuda":
+                nccl = dist.ProcessGroupNCCL.Options()
+                nccl._timeout = timedelta(seconds=seconds)
+                self._data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", prefix), self._me, 2, nccl)
+            self._measure(limit if self._data is self._frames else seconds)  # NCCL gets ready at the first use
         except (dist.DistError, RuntimeError) as error:
-            raise LinkBroken(f"no link to {peer} within {seconds:.0f} s: it did not join epoch {epoch} ({_first_line(error)})") from None
+            raise LinkBroken(f"no link to {peer} within {limit:.0f} s: it did not join epoch {epoch} ({_first_line(error)})") from None
 
-    def _begin(self, tensor: torch.Tensor) -> dist.Work:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self.bytes_sent += tensor.nbytes if self._sender else 0
-        return self._group.broadcast([tensor], options)
-
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        try:
-            self._begin(tensor).wait()
-            if tensor.is_cuda:
-                torch.cuda.current_stream(tensor.device).synchronize()
-        except (dist.DistError, RuntimeError) as error:
-            raise self._broken(error) from None
-
-    def _broken(self, error: Exception) -> LinkBroken:
-        return LinkBroken(f"the link to {self.peer} broke ({_first_line(error)})")
-
-    def begin_send(self, tensor: torch.Tensor) -> Callable[[], bool]:
-        """Sends behind the caller's back; returns what tells whether it is done. `tensor` must stay as it is until then."""
-        try:
-            work = self._begin(tensor)
-        except (dist.DistError, RuntimeError) as error:
-            raise self._broken(error) from None
-
-        def done() -> bool:
-            try:
-                return work.is_completed() and work.wait()
-            except (dist.DistError, RuntimeError) as error:
-                raise self._broken(error) from None
-
-        return done
+    # ---- tensors ---------------------------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Sends a contiguous tensor on this link's device."""
-        self._broadcast(tensor)
+        """Sends a contiguous tensor on this link's device; returns when it may be overwritten."""
+        self.finish(self.post_send(tensor), tensor)
+
+    def post_send(self, tensor: torch.Tensor) -> dist.Work:
+        """Begins to send a contiguous tensor on this link's device; it must stay as it is until `finish` has returned."""
+        return self._start(self._data, True, tensor)
+
+    def post(self, tensor: torch.Tensor) -> dist.Work:
+        """Gets ready to receive into a contiguous tensor on this link's device, behind those posted before; `finish` waits for it."""
+        return self._start(self._data, False, tensor)
+
+    def finish(self, work: dist.Work, tensor: torch.Tensor) -> torch.Tensor:
+        """Waits until what was posted is there, or has left."""
+        self._finish(work, tensor)
+        return tensor
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Receives into a contiguous tensor on this link's device."""
-        self._broadcast(tensor)
-        return tensor
+        return self.finish(self.post(tensor), tensor)
+
+    # ---- frames of bytes -------------------------------------------------------------------------------------------------------
 
     def send_bytes(self, content: bytes) -> None:
         """A length, then the bytes."""
-        self._broadcast(torch.tensor([len(content)], dtype=torch.int64, device=self.device))
-        if content:
-            self._broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self.device))
+        for tensor in (torch.tensor([len(content)]), torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8)):
+            self._finish(self._start(self._frames, True, tensor), tensor)
 
-    def receive_bytes(self, most: int = 1 << 28) -> bytes:
-        """What `send_bytes` sent; a length beyond `most` is refused."""
-        length = int(self.receive(torch.zeros(1, dtype=torch.int64, device=self.device)).item())
+    def receive_bytes(self, most: int = 1 << 28, idle_seconds: float | None = None) -> bytes:
+        """What `send_bytes` sent, which is waited for `idle_seconds`; a length beyond `most` is refused."""
+        head = torch.zeros(1, dtype=torch.int64)
+        self._finish(self._start(self._frames, False, head), head, idle_seconds)
+        length = int(head.item())
         if not 0 <= length <= most:
             raise LinkBroken(f"{self.peer} announced {length} bytes; at most {most} are taken")
-        return bytes(self.receive(torch.zeros(length, dtype=torch.uint8, device=self.device)).cpu().numpy()) if length else b""
+        body = torch.zeros(max(1, length), dtype=torch.uint8)
+        self._finish(self._start(self._frames, False, body), body)
+        return bytes(body[:length].numpy())
+
+    # ---- the end ---------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Breaks the link: whoever waits on it, here or at the other end, gets LinkBroken at once. From any thread, any number of times."""
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if self._data is not self._frames:
+                self._data.abort()
+        with contextlib.suppress(dist.DistError, RuntimeError):  # gloo's abort() does not wake a waiter; a wait that runs out closes all
+            self._frames.recv([torch.zeros(1)], self._other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+    @contextlib.contextmanager
+    def closed_when(self, condition: Callable[[], bool]) -> Iterator[None]:
+        """Closes the link during the block as soon as `condition()` holds, which another thread looks at again and again."""
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(_WATCH_SECONDS):
+                if condition():
+                    return self.close()
+
+        watcher = threading.Thread(target=watch, name="link-watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+
+    # ---- how fast it is --------------------------------------------------------------------------------------------------------
+
+    def _measure(self, limit: float) -> None:
+        """Ts, the start-up time of a chunk, from the quickest of a few tiny exchanges, and Tb, seconds per byte, from a larger one."""
+        took = []
+        for size in (*(8,) * 6, *(_PROBE_BYTES,) * 2):
+            probe, echo = torch.zeros(size, dtype=torch.uint8, device=self.device), torch.zeros(8, dtype=torch.uint8, device=self.device)
+            began = time.monotonic()
+            for tensor, mine in ((probe, self._me == 0), (echo, self._me == 1)):
+                self._start(self._data, mine, tensor).wait(timedelta(seconds=limit))
+                if tensor.is_cuda:
+                    torch.cuda.current_stream(tensor.device).synchronize()
+            took.append(time.monotonic() - began)
+        self.start_seconds = min(took[1:6])
+        self.seconds_per_byte = max(min(took[6:]) - self.start_seconds, 1e-3 * self.start_seconds) / _PROBE_BYTES
+
+    def sent(self, size: int, chunks: int, seconds: float) -> None:
+        """Learns Tb from a transfer of `size` bytes in `chunks` that took `seconds`: half of the old value, half of the new."""
+        if size >= _PROBE_BYTES:
+            self.seconds_per_byte = (self.seconds_per_byte + max(seconds - chunks * self.start_seconds, 0.1 * seconds) / size) / 2
+
+    # ---- one operation ---------------------------------------------------------------------------------------------------------
+
+    def _start(self, group: dist.Backend, sends: bool, tensor: torch.Tensor) -> dist.Work:
+        self.bytes_sent += tensor.nbytes if sends else 0
+        try:
+            return group.send([tensor], self._other, 0) if sends else group.recv([tensor], self._other, 0)
+        except (dist.DistError, RuntimeError) as error:
+            raise LinkBroken(f"the link to {self.peer} broke ({_first_line(error)})") from None
+
+    def _finish(self, work: dist.Work, tensor: torch.Tensor, seconds: float | None = None) -> None:
+        try:
+            work.wait(timedelta(seconds=seconds or self.seconds))
+            if tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()
+        except (dist.DistError, RuntimeError) as error:
+            raise LinkBroken(f"the link to {self.peer} broke ({_first_line(error)})") from None
+
+
+def _await_peer(store: dist.Store, seconds: float, given_up: Callable[[], bool]) -> None:
+    """Until the receiver is there. Gloo itself would wait as long, but could not be told that it need not come any more."""
+    until = time.monotonic() + seconds
+    while not store.check(["here"]):
+        if given_up() or time.monotonic() > until:
+            raise RuntimeError("another link takes its place" if given_up() else "it did not come")
+        time.sleep(_MEET_POLL_SECONDS)
 
 
 def _first_line(error: Exception) -> str:
-    """Of torch's message, without the place in gloo's source that it begins with."""
-    return re.sub(r"^\[[^]]*\]\s*", "", str(error).splitlines()[0])[:120]
+    """Of torch's message, without the place in gloo's source that it begins with and the guesses that it ends with."""
+    return re.sub(r"^\[[^]]*\]\s*", "", str(error).splitlines()[0]).split(". This is typically")[0][:120]

@@ -23,6 +23,7 @@ from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.book import Book, Group
+from laminar_hpc.controller.chain import TRAINER, Chain, Orders
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.store import Store
@@ -54,7 +55,7 @@ class Controller:
         trace: Trace,
     ) -> None:  # fmt: skip
         self.config, self.derived, self.hub, self.store, self.book, self.evaluations = config, derived, hub, store, book, evaluations
-        self.metrics, self.members, self.relays, self.say, self.replay = metrics, members, relays, say, replay
+        self.metrics, self.members, self.chain, self.say, self.replay = metrics, members, Chain(relays), say, replay
         self.restored_step, self.trace = restored_step, trace
         self.trainer_step = max(0, restored_step)
         self.next_weight_id = store.next_ids()[0]
@@ -111,8 +112,7 @@ class Controller:
             return self.request_stop(message.reason)
         member = self.members.of(identity)
         if member is None:
-            log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
-            return None
+            return self.on_stranger(identity, message)
         member.heard = time.monotonic()
         if isinstance(message, m.Ping):
             if message.load is not None:
@@ -127,10 +127,8 @@ class Controller:
             self.on_death(
                 member, "has died" if member.hello.machine == self.members.machine else "has been silent for too long or has died"
             )
-        epoch = self.members.propose_epoch(self.relays)
-        if epoch is not None:
-            self.send(self.members.at("trainer"), m.EpochProposed(epoch, self.members.chain))
         if not self.ending:
+            self.form_chain()
             self.answer_trainer()
             self.dispatch()
             self.show_progress()
@@ -141,10 +139,21 @@ class Controller:
         earlier = self.members.join(identity, hello)
         if earlier and earlier.identity != identity:
             self.forget(earlier)
+        if hello.role == "relay":
+            self.chain.came(hello.index, time.monotonic())
         log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
         self.outbox.append((identity, m.Welcome(self.hub.address.run_id, self.restored_step, self.trainer_step, self.newest_weights[0])))
         if hello.role == "rollout" and hello.machine in self.machine_weights:
             self.outbox.append((identity, m.WeightsAvailable(*self.machine_weights[hello.machine])))
+
+    def on_stranger(self, identity: str, message: m.AnyMessage) -> None:
+        """Who was taken for dead and is heard again may come back, unless another process has taken its place."""
+        log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
+        role, index, _ = identity.split(":", 2)
+        if self.ending or not self.separate or not isinstance(message, m.Ping):
+            return
+        replaced = self.members.at(role, int(index)) is not None
+        self.outbox.append((identity, m.Stop(f"another {role} {index} has taken its place") if replaced else m.Rejoin()))
 
     def on_Goodbye(self, member: Member, _: m.Goodbye) -> None:
         self.members.leave(member)
@@ -152,7 +161,7 @@ class Controller:
 
     def on_Failure(self, member: Member, failure: m.Failure) -> None:
         self.members.leave(member)
-        if member.hello.role == "rollout" and self.separate:
+        if member.hello.role in ("rollout", "relay") and self.separate:
             self.say(f"{member.name} failed: {failure.text}")
             self.forget(member)
         elif not self.ending:
@@ -172,7 +181,9 @@ class Controller:
         self.say(f"{text}; the others go on")
 
     def forget(self, member: Member) -> None:
-        """What a rollout had in hand goes to others."""
+        """What a rollout had in hand goes to others; a relay's neighbours are joined."""
+        if member.hello.role == "relay" and self.members.at("relay", member.hello.index) is None:
+            self.chain.gone(member.hello.index)
         if member.hello.role != "rollout":
             return
         replica = member.hello.index
@@ -185,20 +196,37 @@ class Controller:
         if lost:
             self.metrics.write("regranted", replica=replica, trajectories=lost, reason="replica gone")
 
-    def on_StoreOpened(self, member: Member, opened: m.StoreOpened) -> None:
-        if opened.epoch != self.members.epoch:
+    def form_chain(self) -> None:
+        """Links relays that have come, around those that have gone or are silent, and has the newest weights sent to who misses them."""
+        before = self.chain.order
+        relays = {member.hello.index: member.heard for member in self.members.all("relay")}
+        self.send_chain(self.chain.update(relays, self.members.at("trainer") is not None, time.monotonic()))
+        if self.chain.order == before:
             return
-        for position, index in enumerate(self.members.chain, 1):
-            self.send(
-                self.members.at("relay", index), m.JoinEpoch(opened.epoch, opened.host, opened.port, position, len(self.members.chain))
-            )
+        log.info("the chain of relays is now %s", self.chain.order)
+        for index in set(before) & relays.keys() - set(self.chain.order):
+            silent = time.monotonic() - relays[index]
+            text = f"relay {index} is left out of the chain (silent for {silent:.1f} s, or out of its neighbours' reach) until it is heard"
+            log.warning(text)
+            if self.separate:
+                self.say(console.line("warning", f"{text}; the others go on"))
+
+    def send_chain(self, orders: Orders) -> None:
+        for who, message in orders:
+            self.send(self.members.at("trainer") if who == TRAINER else self.members.at("relay", who), message)
+
+    def on_StoreOpened(self, member: Member, opened: m.StoreOpened) -> None:
+        self.send_chain(self.chain.store_opened(opened, self.place_in_chain(member)))
+
+    @staticmethod
+    def place_in_chain(member: Member) -> int:
+        return TRAINER if member.hello.role == "trainer" else member.hello.index
 
     def on_LinkDown(self, member: Member, down: m.LinkDown) -> None:
-        if down.epoch == self.members.epoch:
+        if self.chain.link_down(down.epoch, self.place_in_chain(member), time.monotonic()) is not None:
             log.warning("%s: %s; linking again", member.name, down.text)
-            if self.separate:  # in one torchrun it is mostly the first sign of a death, which ends the run with its own line
+            if self.separate and not self.ending:  # in one torchrun it is mostly the first sign of a death, which ends the run with its own line
                 self.say(console.line("warning", f"{member.name}: {down.text}; linking again"))
-            self.members.link_down()
 
     def request_stop(self, reason: str) -> None:
         if not self.stopping:
@@ -213,9 +241,7 @@ class Controller:
         weight_id, self.next_weight_id = self.next_weight_id, self.next_weight_id + 1
         self.store.add_weights(weight_id, self.store.get("restore_epoch", 0), request.step, time.time())
         self.weight_steps[weight_id] = request.step
-        self.send(member, m.WeightId(weight_id, request.step))
-        for index in self.members.chain:
-            self.send(self.members.at("relay", index), m.Receive(self.members.epoch, weight_id, request.step))
+        self.send(member, m.WeightId(weight_id, request.step, self.chain.publication(weight_id)))
 
     def on_Published(self, member: Member, p: m.Published) -> None:
         self.metrics.write(
@@ -228,6 +254,7 @@ class Controller:
         self.metrics.write(
             "relay", index=member.hello.index, weight_id=has.weight_id, step=has.weight_step, seconds=has.seconds, bytes=has.bytes
         )
+        self.chain.relay_has(member.hello.index, has.weight_id, has.passed_on)
         self.newest_weights = max(self.newest_weights, (has.weight_id, has.weight_step))
         self.machine_weights[member.hello.machine] = (has.weight_id, has.weight_step)
         for rollout in self.members.all("rollout"):
@@ -270,6 +297,7 @@ class Controller:
 
     def on_RequestWork(self, member: Member, request: m.RequestWork) -> None:
         self.waiting[member.hello.index] = request
+        self.open_weights[member.hello.index] = request.weight_id  # known anew of a replica that was taken for dead
 
     def dispatch(self) -> None:
         """Local batches for idle replicas: evaluations first, then what admission allows."""

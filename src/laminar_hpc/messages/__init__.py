@@ -130,6 +130,10 @@ class Stop(Message):
     reason: str
 
 
+class Rejoin(Message):
+    """To a worker that was taken for dead and is heard again: say Hello once more."""
+
+
 class StopRequest(Message):
     """From `laminar stop` or a signal: finish the step, checkpoint, leave."""
 
@@ -245,8 +249,11 @@ class NewWeightId(Message):
 
 
 class WeightId(Message):
+    """Answer to NewWeightId; `relays` are to receive these weights, one from the other."""
+
     weight_id: int
     step: int
+    relays: int = 1
 
 
 class Published(Message):
@@ -274,18 +281,23 @@ class TrainerDone(Message):
     weight_id: int  # the last id that was published
 
 
-# ---- trainer, relay <-> controller: groups of a membership epoch ---------------------------------------------------------------
+# ---- trainer, relay <-> controller: the chain's links, each made in an epoch of its own ------------------------------------------
 
 
 class EpochProposed(Message):
-    """To trainer rank 0: the relays of a new epoch, in chain order; open a store for it."""
+    """To trainer rank 0 or a relay: open a store and link to `relays[0]`, behind which the others stand in chain order.
+
+    The link takes the place of an earlier one to the same side. `resend`: none of these relays holds the newest weights, so what was sent
+    last must be sent again.
+    """
 
     epoch: int
     relays: list[int]
+    resend: bool = True
 
 
 class StoreOpened(Message):
-    """From the epoch's leader: its store listens here."""
+    """From the sending end of a link: its store listens here."""
 
     epoch: int
     host: str
@@ -293,44 +305,43 @@ class StoreOpened(Message):
 
 
 class JoinEpoch(Message):
-    """To a relay: make the two-member groups of this epoch. Link i joins chain member i (0 = the trainer) and i + 1."""
+    """To the receiving end of a link: the sending one, `peer`, waits at this store."""
 
     epoch: int
     host: str
     port: int
-    position: int  # 1 = the master relay
-    length: int  # relays in the chain
+    peer: str
 
 
-class Receive(Message):
-    """To every relay of the epoch: these weights are about to come down the chain; receive them."""
+class SendAgain(Message):
+    """To a relay: send your newest weights over the link of this epoch, for `relays` that stand behind it and miss them."""
 
     epoch: int
-    weight_id: int
-    step: int
+    relays: int
 
 
 class LinkDown(Message):
-    """From the trainer or a relay: a link of this epoch broke. The controller forms a new epoch."""
+    """From the trainer or a relay: the link of this epoch broke. The controller has it made anew, around whoever is gone."""
 
     epoch: int
     text: str
 
 
 class RelayHas(Message):
-    """A relay holds these weights, complete and with equal sums."""
+    """A relay holds these weights, complete and with equal sums. `passed_on`: the epoch of the link that they went on over; 0 = none."""
 
     weight_id: int
     weight_step: int
     bytes: int
     seconds: float
     time: float
+    passed_on: int = 0
 
 
 AnyMessage = (
-    Hello | Welcome | Ping | Pong | Failure | Goodbye | Stop | StopRequest | WeightsOpened | RequestWork | Grant | Generated | Scored | Lost
-    | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | NewWeightId | WeightId | Published | Checkpointed
-    | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | Receive | LinkDown | RelayHas
+    Hello | Welcome | Ping | Pong | Failure | Goodbye | Stop | Rejoin | StopRequest | WeightsOpened | RequestWork | Grant | Generated
+    | Scored | Lost | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | NewWeightId | WeightId | Published
+    | Checkpointed | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | SendAgain | LinkDown | RelayHas
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,28 +1,33 @@
-"""The relay rank: receives every publication into a slot of its machine's shared memory, passes it on down the chain, checks the sums.
+"""The relay rank: receives every publication into a slot of its machine's shared memory and passes it on down the chain.
 
-Only after the sums of all tensors equal those of the manifest is a slot committed and RelayHas sent: rollouts never see anything else. A
-broken link ends the reception (the slot stays invisible) and is reported; the controller then forms a new epoch.
+Only after the sums of all tensors equal the sender's is a slot committed and RelayHas sent: rollouts never see anything else. A broken link
+ends the reception (the slot stays invisible) and is reported; the controller then has the neighbours of the break linked, and whoever
+misses the newest weights gets them from the relay before it.
 """
 
 import logging
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
 
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.links import Link, LinkBroken, own_address, reach_store
+from laminar_hpc.cluster.links import MEET_SECONDS, Link, LinkBroken, host_store, own_address, reach_store
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.manifest import Manifest, decode_manifest, encode_manifest
+from laminar_hpc.relay.chain import Stream, SumsDiffer, receive_stream
+from laminar_hpc.relay.ends import Receiver, Sender
+from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.slots import SlotWriter
-from laminar_hpc.weights.stream import receive_sums
-from laminar_hpc.weights.sums import tensor_sums
+from laminar_hpc.weights.stream import decode_header
 
 log = logging.getLogger(__name__)
 _WAIT_SECONDS = 1.0
+_IDLE_SECONDS = 30 * 86400.0  # a publication may be long in coming; a neighbour that dies, or `close`, ends the wait at once
+_MOST_WRONG = 2  # receptions in a row whose sums differ
 
 
 def run(context: RoleContext) -> None:
@@ -32,97 +37,140 @@ def run(context: RoleContext) -> None:
     relay = Relay(context, writer)
     try:
         while True:
-            message = context.channel.wait(m.JoinEpoch, m.Receive, timeout=_WAIT_SECONDS)
-            if isinstance(message, m.JoinEpoch):
+            message = context.channel.wait(m.EpochProposed, m.JoinEpoch, m.SendAgain, m.Welcome, timeout=_WAIT_SECONDS)
+            if isinstance(message, m.EpochProposed):
+                relay.propose(message)
+            elif isinstance(message, m.JoinEpoch):
                 relay.join(message)
-            elif isinstance(message, m.Receive):
-                relay.receive(message)
+            elif isinstance(message, m.SendAgain):
+                relay.send_again(message)
+            elif isinstance(message, m.Welcome):
+                relay.welcome_back()
     except StopReceived:
         return
     finally:
+        relay.close()
         writer.close()
 
 
 class Relay:
-    """The links of the current epoch and the slot writer."""
+    """Its two links at most, and the slot writer. Never waits but for the controller: all else is done by the links' threads."""
 
     def __init__(self, context: RoleContext, writer: SlotWriter) -> None:
         self._context, self._writer = context, writer
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        self._chunk = context.config.relay.chunk_megabytes << 20
-        self._epoch = 0
-        self._upstream: Link | None = None
-        self._downstream: Link | None = None
+        self._seconds = context.config.relay.publish_timeout_seconds
+        self._address = own_address(context.config.cluster.host)
+        self._upstream: Receiver | None = None
+        self._downstream: Sender | None = None
+        self._writing = threading.Lock()  # the thread of a closed link may still be in its last operation
+        self._wrong = 0
+
+    # ---- called by the main thread ---------------------------------------------------------------------------------------------
+
+    def propose(self, message: m.EpochProposed) -> None:
+        """Links to a new neighbour downstream."""
+        if self._downstream is not None:
+            self._downstream.close()
+
+        def make(given_up: Callable[[], bool]) -> Link:
+            store, port = host_store(self._address, MEET_SECONDS)
+            self._context.channel.send(m.StoreOpened(message.epoch, self._address, port))
+            peer = f"relay {message.relays[0]}"
+            return Link(store, message.epoch, 0, True, peer, self._address, self._device, self._seconds, given_up=given_up)
+
+        most = self._context.config.relay.chunk_megabytes << 20
+        self._downstream = Sender(message.epoch, make, self._down, self._failed, self._sent, len(message.relays), most)
 
     def join(self, message: m.JoinEpoch) -> None:
-        """Makes this relay's one or two links; first the one it receives on."""
-        seconds = self._context.config.relay.publish_timeout_seconds
-        address = own_address(self._context.config.cluster.host)
-        self._epoch, self._upstream, self._downstream = message.epoch, None, None
-        position = message.position
-        try:
-            store = reach_store(message.host, message.port, seconds)
-            before = "the trainer" if position == 1 else f"chain member {position - 1}"
-            self._upstream = Link(store, message.epoch, position - 1, False, before, address, self._device, seconds)
-            if position < message.length:
-                self._downstream = Link(
-                    store, message.epoch, position, True, f"chain member {position + 1}", address, self._device, seconds
-                )
-        except LinkBroken as error:
-            self._down(error)
+        """Links to a new neighbour upstream."""
+        if self._upstream is not None:
+            self._upstream.close()
 
-    def _down(self, error: LinkBroken) -> None:
+        def make(_: Callable[[], bool]) -> Link:
+            store = reach_store(message.host, message.port, MEET_SECONDS)
+            return Link(store, message.epoch, 0, False, message.peer, self._address, self._device, self._seconds)
+
+        self._upstream = Receiver(message.epoch, make, self._down, self._failed, self._receive)
+
+    def send_again(self, message: m.SendAgain) -> None:
+        """Those behind miss the newest weights: they get them from this relay's slot."""
+        sender = self._downstream
+        newest = self._writer.keep_newest()
+        if newest is None or sender is None or sender.epoch != message.epoch:
+            if newest is not None:
+                self._writer.release(newest[0])
+            return
+        slot, manifest, data = newest
+        log.info("weight id %d goes again from slot %d to %d relays", manifest.weight_id, slot, message.relays)
+        sender.relays = message.relays
+        sender.put(Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], 0, slot, complete=True))
+
+    def welcome_back(self) -> None:
+        """The controller had taken this relay for dead: it learns anew what is here, and has links made anew."""
+        self.close()
+        newest = self._writer.keep_newest()
+        if newest is not None:
+            slot, manifest, _ = newest
+            self._writer.release(slot)
+            self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, 0, 0.0, time.time()))
+
+    def close(self) -> None:
+        for end in (self._upstream, self._downstream):
+            if end is not None:
+                end.close()
         self._upstream = self._downstream = None
-        self._writer.abandon()
-        self._context.channel.send(m.LinkDown(self._epoch, str(error)))
 
-    def receive(self, message: m.Receive) -> None:
-        """One publication, from the manifest to RelayHas. Raises LaminarError when what came is not what was sent."""
-        if self._upstream is None or message.epoch != self._epoch:
-            return
+    # ---- called by the links' threads ------------------------------------------------------------------------------------------
+
+    def _down(self, epoch: int, why: str) -> None:
+        log.warning("link %d: %s", epoch, why)
+        self._context.channel.send(m.LinkDown(epoch, why))
+
+    def _failed(self, error: Exception) -> None:
+        log.error("a link's thread failed", exc_info=error)
+        self._context.channel.interrupt(error)
+
+    def _sent(self, stream: Stream) -> None:
+        self._writer.release(stream.slot)
+
+    def _receive(self, link: Link) -> None:
+        """One publication, from its header to RelayHas. Raises LaminarError when what comes is again and again not what was sent."""
+        manifest, chunk = decode_header(link.receive_bytes(idle_seconds=_IDLE_SECONDS))
         started = time.time()
+        if not self._writing.acquire(timeout=self._seconds):
+            raise LinkBroken(f"an earlier reception did not end within {self._seconds:.0f} s")
         try:
-            manifest = self._receive_manifest(self._upstream, message.weight_id)
-            data = torch.from_numpy(self._writer.begin(manifest))
-            self._receive_data(self._upstream, data[: manifest.data_bytes])
-            receive_sums(self._upstream, self._downstream, manifest)
-        except LinkBroken as error:
-            self._down(error)
-            return
-        self._check(manifest, data)
-        self._writer.commit(manifest)
+            stream = self._begin(manifest, chunk)
+            receive_stream(link, stream)
+            self._writer.commit(manifest)
+            self._wrong = 0
+        except SumsDiffer as error:
+            self._wrong += 1
+            if self._wrong >= _MOST_WRONG:
+                raise
+            raise LinkBroken(str(error)) from None
+        finally:
+            self._writer.abandon()
+            self._writing.release()
         now = time.time()
         self._context.trace.record("relay", started, now, weight_id=manifest.weight_id, bytes=manifest.data_bytes)
-        self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, manifest.data_bytes, now - started, now))
+        self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, manifest.data_bytes, now - started, now, stream.passed_on))
 
-    def _receive_manifest(self, upstream: Link, weight_id: int) -> Manifest:
-        frame = upstream.receive_bytes()
+    def _begin(self, manifest: Manifest, chunk: int) -> Stream:
+        """A slot to receive into, which goes on downstream as it fills."""
+        sender = self._downstream
         try:
-            manifest = decode_manifest(frame)
-        except msgspec.MsgspecError as error:
-            raise LaminarError(f"relay {self._context.index}: what came from {upstream.peer} is no manifest ({error})") from None
-        if manifest.weight_id != weight_id:
-            raise LinkBroken(f"{upstream.peer} sends weight id {manifest.weight_id}, {weight_id} was announced")
-        if self._downstream is not None:
-            self._downstream.send_bytes(encode_manifest(manifest))
-        return manifest
-
-    def _receive_data(self, upstream: Link, data: torch.Tensor) -> None:
-        """Chunk by chunk, each passed on before the next one is taken."""
-        for first in range(0, data.numel(), self._chunk):
-            part = data[first : first + self._chunk]
-            chunk = upstream.receive(part if self._device.type == "cpu" else torch.empty_like(part, device=self._device))
-            if self._downstream is not None:
-                self._downstream.send(chunk)
-            if chunk is not part:
-                part.copy_(chunk)
-
-    def _check(self, manifest: Manifest, data: torch.Tensor) -> None:
-        for entry in manifest.tensors:
-            if tensor_sums(data[entry.offset : entry.offset + entry.nbytes]) != (entry.sum_words, entry.sum_indexed):
-                self._writer.abandon()
-                raise LaminarError(
-                    f"relay {self._context.index}: tensor {entry.name} of weight id {manifest.weight_id} arrived with other sums "
-                    "than it was sent with; "
-                    "check the network and memory of this machine"
-                )
+            data = self._writer.begin(manifest)
+        except LaminarError:
+            if sender is None or not sender.busy:
+                raise
+            sender.break_off(f"it is more than {self._writer.count - 2} publications behind")
+            sender.thread.join(self._seconds)
+            data = self._writer.begin(manifest)
+        slot = self._writer.keep_held() if sender is not None else 0
+        stream = Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], chunk, slot)
+        if sender is not None:
+            stream.passed_on = sender.epoch
+            sender.put(stream)
+        return stream

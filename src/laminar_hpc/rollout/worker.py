@@ -35,6 +35,7 @@ from laminar_hpc.messages import (
     Trajectory,
     WeightsAvailable,
     WeightsOpened,
+    Welcome,
 )
 from laminar_hpc.rollout.puller import Puller
 from laminar_hpc.rollout.sglang_server import Generation, RequestFailed, SglangServer, sampling_parameters
@@ -81,6 +82,7 @@ class RolloutWorker:
         self.engine_starts = 0
         self.grants: deque[Grant] = deque()
         self.wake = asyncio.Event()  # a grant or newer weights
+        self.ask_again = False
         self.scoring: set[asyncio.Task] = set()
         self.ended: deque[tuple[float, int]] = deque()  # (when, response tokens) of the trajectories of the last RATE_SECONDS
         self.fruitless = 0  # local batches in a row of which everything was lost
@@ -136,6 +138,9 @@ class RolloutWorker:
             self.wake.set()
         elif isinstance(item, WeightsAvailable):
             self.wake.set()
+        elif isinstance(item, Welcome):  # the controller had taken this replica for dead: it knows of no request
+            self.ask_again = True
+            self.wake.set()
 
     async def _guarded(self, work: Coroutine) -> None:
         """Runs `work` until it ends, the engine dies, or the controller says Stop or falls silent; raises in the latter cases."""
@@ -176,6 +181,7 @@ class RolloutWorker:
     async def _turn(self) -> None:
         if self._newer_weights():
             await self._pull()
+        self.ask_again = False
         self.context.channel.send(RequestWork(self.state.weight_id))
         grant = await self._next_grant()
         if grant is not None:
@@ -196,11 +202,11 @@ class RolloutWorker:
         )
 
     async def _next_grant(self) -> Grant | None:
-        """A grant, or None when newer weights came first. Raises EngineDied."""
+        """A grant, or None when newer weights came first or the request must be made again. Raises EngineDied."""
         dead = asyncio.create_task(self.puller.engine.process.dead.wait())
         try:
             with self.context.trace.span("wait", what="work"):
-                while not self.grants and not self._newer_weights():
+                while not self.grants and not self._newer_weights() and not self.ask_again:
                     self.wake.clear()
                     woken = asyncio.create_task(self.wake.wait())
                     await asyncio.wait((woken, dead), return_when=asyncio.FIRST_COMPLETED)

@@ -3,8 +3,8 @@
     trainer's thread     publish(s) | forward, backward of step s ......... | fence() | optimizer.step | publish(s + 1) | ...
     publisher's thread              | id, then bucket by bucket: pack, send | tail: the last buckets, the sums |
 
-`publish` only hands over; the publisher's thread reads the live parameters into two buckets in turn, of relay.chunk_megabytes each, on the
-sending device: one is packed while the other is on its way. `fence`, before the parameters change, waits until they are all read. With a
+`publish` only hands over; the publisher's thread reads the live parameters into two buckets in turn, of relay.chunk_megabytes at most, on
+the sending device: one is packed while the other is on its way. `fence`, before the parameters change, waits until they are all read. With a
 relay that does not take them it waits relay.publish_timeout_seconds at most; then, or without a link, these weights are given up: skipping
 an id is legal, the next ones go out. Until the fence, a broken link's weights are sent again as soon as there is a new epoch.
 
@@ -28,16 +28,16 @@ from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link, LinkBroken, host_store, own_address
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.policies.chain import chunk_bytes
 from laminar_hpc.trainer.canonical import TensorSums
 from laminar_hpc.trainer.exchange import Exchange
-from laminar_hpc.weights.manifest import encode_manifest, layout
-from laminar_hpc.weights.stream import Part, chunks, encode_sums
+from laminar_hpc.weights.manifest import layout
+from laminar_hpc.weights.stream import Part, chunks, encode_header, encode_sums
 from laminar_hpc.weights.sums import add_sums
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
-_SENT_POLL_SECONDS = 0.0005  # between two looks at a bucket that is on its way
-_WAIT, _RELEASE = -1, -2  # words beside the numbers of buckets
+_WAIT, _RELEASE = -1, -2  # words beside the numbers of buckets; any other one below 0 is the size of the buckets that follow
 
 
 class Publishable(Protocol):
@@ -81,17 +81,15 @@ class Publisher:
         self._closing = self._reading = False
         if not self._holder:
             return
-        manifest = layout(model.canonical_metadata(), 0, 0)
-        self._chunk = self._config.relay.chunk_megabytes << 20
-        self._parts, self._bytes = chunks(manifest, self._chunk), manifest.data_bytes
+        self._layout = layout(model.canonical_metadata(), 0, 0)
+        self._bytes, self._most = self._layout.data_bytes, self._config.relay.chunk_megabytes << 20
         if self._lead:
             self._address = own_address(self._config.cluster.host)
-            size = min(self._chunk, self._bytes)
+            size = min(self._most, self._bytes)
             self._buckets = [torch.empty(size, dtype=torch.uint8, device=model.device) for _ in range(2)]
             log.info("two staging buckets of %.1f MB on %s", size / 1e6, model.device)
             self._epoch = 0
             self._link: Link | None = None
-            self._stores: list = []  # kept alive: a link's store must outlive its epoch's members
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -212,9 +210,12 @@ class Publisher:
             if live is None:
                 self._changed.wait(_POLL_SECONDS)
                 return
+        parts: list[list[Part]] = []
         while (word := self._exchange.word()) != _RELEASE:
             if word >= 0:
-                self._model.pack(self._parts[word], None)
+                self._model.pack(parts[word], None)
+            elif word != _WAIT:
+                parts = chunks(self._layout, -word)
         with self._changed:
             self._live = None
             self._changed.notify_all()
@@ -224,23 +225,32 @@ class Publisher:
         proposed = self._context.channel.wait(m.EpochProposed, timeout=0)
         if proposed is None:
             return
+        while (newer := self._context.channel.wait(m.EpochProposed, timeout=0)) is not None:
+            proposed = newer
         assert isinstance(proposed, m.EpochProposed)
+        if self._link is not None:
+            self._link.close()
         self._epoch, self._link = proposed.epoch, None
         store, port = host_store(self._address, self._seconds)
-        self._stores = [*self._stores[-1:], store]
         self._context.channel.send(m.StoreOpened(proposed.epoch, self._address, port))
         peer = f"relay {proposed.relays[0]}"
         self._doing = f"{peer} to link"
         try:
-            link = Link(store, proposed.epoch, 0, True, peer, self._address, self._model.device, self._seconds)
+            link = Link(
+                store, proposed.epoch, 0, True, peer, self._address, self._model.device, self._seconds, given_up=self._another_master
+            )
         except LinkBroken as error:
             self._context.channel.send(m.LinkDown(proposed.epoch, str(error)))
             return
         log.info("epoch %d: linked to %s", proposed.epoch, peer)
         with self._changed:
             self._link = link
-            if self._live is not None:  # relays that are new in this epoch have no weights yet
+            if proposed.resend and self._live is not None:
                 self._live.sent = False
+
+    def _another_master(self) -> bool:
+        """The controller wants another link in place of this one."""
+        return self._context.channel.pending(m.EpochProposed)
 
     def _turn(self) -> None:
         """Sends, releases or waits, whichever is due."""
@@ -266,8 +276,10 @@ class Publisher:
         try:
             self._send(live)
         except LinkBroken as error:
-            self._link = None
+            link, self._link = self._link, None
             self._context.channel.send(m.LinkDown(self._epoch, str(error)))
+            if link is not None:
+                link.close()
         finally:
             with self._changed:
                 self._reading = False
@@ -284,9 +296,13 @@ class Publisher:
         assert isinstance(answer, m.WeightId)
         self._doing = link.peer
         manifest = layout(self._model.canonical_metadata(), answer.weight_id, live.step)
-        link.send_bytes(encode_manifest(manifest))
-        sums = self._send_buckets(link, live)
-        link.send_bytes(encode_sums(sums))
+        chunk = chunk_bytes(self._bytes, answer.relays, link.start_seconds, link.seconds_per_byte, self._most)
+        began = time.monotonic()
+        with link.closed_when(lambda: live.given_up or self._another_master()):
+            link.send_bytes(encode_header(manifest, chunk))
+            sums = self._send_buckets(link, live, chunk)
+            link.send_bytes(encode_sums(sums))
+        link.sent(self._bytes, -(-self._bytes // chunk), time.monotonic() - began)
         now = time.time()
         self._context.trace.record("send", started, now, step=live.step, weight_id=answer.weight_id)
         channel.send(
@@ -307,32 +323,28 @@ class Publisher:
             self._changed.notify_all()
 
     @torch.no_grad()
-    def _send_buckets(self, link: Link, live: Publication) -> list[tuple[int, int]]:
-        """The live weights, each bucket packed while the other one is on its way; returns the sums of each tensor."""
-        sums = [(0, 0)] * (self._parts[-1][-1].tensor + 1)
-        on_the_way: list[Callable[[], bool]] = []
-        for number, parts in enumerate(self._parts):
+    def _send_buckets(self, link: Link, live: Publication, chunk: int) -> list[tuple[int, int]]:
+        """The live weights in buckets of `chunk` bytes, each packed while the other one is on its way; returns the sums of each tensor."""
+        sums = [(0, 0)] * len(self._layout.tensors)
+        on_the_way: list[tuple[dist.Work, torch.Tensor]] = []
+        self._exchange.word(-chunk)
+        cut = chunks(self._layout, chunk)
+        for number, parts in enumerate(cut):
             if number >= 2:
-                self._until_sent(on_the_way[number - 2], link, live)
+                link.finish(*on_the_way[number - 2])
             self._exchange.word(number)
-            bucket = self._buckets[number % 2][: min(self._chunk, self._bytes - number * self._chunk)]
+            bucket = self._buckets[number % 2][: min(chunk, self._bytes - number * chunk)]
             read = self._model.pack(parts, bucket)
             if bucket.is_cuda:
                 torch.cuda.current_stream().synchronize()
-            if number == len(self._parts) - 1:
+            if number == len(cut) - 1:
                 self._all_read(live)
-            on_the_way.append(link.begin_send(bucket))
+            on_the_way.append((link.post_send(bucket), bucket))
             for part, both in zip(parts, read(), strict=True):
                 sums[part.tensor] = add_sums([sums[part.tensor], both])
-        for done in on_the_way[-2:]:
-            self._until_sent(done, link, live)
+        for sent in on_the_way[-2:]:
+            link.finish(*sent)
         return sums
-
-    def _until_sent(self, done: Callable[[], bool], link: Link, live: Publication) -> None:
-        while not done():
-            if live.given_up:
-                raise LinkBroken(f"{link.peer} did not take the weights of step {live.step} in time")
-            time.sleep(_SENT_POLL_SECONDS)
 
     def _all_read(self, live: Publication) -> None:
         with self._changed:

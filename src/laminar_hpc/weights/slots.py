@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,8 @@ class SlotWriter:
         self.count = slots
         self._maps: dict[int, tuple[mmap.mmap, np.ndarray]] = {}
         self._held: tuple[int, int] | None = None  # (slot, lock descriptor) of the slot being written
+        self._kept: list[int] = []  # slots that the relay itself still sends from
+        self._lock = threading.Lock()
         clean_leftovers(shm_dir)
         shutil.rmtree(self.root, ignore_errors=True)  # of an earlier relay of this very run
         self.root.mkdir(mode=0o700, parents=True)
@@ -130,10 +133,14 @@ class SlotWriter:
 
         Raises LaminarError when readers hold all of them (more readers than slots, each on another id).
         """
+        with self._lock:
+            return self._begin(manifest)
+
+    def _begin(self, manifest: Manifest) -> np.ndarray:
         ids = {i: self._weight_id(i) for i in range(self.count)}
         newest = max(ids, key=lambda i: ids[i])
         for index in sorted(ids, key=lambda i: ids[i]):
-            if index == newest and ids[index] >= 0 and self.count > 1:
+            if index in self._kept or (index == newest and ids[index] >= 0 and self.count > 1):
                 continue
             data = self._allocate(index, manifest)
             descriptor = os.open(self.root / f"slot{index}" / "lock", os.O_RDWR)
@@ -147,11 +154,36 @@ class SlotWriter:
             return data
         raise LaminarError(f"all {self.count} weight slots under {self.root} are being read; raise relay.slots")
 
-    def _weight_id(self, index: int) -> int:
+    def _manifest(self, index: int) -> Manifest | None:
         try:
-            return decode_manifest((self.root / f"slot{index}" / MANIFEST_FILE).read_bytes()).weight_id
+            return decode_manifest((self.root / f"slot{index}" / MANIFEST_FILE).read_bytes())
         except FileNotFoundError:
-            return -1
+            return None
+
+    def _weight_id(self, index: int) -> int:
+        manifest = self._manifest(index)
+        return -1 if manifest is None else manifest.weight_id
+
+    def keep_held(self) -> int:
+        """The slot being written, which from now on is not rewritten before it is released as often as it was kept."""
+        assert self._held is not None
+        with self._lock:
+            self._kept.append(self._held[0])
+        return self._held[0]
+
+    def keep_newest(self) -> tuple[int, Manifest, np.ndarray] | None:
+        """(slot, manifest, data bytes) of the newest complete one, kept like that; None where there is none."""
+        with self._lock:
+            found = [(manifest.weight_id, index, manifest) for index in self._maps if (manifest := self._manifest(index)) is not None]
+            if not found:
+                return None
+            _, index, manifest = max(found, key=lambda each: each[0])
+            self._kept.append(index)
+            return index, manifest, self._maps[index][1]
+
+    def release(self, index: int) -> None:
+        with self._lock:
+            self._kept.remove(index)
 
     def commit(self, manifest: Manifest) -> Path:
         """The slot is complete: readers may see it from here on."""

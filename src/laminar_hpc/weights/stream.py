@@ -1,16 +1,18 @@
 """How one weight id crosses a link: the layout, its data bytes in chunks, and behind them the sums, which are known only then.
 
-    manifest without sums | chunk | chunk | ... | sums
+    size of a chunk, manifest without sums | chunk | chunk | ... | sums
 
 Used by trainer/publisher.py, which packs chunk by chunk, and by the relay, which passes on and checks. Imports no torch.
 """
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+import msgspec
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest
+from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest, decode_manifest, encode_manifest
 
 
 class Part(NamedTuple):
@@ -22,11 +24,20 @@ class Part(NamedTuple):
     offset: int
 
 
-class Frames(Protocol):
-    """What is needed of a link."""
+def encode_header(manifest: Manifest, chunk: int) -> bytes:
+    """What a stream begins with. The sender alone decides on the chunk's size, in bytes."""
+    return struct.pack("<Q", chunk) + encode_manifest(manifest)
 
-    def send_bytes(self, content: bytes) -> None: ...
-    def receive_bytes(self) -> bytes: ...
+
+def decode_header(frame: bytes) -> tuple[Manifest, int]:
+    """(manifest, bytes per chunk). Raises LaminarError on anything else than a header."""
+    try:
+        (chunk,) = struct.unpack_from("<Q", frame)
+        if chunk < 1:
+            raise LaminarError("a chunk of no bytes")
+        return decode_manifest(frame[8:]), chunk
+    except (struct.error, msgspec.MsgspecError, LaminarError) as error:
+        raise LaminarError(f"a stream of weights began with no header ({error}); run the same version of laminar_hpc everywhere") from None
 
 
 def chunks(manifest: Manifest, size: int) -> list[list[Part]]:
@@ -61,11 +72,3 @@ def take_sums(manifest: Manifest, frame: bytes) -> None:
         )
     for entry, both in zip(manifest.tensors, struct.iter_unpack("<2Q", frame), strict=True):
         entry.sum_words, entry.sum_indexed = both
-
-
-def receive_sums(upstream: Frames, downstream: Frames | None, manifest: Manifest) -> None:
-    """What follows the last chunk: passed on, then written into the manifest."""
-    frame = upstream.receive_bytes()
-    if downstream is not None:
-        downstream.send_bytes(frame)
-    take_sums(manifest, frame)

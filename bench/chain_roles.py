@@ -1,0 +1,279 @@
+"""A run of the relay tier alone: the real controller, the real publisher and real relays, each a process of its own, without a model.
+
+The stand-in trainer publishes random bytes; everything else is the code of a run. Used by bench/relay_chain.py and tests/relay/.
+`ChainRun` starts and ends the processes; each relay counts as a machine of its own, in a network namespace of its own if one is named.
+"""
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from laminar_hpc.__main__ import main as run_rank
+from laminar_hpc.__main__ import redirect_output
+from laminar_hpc.cluster.channel import Channel, StopReceived
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.hub import Hub
+from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.config.check import derive
+from laminar_hpc.config.load import load_config
+from laminar_hpc.controller.book import Book
+from laminar_hpc.controller.loop import Controller
+from laminar_hpc.controller.members import Members
+from laminar_hpc.controller.store import Store
+from laminar_hpc.messages import Hello
+from laminar_hpc.observability import jsonl
+from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.observability.trace import Trace
+from laminar_hpc.policies.sampling import GroupSize
+from laminar_hpc.trainer.exchange import Exchange
+from laminar_hpc.trainer.publisher import Publisher
+from laminar_hpc.weights.slots import SlotGone, SlotReader
+from laminar_hpc.weights.stream import Part
+from laminar_hpc.weights.sums import add_sums, tensor_sums
+
+CLONE_NEWNET = 0x40000000
+RUN_ID = "chain"
+
+
+def enter(namespace: str | None) -> None:
+    """The calling process, which has no other thread yet, lives in this network namespace from now on."""
+    if namespace is not None:
+        with open(f"/run/netns/{namespace}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
+
+
+# ---- what the processes do ------------------------------------------------------------------------------------------------------
+
+
+def controller(words: list[str], relays: int, namespace: str | None) -> None:
+    """The real controller's loop over an empty prompt pool, until the file `stop` is there."""
+    die_with_parent()
+    enter(namespace)
+    config = load_config([*words, "role=controller"])
+    run_dir = Path(config.run_dir)
+    redirect_output(run_dir, "controller0")
+    hub = Hub(run_dir, RUN_ID, config.cluster.host, 0, "controller")
+    store = Store(run_dir)
+    book = Book(store, [], GroupSize(1, 0, 1), lambda draw: 0)
+    members = Members("controller", config.cluster.heartbeat_timeout_seconds)
+    metrics, trace = MetricsWriter(run_dir), Trace(run_dir, "controller", 0)
+    loop = Controller(config, derive(config), hub, store, book, None, metrics, members, relays, -1, None, print, trace)
+    chain: list[int] = []
+    chains = jsonl.Appender(run_dir / "chains.jsonl")
+    while not (run_dir / "stop").exists():
+        loop.turn()
+        if loop.chain.order != chain:
+            chain = loop.chain.order
+            chains.write({"time": time.time(), "chain": chain})
+    loop.tell_all_to_leave("done")
+    until = time.monotonic() + 5
+    while members.by_place and time.monotonic() < until:
+        loop.turn()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+class RandomModel:
+    """In the trainer's place: a few tensors of random bytes, anew at every publication; their sums go to sums/<step>.json."""
+
+    def __init__(self, run_dir: Path, size: int) -> None:
+        self._sums = run_dir / "sums"
+        self._sums.mkdir(exist_ok=True)
+        self._random = np.random.default_rng(0)
+        self.step = 0
+        self.device, self.publishing = torch.device("cpu"), Exchange([0], 60.0)
+        rest = size // 4 - 1003 - 2 * (size // 12)
+        self._shapes = [("a", (size // 12,)), ("odd", (17, 59)), ("b", (size // 12,)), ("c", (rest,))]
+
+    def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        return [(name, shape, torch.float32) for name, shape in self._shapes]
+
+    def pack(self, parts: Sequence[Part], bucket: torch.Tensor) -> Callable[[], list[tuple[int, int]]]:
+        """Random bytes and their sums; those of whole tensors add up in sums/<step>.json, which the last bucket completes."""
+        words = bucket.numpy().view(np.uint64 if bucket.numel() % 8 == 0 else np.uint32)
+        words[:] = np.arange(len(words), dtype=words.dtype) * words.dtype.type(self._random.integers(1, 1 << 31) | 1)
+        sums = [tensor_sums(bucket[p.offset : p.offset + 4 * (p.last - p.first)], p.first) for p in parts]
+        if parts[0].tensor == parts[0].first == 0:
+            self._whole = [(0, 0)] * len(self._shapes)
+        for part, both in zip(parts, sums, strict=True):
+            self._whole[part.tensor] = add_sums([self._whole[part.tensor], both])
+        if parts[-1].tensor == len(self._shapes) - 1 and parts[-1].last == self._shapes[-1][1][0]:
+            (self._sums / f"{self.step}.json").write_text(json.dumps(self._whole))
+        return lambda: sums
+
+    def probe_logprobs(self) -> list[float]:
+        return []
+
+
+def trainer(words: list[str], size: int, commands: Connection, namespace: str | None) -> None:
+    """A stand-in for the trainer: the real publisher, told by `commands` when to publish. Answers how fast its link is."""
+    die_with_parent()
+    enter(namespace)
+    config = load_config([*words, "role=trainer"])
+    run_dir = Path(config.run_dir)
+    hello = Hello("trainer", 0, "stand-in", os.getpid(), "trainer")
+    channel = Channel(run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds)
+    redirect_output(run_dir, "trainer0")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = RandomModel(run_dir, size)
+    context = RoleContext(config, "trainer", 0, "trainer", run_dir, channel, channel.welcome, Trace(run_dir, "trainer", 0))
+    publisher = Publisher(context, model)
+    try:
+        while True:
+            step = commands.recv()
+            if step is None:
+                break
+            model.step = step
+            began = time.monotonic()
+            publisher.publish(step)
+            stall = time.monotonic() - began
+            link = publisher._link
+            commands.send((stall, (link.start_seconds, link.seconds_per_byte) if link else None))
+    except (StopReceived, EOFError):
+        pass
+    channel.close()
+    os._exit(0)
+
+
+def relay(words: list[str], index: int, namespace: str | None) -> None:
+    """The real relay rank, as torchrun would start it; it takes itself for a machine of its own."""
+    enter(namespace)
+    socket.gethostname = lambda: f"host{index}"
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os._exit(run_rank([*words, "role=relay", f"first_index={index}", f"relay.shm_dir={shared_memory(words, index)}"]))
+
+
+def shared_memory(words: list[str], index: int) -> Path:
+    return next(Path(word.split("=", 1)[1]) for word in words if word.startswith("relay.shm_dir=")) / f"relay{index}"
+
+
+# ---- the run ----------------------------------------------------------------------------------------------------------------------
+
+
+class ChainRun:
+    """A trainer's stand-in, a controller and relays 0..relays-1. `namespace(name)` gives the network namespace of "trainer" (where the
+    controller lives as well) and of relay numbers."""
+
+    def __init__(
+        self, folder: Path, relays: int, size: int, *words: str, host: str = "127.0.0.1",
+        namespace: Callable[[object], str | None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.run_dir = folder / "run"
+        self.run_dir.mkdir(parents=True)
+        self._shm = Path(tempfile.mkdtemp(prefix="laminar-chain-", dir="/dev/shm"))
+        self.words = [
+            "experiment=demo", f"run_dir={self.run_dir}", f"cluster.host={host}", f"relay.shm_dir={self._shm}",
+            "cluster.join_timeout_seconds=60", *words,
+        ]  # fmt: skip
+        self._namespace = namespace
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["chain_roles", "laminar_hpc.relay.run"])
+        self.relays: dict[int, multiprocessing.Process] = {}
+        self._commands, theirs = self._context.Pipe()
+        self.step = 0
+        self._checked: dict[int, int] = {}  # relay -> the newest id that was compared with what the trainer sent
+        self._others = [
+            self._start(controller, self.words, relays, namespace("trainer")),
+            self._start(trainer, self.words, size, theirs, namespace("trainer")),
+        ]
+        for index in range(relays):
+            self.start_relay(index)
+
+    def _start(self, target: Callable, *args: object) -> multiprocessing.Process:
+        process = self._context.Process(target=target, args=args)
+        process.start()
+        return process
+
+    def start_relay(self, index: int) -> None:
+        shared_memory(self.words, index).mkdir(exist_ok=True)
+        self.relays[index] = self._start(relay, self.words, index, self._namespace(index))
+
+    def relay_memory(self, index: int) -> Path:
+        """The folder for shared memory of a relay's machine."""
+        return shared_memory(self.words, index)
+
+    def publish(self) -> tuple[float, float] | None:
+        """One publication more; returns when it is staged: (Ts, Tb) of the trainer's link, None while it has none."""
+        self.step += 1
+        self._commands.send(self.step)
+        if not self._commands.poll(60):
+            raise TimeoutError("the trainer's stand-in was blocked for 60 s")
+        stall, link = self._commands.recv()
+        self.stall = stall
+        return link
+
+    def newest(self, index: int) -> tuple[int, int]:
+        """(weight id, step) that a rollout beside this relay would load, (-1, -1) without any. Fails if it is not what the trainer sent."""
+        reader = SlotReader(str(shared_memory(self.words, index)), RUN_ID)
+        for _ in range(100):
+            handle = reader.newest()
+            if handle is None:
+                return -1, -1
+            if handle.weight_id == self._checked.get(index):
+                return handle.weight_id, handle.step
+            try:
+                with reader.lease(handle):
+                    self.check(handle)
+                self._checked[index] = handle.weight_id
+                return handle.weight_id, handle.step
+            except SlotGone:
+                continue
+        raise AssertionError("no slot could be read")
+
+    def check(self, handle) -> None:
+        file = handle.directory / "model.safetensors"
+        data = np.memmap(file, dtype=np.uint8, mode="r", offset=file.stat().st_size - handle.manifest.data_bytes)
+        sent = json.loads((self.run_dir / "sums" / f"{handle.step}.json").read_text())
+        for entry, both in zip(handle.manifest.tensors, sent, strict=True):
+            held = tensor_sums(torch.from_numpy(np.array(data[entry.offset : entry.offset + entry.nbytes])))
+            assert held == tuple(both) == (entry.sum_words, entry.sum_indexed), f"{handle.directory}: {entry.name} is not what was sent"
+
+    def wait(self, indices: list[int], step: int, seconds: float) -> float:
+        """Until all of these relays hold the weights of `step` or newer ones; returns the seconds it took. Fails after `seconds`."""
+        began = time.monotonic()
+        while True:
+            steps = {index: self.newest(index)[1] for index in indices}
+            took = time.monotonic() - began
+            if all(each >= step for each in steps.values()):
+                return took
+            assert took < seconds, f"after {seconds:.0f} s relays hold steps {steps} instead of {step}; chain {self.chains()[-1:]}"
+            time.sleep(0.02)
+
+    def chains(self) -> list[dict]:
+        """Every order that the chain has had: {time, chain}."""
+        path = self.run_dir / "chains.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def said(self) -> str:
+        """What the controller told the user and logged."""
+        return (self.run_dir / "logs" / "controller0.log").read_text()
+
+    def close(self) -> None:
+        """Ends everything; what does not leave in order is killed."""
+        (self.run_dir / "stop").touch()
+        with contextlib.suppress(OSError):
+            self._commands.send(None)
+        everyone = [*self._others, *self.relays.values()]
+        until = time.monotonic() + 6
+        for process in everyone:
+            process.join(max(0.1, until - time.monotonic()))
+        for process in everyone:
+            if process.is_alive():
+                process.kill()
+            process.join(5)
+        shutil.rmtree(self._shm, ignore_errors=True)

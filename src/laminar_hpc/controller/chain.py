@@ -1,0 +1,161 @@
+"""The chain of relays as the controller sees it: trainer -> relay -> relay -> ..., one link between any two neighbours.
+
+Each link is made in an epoch of its own, and lasts until one of its ends goes or reports it broken; the others stay as they are. Who misses
+the newest weights gets them from the relay before it. A relay that is silent, or whose neighbour cannot reach it, is left out until it is
+heard again, and then comes to the chain's end. Pure state: methods take what happened and return messages, (relay or TRAINER, message).
+"""
+
+from dataclasses import dataclass, field
+
+from laminar_hpc import messages as m
+from laminar_hpc.policies.chain import chain_order, missing
+
+TRAINER = -1
+QUIET_SECONDS = 0.5  # newcomers wait for one another, so that a run starts with one chain
+SETTLE_SECONDS = 0.2  # from a broken link to a new one: by then both ends, and those behind them, have said what they know
+SILENT_SECONDS = 3.0  # a relay says something once a second
+_STRIKES = 3  # links in a row over which a relay received nothing
+_EXILE_SECONDS = 10.0
+
+Orders = list[tuple[int, m.Message]]
+
+
+@dataclass
+class ChainLink:
+    epoch: int
+    upstream: int
+    downstream: int
+
+    def peer(self, reporter: int) -> int:
+        return self.downstream if reporter == self.upstream else self.upstream
+
+
+@dataclass
+class Chain:
+    """`wanted`: relays that the first chain waits for."""
+
+    wanted: int
+    order: list[int] = field(default_factory=list)
+    links: dict[int, ChainLink] = field(default_factory=dict)  # by the receiving end
+    has: dict[int, int] = field(default_factory=dict)  # newest complete weight id of each relay
+    coming: dict[int, int] = field(default_factory=dict)  # newest id on its way to a relay
+    epoch: int = 0
+    _issued: int = -1  # the newest id that the trainer has asked for
+    _changed: float = 0.0
+    _settled: float = 0.0
+    _formed: bool = False
+    _blamed: dict[int, float] = field(default_factory=dict)  # when a neighbour said that it does not reach this relay
+    _strikes: dict[int, int] = field(default_factory=dict)
+    _exiled: dict[int, float] = field(default_factory=dict)  # until when
+
+    # ---- what happens ----------------------------------------------------------------------------------------------------------
+
+    def came(self, index: int, now: float) -> None:
+        """A relay has said Hello: whatever was known of an earlier life is void."""
+        self.gone(index)
+        self._changed = now
+
+    def gone(self, index: int) -> None:
+        for known in (self.has, self._blamed, self._strikes, self._exiled):
+            known.pop(index, None)
+        self._leave_out(index)
+
+    def _leave_out(self, index: int) -> None:
+        for link in [link for link in self.links.values() if index in (link.upstream, link.downstream)]:
+            self._drop(link)
+        self.order = [i for i in self.order if i != index]
+
+    def _drop(self, link: ChainLink) -> None:
+        self.links.pop(link.downstream, None)
+        self._not_coming(link.downstream)
+
+    def _not_coming(self, index: int) -> None:
+        """What was on its way to this relay will reach neither it nor those behind it."""
+        for behind in self.order[self.order.index(index) :] if index in self.order else [index]:
+            self.coming.pop(behind, None)
+
+    def link_down(self, epoch: int, reporter: int, now: float) -> ChainLink | None:
+        """The link that broke, if it is one of the present ones."""
+        link = next((link for link in self.links.values() if link.epoch == epoch and reporter in (link.upstream, link.downstream)), None)
+        if link is None:
+            return None
+        self._drop(link)
+        self._settled = now + SETTLE_SECONDS
+        if link.peer(reporter) != TRAINER:
+            self._blamed[link.peer(reporter)] = now  # until it is heard again
+        strikes = self._strikes[link.downstream] = self._strikes.get(link.downstream, 0) + 1
+        if strikes >= _STRIKES and len(self.order) > 1:
+            self._strikes.pop(link.downstream)
+            self._exiled[link.downstream] = now + _EXILE_SECONDS
+        return link
+
+    def relay_has(self, index: int, weight_id: int, passed_on: int) -> None:
+        """`passed_on` tells whether the next relay gets them as well: its link may have come after they began to arrive here."""
+        self.has[index] = max(weight_id, self.has.get(index, -1))
+        self._strikes.pop(index, None)
+        behind = next((link for link in self.links.values() if link.upstream == index), None)
+        if behind is not None and behind.epoch != passed_on and self.coming.get(behind.downstream, -1) <= weight_id:
+            self._not_coming(behind.downstream)
+
+    # ---- what to do about it ---------------------------------------------------------------------------------------------------
+
+    def update(self, heard: dict[int, float], trainer: bool, now: float) -> Orders:
+        """Forms the chain anew if it has to be, then serves who misses the newest weights. `heard`: when each relay was last heard."""
+        if now < self._settled or not trainer:
+            return []
+        fit = [i for i, at in heard.items() if self._is_fit(i, at, now)]
+        if not self._formed and (len(fit) < self.wanted or not fit):
+            return []
+        fit = fit or [i for i in self.order if i in heard]  # when nobody is heard, nobody would be better
+        if now - self._changed < QUIET_SECONDS:
+            fit = [i for i in fit if i in self.order]
+        for index in set(self.order) - set(fit):
+            self._leave_out(index)
+        self._formed = self._formed or bool(fit)
+        return self._form(fit) + self._serve()
+
+    def _is_fit(self, index: int, heard: float, now: float) -> bool:
+        return now - heard < SILENT_SECONDS and heard > self._blamed.get(index, -1.0) and now > self._exiled.get(index, -1.0)
+
+    def _form(self, fit: list[int]) -> Orders:
+        """A link between any two neighbours that have none."""
+        if set(self.order) != set(fit):
+            self.order = chain_order(self.order, fit, {i: max(self.has.get(i, -1), self.coming.get(i, -1)) for i in fit})
+        order = self.order
+        orders: Orders = []
+        for place, (upstream, downstream) in enumerate(zip([TRAINER, *order], order, strict=False)):
+            link = self.links.get(downstream)
+            if link is not None and link.upstream == upstream:
+                continue
+            self.epoch += 1
+            self._not_coming(downstream)
+            self.links[downstream] = ChainLink(self.epoch, upstream, downstream)
+            resend = max(self.has.get(i, -1) for i in order) < self._issued
+            orders.append((upstream, m.EpochProposed(self.epoch, order[place:], resend)))
+        return orders
+
+    def _serve(self) -> Orders:
+        """The relay before the first that misses the newest weights, and that they are not on their way to, sends them again."""
+        stretch = missing(self.order, self.has, self.coming)
+        if stretch is None:
+            return []
+        begin, end = stretch
+        for index in self.order[begin:end]:
+            self.coming[index] = max(self.has.values())
+        return [(self.order[begin - 1], m.SendAgain(self.links[self.order[begin]].epoch, end - begin))]
+
+    def publication(self, weight_id: int) -> int:
+        """The trainer is about to send these weights: how many relays will have them from one another. Who stands behind a broken link is
+        served when it is mended."""
+        self._issued = max(self._issued, weight_id)
+        reached = next((place for place, index in enumerate(self.order) if index not in self.links), len(self.order))
+        for index in self.order[:reached]:
+            self.coming[index] = weight_id
+        return reached
+
+    def store_opened(self, opened: m.StoreOpened, reporter: int) -> Orders:
+        link = next((link for link in self.links.values() if link.epoch == opened.epoch and link.upstream == reporter), None)
+        if link is None:
+            return []
+        peer = "the trainer" if reporter == TRAINER else f"relay {reporter}"
+        return [(link.downstream, m.JoinEpoch(opened.epoch, opened.host, opened.port, peer))]

@@ -1,0 +1,131 @@
+"""One publication on its way through a relay: chunk k + 1 comes in while chunk k goes out and its sums are taken.
+
+    upstream --receive--> slot (available bytes grow) --send--> downstream
+                              \\--sums of what is there
+
+The sender reads straight from the slot, so a slow or stuck neighbour downstream never holds up what comes in.
+"""
+
+import threading
+import time
+from collections import deque
+
+import torch
+
+from laminar_hpc.cluster.links import Link, LinkBroken
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.manifest import Manifest
+from laminar_hpc.weights.stream import encode_header, encode_sums, take_sums
+from laminar_hpc.weights.sums import add_sums, tensor_sums
+
+_POSTED_AHEAD = 2  # chunks that may arrive while an earlier one is looked at
+
+
+class SumsDiffer(LaminarError):
+    """What arrived is not what was sent."""
+
+
+class Stream:
+    """Weights in a slot, complete or still arriving. `data` is uint8 [manifest.data_bytes]; its first `there` bytes are valid."""
+
+    def __init__(self, manifest: Manifest, data: torch.Tensor, chunk: int, slot: int = 0, complete: bool = False) -> None:
+        self.manifest, self.data, self.chunk, self.slot = manifest, data, chunk, slot  # a chunk of 0 bytes: the sender decides
+        self.there = data.numel() if complete else 0
+        self.complete = complete  # the sums are in the manifest
+        self.passed_on = 0  # epoch of the link that it goes on over
+        self._broken = ""
+        self._changed = threading.Condition()
+
+    def grown(self, there: int, complete: bool = False) -> None:
+        with self._changed:
+            self.there, self.complete = there, complete
+            self._changed.notify_all()
+
+    def broke(self, why: str) -> None:
+        """The rest will not come: whoever waits for it is told."""
+        with self._changed:
+            self._broken = self._broken or why
+            self._changed.notify_all()
+
+    def wait(self, there: int, complete: bool, seconds: float) -> None:
+        """Until so many bytes are there, and the sums if `complete`. Raises LinkBroken when they will not come, or not in time."""
+        with self._changed:
+            reached = self._changed.wait_for(lambda: self._broken or (self.there >= there and self.complete >= complete), seconds)
+            if not reached or self._broken:
+                raise LinkBroken(self._broken or f"weight id {self.manifest.weight_id} stood still for {seconds:.0f} s")
+
+
+class ArrivingSums:
+    """Sums of tensors that arrive in order: each byte is looked at once, while later ones are on their way."""
+
+    def __init__(self, manifest: Manifest, data: torch.Tensor) -> None:
+        self._manifest, self._data = manifest, data
+        self._number = self._done = 0  # tensor; bytes of it that are in its sums
+        self._parts: list[tuple[int, int]] = []
+        self.sums: list[tuple[int, int]] = []  # of the tensors that are complete
+
+    def grown(self, there: int) -> None:
+        """The first `there` bytes are valid now."""
+        while self._number < len(self._manifest.tensors):
+            entry = self._manifest.tensors[self._number]
+            ready = min(there - entry.offset, entry.nbytes)
+            whole = ready if ready == entry.nbytes else ready - ready % 4  # sums are over 32-bit words
+            if whole > self._done:
+                part = self._data[entry.offset + self._done : entry.offset + whole]
+                self._parts.append(tensor_sums(part, self._done // 4))
+                self._done = whole
+            if ready < entry.nbytes:
+                return
+            self.sums.append(add_sums(self._parts))
+            self._number, self._done, self._parts = self._number + 1, 0, []
+
+
+def receive_stream(link: Link, stream: Stream) -> None:
+    """Receives what follows the header into `stream`; returns when the sums of all tensors are equal to the sender's.
+
+    Raises LinkBroken, or SumsDiffer; whoever waits for the rest of the stream gets LinkBroken then.
+    """
+    manifest, size = stream.manifest, stream.manifest.data_bytes
+    arriving = ArrivingSums(manifest, stream.data)
+    posted: deque = deque()
+    first = 0
+    try:
+        while stream.there < size:
+            while first < size and len(posted) <= _POSTED_AHEAD:
+                part = stream.data[first : first + stream.chunk]
+                target = part if link.device.type == "cpu" else torch.empty_like(part, device=link.device)
+                posted.append((link.post(target), target, part))
+                first += part.numel()
+            work, target, part = posted.popleft()
+            link.finish(work, target)
+            if target is not part:
+                part.copy_(target)
+            stream.grown(stream.there + part.numel())
+            arriving.grown(stream.there)
+        arriving.grown(size)
+        take_sums(manifest, link.receive_bytes())
+        wrong = [e.name for e, both in zip(manifest.tensors, arriving.sums, strict=True) if (e.sum_words, e.sum_indexed) != both]
+        if wrong:
+            raise SumsDiffer(
+                f"{len(wrong)} tensors of weight id {manifest.weight_id}, first {wrong[0]}, came from {link.peer} with other sums "
+                "than they were made with; check the network and memory of this machine and of those before it in the chain"
+            )
+    except LaminarError as error:
+        stream.broke(str(error))
+        raise
+    stream.grown(size, complete=True)
+
+
+def send_stream(link: Link, stream: Stream) -> None:
+    """Sends a publication as its bytes become available. Raises LinkBroken, also when they do not come."""
+    manifest, data, chunk = stream.manifest, stream.data, stream.chunk
+    began, complete = time.monotonic(), stream.complete
+    link.send_bytes(encode_header(manifest, chunk))
+    for first in range(0, manifest.data_bytes, chunk):
+        part = data[first : first + chunk]
+        stream.wait(first + part.numel(), False, link.seconds)
+        link.send(part.to(link.device))
+    stream.wait(manifest.data_bytes, True, link.seconds)
+    link.send_bytes(encode_sums((entry.sum_words, entry.sum_indexed) for entry in manifest.tensors))
+    if complete:  # else the pace may have been that of the link before
+        link.sent(manifest.data_bytes, -(-manifest.data_bytes // chunk), time.monotonic() - began)

@@ -1,0 +1,130 @@
+"""The two ends of links that a relay has: a thread each, which makes its link and works on it until it breaks or is replaced.
+
+So the relay's main thread always listens to the controller, and can close a link on which a thread waits for a neighbour that is stuck.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+from laminar_hpc.cluster.links import Link, LinkBroken
+from laminar_hpc.policies.chain import chunk_bytes
+from laminar_hpc.relay.chain import Stream, send_stream
+
+MakeLink = Callable[[Callable[[], bool]], Link]  # from what tells whether it is no longer wanted
+Down = Callable[[int, str], None]
+Failed = Callable[[Exception], None]
+
+
+class End:
+    """A thread on one link. `down(epoch, why)` is called once if the link cannot be made or breaks, not when `close` was called;
+    `failed(error)` on anything else."""
+
+    def __init__(self, epoch: int, make: MakeLink, down: Down, failed: Failed) -> None:
+        self.epoch = epoch
+        self._make, self._down, self._failed = make, down, failed
+        self._link: Link | None = None
+        self._closing = False
+        self.thread = threading.Thread(target=self._run, name=f"{type(self).__name__.lower()} {epoch}", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._link = link = self._make(lambda: self._closing)
+            while not self._closing:
+                self.work(link)
+        except LinkBroken as error:
+            if not self._closing:
+                self._down(self.epoch, str(error))
+        except Exception as error:
+            self._failed(error)
+        finally:
+            self._closing = True
+            self.ended()
+            if self._link is not None:
+                self._link.close()
+
+    def ended(self) -> None:
+        """The thread has done its last work."""
+
+    def work(self, link: Link) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Closes the link, which wakes the thread and the other end; the thread ends by itself."""
+        self._closing = True
+        if self._link is not None:  # else the thread closes it as soon as it is made
+            self._link.close()
+
+    def break_off(self, why: str) -> None:
+        """Closes the link because what it should carry will not come, and says so."""
+        if not self._closing:
+            self._down(self.epoch, why)  # first, so that the controller knows who is alive when the other end complains
+            self.close()
+
+
+class Receiver(End):
+    """Takes one publication after the other: `receive(link)` takes one."""
+
+    def __init__(self, epoch: int, make: MakeLink, down: Down, failed: Failed, receive: Callable[[Link], None]) -> None:
+        self._receive = receive
+        super().__init__(epoch, make, down, failed)
+
+    def work(self, link: Link) -> None:
+        self._receive(link)
+
+
+class Sender(End):
+    """Passes on what is put into it, in order. `done(stream)` is called for each when it is no longer read."""
+
+    def __init__(
+        self, epoch: int, make: MakeLink, down: Down, failed: Failed, done: Callable[[Stream], None], relays: int, most: int
+    ) -> None:
+        self.relays = relays  # that stand behind the link
+        self._done, self._most = done, most
+        self._streams: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._over = threading.Lock()
+        self._ended = False
+        self._pending = 0
+        super().__init__(epoch, make, down, failed)
+
+    @property
+    def busy(self) -> bool:
+        """There is a stream that is not done."""
+        return self._pending > 0
+
+    def put(self, stream: Stream) -> None:
+        """Every stream is done sooner or later, also one that comes when the link is closed."""
+        with self._over:
+            self._pending += 1
+            if not self._ended:
+                return self._streams.put(stream)
+        self._finish(stream)
+
+    def _finish(self, stream: Stream) -> None:
+        self._pending -= 1
+        self._done(stream)
+
+    def work(self, link: Link) -> None:
+        stream = self._streams.get()
+        if stream is None:
+            return
+        try:
+            if not stream.chunk:  # it starts here
+                size = stream.manifest.data_bytes
+                stream.chunk = chunk_bytes(size, self.relays, link.start_seconds, link.seconds_per_byte, self._most)
+            send_stream(link, stream)
+        finally:
+            self._finish(stream)
+
+    def close(self) -> None:
+        super().close()
+        self._streams.put(None)
+
+    def ended(self) -> None:
+        with self._over:
+            self._ended = True
+        while not self._streams.empty():
+            stream = self._streams.get()
+            if stream is not None:
+                self._finish(stream)

@@ -1,0 +1,141 @@
+"""The chain of relays in the controller: what is whole stays, neighbours of a break are joined, and the newest weights reach everybody.
+Promises: the master's death elects the next; a late comer needs no trainer; a relay that stands still is left out until it is heard."""
+
+import pytest
+
+from laminar_hpc import messages as m
+from laminar_hpc.controller.chain import QUIET_SECONDS, SETTLE_SECONDS, SILENT_SECONDS, TRAINER, Chain
+
+
+class Clock:
+    """A chain, the relays that are heard, and what it orders."""
+
+    def __init__(self, relays: int) -> None:
+        self.now, self.chain, self.alive = 100.0, Chain(relays), set()
+        self.heard: dict[int, float] = {}
+        for index in range(relays):
+            self.come(index)
+        self.first = self.turn(QUIET_SECONDS)
+
+    def come(self, index: int) -> None:
+        self.chain.came(index, self.now)
+        self.alive.add(index)
+        self.heard[index] = self.now
+
+    def turn(self, seconds: float) -> list:
+        self.now += seconds
+        for index in self.alive:
+            self.heard[index] = self.now
+        return self.chain.update(self.heard, True, self.now)
+
+    def all_have(self, weight_id: int) -> None:
+        self.chain.publication(weight_id)
+        for place, index in enumerate(self.chain.order):
+            behind = self.chain.order[place + 1] if place + 1 < len(self.chain.order) else None
+            self.chain.relay_has(index, weight_id, self.chain.links[behind].epoch if behind is not None else 0)
+
+    def epochs(self) -> dict[int, int]:
+        return {index: link.epoch for index, link in self.chain.links.items()}
+
+
+@pytest.fixture
+def clock():
+    return Clock(4)
+
+
+def proposals(orders) -> list[tuple[int, int]]:
+    return [(who, message.relays[0]) for who, message in orders if isinstance(message, m.EpochProposed)]
+
+
+def test_the_first_chain_waits_for_all_relays_and_the_trainer():
+    chain = Chain(2)
+    chain.came(1, 0.0)
+    assert chain.update({1: 0.9}, True, 1.0) == []
+    chain.came(0, 1.0)
+    assert chain.update({0: 1.9, 1: 1.9}, False, 2.0) == [] and chain.update({0: 1.9, 1: 1.9}, True, 1.2) == []
+    assert proposals(chain.update({0: 1.9, 1: 1.9}, True, 2.0)) == [(TRAINER, 0), (0, 1)]
+
+
+def test_a_death_in_the_middle_joins_the_neighbours_and_leaves_the_rest(clock):
+    assert proposals(clock.first) == [(TRAINER, 0), (0, 1), (1, 2), (2, 3)]
+    clock.all_have(7)
+    before = clock.epochs()
+    clock.alive.discard(2)
+    clock.heard.pop(2)
+    clock.chain.gone(2)
+    assert proposals(clock.turn(0.1)) == [(1, 3)]
+    after = clock.epochs()
+    assert clock.chain.order == [0, 1, 3] and (after[0], after[1]) == (before[0], before[1]) and after[3] > before[3]
+
+
+def test_the_masters_death_in_a_publication_elects_the_next_and_has_it_sent_again(clock):
+    clock.all_have(7)
+    assert clock.chain.publication(8) == 4
+    clock.heard.pop(0)
+    clock.chain.gone(0)
+    clock.alive.discard(0)
+    orders = clock.turn(0.1)
+    assert clock.chain.order == [1, 2, 3] and proposals(orders) == [(TRAINER, 1)]
+    assert next(message for who, message in orders if who == TRAINER).resend, "nobody has what was sent last"
+    assert not any(isinstance(message, m.SendAgain) for _, message in orders)
+
+
+def test_a_new_master_is_not_sent_what_it_has(clock):
+    clock.all_have(7)
+    clock.chain.gone(0)
+    clock.heard.pop(0)
+    clock.alive.discard(0)
+    assert not next(message for who, message in clock.turn(0.1) if who == TRAINER).resend
+
+
+def test_who_stands_behind_the_break_gets_them_from_a_relay(clock):
+    """Relay 2 dies in the publication of 8: 0 and 1 complete it, and 1 sends it to 3."""
+    clock.all_have(7)
+    clock.chain.publication(8)
+    clock.alive.discard(2)
+    epochs = clock.epochs()
+    assert clock.chain.link_down(epochs[2], 1, clock.now) is not None
+    assert clock.chain.link_down(epochs[3], 3, clock.now) is not None
+    assert proposals(clock.turn(SETTLE_SECONDS)) == [(1, 3)], "both neighbours miss relay 2, which is not heard"
+    clock.chain.relay_has(0, 8, epochs[1])
+    assert clock.turn(0.1) == []
+    clock.chain.relay_has(1, 8, 0)
+    assert clock.turn(0.1) == [(1, m.SendAgain(clock.epochs()[3], 1))]
+    assert clock.turn(0.1) == [], "once is enough"
+
+
+def test_a_late_comer_is_served_by_the_last_relay(clock):
+    clock.all_have(7)
+    clock.come(9)
+    assert clock.turn(0.1) == []
+    orders = clock.turn(QUIET_SECONDS)
+    assert proposals(orders) == [(3, 9)] and orders[-1] == (3, m.SendAgain(clock.epochs()[9], 1))
+
+
+def test_a_standstill_is_left_out_and_comes_back_to_the_end(clock):
+    clock.all_have(7)
+    clock.alive.discard(1)
+    assert clock.turn(SILENT_SECONDS - 0.1) == []
+    assert proposals(clock.turn(0.2)) == [(0, 2)]
+    clock.alive.add(1)
+    assert proposals(clock.turn(1)) == [(3, 1)] and clock.chain.order == [0, 2, 3, 1]
+
+
+def test_reports_of_links_that_are_no_more_are_void(clock):
+    old = clock.epochs()[2]
+    assert clock.chain.link_down(old, 1, clock.now) is not None and clock.chain.link_down(old, 2, clock.now) is None
+    assert clock.chain.link_down(clock.epochs()[3], 0, clock.now) is None, "it is not relay 0's link"
+    clock.turn(SETTLE_SECONDS)
+    assert clock.chain.store_opened(m.StoreOpened(old, "h", 1), 1) == []
+    assert clock.chain.store_opened(m.StoreOpened(clock.epochs()[2], "h", 1), 1) == [(2, m.JoinEpoch(clock.epochs()[2], "h", 1, "relay 1"))]
+
+
+def test_a_relay_that_is_alive_but_out_of_reach_is_left_out_for_a_while(clock):
+    """Its neighbours try a few times; the others get on with it."""
+    clock.all_have(7)
+    for _ in range(3):
+        clock.chain.link_down(clock.epochs()[2], 1, clock.now)
+        clock.turn(SETTLE_SECONDS + 0.01)
+    assert clock.chain.order == [0, 1, 3]
+    clock.turn(11)
+    assert clock.chain.order == [0, 1, 3, 2]
