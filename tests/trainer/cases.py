@@ -125,6 +125,7 @@ def published(model: str, settings: dict, folder: str) -> int:
     for step in range(5):
         if lead and step == 2:
             controller.link(controller.add_relay())
+            publishing.linked(publisher)
         publisher.publish(step)
         expected = publishing.whole(policy)
         learner.train(tiny.make_batch(seed=step), step, publisher.fence)

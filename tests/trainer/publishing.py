@@ -139,6 +139,14 @@ def start(config: RunConfig, folder: Path, policy: object, rank: int = 0) -> tup
     return controller, Publisher(controller.context("trainer", rank, controller.trainer), policy)
 
 
+def linked(publisher: Publisher) -> None:
+    """Waits until the trainer's link is there."""
+    until = time.monotonic() + 20
+    while publisher._link is None:
+        assert time.monotonic() < until, "no link"
+        time.sleep(0.01)
+
+
 def whole(policy: object) -> bytes:
     """The canonical tensors' bytes, one after the other; collective."""
     return b"".join(t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for _, t in policy.canonical_tensors())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from publishing import Controller, Publisher, slot_bytes, spoil, start, whole
+from publishing import Controller, Publisher, linked, slot_bytes, spoil, start, whole
 from ranks import Ranks
 
 from laminar_hpc import messages as m
@@ -35,6 +35,7 @@ def test_what_arrives_is_what_was_published(policy: MegatronPolicy, running: tup
     of its step, with the right sums (else a relay would have failed). What left the trainer is those bytes, to 1%."""
     controller, publisher = running
     controller.link(controller.add_relay(), controller.add_relay())
+    linked(publisher)
     for step in range(4):
         publisher.publish(step)
         expected = whole(policy)
@@ -56,6 +57,7 @@ def test_a_relay_that_takes_nothing_costs_one_id(policy: MegatronPolicy, running
     publisher._seconds = 1.0  # links have 20 s, so it is the fence that gives up
     controller.deaf = True
     controller.link(controller.add_relay())
+    linked(publisher)
     publisher.publish(0)
     controller.wait_for(m.NewWeightId)
     started = time.monotonic()
@@ -66,6 +68,7 @@ def test_a_relay_that_takes_nothing_costs_one_id(policy: MegatronPolicy, running
     spoil(policy)
     controller.deaf = False
     controller.link(controller.add_relay())
+    linked(publisher)
     publisher.publish(1)
     controller.wait_for(m.RelayHas)
     assert controller.newest(1).step == 1 and slot_bytes(controller.newest(1)) == whole(policy)
