@@ -225,7 +225,7 @@ class Controller:
     def on_LinkDown(self, member: Member, down: m.LinkDown) -> None:
         if self.chain.link_down(down.epoch, self.place_in_chain(member), time.monotonic()) is not None:
             log.warning("%s: %s; linking again", member.name, down.text)
-            if self.separate and not self.ending:  # in one torchrun it is mostly the first sign of a death, which ends the run with its own line
+            if self.separate and not self.ending:  # in one torchrun a death ends the run, with a line of its own
                 self.say(console.line("warning", f"{member.name}: {down.text}; linking again"))
 
     def request_stop(self, reason: str) -> None:
