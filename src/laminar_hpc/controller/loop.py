@@ -248,9 +248,10 @@ class Controller:
         self.compare_probe(p.weight_id, p.step, "trainer", p.probe_logprobs)
 
     def on_RelayHas(self, member: Member, has: m.RelayHas) -> None:
-        self.metrics.write(
-            "relay", index=member.hello.index, weight_id=has.weight_id, step=has.weight_step, seconds=has.seconds, bytes=has.bytes
-        )
+        if has.bytes:  # else it is what a relay that was taken for dead still holds
+            self.metrics.write(
+                "relay", index=member.hello.index, weight_id=has.weight_id, step=has.weight_step, seconds=has.seconds, bytes=has.bytes
+            )
         self.chain.relay_has(member.hello.index, has.weight_id, has.passed_on)
         self.newest_weights = max(self.newest_weights, (has.weight_id, has.weight_step))
         self.machine_weights[member.hello.machine] = (has.weight_id, has.weight_step)
