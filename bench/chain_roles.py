@@ -6,10 +6,12 @@ The stand-in trainer publishes random bytes; everything else is the code of a ru
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -153,6 +155,7 @@ def trainer(words: list[str], size: int, commands: Connection, namespace: str | 
 def relay(words: list[str], index: int, namespace: str | None) -> None:
     """The real relay rank, as torchrun would start it; it takes itself for a machine of its own."""
     enter(namespace)
+    faulthandler.register(signal.SIGUSR1)  # what each thread does goes to the log
     socket.gethostname = lambda: f"host{index}"
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os._exit(run_rank([*words, "role=relay", f"first_index={index}", f"relay.shm_dir={shared_memory(words, index)}"]))
@@ -251,7 +254,10 @@ class ChainRun:
             took = time.monotonic() - began
             if all(each >= step for each in steps.values()):
                 return took
-            assert took < seconds, f"after {seconds:.0f} s relays hold steps {steps} instead of {step}; chain {self.chains()[-1:]}"
+            if took > seconds:
+                for index in indices:
+                    os.kill(self.relays[index].pid, signal.SIGUSR1)
+                raise AssertionError(f"after {seconds:.0f} s relays hold steps {steps} instead of {step}; chain {self.chains()[-1:]}")
             time.sleep(0.02)
 
     def chains(self) -> list[dict]:

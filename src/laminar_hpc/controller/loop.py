@@ -225,7 +225,7 @@ class Controller:
     def on_LinkDown(self, member: Member, down: m.LinkDown) -> None:
         if self.chain.link_down(down.epoch, self.place_in_chain(member), time.monotonic()) is not None:
             log.warning("%s: %s; linking again", member.name, down.text)
-            if self.separate and not self.ending:  # in one torchrun it is mostly the first sign of a death, which ends the run with its own line
+            if self.separate and not self.ending:  # in one torchrun a death ends the run, with a line of its own
                 self.say(console.line("warning", f"{member.name}: {down.text}; linking again"))
 
     def request_stop(self, reason: str) -> None:
@@ -251,9 +251,10 @@ class Controller:
         self.compare_probe(p.weight_id, p.step, "trainer", p.probe_logprobs)
 
     def on_RelayHas(self, member: Member, has: m.RelayHas) -> None:
-        self.metrics.write(
-            "relay", index=member.hello.index, weight_id=has.weight_id, step=has.weight_step, seconds=has.seconds, bytes=has.bytes
-        )
+        if has.bytes:  # else it is what a relay that was taken for dead still holds
+            self.metrics.write(
+                "relay", index=member.hello.index, weight_id=has.weight_id, step=has.weight_step, seconds=has.seconds, bytes=has.bytes
+            )
         self.chain.relay_has(member.hello.index, has.weight_id, has.passed_on)
         self.newest_weights = max(self.newest_weights, (has.weight_id, has.weight_step))
         self.machine_weights[member.hello.machine] = (has.weight_id, has.weight_step)

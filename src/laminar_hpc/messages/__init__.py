@@ -328,7 +328,10 @@ class LinkDown(Message):
 
 
 class RelayHas(Message):
-    """A relay holds these weights, complete and with equal sums. `passed_on`: the epoch of the link that they went on over; 0 = none."""
+    """A relay holds these weights, complete and with equal sums. `passed_on`: the epoch of the link that they went on over; 0 = none.
+
+    `bytes` 0: it has had them since before it was taken for dead.
+    """
 
     weight_id: int
     weight_step: int

@@ -39,13 +39,7 @@ class End:
         except Exception as error:
             self._failed(error)
         finally:
-            self._closing = True
-            self.ended()
-            if self._link is not None:
-                self._link.close()
-
-    def ended(self) -> None:
-        """The thread has done its last work."""
+            self.close()
 
     def work(self, link: Link) -> None:
         raise NotImplementedError
@@ -83,27 +77,30 @@ class Sender(End):
         self.relays = relays  # that stand behind the link
         self._done, self._most = done, most
         self._streams: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
-        self._over = threading.Lock()
-        self._ended = False
-        self._pending = 0
+        self._lock = threading.Lock()
+        self._pending: list[Stream] = []  # those that are not done; none once the link is closed
         super().__init__(epoch, make, down, failed)
 
     @property
     def busy(self) -> bool:
         """There is a stream that is not done."""
-        return self._pending > 0
+        return bool(self._pending)
 
     def put(self, stream: Stream) -> None:
-        """Every stream is done sooner or later, also one that comes when the link is closed."""
-        with self._over:
-            self._pending += 1
-            if not self._ended:
+        """Every stream is done sooner or later; at once when the link is closed, as nothing is read any more then."""
+        with self._lock:
+            if not self._closing:
+                self._pending.append(stream)
                 return self._streams.put(stream)
-        self._finish(stream)
-
-    def _finish(self, stream: Stream) -> None:
-        self._pending -= 1
         self._done(stream)
+
+    def _finish(self, *streams: Stream) -> None:
+        for stream in streams:
+            with self._lock:
+                if stream not in self._pending:
+                    continue
+                self._pending.remove(stream)
+            self._done(stream)
 
     def work(self, link: Link) -> None:
         stream = self._streams.get()
@@ -118,13 +115,8 @@ class Sender(End):
             self._finish(stream)
 
     def close(self) -> None:
+        with self._lock:
+            self._closing = True
         super().close()
+        self._finish(*self._pending)
         self._streams.put(None)
-
-    def ended(self) -> None:
-        with self._over:
-            self._ended = True
-        while not self._streams.empty():
-            stream = self._streams.get()
-            if stream is not None:
-                self._finish(stream)

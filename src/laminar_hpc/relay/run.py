@@ -63,7 +63,8 @@ class Relay:
         self._address = own_address(context.config.cluster.host)
         self._upstream: Receiver | None = None
         self._downstream: Sender | None = None
-        self._writing = threading.Lock()  # the thread of a closed link may still be in its last operation
+        self._lock = threading.Lock()  # of the next line, and of the slot that is written with it
+        self._arriving: Stream | None = None
         self._wrong = 0
 
     # ---- called by the main thread ---------------------------------------------------------------------------------------------
@@ -84,8 +85,7 @@ class Relay:
 
     def join(self, message: m.JoinEpoch) -> None:
         """Links to a new neighbour upstream."""
-        if self._upstream is not None:
-            self._upstream.close()
+        self._drop_upstream("another relay came before this one")
 
         def make(_: Callable[[], bool]) -> Link:
             store = reach_store(message.host, message.port, MEET_SECONDS)
@@ -116,10 +116,22 @@ class Relay:
             self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, 0, 0.0, time.time()))
 
     def close(self) -> None:
-        for end in (self._upstream, self._downstream):
-            if end is not None:
-                end.close()
-        self._upstream = self._downstream = None
+        self._drop_upstream("this relay is leaving the chain")
+        if self._downstream is not None:
+            self._downstream.close()
+        self._downstream = None
+
+    def _drop_upstream(self, why: str) -> None:
+        """Closes the link; what was arriving over it is given up. Its thread may sit in its last operation for a while (gloo does not wake
+        one whose message was cut in the middle), but nothing is written any more by then."""
+        if self._upstream is not None:
+            self._upstream.close()
+        self._upstream = None
+        with self._lock:
+            if self._arriving is not None:
+                self._arriving.broke(why)
+                self._arriving = None
+                self._writer.abandon()
 
     # ---- called by the links' threads ------------------------------------------------------------------------------------------
 
@@ -138,12 +150,14 @@ class Relay:
         """One publication, from its header to RelayHas. Raises LaminarError when what comes is again and again not what was sent."""
         manifest, chunk = decode_header(link.receive_bytes(idle_seconds=_IDLE_SECONDS))
         started = time.time()
-        if not self._writing.acquire(timeout=self._seconds):
-            raise LinkBroken(f"an earlier reception did not end within {self._seconds:.0f} s")
+        with self._lock:
+            stream = self._arriving = self._begin(manifest, chunk)
         try:
-            stream = self._begin(manifest, chunk)
             receive_stream(link, stream)
-            self._writer.commit(manifest)
+            with self._lock:
+                if self._arriving is not stream:
+                    raise LinkBroken(f"the link to {link.peer} was replaced")
+                self._writer.commit(manifest)
             self._wrong = 0
         except SumsDiffer as error:
             self._wrong += 1
@@ -151,8 +165,10 @@ class Relay:
                 raise
             raise LinkBroken(str(error)) from None
         finally:
-            self._writer.abandon()
-            self._writing.release()
+            with self._lock:
+                if self._arriving is stream:
+                    self._arriving = None
+                    self._writer.abandon()
         now = time.time()
         self._context.trace.record("relay", started, now, weight_id=manifest.weight_id, bytes=manifest.data_bytes)
         self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, manifest.data_bytes, now - started, now, stream.passed_on))
@@ -166,7 +182,6 @@ class Relay:
             if sender is None or not sender.busy:
                 raise
             sender.break_off(f"it is more than {self._writer.count - 2} publications behind")
-            sender.thread.join(self._seconds)
             data = self._writer.begin(manifest)
         slot = self._writer.keep_held() if sender is not None else 0
         stream = Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], chunk, slot)

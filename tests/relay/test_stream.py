@@ -1,0 +1,130 @@
+"""A publication over a real two-member gloo link: what arrives is what was sent, while it goes on and is added up; else it is said."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from laminar_hpc.cluster.links import Link, LinkBroken
+from laminar_hpc.relay.chain import ArrivingSums, Stream, SumsDiffer, receive_stream, send_stream
+from laminar_hpc.weights.manifest import layout
+from laminar_hpc.weights.stream import decode_header
+from laminar_hpc.weights.sums import tensor_sums
+
+TENSORS = [
+    ("odd", (3, 5), torch.bfloat16),
+    ("large", (1001, 77), torch.bfloat16),
+    ("none", (0,), torch.float32),
+    ("f", (333,), torch.float32),
+]
+
+
+def publication():
+    manifest = layout(TENSORS, 3, 2)
+    data = torch.randint(0, 256, (manifest.data_bytes,), dtype=torch.uint8)
+    for entry in manifest.tensors:
+        entry.sum_words, entry.sum_indexed = tensor_sums(data[entry.offset : entry.offset + entry.nbytes])
+    return manifest, data
+
+
+@pytest.fixture
+def link():
+    """(sending end, receiving end)"""
+    store, ends = dist.HashStore(), {}
+
+    def meet(sender):
+        ends[sender] = Link(store, 1, 0, sender, "the peer", "127.0.0.1", torch.device("cpu"), 10)
+
+    other = threading.Thread(target=meet, args=(False,))
+    other.start()
+    meet(True)
+    other.join()
+    yield ends[True], ends[False]
+    for end in ends.values():
+        end.close()
+
+
+def pass_on(link, sent: Stream) -> Stream:
+    """Sends in another thread; returns what `receive_stream` made of it."""
+    sender = threading.Thread(target=send_stream, args=(link[0], sent))
+    sender.start()
+    try:
+        manifest, chunk = decode_header(link[1].receive_bytes())
+        received = Stream(manifest, torch.zeros(manifest.data_bytes, dtype=torch.uint8), chunk)
+        receive_stream(link[1], received)
+        return received
+    finally:
+        sender.join(10)
+        assert not sender.is_alive()
+
+
+@pytest.mark.parametrize("chunk", [4, 1000, 4096, 1 << 20])
+def test_what_arrives_is_what_was_sent(link, chunk):
+    manifest, data = publication()
+    if chunk == 4:  # tens of thousands of tiny messages prove no more than the first few
+        manifest.tensors = manifest.tensors[:1]
+        data = data[: manifest.data_bytes]
+    received = pass_on(link, Stream(manifest, data, chunk, complete=True))
+    assert received.complete and torch.equal(received.data, data) and received.manifest == manifest
+
+
+def test_other_sums_are_refused(link):
+    """Promise 4: what does not have the trainer's sums never becomes a slot."""
+    manifest, data = publication()
+    manifest.tensors[1].sum_indexed ^= 1
+    with pytest.raises(SumsDiffer, match="1 tensors of weight id 3, first large, came from the peer with other sums"):
+        pass_on(link, Stream(manifest, data, 4096, complete=True))
+
+
+def test_a_stream_that_breaks_breaks_what_it_goes_on_over(link):
+    """The next relay must not wait for the rest: the sender is told why, whatever it waited for."""
+    manifest, data = publication()
+    stream = Stream(manifest, data, 4096)
+    stream.grown(4096)
+
+    def receive_the_beginning():
+        link[1].receive_bytes()
+        link[1].receive(torch.zeros(4096, dtype=torch.uint8))
+        stream.broke("the link to relay 3 broke")
+
+    receiver = threading.Thread(target=receive_the_beginning)
+    receiver.start()
+    with pytest.raises(LinkBroken, match="relay 3"):
+        send_stream(link[0], stream)
+    receiver.join(10)
+
+
+@pytest.mark.parametrize("step", [1, 6, 1000, 1 << 20])
+def test_sums_of_what_arrives_bit_by_bit(step):
+    """Wherever chunks end, also inside a 32-bit word or a tensor, and for tensors that begin between two words."""
+    manifest, data = publication()
+    manifest.tensors, data = (manifest.tensors[:1], data[:30]) if step == 1 else (manifest.tensors, data)
+    arriving = ArrivingSums(manifest, data)
+    for there in (*range(step, data.numel(), step), data.numel()):
+        arriving.grown(there)
+    assert arriving.sums == [(entry.sum_words, entry.sum_indexed) for entry in manifest.tensors]
+
+
+def test_close_wakes_whoever_waits(link):
+    """A neighbour that stands still holds up nobody for longer than it takes to notice."""
+    threading.Timer(0.2, link[1].close).start()
+    with pytest.raises(LinkBroken):
+        link[1].receive_bytes(idle_seconds=60)
+    with pytest.raises(LinkBroken):
+        for _ in range(3):
+            link[0].send_bytes(b"anything")
+
+
+def test_a_link_is_closed_when_something_else_is_wanted(link):
+    wanted = threading.Event()
+    threading.Timer(0.2, wanted.set).start()
+    with pytest.raises(LinkBroken), link[1].closed_when(wanted.is_set):
+        link[1].receive_bytes(idle_seconds=60)
+
+
+def test_links_measure_themselves(link):
+    assert all(0 < end.start_seconds < 1 and 0 < end.seconds_per_byte < 1e-5 for end in link)
+    link[0].seconds_per_byte = 1e-8
+    link[0].sent(1 << 20, 1, (1 << 20) * 3e-8 + link[0].start_seconds)
+    assert link[0].seconds_per_byte == pytest.approx(2e-8)
