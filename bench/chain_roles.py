@@ -27,6 +27,7 @@ from laminar_hpc.__main__ import main as run_rank
 from laminar_hpc.__main__ import redirect_output
 from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.folders import claim, remove_abandoned
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.check import derive
@@ -178,7 +179,9 @@ class ChainRun:
     ) -> None:  # fmt: skip
         self.run_dir = folder / "run"
         self.run_dir.mkdir(parents=True)
+        remove_abandoned(Path("/dev/shm"), "laminar-chain-")
         self._shm = Path(tempfile.mkdtemp(prefix="laminar-chain-", dir="/dev/shm"))
+        claim(self._shm)
         self.words = [
             "experiment=demo", f"run_dir={self.run_dir}", f"cluster.host={host}", f"relay.shm_dir={self._shm}",
             "cluster.join_timeout_seconds=60", *words,

@@ -202,4 +202,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("relay_chain: stopped; hosts and processes are taken away") from None
