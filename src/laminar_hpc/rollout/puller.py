@@ -103,10 +103,10 @@ class Puller:
         restarts = 0
         deadline = time.monotonic() + LEASE_SECONDS
         while True:
-            handle = self.reader.newest()
-            if handle is None:
-                raise LaminarError(f"there is no complete weight slot under {self.reader.root}")
             try:
+                handle = self.reader.newest()
+                if handle is None:  # a relay that has been started again writes its slots anew
+                    raise SlotGone(f"there is no complete one under {self.reader.root}")
                 with self.reader.lease(handle):
                     clock.lap("lock")
                     live = await self._give(handle, clock, restart=restarts > 0)
@@ -122,6 +122,7 @@ class Puller:
             except SlotRefused:
                 raise
             except LaminarError as error:
+                assert handle is not None
                 restarts += 1
                 if restarts > TRIES:
                     raise LaminarError(f"{error}; the same after {TRIES} fresh starts from {handle.directory}") from None
