@@ -177,7 +177,9 @@ def _check_choices(config: RunConfig) -> None:
     choices = {
         "role": (config.role, ("all", "trainer", "relay", "rollout", "controller")),
         "resume": (config.resume, ("auto", "never")),
-        "pipeline.refresh": (config.pipeline.refresh, ("drained", "barrier")),
+        "pipeline.refresh": (config.pipeline.refresh, ("drained", "barrier", "interrupt")),
+        "pipeline.repack": (config.pipeline.repack, ("off", "reprefill", "kv")),
+        "rollout.engine": (config.rollout.engine, ("sglang", "emulated")),
         "data.too_long": (config.data.too_long, ("refuse", "drop")),
         "algorithm.zero_variance": (config.algorithm.zero_variance, ("keep", "filter", "estimate")),
         "observability.wandb": (config.observability.wandb, ("off", "offline", "online")),

@@ -17,13 +17,14 @@ from laminar_hpc.policies.admission import GroupView
 from laminar_hpc.policies.sampling import GroupSize
 
 log = logging.getLogger(__name__)
+_NOBODY, _ON_ITS_WAY = -1, -2
 
 
 @dataclass
 class SampleState:
     attempt: int
     weight_step: int
-    replica: int  # -1 = with nobody, waits to be given out again
+    replica: int  # _NOBODY: waits to be given out again; _ON_ITS_WAY: its owner is dead and a move takes it to another
     finished: bool = False
     generated: Trajectory | None = None  # complete but not yet scored
     reward: float = 0.0
@@ -52,7 +53,7 @@ class Counts:
     tokens_generated: int = 0
     samples_saved: int = 0
     tokens_saved: float = 0.0  # see GroupSize.saved
-    tokens_discarded: int = 0  # of complete trajectories that were lost before their score; what a dead replica had begun is not known
+    tokens_discarded: int = 0  # of trajectories that were lost, as far as they were known (pool of partial responses, or complete)
     reports_refused: int = 0  # from attempts that no longer count
 
 
@@ -88,7 +89,7 @@ class Book:
     def _open_samples(self) -> list[tuple[Group, list[int]]]:
         """Samples with nobody: lost ones, and those that a group got later; by the weights of their groups, oldest first."""
         found = [
-            (g, [i for i, s in g.samples.items() if not s.finished and s.replica < 0 and s.generated is None])
+            (g, [i for i, s in g.samples.items() if not s.finished and s.replica == _NOBODY and s.generated is None])
             for g in self.groups.values()
             if not g.finished
         ]
@@ -159,11 +160,19 @@ class Book:
             return None
         return group, sample
 
-    def generated(self, trajectory: Trajectory, trainer_step: int) -> None:
+    def counts_as(self, trajectory_id: int, attempt: int) -> bool:
+        """Whether this attempt is under way; asked of increments, which may come late without being a sign of anything."""
+        group = self.groups.get(self._group_of.get(trajectory_id, -1))
+        sample = group.samples.get(trajectory_id) if group else None
+        return sample is not None and sample.attempt == attempt and not sample.finished and sample.generated is None
+
+    def generated(self, trajectory: Trajectory, trainer_step: int) -> bool:
+        """Whether it counts."""
         found = self._sample(trajectory.trajectory_id, trajectory.attempt)
         if found:
             trajectory.step_finished = trainer_step
             found[1].generated = trajectory
+        return found is not None
 
     def scored(self, trajectory_id: int, attempt: int, reward: float, parts: dict[str, float], error: str, time: float) -> Group | None:
         """Stores the finished trajectory; its group when that is complete now: `finished`, else it is given up."""
@@ -210,15 +219,59 @@ class Book:
         for trajectory_id in self.groups.pop(group_id).samples:
             del self._group_of[trajectory_id]
 
-    def lost(self, trajectory_id: int, attempt: int) -> None:
-        """The sample is given out again at the next grant."""
+    # ---- moves -----------------------------------------------------------------------------------------------------------------
+
+    def in_progress(self, generated: bool = False) -> dict[int, list[tuple[Group, int, SampleState]]]:
+        """By replica what it has of unfinished trajectories; with `generated` also those that only wait for their score."""
+        found: dict[int, list[tuple[Group, int, SampleState]]] = {}
+        for group in self.groups.values():
+            if not group.finished:
+                for trajectory_id, sample in group.samples.items():
+                    if sample.replica >= 0 and not sample.finished and (generated or sample.generated is None):
+                        found.setdefault(sample.replica, []).append((group, trajectory_id, sample))
+        return found
+
+    def in_progress_counts(self) -> dict[int, int]:
+        return {replica: len(found) for replica, found in self.in_progress().items()}
+
+    def prompt_of(self, group: Group) -> Prompt:
+        return self._prompts[group.prompt_index]
+
+    def bare_group(self, trajectory_id: int) -> PromptGroup:
+        """Its group's prompt, without samples."""
+        return self._message(self.groups[self._group_of[trajectory_id]], [])
+
+    def move(self, trajectory_id: int, attempt: int, replica: int, weight_id: int) -> bool:
+        """`replica` owns the trajectory from here on, under the next attempt. False when this attempt no longer counts."""
+        found = self._sample(trajectory_id, attempt)
+        if not found or found[1].generated is not None:
+            return False
+        sample = found[1]
+        sample.attempt, sample.replica = attempt + 1, replica
+        self._store.grant_again(trajectory_id, sample.attempt, replica, weight_id, sample.weight_step)
+        return True
+
+    def hold(self, trajectory_id: int) -> None:
+        """Its owner is dead; it is not given out while a move takes it elsewhere."""
+        self.groups[self._group_of[trajectory_id]].samples[trajectory_id].replica = _ON_ITS_WAY
+
+    def discard(self, trajectory_id: int, attempt: int, tokens: int) -> None:
+        """It starts again from its prompt; `tokens` of it that were known are thrown away."""
+        found = self._sample(trajectory_id, attempt)
+        if found:
+            self.counts.tokens_discarded += tokens
+            self._release(found[1])
+
+    def lost(self, trajectory_id: int, attempt: int) -> bool:
+        """The sample is given out again at the next grant. Whether the report counts."""
         found = self._sample(trajectory_id, attempt)
         if found:
             self._release(found[1])
+        return found is not None
 
     def replica_gone(self, replica: int) -> int:
         """All that a dead replica had not finished is given out again; returns how many trajectories that are."""
-        gone = [s for g in self.groups.values() for s in g.samples.values() if s.replica == replica and not s.finished]
+        gone = [sample for _, _, sample in self.in_progress(generated=True).get(replica, [])]
         for sample in gone:
             self._release(sample)
         return len(gone)
@@ -226,7 +279,7 @@ class Book:
     def _release(self, sample: SampleState) -> None:
         if sample.generated is not None:
             self.counts.tokens_discarded += len(sample.generated.response_tokens)
-        sample.replica, sample.generated = -1, None
+        sample.replica, sample.generated = _NOBODY, None
 
     # ---- training --------------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.book import Book, Group
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member, Members
+from laminar_hpc.controller.mover import Mover
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
@@ -80,6 +81,7 @@ class Controller:
         self.started = time.time()
         self.separate = config.role != "all"
         self.oom_kills = oom_kills()
+        self.mover = Mover(self)
 
     # ---- one turn --------------------------------------------------------------------------------------------------------------
 
@@ -117,7 +119,13 @@ class Controller:
         if isinstance(message, m.Ping):
             if message.load is not None:
                 self.loads[member.hello.index] = message.load
+                self.mover.loaded(member.hello.index, message.load)
             self.send(member, m.Pong())
+        elif isinstance(message, m.Reserved | m.MoveReady | m.Imported | m.MoveFailed):
+            self.mover.heard(member, message)
+        elif isinstance(message, m.Increment):
+            if self.book.counts_as(message.trajectory_id, message.attempt):
+                self.mover.pool.add(message)
         else:
             getattr(self, f"on_{type(message).__name__}")(member, message)
         return None
@@ -133,6 +141,7 @@ class Controller:
         if not self.ending:
             self.answer_trainer()
             self.dispatch()
+            self.mover.tick(time.monotonic())
             self.show_progress()
 
     # ---- membership ------------------------------------------------------------------------------------------------------------
@@ -179,7 +188,7 @@ class Controller:
         self.waiting.pop(replica, None)
         self.open_weights.pop(replica, None)
         self.loads.pop(replica, None)
-        lost = self.book.replica_gone(replica)
+        lost = self.mover.replica_gone(replica)
         if self.evaluations:
             self.evaluations.replica_gone(replica)
         if lost:
@@ -225,6 +234,8 @@ class Controller:
         self.metrics.write(
             "relay", index=member.hello.index, weight_id=has.weight_id, step=has.weight_step, seconds=has.seconds, bytes=has.bytes
         )
+        if has.weight_id > self.newest_weights[0] and self.config.pipeline.repack != "off":
+            self.mover.look_soon()
         self.newest_weights = max(self.newest_weights, (has.weight_id, has.weight_step))
         self.machine_weights[member.hello.machine] = (has.weight_id, has.weight_step)
         for rollout in self.members.all("rollout"):
@@ -246,7 +257,7 @@ class Controller:
         known = self.probes.setdefault(weight_id, {})
         known[who] = logprobs
         trainer = known.get("trainer")
-        if trainer is None:
+        if trainer is None or not logprobs:  # an emulated engine scores nothing
             return
         for rollout in [name for name in known if name != "trainer"]:
             gaps = [abs(a - b) for a, b in zip(trainer, known.pop(rollout), strict=True)]
@@ -314,7 +325,8 @@ class Controller:
         if generated.evaluation and self.evaluations:
             self.evaluations.generated(generated)
         else:
-            self.book.generated(generated.trajectory, self.trainer_step)
+            if self.book.generated(generated.trajectory, self.trainer_step):
+                self.mover.ended(generated.trajectory.trajectory_id)
 
     def on_Scored(self, member: Member, scored: m.Scored) -> None:
         if scored.error:
@@ -346,7 +358,8 @@ class Controller:
         if lost.evaluation and self.evaluations:
             self.evaluations.lost(lost)
         else:
-            self.book.lost(lost.trajectory_id, lost.attempt)
+            if self.book.lost(lost.trajectory_id, lost.attempt):
+                self.mover.ended(lost.trajectory_id)
             self.metrics.write("lost", trajectory_id=lost.trajectory_id, attempt=lost.attempt, reason=lost.reason)
 
     def show_progress(self) -> None:

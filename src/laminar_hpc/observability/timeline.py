@@ -17,9 +17,9 @@ from laminar_hpc.observability.trace import Span
 COLORS = {
     "generate": "var(--generate)", "train": "var(--train)", "publish": "var(--publish)", "send": "var(--send)", "pull": "var(--pull)",
     "score": "var(--score)", "wait": "var(--wait)", "evaluate": "var(--evaluate)", "checkpoint": "var(--checkpoint)",
-    "load": "var(--load)", "relay": "var(--relay)", "chain": "var(--relay)", "decide": "var(--train)", "commit": "var(--checkpoint)",
+    "load": "var(--load)", "move": "var(--move)", "relay": "var(--relay)", "chain": "var(--relay)", "decide": "var(--train)", "commit": "var(--checkpoint)",
 }  # fmt: skip
-BACKGROUND = frozenset({"send"})  # drawn as a strip under what the process itself does
+BACKGROUND = frozenset({"send", "move"})  # drawn as a strip under what the process itself does
 WINDOW_SECONDS = 20.0
 MAX_SPANS_PER_ROW = 1500  # of one kind; beyond that neighbours are joined, which no screen could tell apart
 WIDTH, LABELS, ROW, BAR, AXIS = 1140, 130, 26, 20, 26

@@ -7,6 +7,7 @@ EngineDied.
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -166,7 +167,9 @@ class SglangServer:
 
     # ---- requests --------------------------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt_tokens: list[int], sampling: dict, request_id: str, namespace: str) -> Generation:
+    async def generate(
+        self, prompt_tokens: list[int], sampling: dict, request_id: str, namespace: str, on_tokens: Callable | None = None
+    ) -> Generation:
         """One response. `namespace` keeps cached KV of other weights apart. Raises RequestFailed, EngineDied."""
         payload = {
             "rid": request_id,
