@@ -135,8 +135,8 @@ class EmulationConfig:
     costs, real processes, sockets and messages."""
 
     time_scale: float = 1.0  # emulated seconds per second
-    model: str = "32B"  # of simulator/constants.py, as is `gpu`
-    gpu: str = "H800"
+    model: str = "32B"  # whose costs, by simulator/constants.py
+    gpu: str = "H800"  # the same
     median_response_tokens: float = 1097.0  # lengths are log-normal, similar inside a group, at most sampling.max_response_tokens
     sigma: float = 1.69  # of the log-lengths
     wire_share: float = 1.0  # of a KV cache's bytes that really cross the socket; all of them are charged

@@ -269,13 +269,6 @@ class Book:
             self._release(found[1])
         return found is not None
 
-    def replica_gone(self, replica: int) -> int:
-        """All that a dead replica had not finished is given out again; returns how many trajectories that are."""
-        gone = [sample for _, _, sample in self.in_progress(generated=True).get(replica, [])]
-        for sample in gone:
-            self._release(sample)
-        return len(gone)
-
     def _release(self, sample: SampleState) -> None:
         if sample.generated is not None:
             self.counts.tokens_discarded += len(sample.generated.response_tokens)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PHASE_SECONDS = 60.0  # a phase that takes longer is called off; KV caches of some GB move in seconds
 KV_SHARE = 0.9  # C_max as a share of the cache: room for growth without preemption
+TRIES = 3  # rescues of one trajectory before it starts again: a replica that drains meanwhile refuses
 _REMEMBERED = 4096  # moves that are over and may still be asked about
 
 
@@ -40,6 +41,7 @@ class Mover:
         self._numbers = itertools.count()
         self._kv_before: dict[int, tuple[m.ReplicaLoad, float]] = {}  # replica -> (its newest report, KV in the one before)
         self._next_look = 0.0
+        self._tries: dict[int, int] = {}  # of rescues, by trajectory
         self.counts = {"moved": 0, "tokens_moved": 0, "prefill_tokens_saved": 0, "called_off": 0, "rescued": 0}
 
     # ---- repack ----------------------------------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ class Mover:
             for group, trajectory_id, sample in owned.get(step.source, []):
                 if trajectory_id not in self._of:
                     about = len(self.c.book.prompt_of(group).tokens) + load.kv_tokens // max(1, load.in_flight)
-                    self._begin(trajectory_id, sample.attempt, step.source, step.destination, load.weight_id, about, now)
+                    self.begin(trajectory_id, sample.attempt, step.source, step.destination, load.weight_id, about, now)
                     moved += 1
         self.c.metrics.write(
             "repack", replicas=len(views), sources=[s.source for s in plan], destinations=[s.destination for s in plan],
@@ -112,9 +114,8 @@ class Mover:
 
     # ---- a move ----------------------------------------------------------------------------------------------------------------
 
-    def _begin(
-        self, trajectory_id: int, attempt: int, source: int, destination: int, weight_id: int, tokens: int, now: float,
-    ) -> None:  # fmt: skip
+    def begin(self, trajectory_id: int, attempt: int, source: int, destination: int, weight_id: int, tokens: int, now: float) -> None:
+        """`source`: its owner, or NOBODY; `tokens`: of its KV cache, about; `now`: monotonic seconds."""
         c, move_id = self.c, f"{trajectory_id}-{attempt}-{next(self._numbers)}"
         move = Move(move_id, trajectory_id, attempt, source, destination, weight_id, now + PHASE_SECONDS)
         self.moves[move_id], self._of[trajectory_id], self._began[move_id] = move, move_id, now
@@ -146,7 +147,7 @@ class Mover:
             self._act(move, move.call_off(message.reason), replica)
 
     def _act(self, move: Move, actions: list[Action], asker: int = NOBODY) -> None:
-        now = time.monotonic()
+        now, orphan = time.monotonic(), None
         for action in actions:
             move.deadline = now + PHASE_SECONDS
             if action is Action.ORDER:
@@ -161,12 +162,14 @@ class Mover:
                 self.counts["called_off"] += 1
                 self.c.metrics.write("move_off", trajectory_id=move.trajectory_id, source=move.source, reason=move.reason)
             elif action is Action.ORPHAN:
-                self._restart(move.trajectory_id, move.attempt)
+                orphan = (move.trajectory_id, move.attempt)
             elif action is Action.ANSWER:
                 committed = move.phase is Phase.COMMITTED
                 self._send(asker, m.MoveCommit(move.move_id, move.attempt + 1) if committed else m.MoveAbort(move.move_id, move.reason))
         if move.over and self._of.get(move.trajectory_id) == move.move_id:
             self._forget(move)
+        if orphan is not None:
+            self._redirect([orphan])
 
     def _change_owner(self, move: Move, now: float) -> None:
         """In the transaction of this turn; the messages leave after its commit."""
@@ -202,6 +205,7 @@ class Mover:
     def ended(self, trajectory_id: int) -> None:
         """It has its last token, or was lost at its owner."""
         self.pool.drop(trajectory_id)
+        self._tries.pop(trajectory_id, None)
         if trajectory_id in self._of:
             move = self.moves[self._of[trajectory_id]]
             self._act(move, move.call_off("its trajectory has ended"))
@@ -209,40 +213,37 @@ class Mover:
     def replica_gone(self, replica: int) -> int:
         """Its moves end or go on without it; its work goes on elsewhere on the same weights or starts again. Returns how many it had."""
         self._kv_before.pop(replica, None)
-        for move in list(self.moves.values()):
-            if not move.over:
-                self._act(move, move.gone(replica))
-        mine = [(i, s) for _, i, s in self.c.book.in_progress(generated=True).get(replica, []) if i not in self._of]
-        for trajectory_id in [i for i, move in self._moving_orphans(replica)]:
-            self.c.book.hold(trajectory_id)
-        known = {i: part for i, s in mine if s.generated is None and (part := self.pool.get(i, s.attempt)) and part.tokens}
-        weights = {i: part.spans[0].weight_id for i, part in known.items() if len({span.weight_id for span in part.spans}) == 1}
-        orphans = [failover.Orphan(i, weights[i], len(known[i].tokens)) for i in weights]
-        placed = failover.redirect(orphans, self._rooms(replica))
-        for trajectory_id, sample in mine:
+        for move in [move for move in self.moves.values() if not move.over]:
+            self._act(move, move.gone(replica))
+        left = self.c.book.in_progress(generated=True).get(replica, [])
+        for _, trajectory_id, _ in left:
+            if trajectory_id in self._of:  # on its way without its source
+                self.c.book.hold(trajectory_id)
+        self._redirect([(i, sample.attempt) for _, i, sample in left if i not in self._of])
+        return len(left)
+
+    def _redirect(self, orphans: list[tuple[int, int]]) -> None:
+        """(trajectory, attempt) without an owner: to replicas on the same weights from what the pool holds, else back to the prompt."""
+        known = {i: part for i, attempt in orphans if (part := self.pool.get(i, attempt)) and part.spans}
+        one_policy = {i: part.spans[0].weight_id for i, part in known.items() if len(part.spans) == 1}
+        wanted = [failover.Orphan(i, w, len(known[i].tokens)) for i, w in one_policy.items() if self._tries.get(i, 0) < TRIES]
+        placed = failover.redirect(wanted, self._rooms())
+        for trajectory_id, attempt in orphans:
             if trajectory_id in placed:
-                self._rescue(trajectory_id, sample.attempt, placed[trajectory_id], weights[trajectory_id], known[trajectory_id])
+                self._tries[trajectory_id] = self._tries.get(trajectory_id, 0) + 1
+                self.c.book.hold(trajectory_id)
+                part = known[trajectory_id]
+                destination, weight_id = placed[trajectory_id], one_policy[trajectory_id]
+                self.begin(trajectory_id, attempt, NOBODY, destination, weight_id, len(part.tokens), time.monotonic())
+                self._parts[self._of[trajectory_id]] = part
             else:
-                self._restart(trajectory_id, sample.attempt)
-        return len(mine)
+                self._tries.pop(trajectory_id, None)
+                self.c.book.discard(trajectory_id, attempt, self.pool.drop(trajectory_id))
 
-    def _moving_orphans(self, replica: int) -> list[tuple[int, Move]]:
-        """Trajectories that `replica` still owns and that arrive elsewhere without it."""
-        mine = {i for _, i, _ in self.c.book.in_progress(generated=True).get(replica, [])}
-        return [(i, self.moves[self._of[i]]) for i in mine if i in self._of]
-
-    def _rooms(self, gone: int) -> list[failover.Room]:
+    def _rooms(self) -> list[failover.Room]:
         """Replicas that generate: they can take more of their weights."""
-        found = []
-        for replica, (load, _) in self._kv_before.items():
-            if replica != gone and load.phase == "draining" and self.c.members.at("rollout", replica) is not None:
-                found.append(failover.Room(replica, load.weight_id, float(load.kv_capacity - load.kv_tokens)))
-        return found
-
-    def _rescue(self, trajectory_id: int, attempt: int, destination: int, weight_id: int, part: m.Partial) -> None:
-        self.c.book.hold(trajectory_id)
-        self._begin(trajectory_id, attempt, NOBODY, destination, weight_id, len(part.tokens), time.monotonic())
-        self._parts[self._of[trajectory_id]] = part
-
-    def _restart(self, trajectory_id: int, attempt: int) -> None:
-        self.c.book.discard(trajectory_id, attempt, self.pool.drop(trajectory_id))
+        return [
+            failover.Room(replica, load.weight_id, float(load.kv_capacity - load.kv_tokens))
+            for replica, (load, _) in self._kv_before.items()
+            if load.phase == "draining" and self.c.members.at("rollout", replica) is not None
+        ]

@@ -17,7 +17,8 @@ from laminar_hpc.observability.trace import Span
 COLORS = {
     "generate": "var(--generate)", "train": "var(--train)", "publish": "var(--publish)", "send": "var(--send)", "pull": "var(--pull)",
     "score": "var(--score)", "wait": "var(--wait)", "evaluate": "var(--evaluate)", "checkpoint": "var(--checkpoint)",
-    "load": "var(--load)", "move": "var(--move)", "relay": "var(--relay)", "chain": "var(--relay)", "decide": "var(--train)", "commit": "var(--checkpoint)",
+    "load": "var(--load)", "relay": "var(--relay)", "chain": "var(--relay)", "decide": "var(--train)", "commit": "var(--checkpoint)",
+    "move": "var(--move)",
 }  # fmt: skip
 BACKGROUND = frozenset({"send", "move"})  # drawn as a strip under what the process itself does
 WINDOW_SECONDS = 20.0
@@ -120,6 +121,7 @@ def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
 def _kind_name(kind: str) -> str:
     return {
         "send": "send (background)",
+        "move": "move of a trajectory",
         "wait": "wait (idle)",
         "relay": "receive into slot",
         "score": "score rewards",

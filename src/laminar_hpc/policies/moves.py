@@ -5,7 +5,7 @@
 
 The owner changes in the one step from IMPORT to COMMITTED, after the destination has said that it holds the trajectory; until then the
 source has it and goes on with it when the move is off. If the source dies once its response so far is known (IMPORT), the move goes on;
-before, the trajectory has no owner any more and is an orphan. Every step gives the actions for the controller, in order.
+when such a move is called off the trajectory has no owner any more. Every step gives the actions for the controller, in order.
 
     >>> move = Move("m", 7, 0, source=1, destination=2, weight_id=3, deadline=9.0)
     >>> move.reserved("tcp"), move.ready(), move.imported(), move.phase
@@ -31,7 +31,7 @@ class Action(Enum):
     IMPORT = "import"  # the destination: this is the response so far
     CHANGE_OWNER = "change owner"  # in the store; then tell both sides
     CALL_OFF = "call off"  # tell whoever of both sides is left
-    ORPHAN = "orphan"  # the trajectory has no owner: elsewhere from what is known of it, or from its prompt
+    ORPHAN = "orphan"  # the trajectory has no owner: try another replica, or start it again from its prompt
     ANSWER = "answer"  # say again how it ended
 
 
@@ -98,6 +98,7 @@ class Move:
             self.source = NOBODY
             if self.phase is Phase.IMPORT:
                 return []  # the destination has, or gets, all that is needed
-            return self.call_off("its source is gone")
+            self.phase, self.reason = Phase.ABORTED, "its source is gone"
+            return [Action.CALL_OFF]  # the trajectory is among those that the source leaves behind
         self.destination = NOBODY
         return self.call_off("its destination is gone")
