@@ -77,7 +77,7 @@ def emulate(options: argparse.Namespace, folder: Path, repack: str) -> dict:
             if time.time() > start and len(loads) == REPLICAS:
                 kv.append(statistics.fmean(load.kv_tokens / load.kv_capacity for load in loads if load.kv_capacity))
     finally:
-        emulation.stop()
+        emulation.stop(patience=0.0)
     return row(config, repack, start, end, kv, options.scale)
 
 

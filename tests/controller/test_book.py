@@ -5,7 +5,7 @@ import pytest
 from laminar_hpc.controller.book import Book
 from laminar_hpc.controller.prompts import Prompt
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages import Trajectory, VersionSpan
+from laminar_hpc.messages import Trajectory, VersionSpan, decode_trajectory
 from laminar_hpc.policies.sampling import GroupSize
 
 
@@ -41,7 +41,7 @@ def test_a_group_is_finished_with_its_last_score_and_stamped_with_the_step(tmp_p
     book.generated(trajectory(group, second), 4)
     complete = book.scored(second.trajectory_id, 0, 0.0, {}, "", 3.0)
     assert complete is not None and complete.finished
-    batch = book.consume([group.group_id], 5)
+    batch = [decode_trajectory(payload) for payload in book.consume([group.group_id], 5)]
     assert [t.step_finished for t in batch] == [3, 4] and [t.reward for t in batch] == [1.0, 0.0]
     assert book.groups == {}
     store.close()

@@ -29,12 +29,12 @@ from laminar_hpc.rollout.worker import RolloutWorker
 
 
 def small_config(folder: Path, replicas: int = 3, steps: int = 3, **pipeline: object) -> RunConfig:
-    """Some seconds long: 16 x 4 trajectories per step of some hundred tokens, 50 times as fast as real engines."""
+    """Some seconds long: 16 x 4 trajectories per step of some hundred tokens, 20 times as fast as real engines."""
     config = prepare(folder, prompts=64, prompt_tokens=10, max_response_tokens=1000)
     config.steps = steps
     config.rollout.replicas, config.rollout.kv_cache_tokens, config.rollout.max_concurrent = replicas, 100_000, 64
     config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 16, 4
-    config.emulation.time_scale, config.emulation.wire_share = 50.0, 1e-3
+    config.emulation.time_scale, config.emulation.wire_share = 20.0, 1e-3
     config.emulation.median_response_tokens, config.emulation.sigma = 300.0, 1.0
     config.cluster.heartbeat_timeout_seconds, config.cluster.stop_timeout_seconds = 30.0, 20.0
     config.pipeline.max_staleness, config.pipeline.repack_seconds, config.pipeline.repack_requests = None, 0.1, 64
@@ -99,8 +99,7 @@ class Stand:
         try:
             for thread in threads:
                 thread.start()
-            for index in range(config.rollout.replicas):
-                self.loop.start(self._keep_alive(index))
+            living = [self.loop.start(self._keep_alive(index)) for index in range(config.rollout.replicas)]
             deadline = time.monotonic() + seconds
             while not controller.finished:
                 controller.turn()
@@ -111,6 +110,8 @@ class Stand:
             while controller.members.by_place and time.monotonic() < deadline + 20:
                 controller.turn()
             assert not controller.members.by_place, "not all have left"
+            for replica in living:
+                replica.result(20)
         finally:
             self.ending = True
             self.controller = controller
@@ -136,14 +137,18 @@ class Stand:
 
 
 def assert_is_whole(t: Trajectory, config: RunConfig) -> None:
-    """Its tokens and log-probs are those of its number, none lost, doubled or misplaced by moves, and of one policy."""
+    """Its tokens and log-probs are those of its number, none lost, doubled or misplaced by moves, and its spans cover it: one, unless new
+    weights come into running trajectories."""
     e, n = config.emulation, len(t.response_tokens)
     group = t.trajectory_id // config.algorithm.samples_per_prompt
     most = config.sampling.max_response_tokens
     assert n == responses.response_length(t.trajectory_id, group, e.median_response_tokens, e.sigma, most)
     assert t.response_tokens == responses.tokens(t.trajectory_id, 0, n, model_config(config.model.path)["vocab_size"])
     assert t.logprobs == responses.logprobs(t.trajectory_id, 0, n)
-    assert [(s.start, s.end) for s in t.version_spans] == [(0, n)] and t.version_spans[0].weight_id == t.weight_id
+    spans = t.version_spans
+    assert [s.start for s in spans] == [0, *(s.end for s in spans[:-1])] and spans[-1].end == n
+    ids = [s.weight_id for s in spans]
+    assert ids == [t.weight_id] if config.pipeline.refresh != "interrupt" else t.weight_id <= ids[0] and ids == sorted(set(ids))
 
 
 def assert_every_one_ended_once(stand: Stand) -> dict[int, Trajectory]:

@@ -13,7 +13,7 @@ def test_trajectories_move_and_every_one_ends_once(tmp_path, how):
     stand.run(90)
     found = assert_every_one_ended_once(stand)
     moves = rundata.load(tmp_path / "run").records.get("move", [])
-    assert len(moves) > 10
+    assert len(moves) >= 3, "hardly anything moved"
     last = {move["trajectory_id"]: move for move in moves}
     for trajectory_id, move in last.items():
         t = found[trajectory_id]

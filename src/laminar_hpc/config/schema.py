@@ -150,6 +150,7 @@ class PipelineConfig:
     name: str = "laminar"
     refresh: str = "drained"  # drained: a replica pulls when its local batch is done; barrier: all together; interrupt: at once
     max_staleness: int | None = 2  # in trainer steps at training time; null = no bound, first finished first trained
+    consumption: str = "batch"  # batch: the trainer takes a whole batch; stream: each mini-batch as soon as its groups are finished
     local_batch_groups: int | None = None  # prompt groups per local batch; null = ceil(prompts_per_step / replicas)
     keep_kv: bool = False  # of interrupt: go on with the KV cache of the earlier weights; false = prefill again
     repack: str = "off"  # the tail of a local batch moves to another replica on the same weights: off | reprefill | kv

@@ -70,6 +70,7 @@ class Book:
         self.counted = store.counted_groups()
         self.groups: dict[int, Group] = {}
         self._group_of: dict[int, int] = {}
+        self.ready_groups = 0  # finished, not consumed
         self.filtered_in_a_row = 0
         self.counts = Counts()
         self.may_change = filters or size.first < size.most  # a score can make room for other groups, or for more samples
@@ -83,6 +84,7 @@ class Book:
                 group.samples[trajectory_id] = SampleState(attempt, sample_step if finished else weight_step, -1, finished, None, *scored)
                 self._group_of[trajectory_id] = group_id
             self.groups[group_id] = group
+        self.ready_groups = sum(group.finished for group in self.groups.values())
 
     # ---- giving out ------------------------------------------------------------------------------------------------------------
 
@@ -212,6 +214,7 @@ class Book:
         self.filtered_in_a_row = 0
         self._finished_count += 1
         group.finished, group.finish_order = True, self._finished_count
+        self.ready_groups += 1
         self._store.put("groups_finished", self._finished_count)
         self._store.finish_group(group.group_id, group.view().weight_step, self._finished_count, time)
 
@@ -283,9 +286,10 @@ class Book:
         taken, self.counts = self.counts, Counts()
         return taken
 
-    def consume(self, group_ids: list[int], step: int) -> list[Trajectory]:
-        """Takes groups out for step `step`; they are in the store as consumed before the batch is sent."""
+    def consume(self, group_ids: list[int], step: int) -> list[bytes]:
+        """Takes groups out for step `step`; they are in the store as consumed before the batch is sent. Their trajectories, encoded."""
         self._store.consume(group_ids, step)
+        self.ready_groups -= len(group_ids)
         for group_id in group_ids:
             self._forget(group_id)
-        return self._store.trajectories(group_ids)
+        return self._store.payloads(group_ids)

@@ -16,6 +16,8 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import oom_kills
@@ -31,6 +33,7 @@ from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies import admission, filtering
+from laminar_hpc.policies.rounds import Rounds
 from laminar_hpc.policies.sampling import worth_a_batch
 
 log = logging.getLogger(__name__)
@@ -82,6 +85,7 @@ class Controller:
         self.separate = config.role != "all"
         self.oom_kills = oom_kills()
         self.mover = Mover(self)
+        self.rounds = Rounds(derived.rollout_ranks) if config.pipeline.refresh == "barrier" else None
 
     # ---- one turn --------------------------------------------------------------------------------------------------------------
 
@@ -188,6 +192,8 @@ class Controller:
         self.waiting.pop(replica, None)
         self.open_weights.pop(replica, None)
         self.loads.pop(replica, None)
+        if self.rounds:
+            self.rounds.gone([replica])
         lost = self.mover.replica_gone(replica)
         if self.evaluations:
             self.evaluations.replica_gone(replica)
@@ -299,7 +305,7 @@ class Controller:
                 self.send(member, grant)
 
     def training_grant(self, replica: int, weight_id: int, step: int) -> m.Grant | None:
-        if self.trainer_done or not self.barrier_passed(step):
+        if self.trainer_done or (self.rounds and not self.rounds.may_begin(replica, self.idle(), self.newest_weights[0])):
             return None
         size, bound = self.config.algorithm.prompts_per_step, self.config.pipeline.max_staleness
         quota = admission.quota(step, self.book.counted, size, self.config.steps, bound)
@@ -310,16 +316,15 @@ class Controller:
         def may_go_on(group: admission.GroupView) -> bool:
             return admission.may_go_on(group, step, self.trainer_step, self.book.views(), size, bound)
 
+        if self.rounds:
+            self.rounds.took(replica)
         groups = self.book.draw(self.derived.local_batch_groups, quota, replica, weight_id, step, time.time(), may_go_on)
         sampling = self.config.sampling
         return m.Grant(self.batches, weight_id, step, groups, sampling.temperature, sampling.max_response_tokens) if groups else None
 
-    def barrier_passed(self, step: int) -> bool:
-        """With refresh=barrier a batch starts when every replica serves the trainer's own version."""
-        if self.config.pipeline.refresh != "barrier":
-            return True
-        steps = [self.weight_steps.get(i) for i in self.open_weights.values()]
-        return step == self.trainer_step and len(steps) >= self.derived.rollout_ranks and all(s == step for s in steps)
+    def idle(self) -> dict[int, int]:
+        """The weight id that each replica without work serves."""
+        return {replica: request.weight_id for replica, request in self.waiting.items()}
 
     def on_Generated(self, member: Member, generated: m.Generated) -> None:
         if generated.evaluation and self.evaluations:
@@ -390,16 +395,18 @@ class Controller:
             self.send(trainer, m.Leave(self.stopping))
             return
         if self.replay is not None:
-            trajectories = self.replay.trajectories(self.replay.consumed_groups(step))
-            if not trajectories:
+            payloads = self.replay.payloads(self.replay.consumed_groups(step))
+            if not payloads:
                 raise LaminarError(f"{self.config.source} holds no batch of step {step}; set steps={step}")
             choice = admission.Choice([-1])
         else:
-            choice = admission.choose(step, self.book.views(), size, self.config.pipeline.max_staleness)
-            trajectories = self.book.consume(sorted(choice.group_ids), step) if choice.group_ids else []
+            ready = self.book.ready_groups
+            few = admission.Choice([], f"{ready} of {size} groups are finished")  # no need to look at them all, turn after turn
+            choice = few if ready < size else admission.choose(step, self.book.views(), size, self.config.pipeline.max_staleness)
+            payloads = self.book.consume(sorted(choice.group_ids), step) if choice.group_ids else []
         if choice.group_ids:
             self.take = None
-            self.send(trainer, m.Batch(step, trajectories, self.config.algorithm.samples_per_prompt))
+            self.send(trainer, m.StoredBatch(step, [msgspec.Raw(p) for p in payloads], self.config.algorithm.samples_per_prompt))
         elif time.time() - self.last_not_yet > _NOT_YET_SECONDS:
             self.last_not_yet, self.take_reason = time.time(), choice.reason
             self.send(trainer, m.NotYet(step, choice.reason))

@@ -92,7 +92,9 @@ class Mover:
         )  # fmt: skip
 
     def _candidates(self) -> dict[int, tuple[m.ReplicaLoad, float]]:
-        """Replicas that generate with nothing waiting, whose report agrees with the book, and that no move under way concerns."""
+        """Replicas that generate with nothing waiting, for training (the book knows their work), and that no move under way concerns.
+
+        Some of a report's requests may have ended since: the book's count is the newer one, and never the larger."""
         busy = {r for move in self.moves.values() if not move.over for r in (move.source, move.destination)}
         count = self.c.book.in_progress_counts()
         return {
@@ -102,7 +104,7 @@ class Mover:
             and self.c.members.at("rollout", replica) is not None
             and load.phase == "draining"
             and load.queued == 0
-            and load.running == load.in_flight == count.get(replica, 0)
+            and 0 < count.get(replica, 0) <= load.in_flight <= self.c.config.rollout.max_concurrent
             and load.weight_id == self.c.open_weights.get(replica)
         }
 

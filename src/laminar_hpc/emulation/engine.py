@@ -8,6 +8,7 @@ KV caches that move cross a real socket (kv_wire.py) and are charged at their si
 import asyncio
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.replica import INFINITY, Replica, Request
 from laminar_hpc.weights.manifest import MANIFEST_FILE, decode_manifest
 
+_ALMOST = 1e-7  # steps before its end at which the replica ends a request
 _WIRE_SECONDS = 30.0  # longest time for one frame to cross
 
 
@@ -50,6 +52,7 @@ class _Job:
 
     def __init__(self, trajectory_id: int, first: int, wanted: int, cut: bool, context: int, on_tokens: Callable | None) -> None:
         self.trajectory_id, self.first, self.wanted, self.cut, self.on_tokens = trajectory_id, first, wanted, cut, on_tokens
+        self.spans: list[tuple[int, int]] = []  # (weight id, its last token) of earlier weights
         self.told = first  # up to here `on_tokens` has had them
         self.future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self.request = Request(trajectory_id, None, [wanted - first], [], context, 0)
@@ -58,7 +61,7 @@ class _Job:
         """Response tokens by now, those that came with it included."""
         request = self.request
         left = max(0.0, request.end - replica.steps) if request.ticket in replica.running else request.remaining
-        return self.wanted - max(0, min(self.wanted - self.first, round(left)))
+        return self.wanted - max(0, min(self.wanted - self.first, math.ceil(left - _ALMOST)))
 
 
 class EmulatedEngine:
@@ -81,6 +84,7 @@ class EmulatedEngine:
         self._replica = self._new_replica()
         self._jobs: dict[str, _Job] = {}
         self._job_of: dict[int, _Job] = {}
+        self._paused: float | None = None  # since when
         self._timer: asyncio.TimerHandle | None = None
         self._manifest: Path | None = None
         self._endpoint = kv_wire.Endpoint()
@@ -121,9 +125,16 @@ class EmulatedEngine:
         self._warm.clear()
         self._came.clear()
 
-    async def load(self, directory: Path, weight_version: str) -> None:
+    async def decode_curve(self, most: int, context: int) -> list[tuple[int, float]]:
+        """By its costs; nothing has to be measured."""
+        points = sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
+        return [(requests, self.costs.step(requests, requests * context)) for requests in points]
+
+    async def load(self, directory: Path, weight_version: str, paused: bool = False) -> None:
         self._settle()
         await self._pass(self.costs.pull)
+        for job in self._jobs.values():  # paused ones
+            job.spans.append((self.weight_id, job.generated(self._replica)))
         self._open(directory, weight_version)
         self._replica.prompts.clear()
 
@@ -149,7 +160,7 @@ class EmulatedEngine:
     # ---- time ------------------------------------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        return (time.monotonic() - self._born) * self.scale
+        return ((self._paused or time.monotonic()) - self._born) * self.scale
 
     async def _pass(self, seconds: float) -> None:
         """Emulated seconds. Raises EngineDied when the engine dies meanwhile."""
@@ -189,7 +200,24 @@ class EmulatedEngine:
     def _generation(self, job: _Job, start: int, end: int, reason: str) -> Generation:
         found = responses.tokens(job.trajectory_id, start, end, self.vocabulary)
         logprobs = responses.logprobs(job.trajectory_id, start, end)
-        return Generation(found, logprobs, reason, [VersionSpan(self.weight_id, 0, end - start)] if end > start else [])
+        spans, at = [], start
+        for weight_id, until in [*job.spans, (self.weight_id, end)]:
+            if until > at:
+                spans.append(VersionSpan(weight_id, at - start, until - start))
+                at = until
+        return Generation(found, logprobs, reason, spans)
+
+    async def pause(self) -> None:
+        """Requests stand still with their KV."""
+        self._settle()
+        self._paused = time.monotonic()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def resume(self) -> None:
+        self._born += time.monotonic() - (self._paused or time.monotonic())
+        self._paused = None
+        self._settle()
 
     def _tell(self) -> None:
         every = self.config.rollout.increment_tokens

@@ -41,8 +41,8 @@ class Replica:
             self.worker = self._worker(context, self.pool)
             await self.worker.run()
             goodbye = True
-        except LaminarError as error:
-            logger.warning("replica %d ends: %s", self.index, error)
+        except Exception as error:
+            logger.warning("replica %d ends: %s", self.index, error, exc_info=not isinstance(error, LaminarError))
             channel.send(Failure(f"{type(error).__name__}: {error}"))
         finally:
             await asyncio.to_thread(channel.close, goodbye)

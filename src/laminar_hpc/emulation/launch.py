@@ -63,14 +63,16 @@ class Emulation:
         except subprocess.TimeoutExpired:
             return None
 
-    def stop(self) -> None:
-        """Ends what is left: in order, then at once."""
+    def stop(self, patience: float = _STOP_SECONDS) -> None:
+        """Ends what is left: the controller asks everybody to leave; after `patience` seconds all are killed."""
         everyone = [self.controller, self.stage, *self.fleets.values()]
-        for number, seconds in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, 5.0)):
-            for process in everyone:
-                if process.poll() is None:
-                    process.send_signal(number)
-            deadline = time.monotonic() + seconds
-            while any(process.poll() is None for process in everyone) and time.monotonic() < deadline:
-                time.sleep(0.05)
+        if self.controller.poll() is None and patience:
+            self.controller.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + patience
+        while any(process.poll() is None for process in everyone) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for process in everyone:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
         self.log.close()

@@ -314,6 +314,14 @@ class Batch(Message):
     samples_per_prompt: int
 
 
+class StoredBatch(Message, tag="Batch"):
+    """What the controller sends as Batch: trajectories as they are in the store, not decoded and encoded again."""
+
+    step: int
+    trajectories: list[msgspec.Raw]
+    samples_per_prompt: int
+
+
 class NotYet(Message):
     """The batch is not there yet, and why; sent about once a second while the trainer waits."""
 

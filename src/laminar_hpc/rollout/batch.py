@@ -69,15 +69,16 @@ def extended(partial: Partial, generation: Generation) -> Partial:
     return Partial(tokens, logprobs, spans, partial.time_started, partial.moves)
 
 
-def objection(work: Work, one_policy: bool) -> str:
-    """Why this response must not be trained on, or "". One trajectory, one policy, by the engine's own report (promise 1)."""
-    if work.finish_reason not in ("stop", "length"):
-        return f"the engine ended it with {work.finish_reason}"
-    if not work.partial.tokens:
+def objection(generation: Generation, weight_id: int | None) -> str:
+    """Why this response must not be trained on, or "". One trajectory, one policy, by the engine's own report (promise 1); with
+    `weight_id` None several are meant."""
+    if generation.finish_reason not in ("stop", "length"):
+        return f"the engine ended it with {generation.finish_reason}"
+    if not generation.tokens:
         return "the engine returned no token"
-    ids = [span.weight_id for span in work.partial.spans]
-    if one_policy and ids != [work.weight_id]:
-        return f"generated with weight ids {ids} instead of {work.weight_id}"
+    ids = [span.weight_id for span in generation.spans]
+    if weight_id is not None and ids != [weight_id]:
+        return f"generated with weight ids {ids} instead of {weight_id}"
     return ""
 
 
@@ -114,6 +115,7 @@ class LocalBatch:
         self.hand_over: Callable[[Work], Coroutine[None, None, bool]] | None = None
         self.moved_away = 0  # of this run
         self.works: dict[int, Work] = {}  # those with a task, by trajectory
+        self.keep_kv = self.config.pipeline.keep_kv
         self.one_policy = self.config.pipeline.refresh != "interrupt"
         self._places = asyncio.Semaphore(self.config.rollout.max_concurrent)
         self._tasks: set[asyncio.Task] = set()
@@ -183,6 +185,8 @@ class LocalBatch:
             try:
                 generation = await self._part(work)
             except RequestFailed as error:
+                if not self._going.is_set():
+                    continue  # it was refused because all stand still
                 await self.puller.engine.abort(work.request_id)
                 return str(error)
             finally:
@@ -193,16 +197,20 @@ class LocalBatch:
             work.partial = extended(work.partial, generation)
             work.finish_reason = generation.finish_reason
             if generation.finish_reason in ("stop", "length"):
-                return objection(work, self.one_policy)
+                return self._objection(work)
             if work.order is not None and self.hand_over is not None:
                 if await self.hand_over(work):
                     return "moved"
                 work.order = None
                 work.sent.clear()
             elif self._going.is_set():
-                return objection(work, self.one_policy)
+                return self._objection(work)
         work.finish_reason = "length"  # it stood still at its very last token
-        return objection(work, self.one_policy)
+        return self._objection(work)
+
+    def _objection(self, work: Work) -> str:
+        whole = Generation(work.partial.tokens, work.partial.logprobs, work.finish_reason, work.partial.spans)
+        return objection(whole, work.weight_id if self.one_policy else None)
 
     async def _part(self, work: Work) -> Generation:
         sampling = sampling_parameters(self.config.sampling, work.temperature, work.room, self.stop_ids)
@@ -223,12 +231,16 @@ class LocalBatch:
     # ---- interruption (refresh=interrupt) --------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Every request stands still when it returns; what they have generated is kept."""
+        """Every request stands still when it returns; what they have generated is kept, with `keep_kv` in the engine."""
         self._going.clear()
+        if self.keep_kv:
+            await self.puller.engine.pause()
+            return
         self._quiet.clear()
         await self.puller.engine.abort()
         if self._generating:
             await asyncio.wait_for(self._quiet.wait(), self.config.rollout.request_timeout_seconds)
 
     def resume(self) -> None:
+        """With other weights; the puller has let the engine go on where it had been paused."""
         self._going.set()

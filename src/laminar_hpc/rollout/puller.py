@@ -96,8 +96,11 @@ class Puller:
         self.engine = new_engine()
         self._layout: list[TensorLayout] | None = None  # of the running engine
 
-    async def pull(self) -> Pulled:
-        """Gives the engine the newest slot and verifies it. Raises SlotRefused, or LaminarError when TRIES fresh engines fail as well."""
+    async def pull(self, paused: bool = False) -> Pulled:
+        """Gives the engine the newest slot and verifies it. Raises SlotRefused, or LaminarError when TRIES fresh engines fail as well.
+
+        `paused`: its requests stand still in it and go on as soon as the sums are equal; if it must be restarted they fail.
+        """
         t0, clock = time.time(), _Clock()
         restarts = 0
         deadline = time.monotonic() + LEASE_SECONDS
@@ -108,9 +111,11 @@ class Puller:
             try:
                 with self.reader.lease(handle):
                     clock.lap("lock")
-                    await self._give(handle, clock, restart=restarts > 0)
+                    await self._give(handle, clock, restart=restarts > 0, paused=paused and not restarts)
                 check_sums(await self.engine.sums(), handle.manifest)
                 clock.lap("sums")
+                if paused and not restarts:
+                    await self.engine.resume()
                 values = await self.engine.score(self.probe, str(handle.weight_id))
                 clock.lap("probe")
                 break
@@ -130,7 +135,7 @@ class Puller:
         self.trace.record("pull", t0, t1, weight_id=handle.weight_id, step=handle.step, restarts=restarts)
         return Pulled(handle.weight_id, handle.step, t1 - t0, clock.parts, [value for sequence in values for value in sequence])
 
-    async def _give(self, handle: SlotHandle, clock: _Clock, restart: bool) -> None:
+    async def _give(self, handle: SlotHandle, clock: _Clock, restart: bool, paused: bool = False) -> None:
         """The slot's weights into the engine, by a load or by a fresh start."""
         check_file(handle)
         if restart:
@@ -142,7 +147,7 @@ class Puller:
         clock.lap("check")
         if not restart:
             with self.trace.span("load", weight_id=handle.weight_id, step=handle.step):
-                await self.engine.load(handle.directory, str(handle.weight_id))
+                await self.engine.load(handle.directory, str(handle.weight_id), *([True] if paused else []))
             clock.lap("load")
 
     async def _kill(self) -> None:

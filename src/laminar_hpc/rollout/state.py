@@ -84,7 +84,8 @@ class ReplicaState:
 
     def finished(self) -> None:
         """A request of the batch has its last token, is lost, or has moved away."""
-        self._require(self.phase is Phase.DRAINING, "the end of a request")
+        interrupted = self.phase in (Phase.PULLING, Phase.VERIFIED) and self.in_flight > 0  # it went on before all was done
+        self._require(self.phase is Phase.DRAINING or interrupted, "the end of a request")
         self.in_flight -= 1
-        if self.in_flight == 0:
+        if self.in_flight == 0 and not interrupted:
             self.phase = Phase.OPEN

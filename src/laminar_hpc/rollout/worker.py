@@ -1,7 +1,7 @@
 """The rollout role: one replica with its engine, its weights and its reward workers. `run(context)` is what its rank executes.
 
     start the engine from model.path (unverified) | wait for the first slot
-    forever: a newer slot is there   -> pull, verify, WeightsOpened
+    forever: a newer slot is there   -> pull, verify, WeightsOpened (refresh=interrupt: also in the middle of a local batch)
              RequestWork -> wait for a Grant, or for newer weights (then pull and ask again)
              Grant -> all its requests at once; Generated as each ends; scores go out behind and delay nothing
 
@@ -37,6 +37,7 @@ from laminar_hpc.messages import (
     WeightsAvailable,
     WeightsOpened,
 )
+from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.rollout.batch import LocalBatch, Work, trajectory, works
 from laminar_hpc.rollout.moving import Moving
 from laminar_hpc.rollout.puller import Puller
@@ -48,6 +49,7 @@ from laminar_hpc.weights.slots import SlotReader
 
 logger = logging.getLogger(__name__)
 LOAD_SECONDS = 1.0
+CURVE_MOST, CURVE_CONTEXT = 256, 64  # requests and tokens of each, up to which the decode curve is measured
 RATE_SECONDS = 30.0  # over which tokens per second are counted
 MOST_FRUITLESS = 3  # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
 
@@ -73,8 +75,11 @@ class RolloutWorker:
         probe = probe_sequences(model_config(model)["vocab_size"])
         self.engine_starts = 0
         self.puller = Puller(self.reader, probe, context.trace, self._new_engine, self._engine_seed)
+        self.interrupts = self.config.pipeline.refresh == "interrupt"
+        self.pulling = asyncio.Lock()
         self.batch = LocalBatch(context, self.puller, self.state, self.stop_ids, self._ended)
         self.moving = Moving(context, self.batch, self.state)
+        self.batch_max = 0  # requests that saturate the engine; 0 = not measured
         self.tokens = 0  # of the responses of this local batch
         self.grants: deque[Grant] = deque()
         self.wake = asyncio.Event()  # a grant or newer weights
@@ -126,8 +131,9 @@ class RolloutWorker:
                 self.ended.popleft()
             rate = sum(tokens for _, tokens in self.ended) / RATE_SECONDS
             self.context.channel.load = ReplicaLoad(
-                state.phase.value, state.weight_id, state.in_flight, len(self.scoring), tokens_per_second=rate, **of_engine
-            )
+                state.phase.value, state.weight_id, state.in_flight, len(self.scoring), tokens_per_second=rate, batch_max=self.batch_max,
+                **of_engine,
+            )  # fmt: skip
             if pipeline.repack == "off":
                 await asyncio.sleep(LOAD_SECONDS)
             else:  # each look of the planner shall see what is now
@@ -195,10 +201,14 @@ class RolloutWorker:
         newest = self.reader.newest()
         return newest is not None and newest.weight_id > self.state.weight_id
 
-    async def _pull(self) -> None:
+    async def _pull(self, interrupted: bool = False) -> None:
         newest = self.reader.newest()
-        self.state.begin_pull(newest.weight_id if newest else self.state.weight_id + 1)
-        pulled = await self.puller.pull()
+        self.state.begin_pull(newest.weight_id if newest else self.state.weight_id + 1, interrupted)
+        pulled = await self.puller.pull(self.batch.keep_kv if interrupted else False)
+        if self.batch_max == 0 and self.config.pipeline.repack != "off" and self.config.pipeline.repack_requests is None:
+            curve = await self.puller.engine.decode_curve(min(CURVE_MOST, self.config.rollout.max_concurrent), CURVE_CONTEXT)
+            self.batch_max = saturation_requests(curve)
+            logger.info("decode curve (requests, seconds per step) %s: %d requests saturate the engine", curve, self.batch_max)
         self.state.verified(pulled.weight_id)
         self.state.open(pulled.weight_step)
         self.context.channel.send(
@@ -235,7 +245,7 @@ class RolloutWorker:
         self.tokens = 0
         with self.context.trace.span("generate", batch_id=grant.batch_id, weight_id=grant.weight_id, step=grant.weight_step) as fields:
             fields |= {"trajectories": len(begun), "evaluation": grant.evaluation}
-            await self.batch.run(begun)
+            await (self._interruptible(begun) if self.interrupts and not grant.evaluation else self.batch.run(begun))
             fields["tokens"] = self.tokens
         self.fruitless = 0 if self.tokens or self.batch.moved_away else self.fruitless + 1
         if self.fruitless == MOST_FRUITLESS:
@@ -243,6 +253,34 @@ class RolloutWorker:
                 f"rollout {self.context.index} lost all trajectories of {MOST_FRUITLESS} local batches in a row: "
                 f"see its log and {self.puller.engine.log}"
             )
+
+    async def _interruptible(self, begun: list[Work]) -> None:
+        """A local batch into which newer weights come as soon as they are there."""
+        batch, watch = asyncio.create_task(self.batch.run(begun)), asyncio.create_task(self._interrupt())
+        try:
+            await asyncio.wait((batch, watch), return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()  # a pull that failed
+            await batch
+            async with self.pulling:  # weights that are on their way into the engine get there
+                watch.cancel()
+        finally:
+            for task in (batch, watch):
+                task.cancel()
+            await asyncio.gather(batch, watch, return_exceptions=True)
+
+    async def _interrupt(self) -> None:
+        """Whenever there are newer weights: everything stands still, they are pulled, everything goes on."""
+        while True:
+            self.wake.clear()
+            if self._newer_weights():
+                async with self.pulling:
+                    with self.context.trace.span("wait", what="interruption"):
+                        await self.batch.pause()
+                    await self._pull(interrupted=True)
+                    self.batch.resume()
+            else:
+                await self.wake.wait()
 
     def _ended(self, work: Work, reason: str) -> None:
         """A trajectory has its last token, or is lost."""
