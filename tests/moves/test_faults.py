@@ -94,7 +94,7 @@ def run(tmp_path, monkeypatch, seed: int, faults: int, how: str, increments: int
     return stand, saboteur
 
 
-@pytest.mark.parametrize("how, increments", [("kv", 0), ("kv", 50), ("reprefill", 50)])
+@pytest.mark.parametrize("how, increments", [pytest.param("kv", 0, marks=pytest.mark.slow), ("kv", 50), ("reprefill", 50)])
 def test_a_handful_of_faults(tmp_path, monkeypatch, how, increments):
     _, saboteur = run(tmp_path, monkeypatch, seed=3, faults=12, how=how, increments=increments, steps=3, share=0.2)
     assert saboteur.struck.total() >= 6, saboteur.struck

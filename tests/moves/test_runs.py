@@ -6,7 +6,7 @@ from stand import Shuffler, Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.observability import rundata
 
 
-@pytest.mark.parametrize("how", ["kv", "reprefill"])
+@pytest.mark.parametrize("how", ["kv", pytest.param("reprefill", marks=pytest.mark.slow)])
 def test_trajectories_move_and_every_one_ends_once(tmp_path, how):
     """With `kv` the prefix comes along and prompt and response are not prefilled again; with `reprefill` nothing of it does."""
     stand = Stand(small_config(tmp_path, repack=how), each_turn=Shuffler(seed=1))

@@ -69,6 +69,7 @@ class Controller:
         self.machine_weights: dict[str, tuple[int, int]] = {}
         self.loads: dict[int, m.ReplicaLoad] = {}  # by replica, from its pings
         self.take: m.TakeBatch | None = None
+        self.taken = 0  # groups that the trainer has had of its present step
         self.take_reason = ""  # why it has no answer yet
         self.last_not_yet = self.last_step_time = self.last_progress = 0.0
         self.step_seconds: list[float] = []
@@ -292,7 +293,7 @@ class Controller:
         for replica, request in list(self.waiting.items()):
             member = self.members.at("rollout", replica)
             step = self.weight_steps.get(request.weight_id)
-            if member is None or step is None or self.stopping:
+            if member is None or step is None or (self.stopping and not self.taken):  # a step that has begun shall end
                 continue
             if self.machine_weights.get(member.hello.machine, (-1, -1))[0] > request.weight_id:
                 del self.waiting[replica]  # it has been told of newer weights: it pulls and asks again
@@ -314,7 +315,7 @@ class Controller:
             return None
 
         def may_go_on(group: admission.GroupView) -> bool:
-            return admission.may_go_on(group, step, self.trainer_step, self.book.views(), size, bound)
+            return admission.may_go_on(group, step, self.trainer_step, self.book.views(), size, bound, self.taken)
 
         if self.rounds:
             self.rounds.took(replica)
@@ -389,8 +390,10 @@ class Controller:
         trainer = self.members.at("trainer")
         if self.take is None or trainer is None:
             return
-        step, size = self.take.step, self.config.algorithm.prompts_per_step
-        if self.stopping:
+        step, whole = self.take.step, self.config.algorithm.prompts_per_step
+        parts = self.config.algorithm.minibatches_per_step if self.config.pipeline.consumption == "stream" else 1
+        size = whole // parts
+        if self.stopping and not self.taken:
             self.take = None
             self.send(trainer, m.Leave(self.stopping))
             return
@@ -402,14 +405,17 @@ class Controller:
         else:
             ready = self.book.ready_groups
             few = admission.Choice([], f"{ready} of {size} groups are finished")  # no need to look at them all, turn after turn
-            choice = few if ready < size else admission.choose(step, self.book.views(), size, self.config.pipeline.max_staleness)
+            choice = few if ready < size else self.choose(step, whole, size)
             payloads = self.book.consume(sorted(choice.group_ids), step) if choice.group_ids else []
         if choice.group_ids:
-            self.take = None
+            self.take, self.taken = None, self.taken + size
             self.send(trainer, m.StoredBatch(step, [msgspec.Raw(p) for p in payloads], self.config.algorithm.samples_per_prompt))
         elif time.time() - self.last_not_yet > _NOT_YET_SECONDS:
             self.last_not_yet, self.take_reason = time.time(), choice.reason
             self.send(trainer, m.NotYet(step, choice.reason))
+
+    def choose(self, step: int, whole: int, size: int) -> admission.Choice:
+        return admission.choose(step, self.book.views(), whole, self.config.pipeline.max_staleness, self.taken, size)
 
     def on_StepDone(self, member: Member, done: m.StepDone) -> None:
         now = time.time()
@@ -417,7 +423,7 @@ class Controller:
         fields = {**done.metrics, "step": self.trainer_step, "seconds": now - self.last_step_time}
         if self.replay is None:
             fields |= dataclasses.asdict(self.book.take_counts())
-        self.last_step_time = now
+        self.last_step_time, self.taken = now, 0
         if self.seen_steps:  # the first step holds the start-up of the engines
             self.step_seconds.append(fields["seconds"])
         self.seen_steps += 1

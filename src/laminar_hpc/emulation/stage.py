@@ -57,19 +57,24 @@ def trainer(config: RunConfig, seconds_per_token: float) -> None:
         channel.request(m.Ping(), m.EpochProposed, timeout=_WAIT, what="the first epoch")
         weight_id = _publish(channel, step)
         while step < config.steps:
-            asked = time.time()
-            channel.send(m.TakeBatch(step))
-            batch = _answer(channel, m.Batch)
-            if batch is None:
+            asked, trajectories, waited = time.time(), [], 0.0
+            for part in range(config.algorithm.minibatches_per_step if config.pipeline.consumption == "stream" else 1):
+                begun = time.time()
+                channel.send(m.TakeBatch(step, part))
+                batch = _answer(channel, m.Batch)
+                if batch is None:
+                    break
+                waited += time.time() - begun
+                tokens = sum(len(t.prompt_tokens) + len(t.response_tokens) for t in batch.trajectories)
+                time.sleep(tokens * seconds_per_token / config.emulation.time_scale)
+                trajectories += batch.trajectories
+            if not trajectories:
                 break
-            taken = time.time()
-            tokens = sum(len(t.prompt_tokens) + len(t.response_tokens) for t in batch.trajectories)
-            time.sleep(tokens * seconds_per_token / config.emulation.time_scale)
             trained = time.time()
-            metrics = batch_metrics(batch.trajectories, step)
+            metrics = batch_metrics(trajectories, step)
             step += 1
             weight_id = _publish(channel, step)
-            channel.send(m.StepDone(step - 1, {**metrics, "wait_seconds": taken - asked, "train_seconds": trained - taken}))
+            channel.send(m.StepDone(step - 1, {**metrics, "wait_seconds": waited, "train_seconds": trained - asked - waited}))
             if _answer(channel, m.Continue) is None:
                 break
         channel.send(m.TrainerDone(step, weight_id))

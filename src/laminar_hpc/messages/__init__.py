@@ -303,9 +303,10 @@ class MoveFailed(Message):
 
 
 class TakeBatch(Message):
-    """Asks for the batch that turns weights of step `step` into `step + 1`."""
+    """Asks for the batch that turns weights of step `step` into `step + 1`, or with consumption as a stream for its next mini-batch."""
 
     step: int
+    part: int = 0
 
 
 class Batch(Message):
