@@ -151,15 +151,15 @@ def assert_is_whole(t: Trajectory, config: RunConfig) -> None:
     assert ids == [t.weight_id] if config.pipeline.refresh != "interrupt" else t.weight_id <= ids[0] and ids == sorted(set(ids))
 
 
-def assert_every_one_ended_once(stand: Stand) -> dict[int, Trajectory]:
+def assert_every_one_ended_once(config: RunConfig) -> dict[int, Trajectory]:
     """All that was ever granted is finished or consumed, in whole; returns the trajectories by id."""
-    database = sqlite3.connect(f"file:{stand.config.run_dir}/store.sqlite?mode=ro", uri=True)
+    database = sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True)
     rows = database.execute("SELECT id, state, payload FROM trajectories").fetchall()
     database.close()
     assert {state for _, state, _ in rows} <= {"consumed", "finished"}, "a trajectory was lost"
-    wanted = stand.config.steps * stand.config.algorithm.prompts_per_step * stand.config.algorithm.samples_per_prompt
+    wanted = config.steps * config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
     assert len(rows) == len({i for i, _, _ in rows}) == wanted
     found = {i: decode_trajectory(payload) for i, _, payload in rows}
     for trajectory in found.values():
-        assert_is_whole(trajectory, stand.config)
+        assert_is_whole(trajectory, config)
     return found

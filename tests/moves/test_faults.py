@@ -90,7 +90,7 @@ def run(tmp_path, monkeypatch, seed: int, faults: int, how: str, increments: int
     saboteur = Saboteur(seed, faults, share)
     stand = Stand(config, sabotaged(saboteur), Shuffler(seed, every=0.02, at_once=8))
     stand.run(240)
-    assert_every_one_ended_once(stand)
+    assert_every_one_ended_once(stand.config)
     return stand, saboteur
 
 

@@ -11,7 +11,7 @@ from laminar_hpc.observability import rundata
 def run(tmp_path, steps: int = 4, **pipeline: object) -> tuple[Stand, list[Trajectory]]:
     stand = Stand(small_config(tmp_path, steps=steps, **pipeline))
     stand.run(90)
-    return stand, list(assert_every_one_ended_once(stand).values())
+    return stand, list(assert_every_one_ended_once(stand.config).values())
 
 
 @pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -11,7 +11,7 @@ def test_trajectories_move_and_every_one_ends_once(tmp_path, how):
     """With `kv` the prefix comes along and prompt and response are not prefilled again; with `reprefill` nothing of it does."""
     stand = Stand(small_config(tmp_path, repack=how), each_turn=Shuffler(seed=1))
     stand.run(90)
-    found = assert_every_one_ended_once(stand)
+    found = assert_every_one_ended_once(stand.config)
     moves = rundata.load(tmp_path / "run").records.get("move", [])
     assert len(moves) >= 3, "hardly anything moved"
     last = {move["trajectory_id"]: move for move in moves}
