@@ -166,7 +166,8 @@ class LocalBatch:
             async with self._places:
                 reason = await self._generate(work)
         finally:
-            self.works.pop(work.trajectory_id, None)
+            if self.works.get(work.trajectory_id) is work:  # it may be back by now, as another work
+                del self.works[work.trajectory_id]
         self.state.finished()
         if reason == "moved":
             self.moved_away += 1
