@@ -76,11 +76,11 @@ class Moving:
             self.context.channel.send(MoveFailed(order.move_id, "it does not run here"))
             return
         work.order = order
-        self.batch.add(self._send(order, work))
+        self.batch.add(self._send(order, work, work.request_id))
 
-    async def _send(self, order: MoveOrder, work: Work) -> None:
+    async def _send(self, order: MoveOrder, work: Work, request_id: str) -> None:
         """What the order asks for; without KV, or where that fails, the request is only stopped."""
-        engine, request_id, kv = self._engine, work.request_id, bool(order.address)
+        engine, kv = self._engine, bool(order.address)
         try:
             if kv:
                 await engine.kv_send(order.move_id, request_id, order.address)
