@@ -1,6 +1,6 @@
 """Dynamic repack on 16 emulated replicas of Qwen2.5-32B, against the same run without it; and how long the planner takes.
 
-    python bench/repack.py --json repack.json                       two runs of 3,600 emulated seconds at ten times real time
+    python bench/repack.py --json repack.json                       two runs of 3,600 emulated seconds at five times real time
     python bench/repack.py --emulated-seconds 1800 --scale 20       shorter, where the machine has cores to spare
 
 EMULATED: the engines (laminar_hpc/emulation) generate nothing. Real: controller, store, rollout workers, sockets, messages, moves. Lengths
@@ -153,7 +153,7 @@ def main() -> None:
     options = common.parser(__doc__ or "")
     options.add_argument("--emulated-seconds", type=float, default=3600.0, help="length of a run (default 3600)")
     options.add_argument("--warm-up", type=float, default=900.0, help="emulated seconds that are left out (default 900)")
-    options.add_argument("--scale", type=float, default=10.0, help="emulated seconds per second (default 10)")
+    options.add_argument("--scale", type=float, default=5.0, help="emulated seconds per second (default 5)")
     options.add_argument("--per-process", type=int, default=8, help="replicas per process (default 8)")
     options.add_argument("--only", choices=("emulated", "sensitivity", "planner"), help="one part")
     options = options.parse_args()
