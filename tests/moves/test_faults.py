@@ -24,6 +24,7 @@ MESSAGES = ("Reserve", "Reserved", "MoveOrder", "MoveReady", "Import", "Imported
 ENGINE_FAULTS = [(call, kind) for call in CALLS for kind in ("refuse", "hang", "die before", "die after") if (call, kind) not in
                  {("kv_commit", "refuse"), ("kv_abort", "refuse")}]  # fmt: skip
 MOST = 3
+LATE = ("kv_import", "kv_commit")  # few moves come so far between the others' faults
 FAULTS = [*ENGINE_FAULTS, *((name, "lost") for name in MESSAGES)]
 
 
@@ -37,7 +38,8 @@ class Saboteur:
     def strikes(self, where: str, kinds: tuple[str, ...]) -> str:
         """The kind of the fault that strikes here, or ""."""
         left = [kind for kind in kinds if (where, kind) in FAULTS and self.struck[where, kind] < MOST]
-        if not left or self.struck.total() >= self.wanted or self.random.random() > self.share:
+        share = 1.0 if where in LATE else self.share
+        if not left or self.struck.total() >= self.wanted or self.random.random() > share:
             return ""
         kind = min(left, key=lambda kind: (self.struck[where, kind], self.random.random()))
         self.struck[where, kind] += 1
