@@ -196,8 +196,11 @@ BAD = [
     ("trainer.tokens_per_microbatch=100", "cannot hold a prompt"),
     ("rollout.kv_cache_tokens=100", "cannot hold one response"),
     ("pipeline.max_staleness=-1", "must be 0 or more"),
-    ("pipeline.refresh=barrier", "needs pipeline.max_staleness=0"),
-    ("pipeline.refresh=sometimes", "use one of drained, barrier"),
+    ("pipeline.refresh=barrier pipeline.max_staleness=null", "needs a pipeline.max_staleness"),
+    ("pipeline.refresh=sometimes", "use one of drained, barrier, interrupt"),
+    ("pipeline=sync pipeline.repack=kv", "needs pipeline.refresh=drained"),
+    ("pipeline.keep_kv=true", "needs pipeline.refresh=interrupt"),
+    ("pipeline=stream algorithm.prompts_per_step=33", "divisible by algorithm.minibatches_per_step"),
     ("source=replay:/nowhere", "no store.sqlite"),
     ("resume=maybe", "use one of auto, never"),
 ]

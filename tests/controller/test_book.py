@@ -5,7 +5,7 @@ import pytest
 from laminar_hpc.controller.book import Book
 from laminar_hpc.controller.prompts import Prompt
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages import Trajectory, VersionSpan
+from laminar_hpc.messages import Trajectory, VersionSpan, decode_trajectory
 from laminar_hpc.policies.sampling import GroupSize
 
 
@@ -41,7 +41,7 @@ def test_a_group_is_finished_with_its_last_score_and_stamped_with_the_step(tmp_p
     book.generated(trajectory(group, second), 4)
     complete = book.scored(second.trajectory_id, 0, 0.0, {}, "", 3.0)
     assert complete is not None and complete.finished
-    batch = book.consume([group.group_id], 5)
+    batch = [decode_trajectory(payload) for payload in book.consume([group.group_id], 5)]
     assert [t.step_finished for t in batch] == [3, 4] and [t.reward for t in batch] == [1.0, 0.0]
     assert book.groups == {}
     store.close()
@@ -51,7 +51,10 @@ def test_reports_of_old_attempts_are_refused(tmp_path):
     """Promise 2: a process that wakes up late can do no harm."""
     store, book = new_book(tmp_path)
     (group,) = book.draw(1, 5, replica=0, weight_id=0, weight_step=0, now=0.0)
-    assert book.replica_gone(0) == 2
+    gone = book.in_progress()[0]
+    for _, trajectory_id, sample in gone:
+        book.discard(trajectory_id, sample.attempt, tokens=3)
+    assert len(gone) == 2 and book.counts.tokens_discarded == 6
     (again,) = book.draw(3, 0, replica=1, weight_id=1, weight_step=1, now=0.0)
     assert [s.attempt for s in again.samples] == [1, 1] and again.group_id == group.group_id
     finish(book, group)

@@ -7,6 +7,7 @@ from test_book import trajectory
 from laminar_hpc.controller.book import Book, Counts
 from laminar_hpc.controller.prompts import Prompt
 from laminar_hpc.controller.store import Store
+from laminar_hpc.messages import decode_trajectory
 from laminar_hpc.policies.sampling import GroupSize
 
 PAIR = GroupSize(2, 1, 2)
@@ -63,7 +64,7 @@ def test_without_the_setting_equal_rewards_are_trained(tmp_path):
     store, book = new_book(tmp_path)
     (group,) = draw(book)
     kept = score(book, group, [0.0, 0.0])
-    assert kept is not None and kept.finished and [t.reward for t in book.consume([0], 0)] == [0.0, 0.0]
+    assert kept is not None and kept.finished and [decode_trajectory(p).reward for p in book.consume([0], 0)] == [0.0, 0.0]
     store.close()
 
 
@@ -79,7 +80,7 @@ def test_a_group_that_is_all_wrong_gets_more_samples(tmp_path):
     (last,) = draw(book, quota=0, step=2)
     complete = score(book, last, [1.0], step=2)
     assert complete is not None and complete.finished and book.groups[0].view().weight_step == 0
-    batch = book.consume([0], 2)
+    batch = [decode_trajectory(payload) for payload in book.consume([0], 2)]
     assert [t.reward for t in batch] == [0.0, 0.0, 0.0, 1.0] and [t.weight_step for t in batch] == [0, 0, 2, 2]
     assert book.counts == Counts(tokens_generated=12)
     (right,) = draw(book)

@@ -17,10 +17,10 @@ from engines import EOS, Pair, fill_slot, make_model, reference
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import puller
+from laminar_hpc.rollout.batch import objection
 from laminar_hpc.rollout.puller import Puller, SlotRefused, SumsDiffer
 from laminar_hpc.rollout.sglang_plugin import protocol
 from laminar_hpc.rollout.sglang_server import REPORTS_SPANS, SglangServer, sampling_parameters
-from laminar_hpc.rollout.worker import objection
 from laminar_hpc.weights.manifest import WEIGHTS_FILE
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter

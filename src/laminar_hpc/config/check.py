@@ -89,9 +89,13 @@ def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
 def pipeline_text(config: RunConfig) -> str:
     """What the pipeline does, for whoever wonders whether it is asynchronous."""
     bound, name = config.pipeline.max_staleness, config.pipeline.name
-    if config.pipeline.refresh == "barrier":
+    if config.pipeline.refresh == "barrier" and bound == 0:
         return f"{name}: synchronous; trainer and replicas take turns, on-policy"
     limit = "staleness without a bound" if bound is None else f"at most {bound} steps stale"
+    if config.pipeline.refresh == "interrupt":
+        return f"{name}: asynchronous; new weights come into running trajectories, whose tokens are of several policies; {limit}"
+    if config.pipeline.refresh == "barrier":
+        return f"{name}: asynchronous; replicas generate a batch together while the trainer trains on an earlier one; {limit}"
     return f"{name}: asynchronous; trainer and replicas work at the same time; {limit}"
 
 
@@ -177,7 +181,10 @@ def _check_choices(config: RunConfig) -> None:
     choices = {
         "role": (config.role, ("all", "trainer", "relay", "rollout", "controller")),
         "resume": (config.resume, ("auto", "never")),
-        "pipeline.refresh": (config.pipeline.refresh, ("drained", "barrier")),
+        "pipeline.refresh": (config.pipeline.refresh, ("drained", "barrier", "interrupt")),
+        "pipeline.consumption": (config.pipeline.consumption, ("batch", "stream")),
+        "pipeline.repack": (config.pipeline.repack, ("off", "reprefill", "kv")),
+        "rollout.engine": (config.rollout.engine, ("sglang", "emulated")),
         "data.too_long": (config.data.too_long, ("refuse", "drop")),
         "relay.publish": (config.relay.publish, ("overlapped", "blocking")),
         "algorithm.zero_variance": (config.algorithm.zero_variance, ("keep", "filter", "estimate")),
@@ -217,13 +224,35 @@ def _check_numbers(config: RunConfig, model: dict) -> None:
     _refuse(config.relay.slots < 2, f"relay.slots={config.relay.slots}: at least 2, one to read and one to write")
     bound = config.pipeline.max_staleness
     _refuse(bound is not None and bound < 0, f"pipeline.max_staleness={bound}: must be 0 or more, or null for no bound")
-    _refuse(
-        config.pipeline.refresh == "barrier" and bound != 0,
-        f"pipeline.refresh=barrier needs pipeline.max_staleness=0, not {bound}: replicas that wait for each other cannot run ahead",
-    )
+    _check_pipeline(config)
     _refuse(config.rollout.max_concurrent < 1, f"rollout.max_concurrent={config.rollout.max_concurrent}: must be at least 1")
     _refuse(config.reward.slots < 1 or config.reward.workers < 1, "reward.slots and reward.workers must be at least 1")
     _refuse(config.checkpoint.every < 1 or config.checkpoint.keep < 1, "checkpoint.every and checkpoint.keep must be at least 1")
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    p, minibatches = config.pipeline, config.algorithm.minibatches_per_step
+    _refuse(
+        p.refresh == "barrier" and p.max_staleness is None,
+        "pipeline.refresh=barrier needs a pipeline.max_staleness, 0 for turns or 1 for one step ahead: else nobody waits for the trainer",
+    )
+    _refuse(
+        p.repack != "off" and p.refresh != "drained",
+        f"pipeline.repack={p.repack} needs pipeline.refresh=drained, not {p.refresh}: only a replica that refreshes by itself gains by it",
+    )
+    _refuse(
+        p.keep_kv and p.refresh != "interrupt",
+        "pipeline.keep_kv=true needs pipeline.refresh=interrupt: otherwise no request outlives its weights",
+    )
+    _refuse(p.repack_seconds <= 0, f"pipeline.repack_seconds={p.repack_seconds}: must be above 0")
+    _refuse(
+        p.consumption == "stream" and (config.algorithm.prompts_per_step % minibatches != 0 or config.source != "rollout"),
+        f"pipeline.consumption=stream needs algorithm.prompts_per_step={config.algorithm.prompts_per_step} divisible by "
+        f"algorithm.minibatches_per_step={minibatches}, and source=rollout",
+    )
+    _refuse(config.rollout.increment_tokens < 0, f"rollout.increment_tokens={config.rollout.increment_tokens}: must be 0 or more")
+    e = config.emulation
+    _refuse(e.time_scale <= 0 or not 0 <= e.wire_share <= 1, "emulation.time_scale must be above 0, emulation.wire_share from 0 to 1")
 
 
 def _check_batch(config: RunConfig, derived: Derived) -> None:

@@ -126,6 +126,22 @@ class RolloutConfig:
     threads: int = 1  # CPU threads per engine
     devices: list[int] | None = None  # GPUs of each machine that replicas use, in order; null = those after the trainers', or all
     engine_arguments: dict[str, str] = field(default_factory=dict)  # passed to SGLang's server as --key value
+    engine: str = "sglang"  # sglang | emulated (no model at all, see `emulation`)
+    increment_tokens: int = 0  # responses go to the partial-response pool every so many tokens and outlive their replica; 0 = never
+
+
+@dataclass
+class EmulationConfig:
+    """The emulated engine (rollout.engine=emulated): no model and no weights, invented tokens, decode and moves paced by the simulator's
+    costs, real processes, sockets and messages."""
+
+    time_scale: float = 1.0  # emulated seconds per second
+    model: str = "32B"  # whose costs, by simulator/constants.py
+    gpu: str = "H800"  # the same
+    median_response_tokens: float = 1097.0  # lengths are log-normal, similar inside a group, at most sampling.max_response_tokens
+    sigma: float = 1.69  # of the log-lengths
+    wire_share: float = 1.0  # of a KV cache's bytes that really cross the socket; all of them are charged
+    constants: dict[str, float] = field(default_factory=dict)  # other values for fields of simulator/constants.py
 
 
 @dataclass
@@ -133,9 +149,14 @@ class PipelineConfig:
     """A pipeline is a few policy values; `conf/pipeline/*.yaml` are presets of them."""
 
     name: str = "laminar"
-    refresh: str = "drained"  # drained: a replica goes on by itself when its local batch is done; barrier: all wait for each other
+    refresh: str = "drained"  # drained: a replica pulls when its local batch is done; barrier: all together; interrupt: at once
     max_staleness: int | None = 2  # in trainer steps at training time; null = no bound, first finished first trained
+    consumption: str = "batch"  # batch: the trainer takes a whole batch; stream: each mini-batch as soon as its groups are finished
     local_batch_groups: int | None = None  # prompt groups per local batch; null = ceil(prompts_per_step / replicas)
+    keep_kv: bool = False  # of interrupt: go on with the KV cache of the earlier weights; false = prefill again
+    repack: str = "off"  # the tail of a local batch moves to another replica on the same weights: off | reprefill | kv
+    repack_seconds: float = 5.0  # between two looks at the replicas; there is one more after each publication
+    repack_requests: int | None = None  # most requests that a replica is filled to; null = from its measured decode curve
 
 
 @dataclass
@@ -192,6 +213,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    emulation: EmulationConfig = field(default_factory=EmulationConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

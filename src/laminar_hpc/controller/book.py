@@ -17,13 +17,14 @@ from laminar_hpc.policies.admission import GroupView
 from laminar_hpc.policies.sampling import GroupSize
 
 log = logging.getLogger(__name__)
+_NOBODY, _ON_ITS_WAY = -1, -2
 
 
 @dataclass
 class SampleState:
     attempt: int
     weight_step: int
-    replica: int  # -1 = with nobody, waits to be given out again
+    replica: int  # _NOBODY: waits to be given out again; _ON_ITS_WAY: its owner is dead and a move takes it to another
     finished: bool = False
     generated: Trajectory | None = None  # complete but not yet scored
     reward: float = 0.0
@@ -52,7 +53,7 @@ class Counts:
     tokens_generated: int = 0
     samples_saved: int = 0
     tokens_saved: float = 0.0  # see GroupSize.saved
-    tokens_discarded: int = 0  # of complete trajectories that were lost before their score; what a dead replica had begun is not known
+    tokens_discarded: int = 0  # of trajectories that were lost, as far as they were known (pool of partial responses, or complete)
     reports_refused: int = 0  # from attempts that no longer count
 
 
@@ -69,6 +70,7 @@ class Book:
         self.counted = store.counted_groups()
         self.groups: dict[int, Group] = {}
         self._group_of: dict[int, int] = {}
+        self.ready_groups = 0  # finished, not consumed
         self.filtered_in_a_row = 0
         self.counts = Counts()
         self.may_change = filters or size.first < size.most  # a score can make room for other groups, or for more samples
@@ -82,13 +84,14 @@ class Book:
                 group.samples[trajectory_id] = SampleState(attempt, sample_step if finished else weight_step, -1, finished, None, *scored)
                 self._group_of[trajectory_id] = group_id
             self.groups[group_id] = group
+        self.ready_groups = sum(group.finished for group in self.groups.values())
 
     # ---- giving out ------------------------------------------------------------------------------------------------------------
 
     def _open_samples(self) -> list[tuple[Group, list[int]]]:
         """Samples with nobody: lost ones, and those that a group got later; by the weights of their groups, oldest first."""
         found = [
-            (g, [i for i, s in g.samples.items() if not s.finished and s.replica < 0 and s.generated is None])
+            (g, [i for i, s in g.samples.items() if not s.finished and s.replica == _NOBODY and s.generated is None])
             for g in self.groups.values()
             if not g.finished
         ]
@@ -159,11 +162,19 @@ class Book:
             return None
         return group, sample
 
-    def generated(self, trajectory: Trajectory, trainer_step: int) -> None:
+    def counts_as(self, trajectory_id: int, attempt: int) -> bool:
+        """Whether this attempt is under way; asked of increments, which may come late without being a sign of anything."""
+        group = self.groups.get(self._group_of.get(trajectory_id, -1))
+        sample = group.samples.get(trajectory_id) if group else None
+        return sample is not None and sample.attempt == attempt and not sample.finished and sample.generated is None
+
+    def generated(self, trajectory: Trajectory, trainer_step: int) -> bool:
+        """Whether it counts."""
         found = self._sample(trajectory.trajectory_id, trajectory.attempt)
         if found:
             trajectory.step_finished = trainer_step
             found[1].generated = trajectory
+        return found is not None
 
     def scored(self, trajectory_id: int, attempt: int, reward: float, parts: dict[str, float], error: str, time: float) -> Group | None:
         """Stores the finished trajectory; its group when that is complete now: `finished`, else it is given up."""
@@ -203,6 +214,7 @@ class Book:
         self.filtered_in_a_row = 0
         self._finished_count += 1
         group.finished, group.finish_order = True, self._finished_count
+        self.ready_groups += 1
         self._store.put("groups_finished", self._finished_count)
         self._store.finish_group(group.group_id, group.view().weight_step, self._finished_count, time)
 
@@ -210,23 +222,60 @@ class Book:
         for trajectory_id in self.groups.pop(group_id).samples:
             del self._group_of[trajectory_id]
 
-    def lost(self, trajectory_id: int, attempt: int) -> None:
-        """The sample is given out again at the next grant."""
+    # ---- moves -----------------------------------------------------------------------------------------------------------------
+
+    def in_progress(self, generated: bool = False) -> dict[int, list[tuple[Group, int, SampleState]]]:
+        """By replica what it has of unfinished trajectories; with `generated` also those that only wait for their score."""
+        found: dict[int, list[tuple[Group, int, SampleState]]] = {}
+        for group in self.groups.values():
+            if not group.finished:
+                for trajectory_id, sample in group.samples.items():
+                    if sample.replica >= 0 and not sample.finished and (generated or sample.generated is None):
+                        found.setdefault(sample.replica, []).append((group, trajectory_id, sample))
+        return found
+
+    def in_progress_counts(self) -> dict[int, int]:
+        return {replica: len(found) for replica, found in self.in_progress().items()}
+
+    def prompt_of(self, group: Group) -> Prompt:
+        return self._prompts[group.prompt_index]
+
+    def bare_group(self, trajectory_id: int) -> PromptGroup:
+        """Its group's prompt, without samples."""
+        return self._message(self.groups[self._group_of[trajectory_id]], [])
+
+    def move(self, trajectory_id: int, attempt: int, replica: int, weight_id: int) -> bool:
+        """`replica` owns the trajectory from here on, under the next attempt. False when this attempt no longer counts."""
+        found = self._sample(trajectory_id, attempt)
+        if not found or found[1].generated is not None:
+            return False
+        sample = found[1]
+        sample.attempt, sample.replica = attempt + 1, replica
+        self._store.grant_again(trajectory_id, sample.attempt, replica, weight_id, sample.weight_step)
+        return True
+
+    def hold(self, trajectory_id: int) -> None:
+        """Its owner is dead; it is not given out while a move takes it elsewhere."""
+        self.groups[self._group_of[trajectory_id]].samples[trajectory_id].replica = _ON_ITS_WAY
+
+    def discard(self, trajectory_id: int, attempt: int, tokens: int) -> None:
+        """It starts again from its prompt; `tokens` of it that were known are thrown away."""
+        found = self._sample(trajectory_id, attempt)
+        if found:
+            self.counts.tokens_discarded += tokens
+            self._release(found[1])
+
+    def lost(self, trajectory_id: int, attempt: int) -> bool:
+        """The sample is given out again at the next grant. Whether the report counts."""
         found = self._sample(trajectory_id, attempt)
         if found:
             self._release(found[1])
-
-    def replica_gone(self, replica: int) -> int:
-        """All that a dead replica had not finished is given out again; returns how many trajectories that are."""
-        gone = [s for g in self.groups.values() for s in g.samples.values() if s.replica == replica and not s.finished]
-        for sample in gone:
-            self._release(sample)
-        return len(gone)
+        return found is not None
 
     def _release(self, sample: SampleState) -> None:
         if sample.generated is not None:
             self.counts.tokens_discarded += len(sample.generated.response_tokens)
-        sample.replica, sample.generated = -1, None
+        sample.replica, sample.generated = _NOBODY, None
 
     # ---- training --------------------------------------------------------------------------------------------------------------
 
@@ -237,9 +286,10 @@ class Book:
         taken, self.counts = self.counts, Counts()
         return taken
 
-    def consume(self, group_ids: list[int], step: int) -> list[Trajectory]:
-        """Takes groups out for step `step`; they are in the store as consumed before the batch is sent."""
+    def consume(self, group_ids: list[int], step: int) -> list[bytes]:
+        """Takes groups out for step `step`; they are in the store as consumed before the batch is sent. Their trajectories, encoded."""
         self._store.consume(group_ids, step)
+        self.ready_groups -= len(group_ids)
         for group_id in group_ids:
             self._forget(group_id)
-        return self._store.trajectories(group_ids)
+        return self._store.payloads(group_ids)

@@ -16,6 +16,8 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import oom_kills
@@ -26,11 +28,13 @@ from laminar_hpc.controller.book import Book, Group
 from laminar_hpc.controller.chain import TRAINER, Chain, Orders
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member, Members
+from laminar_hpc.controller.mover import Mover
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies import admission, filtering
+from laminar_hpc.policies.rounds import Rounds
 from laminar_hpc.policies.sampling import worth_a_batch
 
 log = logging.getLogger(__name__)
@@ -66,6 +70,7 @@ class Controller:
         self.machine_weights: dict[str, tuple[int, int]] = {}
         self.loads: dict[int, m.ReplicaLoad] = {}  # by replica, from its pings
         self.take: m.TakeBatch | None = None
+        self.taken = 0  # groups that the trainer has had of its present step
         self.take_reason = ""  # why it has no answer yet
         self.last_not_yet = self.last_step_time = self.last_progress = 0.0
         self.step_seconds: list[float] = []
@@ -81,6 +86,8 @@ class Controller:
         self.started = time.time()
         self.separate = config.role != "all"
         self.oom_kills = oom_kills()
+        self.mover = Mover(self)
+        self.rounds = Rounds(derived.rollout_ranks) if config.pipeline.refresh == "barrier" else None
 
     # ---- one turn --------------------------------------------------------------------------------------------------------------
 
@@ -117,7 +124,13 @@ class Controller:
         if isinstance(message, m.Ping):
             if message.load is not None:
                 self.loads[member.hello.index] = message.load
+                self.mover.loaded(member.hello.index, message.load)
             self.send(member, m.Pong())
+        elif isinstance(message, m.Reserved | m.MoveReady | m.Imported | m.MoveFailed):
+            self.mover.heard(member, message)
+        elif isinstance(message, m.Increment):
+            if self.book.counts_as(message.trajectory_id, message.attempt):
+                self.mover.pool.add(message)
         else:
             getattr(self, f"on_{type(message).__name__}")(member, message)
         return None
@@ -131,6 +144,7 @@ class Controller:
             self.form_chain()
             self.answer_trainer()
             self.dispatch()
+            self.mover.tick(time.monotonic())
             self.show_progress()
 
     # ---- membership ------------------------------------------------------------------------------------------------------------
@@ -190,7 +204,9 @@ class Controller:
         self.waiting.pop(replica, None)
         self.open_weights.pop(replica, None)
         self.loads.pop(replica, None)
-        lost = self.book.replica_gone(replica)
+        if self.rounds:
+            self.rounds.gone([replica])
+        lost = self.mover.replica_gone(replica)
         if self.evaluations:
             self.evaluations.replica_gone(replica)
         if lost:
@@ -256,6 +272,8 @@ class Controller:
                 "relay", index=member.hello.index, weight_id=has.weight_id, step=has.weight_step, seconds=has.seconds, bytes=has.bytes
             )
         self.chain.relay_has(member.hello.index, has.weight_id, has.passed_on)
+        if has.weight_id > self.newest_weights[0] and self.config.pipeline.repack != "off":
+            self.mover.look_soon()
         self.newest_weights = max(self.newest_weights, (has.weight_id, has.weight_step))
         self.machine_weights[member.hello.machine] = (has.weight_id, has.weight_step)
         for rollout in self.members.all("rollout"):
@@ -277,7 +295,7 @@ class Controller:
         known = self.probes.setdefault(weight_id, {})
         known[who] = logprobs
         trainer = known.get("trainer")
-        if trainer is None:
+        if trainer is None or not logprobs:  # an emulated engine scores nothing
             return
         for rollout in [name for name in known if name != "trainer"]:
             gaps = [abs(a - b) for a, b in zip(trainer, known.pop(rollout), strict=True)]
@@ -307,7 +325,7 @@ class Controller:
         for replica, request in list(self.waiting.items()):
             member = self.members.at("rollout", replica)
             step = self.weight_steps.get(request.weight_id)
-            if member is None or step is None or self.stopping:
+            if member is None or step is None or (self.stopping and not self.taken):  # a step that has begun shall end
                 continue
             if self.machine_weights.get(member.hello.machine, (-1, -1))[0] > request.weight_id:
                 del self.waiting[replica]  # it has been told of newer weights: it pulls and asks again
@@ -320,7 +338,7 @@ class Controller:
                 self.send(member, grant)
 
     def training_grant(self, replica: int, weight_id: int, step: int) -> m.Grant | None:
-        if self.trainer_done or not self.barrier_passed(step):
+        if self.trainer_done or (self.rounds and not self.rounds.may_begin(replica, self.idle(), self.newest_weights[0])):
             return None
         size, bound = self.config.algorithm.prompts_per_step, self.config.pipeline.max_staleness
         quota = admission.quota(step, self.book.counted, size, self.config.steps, bound)
@@ -329,24 +347,24 @@ class Controller:
             return None
 
         def may_go_on(group: admission.GroupView) -> bool:
-            return admission.may_go_on(group, step, self.trainer_step, self.book.views(), size, bound)
+            return admission.may_go_on(group, step, self.trainer_step, self.book.views(), size, bound, self.taken)
 
+        if self.rounds:
+            self.rounds.took(replica)
         groups = self.book.draw(self.derived.local_batch_groups, quota, replica, weight_id, step, time.time(), may_go_on)
         sampling = self.config.sampling
         return m.Grant(self.batches, weight_id, step, groups, sampling.temperature, sampling.max_response_tokens) if groups else None
 
-    def barrier_passed(self, step: int) -> bool:
-        """With refresh=barrier a batch starts when every replica serves the trainer's own version."""
-        if self.config.pipeline.refresh != "barrier":
-            return True
-        steps = [self.weight_steps.get(i) for i in self.open_weights.values()]
-        return step == self.trainer_step and len(steps) >= self.derived.rollout_ranks and all(s == step for s in steps)
+    def idle(self) -> dict[int, int]:
+        """The weight id that each replica without work serves."""
+        return {replica: request.weight_id for replica, request in self.waiting.items()}
 
     def on_Generated(self, member: Member, generated: m.Generated) -> None:
         if generated.evaluation and self.evaluations:
             self.evaluations.generated(generated)
         else:
-            self.book.generated(generated.trajectory, self.trainer_step)
+            if self.book.generated(generated.trajectory, self.trainer_step):
+                self.mover.ended(generated.trajectory.trajectory_id)
 
     def on_Scored(self, member: Member, scored: m.Scored) -> None:
         if scored.error:
@@ -378,7 +396,8 @@ class Controller:
         if lost.evaluation and self.evaluations:
             self.evaluations.lost(lost)
         else:
-            self.book.lost(lost.trajectory_id, lost.attempt)
+            if self.book.lost(lost.trajectory_id, lost.attempt):
+                self.mover.ended(lost.trajectory_id)
             self.metrics.write("lost", trajectory_id=lost.trajectory_id, attempt=lost.attempt, reason=lost.reason)
 
     def show_progress(self) -> None:
@@ -403,25 +422,32 @@ class Controller:
         trainer = self.members.at("trainer")
         if self.take is None or trainer is None:
             return
-        step, size = self.take.step, self.config.algorithm.prompts_per_step
-        if self.stopping:
+        step, whole = self.take.step, self.config.algorithm.prompts_per_step
+        parts = self.config.algorithm.minibatches_per_step if self.config.pipeline.consumption == "stream" else 1
+        size = whole // parts
+        if self.stopping and not self.taken:
             self.take = None
             self.send(trainer, m.Leave(self.stopping))
             return
         if self.replay is not None:
-            trajectories = self.replay.trajectories(self.replay.consumed_groups(step))
-            if not trajectories:
+            payloads = self.replay.payloads(self.replay.consumed_groups(step))
+            if not payloads:
                 raise LaminarError(f"{self.config.source} holds no batch of step {step}; set steps={step}")
             choice = admission.Choice([-1])
         else:
-            choice = admission.choose(step, self.book.views(), size, self.config.pipeline.max_staleness)
-            trajectories = self.book.consume(sorted(choice.group_ids), step) if choice.group_ids else []
+            ready = self.book.ready_groups
+            few = admission.Choice([], f"{ready} of {size} groups are finished")  # no need to look at them all, turn after turn
+            choice = few if ready < size else self.choose(step, whole, size)
+            payloads = self.book.consume(sorted(choice.group_ids), step) if choice.group_ids else []
         if choice.group_ids:
-            self.take = None
-            self.send(trainer, m.Batch(step, trajectories, self.config.algorithm.samples_per_prompt))
+            self.take, self.taken = None, self.taken + size
+            self.send(trainer, m.StoredBatch(step, [msgspec.Raw(p) for p in payloads], self.config.algorithm.samples_per_prompt))
         elif time.time() - self.last_not_yet > _NOT_YET_SECONDS:
             self.last_not_yet, self.take_reason = time.time(), choice.reason
             self.send(trainer, m.NotYet(step, choice.reason))
+
+    def choose(self, step: int, whole: int, size: int) -> admission.Choice:
+        return admission.choose(step, self.book.views(), whole, self.config.pipeline.max_staleness, self.taken, size)
 
     def on_StepDone(self, member: Member, done: m.StepDone) -> None:
         now = time.time()
@@ -429,7 +455,7 @@ class Controller:
         fields = {**done.metrics, "step": self.trainer_step, "seconds": now - self.last_step_time}
         if self.replay is None:
             fields |= dataclasses.asdict(self.book.take_counts())
-        self.last_step_time = now
+        self.last_step_time, self.taken = now, 0
         if self.seen_steps:  # the first step holds the start-up of the engines
             self.step_seconds.append(fields["seconds"])
         self.seen_steps += 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from laminar_hpc.config.check import check_store_directory
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import Trajectory, decode_trajectory, encode
+from laminar_hpc.messages import Trajectory, encode
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
@@ -123,14 +123,14 @@ class Store:
             self._db.execute("UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group_id))
             self._db.execute("UPDATE trajectories SET state = 'consumed', consumed_step = ? WHERE group_id = ?", (step, group_id))
 
-    def trajectories(self, group_ids: Iterable[int]) -> list[Trajectory]:
-        """The finished or consumed trajectories of these groups, group by group, in sample order."""
-        found = []
+    def payloads(self, group_ids: Iterable[int]) -> list[bytes]:
+        """The finished or consumed trajectories of these groups, encoded, group by group, in sample order."""
+        found: list[bytes] = []
         for group_id in group_ids:
             rows = self._db.execute(
                 "SELECT payload FROM trajectories WHERE group_id = ? AND payload IS NOT NULL ORDER BY sample_index", (group_id,)
             )
-            found += [decode_trajectory(blob) for (blob,) in rows]
+            found += [blob for (blob,) in rows]
         return found
 
     # ---- restore and replay ----------------------------------------------------------------------------------------------------

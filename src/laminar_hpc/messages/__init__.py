@@ -39,6 +39,16 @@ class VersionSpan(msgspec.Struct):
     end: int
 
 
+class Partial(msgspec.Struct):
+    """A response so far: what a replica needs to go on with it. Tokens and their log-probs, one each; moves that it has made."""
+
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    spans: list[VersionSpan] = []
+    time_started: float = 0.0
+    moves: int = 0
+
+
 class Trajectory(msgspec.Struct):
     """A generated and scored response, as stored and as trained on.
 
@@ -80,6 +90,7 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     kv_tokens: int = 0  # of the KV cache in use
     kv_capacity: int = 0  # 0 = the engine has not said yet
     tokens_per_second: float = 0.0  # response tokens of the trajectories that ended in the last half minute
+    batch_max: int = 0  # requests at which decode stops being memory-bound (B of policies/repack.py); 0 = not measured
 
 
 # ---- all roles <-> controller -------------------------------------------------------------------------------------------------
@@ -198,6 +209,18 @@ class Lost(Message):
     evaluation: str = ""
 
 
+class Increment(Message):
+    """More of a response, for the partial-response pool: its tokens from `start` on."""
+
+    trajectory_id: int
+    attempt: int
+    start: int
+    tokens: list[int]
+    logprobs: list[float]
+    spans: list[VersionSpan]  # of these tokens; places count from the beginning of the response
+    time_started: float
+
+
 class WeightsAvailable(Message):
     """Controller to the rollouts of one machine: their relay holds these weights now."""
 
@@ -205,18 +228,102 @@ class WeightsAvailable(Message):
     weight_step: int
 
 
+# ---- moves of trajectories between rollouts: policies/moves.py --------------------------------------------------------------
+
+
+class Reserve(Message):
+    """To the destination: make room for this trajectory. Answer: Reserved or MoveFailed. A reserved replica may not pull."""
+
+    move_id: str
+    trajectory_id: int
+    group: PromptGroup  # without samples
+    weight_id: int
+    weight_step: int
+    tokens: int  # of its KV cache, about
+    kv: bool  # the KV cache comes too; false = it is prefilled again
+    temperature: float
+    max_response_tokens: int
+
+
+class Reserved(Message):
+    """`address`: where the destination's engine takes the KV cache; empty = nowhere. Said again until Import or MoveAbort comes."""
+
+    move_id: str
+    address: str
+
+
+class MoveOrder(Message):
+    """To the source: send the KV cache to `address` (empty = none), then stop the request. Answer: MoveReady or MoveFailed."""
+
+    move_id: str
+    trajectory_id: int
+    attempt: int
+    address: str
+
+
+class MoveReady(Message):
+    """From the source: the request stands still and all is sent. Said again until MoveCommit or MoveAbort comes."""
+
+    move_id: str
+    partial: Partial
+
+
+class Import(Message):
+    """To the destination: this is what you have received. Answer: Imported."""
+
+    move_id: str
+    partial: Partial
+
+
+class Imported(Message):
+    """The destination has it for good, and of its KV cache `prefix_tokens`. Said again until MoveCommit or MoveAbort comes."""
+
+    move_id: str
+    prefix_tokens: int
+
+
+class MoveCommit(Message):
+    """The destination owns the trajectory now, under `attempt`: it goes on there; the source lets go."""
+
+    move_id: str
+    attempt: int
+
+
+class MoveAbort(Message):
+    """The move is off: the source goes on with its request, the destination lets go."""
+
+    move_id: str
+    reason: str
+
+
+class MoveFailed(Message):
+    """From either side: it cannot do what it was asked, and goes on as if it had not been."""
+
+    move_id: str
+    reason: str
+
+
 # ---- trainer <-> controller (rank 0 of the trainer world only, but for Hello and Failure) --------------------------------------
 
 
 class TakeBatch(Message):
-    """Asks for the batch that turns weights of step `step` into `step + 1`."""
+    """Asks for the batch that turns weights of step `step` into `step + 1`, or with consumption as a stream for its next mini-batch."""
 
     step: int
+    part: int = 0
 
 
 class Batch(Message):
     step: int
     trajectories: list[Trajectory]
+    samples_per_prompt: int
+
+
+class StoredBatch(Message, tag="Batch"):
+    """What the controller sends as Batch: trajectories as they are in the store, not decoded and encoded again."""
+
+    step: int
+    trajectories: list[msgspec.Raw]
     samples_per_prompt: int
 
 
@@ -344,6 +451,7 @@ class RelayHas(Message):
 AnyMessage = (
     Hello | Welcome | Ping | Pong | Failure | Goodbye | Stop | Rejoin | StopRequest | WeightsOpened | RequestWork | Grant | Generated
     | Scored | Lost | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | NewWeightId | WeightId | Published
+    | Increment | Reserve | Reserved | MoveOrder | MoveReady | Import | Imported | MoveCommit | MoveAbort | MoveFailed
     | Checkpointed | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | SendAgain | LinkDown | RelayHas
 )  # fmt: skip
 

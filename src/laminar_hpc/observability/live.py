@@ -46,7 +46,7 @@ class View:
     steps: deque[dict] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     evaluations: dict[str, dict] = field(default_factory=dict)  # the newest of each file
     newest: dict[str, dict] = field(default_factory=dict)  # kind -> its newest record
-    counts: dict[str, int] = field(default_factory=dict)  # of lost, regranted, given_up
+    counts: dict[str, int] = field(default_factory=dict)  # of lost, regranted, given_up, move, move_off
     processes: list[Process] = field(default_factory=list)
     wanted_steps: int | None = None
 
@@ -110,10 +110,10 @@ class Follower:
             view.steps.append(record)
         elif kind == "evaluation":
             view.evaluations[record.get("file", "")] = record
-        elif kind in ("lost", "regranted", "given_up"):
-            view.counts[kind] = view.counts.get(kind, 0) + 1
         elif kind:
             view.newest[kind] = record
+            if kind in ("lost", "regranted", "given_up", "move", "move_off"):
+                view.counts[kind] = view.counts.get(kind, 0) + 1
 
 
 def _decoded(line: bytes) -> dict | None:

@@ -10,9 +10,10 @@ from laminar_hpc.observability.svg import tag, text
 STYLE = """
 :root { --page:#f6f7f9; --card:#ffffff; --text:#1d2330; --soft:#5d6675; --line:#e3e6eb; --none:#eef0f3; --wait:#cfd4dc;
   --generate:#3f78c9; --train:#e2673b; --publish:#a44fb0; --send:#d3a5da; --pull:#3d9a62; --score:#dfb43a; --evaluate:#2fa5a0;
-  --checkpoint:#94704f; --load:#8994a5; --relay:#c98fd1; --good:#2b8a57; --bad:#c0453b; --inside:#ffffff }
+  --checkpoint:#94704f; --load:#8994a5; --relay:#c98fd1; --move:#1f2a44; --good:#2b8a57; --bad:#c0453b; --inside:#ffffff }
 @media (prefers-color-scheme: dark) { :root { --page:#14171d; --card:#1c2129; --text:#e6e9ef; --soft:#98a2b3; --line:#2e3540;
   --none:#262c36; --wait:#465061; --generate:#5b93e4; --train:#ee7f53; --publish:#bd6fc9; --send:#7d5683; --pull:#52b77b; --score:#e5be4f;
+  --move:#f2f4f8;
   --evaluate:#46bdb8; --checkpoint:#b08a66; --load:#748093; --relay:#a873b1; --good:#52b77b; --bad:#e5695e; --inside:#ffffff } }
 * { box-sizing:border-box }
 body { margin:0; background:var(--page); color:var(--text); font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif }

@@ -63,12 +63,25 @@ def figures(run: Run) -> dict:
         "logprob_gap_mean": _mean(gaps, "mean"),
         "logprob_gap_max": _max(gaps, "max"),
         "reward_errors": _per_step(run, "reward_error_count", _summed(run, lambda t: bool(t.reward_error))),
+        **moves(run),
         "groups_filtered": _total(steps, "groups_filtered"),
         "tokens_discarded": _total(steps, "tokens_discarded"),
         "reports_refused": _total(steps, "reports_refused"),
         "tokens_saved": saved,
         "tokens_saved_fraction": saved / (saved + generated) if saved is not None and generated else None,
         "pipeline": pipelines[-1] if pipelines else (run.config.get("pipeline") or {}).get("name"),
+    }
+
+
+def moves(run: Run) -> dict:
+    """Of trajectories that changed their replica; 0 and null where none did."""
+    found = run.records.get("move", [])
+    return {
+        "trajectories_moved": len(found),
+        "tokens_moved": sum(move["tokens"] for move in found),
+        "prefill_tokens_saved": sum(move["prefix_tokens"] for move in found),
+        "move_seconds_mean": _mean(found, "seconds"),
+        "move_seconds_max": _max(found, "seconds"),
     }
 
 

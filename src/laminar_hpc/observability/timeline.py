@@ -18,8 +18,9 @@ COLORS = {
     "generate": "var(--generate)", "train": "var(--train)", "publish": "var(--publish)", "send": "var(--send)", "pull": "var(--pull)",
     "score": "var(--score)", "wait": "var(--wait)", "evaluate": "var(--evaluate)", "checkpoint": "var(--checkpoint)",
     "load": "var(--load)", "relay": "var(--relay)", "chain": "var(--relay)", "decide": "var(--train)", "commit": "var(--checkpoint)",
+    "move": "var(--move)",
 }  # fmt: skip
-BACKGROUND = frozenset({"send"})  # drawn as a strip under what the process itself does
+BACKGROUND = frozenset({"send", "move"})  # drawn as a strip under what the process itself does
 WINDOW_SECONDS = 20.0
 MAX_SPANS_PER_ROW = 1500  # of one kind; beyond that neighbours are joined, which no screen could tell apart
 WIDTH, LABELS, ROW, BAR, AXIS = 1140, 130, 26, 20, 26
@@ -120,6 +121,7 @@ def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
 def _kind_name(kind: str) -> str:
     return {
         "send": "send (background)",
+        "move": "move of a trajectory",
         "wait": "wait (idle)",
         "relay": "receive into slot",
         "score": "score rewards",

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 def frame(view: View) -> Group:
     """One picture of the run."""
     parts: list = [_head(view), _progress(view), Text(), _ranks(view), Text()]
-    parts += [line for line in (_queues(view), _weights(view), _last_evaluations(view), _incidents(view)) if line]
+    parts += [line for line in (_queues(view), _weights(view), _moves(view), _last_evaluations(view), _incidents(view)) if line]
     return Group(*parts)
 
 
@@ -157,6 +157,21 @@ def _weights(view: View) -> Text | None:
     return _line("weights", *parts) if parts else None
 
 
+def _moves(view: View) -> Text | None:
+    """Of trajectories between replicas: how many, how the last one went, and the plan that the planner carried out last."""
+    move, plan = view.newest.get("move"), view.newest.get("repack")
+    if move is None:
+        return None
+    parts = [
+        f"{view.counts['move']} trajectories moved, {view.counts.get('move_off', 0)} called off",
+        f"last {move['source']} to {move['destination']} on id {move['weight_id']} in {move['seconds']:.2f} s: {move['tokens']} tokens, "
+        f"{move['prefix_tokens']} of prefill saved",
+    ]
+    if plan:
+        parts.append(f"last plan emptied {len(plan['sources'])} of {plan['replicas']} replicas")
+    return _line("moves", *parts)
+
+
 def _last_evaluations(view: View) -> Text | None:
     several = len(view.evaluations) > 1
     parts = [
@@ -169,5 +184,7 @@ def _last_evaluations(view: View) -> Text | None:
 def _incidents(view: View) -> Text | None:
     names = {"lost": "attempts lost", "regranted": "replicas' work given to others", "given_up": "groups given up"}
     return (
-        _line("incidents", *(f"{view.counts[kind]} {name}" for kind, name in names.items() if kind in view.counts)) if view.counts else None
+        _line("incidents", *(f"{view.counts[kind]} {name}" for kind, name in names.items() if kind in view.counts))
+        if any(kind in view.counts for kind in names)
+        else None
     )

@@ -15,6 +15,7 @@ from laminar_hpc.observability import jsonl
 # Every kind of span. `publish` is the time in which the trainer stands still for a publication, `send` the rest of it, behind its back.
 KINDS = (
     "load", "generate", "score", "pull", "train", "publish", "send", "wait", "checkpoint", "evaluate", "relay", "chain", "decide", "commit",
+    "move",
 )  # fmt: skip
 # What keeps a process busy: not its waiting, and neither what goes on behind its back (sending weights, scoring in reward workers).
 BUSY = frozenset({"load", "generate", "pull", "train", "publish", "checkpoint", "evaluate", "relay", "chain", "decide", "commit"})

@@ -97,8 +97,11 @@ class Puller:
         self.engine = new_engine()
         self._layout: list[TensorLayout] | None = None  # of the running engine
 
-    async def pull(self) -> Pulled:
-        """Gives the engine the newest slot and verifies it. Raises SlotRefused, or LaminarError when TRIES fresh engines fail as well."""
+    async def pull(self, paused: bool = False) -> Pulled:
+        """Gives the engine the newest slot and verifies it. Raises SlotRefused, or LaminarError when TRIES fresh engines fail as well.
+
+        `paused`: its requests stand still in it and go on as soon as the sums are equal; if it must be restarted they fail.
+        """
         t0, clock = time.time(), _Clock()
         restarts = 0
         deadline = time.monotonic() + LEASE_SECONDS
@@ -109,9 +112,11 @@ class Puller:
                     raise SlotGone(f"there is no complete one under {self.reader.root}")
                 with self.reader.lease(handle):
                     clock.lap("lock")
-                    live = await self._give(handle, clock, restart=restarts > 0)
+                    live = await self._give(handle, clock, restart=restarts > 0, paused=paused and not restarts)
                 check_sums(live, handle.manifest)
                 clock.lap("sums")
+                if paused and not restarts:
+                    await self.engine.resume()
                 values = await self.engine.score(self.probe, str(handle.weight_id))
                 clock.lap("probe")
                 break
@@ -132,7 +137,7 @@ class Puller:
         self.trace.record("pull", t0, t1, weight_id=handle.weight_id, step=handle.step, restarts=restarts)
         return Pulled(handle.weight_id, handle.step, t1 - t0, clock.parts, [value for sequence in values for value in sequence])
 
-    async def _give(self, handle: SlotHandle, clock: _Clock, restart: bool) -> Sums:
+    async def _give(self, handle: SlotHandle, clock: _Clock, restart: bool, paused: bool = False) -> Sums:
         """The slot's weights into the engine, by a load or by a fresh start; the sums of its live parameters afterwards."""
         check_file(handle)
         if restart:
@@ -145,7 +150,7 @@ class Puller:
         if restart:
             return await self.engine.sums()
         with self.trace.span("load", weight_id=handle.weight_id, step=handle.step):
-            live = await self.engine.load(handle.directory, str(handle.weight_id))
+            live = await self.engine.load(handle.directory, str(handle.weight_id), *([True] if paused else []))
         clock.lap("load")
         return live
 

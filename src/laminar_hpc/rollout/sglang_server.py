@@ -6,7 +6,9 @@ EngineDied.
 """
 
 import asyncio
+import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +27,7 @@ SGLANG_VERSION = tuple(int(part) for part in version("sglang").split(".")[:3] if
 REPORTS_SPANS = SGLANG_VERSION >= (0, 5, 20)  # meta_info.weight_versions; older ones report the version at the end only
 CONTROL_SECONDS = 120.0  # longest wait for a control request; a load from shared memory moves some GB per second
 LOAD_SECONDS = 2.0  # a look at the load is worth no longer wait
+CURVE_STEPS = 16  # decode steps of one point of the decode curve
 FLUSH_SECONDS = 10.0  # the scheduler needs a turn of its loop, some milliseconds, to put a finished request away
 
 
@@ -119,6 +122,8 @@ class SglangServer:
             "skip-server-warmup": "true",  # it sleeps a second first; the probe of the first verification warms up as well
             "sleep-on-idle": "true",
         }
+        if rollout.increment_tokens:
+            values["incremental-streaming-output"] = "true"
         if not has_cuda():
             # A whole batch of short prompts is prefilled at once; the KV cache is bounded by max-total-tokens, not by a share of memory.
             values |= {"device": "cpu", "chunked-prefill-size": "16384", "max-prefill-tokens": "16384", "mem-fraction-static": "0.8"}
@@ -166,8 +171,11 @@ class SglangServer:
 
     # ---- requests --------------------------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt_tokens: list[int], sampling: dict, request_id: str, namespace: str) -> Generation:
-        """One response. `namespace` keeps cached KV of other weights apart. Raises RequestFailed, EngineDied."""
+    async def generate(
+        self, prompt_tokens: list[int], sampling: dict, request_id: str, namespace: str, on_tokens: Callable | None = None
+    ) -> Generation:
+        """One response. `namespace` keeps cached KV of other weights apart; `on_tokens(tokens, logprobs)` is told of it on the way, every
+        rollout.increment_tokens tokens, but for the rest at its end. Raises RequestFailed, EngineDied."""
         payload = {
             "rid": request_id,
             "input_ids": prompt_tokens,
@@ -175,7 +183,44 @@ class SglangServer:
             "return_logprob": True,
             "extra_key": namespace,
         }
+        if on_tokens is not None:
+            return parse_generation(await self._stream(payload, on_tokens))
         return parse_generation(await self._post("/generate", payload, self.config.rollout.request_timeout_seconds))
+
+    async def _stream(self, payload: dict, on_tokens: Callable[[list[int], list[float]], None]) -> dict:
+        """The same reply as without a stream, put together from the server's events, each of which holds what is new."""
+        assert self._http is not None
+        seconds = self.config.rollout.request_timeout_seconds
+        sampling = {**payload["sampling_params"], "stream_interval": self.config.rollout.increment_tokens}
+        tokens: list[int] = []
+        pairs: list = []
+        reply: dict = {}
+        try:
+            async with self._http.post(
+                "/generate", json={**payload, "stream": True, "sampling_params": sampling}, timeout=aiohttp.ClientTimeout(total=seconds),
+                read_bufsize=1 << 24,
+            ) as response:  # fmt: skip
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    reply = json.loads(line[6:])
+                    if "meta_info" not in reply:
+                        raise RequestFailed(f"{self.name} refused the request: {str(reply)[:300]}")
+                    found = reply["meta_info"].get("output_token_logprobs") or []
+                    tokens += reply["output_ids"]
+                    pairs += found
+                    if reply["meta_info"]["finish_reason"] is None:
+                        on_tokens([entry[1] for entry in found], [entry[0] for entry in found])
+        except TimeoutError:
+            raise RequestFailed(f"{self.name} did not end its answer within {seconds:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            await self._raise_if_dead()
+            raise RequestFailed(f"{self.name} broke off its answer: {type(error).__name__}: {error}") from None
+        if not reply or reply["meta_info"]["finish_reason"] is None:
+            await self._raise_if_dead()
+            raise RequestFailed(f"{self.name} broke off its answer after {len(tokens)} tokens")
+        reply["output_ids"], reply["meta_info"]["output_token_logprobs"] = tokens, pairs
+        return reply
 
     async def score(self, sequences: list[list[int]], namespace: str) -> list[list[float]]:
         """Log-probs of tokens 1.. of each sequence given the prefix, at temperature 1."""
@@ -189,16 +234,32 @@ class SglangServer:
         replies = await self._post("/generate", payload, CONTROL_SECONDS)
         return [[entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]] for reply in replies]
 
-    async def load(self, directory: Path, weight_version: str) -> Sums:
-        """Loads a slot in place through the engine port, empties the prefix cache and sets the version. Returns the sums of what the live
-        parameters then are, as `sums` does.
+    async def decode_curve(self, most: int, context: int) -> list[tuple[int, float]]:
+        """(requests, seconds per decode step) for 1, 2, 4 ... `most` requests of `context` tokens, measured now on the idle engine."""
+        curve, requests = [], 1
+        sampling = {"temperature": 1.0, "max_new_tokens": CURVE_STEPS, "ignore_eos": True}
+        while True:
+            payload = {"input_ids": [[1 + i % 7] * context for i in range(requests)], "extra_key": ["curve"] * requests}
+            await self._post("/generate", {**payload, "sampling_params": {**sampling, "max_new_tokens": 1}}, CONTROL_SECONDS)
+            begun = time.monotonic()  # the prefix is cached by now: what is left is decoding
+            await self._post("/generate", {**payload, "sampling_params": sampling}, CONTROL_SECONDS)
+            curve.append((requests, (time.monotonic() - begun) / CURVE_STEPS))
+            if requests >= most:
+                return curve
+            requests = min(2 * requests, most)
 
-        The caller has drained it. After an error the parameters may be of two ids: end the engine.
+    async def load(self, directory: Path, weight_version: str, paused: bool = False) -> Sums:
+        """Loads a slot in place through the engine port and sets the version. Returns the sums of what the live parameters then are, as
+        `sums` does. The prefix cache is emptied; but when the engine is `paused` its requests keep their KV, and others find none of it, as
+        their namespace is another.
+
+        The caller has drained or paused it. After an error the parameters may be of two ids: end the engine.
         """
         if self._shards is None:
             await self.layout()
-        await self.flush()  # the scheduler may not yet have put away the last request that it answered
-        replies = await self._call(protocol.Load(str(directory)), CONTROL_SECONDS)
+        if not paused:
+            await self.flush()  # the scheduler may not yet have put away the last request that it answered
+        replies = await self._call(protocol.Load(str(directory), paused), CONTROL_SECONDS)
         await self._post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False}, CONTROL_SECONDS)
         return whole_sums(self._shards, [reply.sums for reply in replies])
 
@@ -229,6 +290,13 @@ class SglangServer:
     async def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all of them; each ends with finish_reason abort."""
         await self._post("/abort_request", {"rid": request_id or "", "abort_all": request_id is None}, CONTROL_SECONDS)
+
+    async def pause(self) -> None:
+        """All requests stand still, with their KV, until `resume`; only control requests are answered."""
+        await self._post("/pause_generation", {"mode": "in_place"}, CONTROL_SECONDS)
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {}, CONTROL_SECONDS)
 
     async def _post(self, path: str, payload: dict, seconds: float) -> dict | list:
         assert self._http is not None

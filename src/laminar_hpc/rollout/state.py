@@ -5,8 +5,10 @@
                                   |  +-------------- begin_pull ----------+
                                   +--pull_failed--> UNVERIFIED
 
-Invariants: a request is admitted only for the id that it names and that is open; weights are replaced only while nothing is in flight; an
-id never goes back. Any step that would break one raises WrongState and changes nothing. Driven by worker.py, tested with plain values.
+A reservation counts as a request in flight, so that a reserved replica cannot pull. An interrupted batch stays in flight over a pull.
+Invariants: a request is admitted only for the id that it names and that is open; weights are replaced only while nothing is in flight or
+all of it stands still; an id never goes back. Any step that would break one raises WrongState and changes nothing. Driven by worker.py and
+moving.py, tested with plain values.
 
     >>> state = ReplicaState()
     >>> state.begin_pull(3); state.verified(3); state.open(weight_step=2)
@@ -24,7 +26,7 @@ class Phase(Enum):
     PULLING = "pulling"
     VERIFIED = "verified"  # loaded, sums equal, probe scored; not announced yet
     OPEN = "open"  # idle on announced weights
-    DRAINING = "draining"  # a local batch is in flight; nothing is added to it
+    DRAINING = "draining"  # a local batch is in flight; only moves add to it
 
 
 class WrongState(Exception):
@@ -45,9 +47,10 @@ class ReplicaState:
 
     # ---- weights ---------------------------------------------------------------------------------------------------------------------
 
-    def begin_pull(self, weight_id: int) -> None:
-        """The engine is about to be given other weights, newer than any that it served."""
-        self._require(self.phase in (Phase.UNVERIFIED, Phase.OPEN) and self.in_flight == 0, f"pulling weight id {weight_id}")
+    def begin_pull(self, weight_id: int, interrupted: bool = False) -> None:
+        """The engine is about to be given other weights, newer than any that it served. `interrupted`: what is in flight stands still."""
+        ready = self.phase in (Phase.UNVERIFIED, Phase.OPEN) and self.in_flight == 0
+        self._require(ready or (interrupted and self.phase is Phase.DRAINING), f"pulling weight id {weight_id}")
         self._require(weight_id > self.weight_id, f"going back to weight id {weight_id}")
         self.phase, self._pulling_id = Phase.PULLING, weight_id
 
@@ -63,7 +66,8 @@ class ReplicaState:
 
     def open(self, weight_step: int) -> None:
         self._require(self.phase is Phase.VERIFIED, "opening")
-        self.phase, self.weight_id, self.weight_step = Phase.OPEN, self._pulling_id, weight_step
+        self.phase = Phase.DRAINING if self.in_flight else Phase.OPEN
+        self.weight_id, self.weight_step = self._pulling_id, weight_step
 
     # ---- work ------------------------------------------------------------------------------------------------------------------------
 
@@ -73,9 +77,15 @@ class ReplicaState:
         self._require(requests > 0, "an empty batch")
         self.phase, self.in_flight = Phase.DRAINING, requests
 
+    def reserve(self, weight_id: int) -> None:
+        """One more request of the same weights will come from another replica: the batch is not done before it has, or `finished`."""
+        self._require(self.phase is Phase.DRAINING and weight_id == self.weight_id, f"a move of weight id {weight_id} to this replica")
+        self.in_flight += 1
+
     def finished(self) -> None:
-        """A request of the batch has its last token, or is lost."""
-        self._require(self.phase is Phase.DRAINING, "the end of a request")
+        """A request of the batch has its last token, is lost, or has moved away."""
+        interrupted = self.phase in (Phase.PULLING, Phase.VERIFIED) and self.in_flight > 0  # it went on before all was done
+        self._require(self.phase is Phase.DRAINING or interrupted, "the end of a request")
         self.in_flight -= 1
-        if self.in_flight == 0:
+        if self.in_flight == 0 and not interrupted:
             self.phase = Phase.OPEN

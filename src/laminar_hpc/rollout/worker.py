@@ -1,11 +1,12 @@
 """The rollout role: one replica with its engine, its weights and its reward workers. `run(context)` is what its rank executes.
 
     start the engine from model.path (unverified) | wait for the first slot
-    forever: a newer slot is there   -> pull, verify, WeightsOpened
+    forever: a newer slot is there   -> pull, verify, WeightsOpened (refresh=interrupt: also in the middle of a local batch)
              RequestWork -> wait for a Grant, or for newer weights (then pull and ask again)
              Grant -> all its requests at once; Generated as each ends; scores go out behind and delay nothing
 
-What is allowed when stands in state.py, how weights are replaced in puller.py. Waits for: the relay's first slot (bounded), a Grant
+What is allowed when stands in state.py, how weights are replaced in puller.py, how a local batch is generated in batch.py, and how parts of
+it go to other replicas in moving.py. Waits for: the relay's first slot (bounded), a Grant
 (bounded by the controller's heartbeat). Waited for by: the controller, for Generated and Scored.
 """
 
@@ -27,18 +28,21 @@ from laminar_hpc.messages import (
     Grant,
     Lost,
     Message,
+    Ping,
     PromptGroup,
     ReplicaLoad,
     RequestWork,
-    Sample,
     Scored,
     Trajectory,
     WeightsAvailable,
     WeightsOpened,
     Welcome,
 )
+from laminar_hpc.policies.sizing import saturation_requests
+from laminar_hpc.rollout.batch import LocalBatch, Work, trajectory, works
+from laminar_hpc.rollout.moving import Moving
 from laminar_hpc.rollout.puller import Puller
-from laminar_hpc.rollout.sglang_server import Generation, RequestFailed, SglangServer, sampling_parameters
+from laminar_hpc.rollout.sglang_server import SglangServer
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.tokens import TextDecoder, model_config, stop_token_ids
 from laminar_hpc.weights.probe import probe_sequences
@@ -46,6 +50,7 @@ from laminar_hpc.weights.slots import SlotReader
 
 logger = logging.getLogger(__name__)
 LOAD_SECONDS = 1.0
+CURVE_MOST, CURVE_CONTEXT = 256, 64  # requests and tokens of each, up to which the decode curve is measured
 RATE_SECONDS = 30.0  # over which tokens per second are counted
 MOST_FRUITLESS = 3  # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
 
@@ -55,31 +60,28 @@ def run(context: RoleContext) -> None:
     asyncio.run(RolloutWorker(context).run())
 
 
-def objection(generation: Generation, weight_id: int) -> str:
-    """Why this response must not be trained on, or "". One trajectory, one policy, by the engine's own report (promise 1)."""
-    if generation.finish_reason not in ("stop", "length"):
-        return f"the engine ended it with {generation.finish_reason}"
-    if not generation.tokens:
-        return "the engine returned no token"
-    ids = [span.weight_id for span in generation.spans]
-    if ids != [weight_id]:
-        return f"generated with weight ids {ids} instead of {weight_id}"
-    return ""
-
-
 class RolloutWorker:
-    def __init__(self, context: RoleContext) -> None:
+    """`pool`: of reward workers that several replicas of one process share; the caller starts and closes it."""
+
+    def __init__(self, context: RoleContext, pool: RewardPool | None = None) -> None:
         self.context = context
+        self.own_pool = pool is None
         self.config = context.config
         self.state = ReplicaState()
         model = Path(self.config.model.path)
         self.decoder = TextDecoder(model)
         self.stop_ids = stop_token_ids(model)
-        self.pool = RewardPool(self.config.reward)
+        self.pool = pool or RewardPool(self.config.reward)
         self.reader = SlotReader(self.config.relay.shm_dir, context.welcome.run_id)
         probe = probe_sequences(model_config(model)["vocab_size"])
-        self.puller = Puller(self.reader, probe, context.trace, self._new_engine, self._engine_seed)
         self.engine_starts = 0
+        self.puller = Puller(self.reader, probe, context.trace, self._new_engine, self._engine_seed)
+        self.interrupts = self.config.pipeline.refresh == "interrupt"
+        self.pulling = asyncio.Lock()
+        self.batch = LocalBatch(context, self.puller, self.state, self.stop_ids, self._ended)
+        self.moving = Moving(context, self.batch, self.state)
+        self.batch_max = 0  # requests that saturate the engine; 0 = not measured
+        self.tokens = 0  # of the responses of this local batch
         self.grants: deque[Grant] = deque()
         self.wake = asyncio.Event()  # a grant or newer weights
         self.ask_again = False
@@ -88,6 +90,10 @@ class RolloutWorker:
         self.fruitless = 0  # local batches in a row of which everything was lost
 
     def _new_engine(self) -> SglangServer:
+        if self.config.rollout.engine == "emulated":
+            from laminar_hpc.emulation.engine import EmulatedEngine
+
+            return EmulatedEngine(self.config, self.context.index, self.context.run_dir)  # type: ignore[return-value]
         return SglangServer(self.config, self.context.index, self.context.run_dir)
 
     def _engine_seed(self) -> int:
@@ -113,11 +119,13 @@ class RolloutWorker:
         finally:
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
-            await self.pool.close()
+            if self.own_pool:
+                await self.pool.close()
             await self.puller.engine.stop()
 
     async def _report_load(self) -> None:
-        """Once a second what the next ping will say of this replica."""
+        """Once a second, or more often for repack, what the next ping will say of this replica."""
+        pipeline = self.config.pipeline
         while True:
             engine, state = await self.puller.engine.load_info(), self.state
             of_engine = dataclasses.asdict(engine) if engine else {}
@@ -125,9 +133,14 @@ class RolloutWorker:
                 self.ended.popleft()
             rate = sum(tokens for _, tokens in self.ended) / RATE_SECONDS
             self.context.channel.load = ReplicaLoad(
-                state.phase.value, state.weight_id, state.in_flight, len(self.scoring), tokens_per_second=rate, **of_engine
-            )
-            await asyncio.sleep(LOAD_SECONDS)
+                state.phase.value, state.weight_id, state.in_flight, len(self.scoring), tokens_per_second=rate, batch_max=self.batch_max,
+                **of_engine,
+            )  # fmt: skip
+            if pipeline.repack == "off":
+                await asyncio.sleep(LOAD_SECONDS)
+            else:  # each look of the planner shall see what is now
+                self.context.channel.send(Ping(self.context.channel.load))
+                await asyncio.sleep(min(LOAD_SECONDS, pipeline.repack_seconds))
 
     def _arrived(self, item: Message | Exception) -> None:
         if isinstance(item, Exception):
@@ -141,6 +154,8 @@ class RolloutWorker:
         elif isinstance(item, Welcome):  # the controller had taken this replica for dead: it knows of no request
             self.ask_again = True
             self.wake.set()
+        else:
+            self.moving.arrived(item)
 
     async def _guarded(self, work: Coroutine) -> None:
         """Runs `work` until it ends, the engine dies, or the controller says Stop or falls silent; raises in the latter cases."""
@@ -159,7 +174,8 @@ class RolloutWorker:
         t0 = time.time()
         engine = self.puller.engine
         with self.context.trace.span("load", what="engine"):
-            await asyncio.gather(self.pool.start(), engine.start(Path(self.config.model.path), "unverified", self._engine_seed()))
+            pool = [self.pool.start()] if self.own_pool else []
+            await asyncio.gather(*pool, engine.start(Path(self.config.model.path), "unverified", self._engine_seed()))
         logger.info("engine %d answered after %.1f s", self.context.index, time.time() - t0)
         limit = self.config.cluster.join_timeout_seconds
         with self.context.trace.span("wait", what="first weights"):
@@ -191,10 +207,14 @@ class RolloutWorker:
         newest = self.reader.newest()
         return newest is not None and newest.weight_id > self.state.weight_id
 
-    async def _pull(self) -> None:
+    async def _pull(self, interrupted: bool = False) -> None:
         newest = self.reader.newest()
-        self.state.begin_pull(newest.weight_id if newest else self.state.weight_id + 1)
-        pulled = await self.puller.pull()
+        self.state.begin_pull(newest.weight_id if newest else self.state.weight_id + 1, interrupted)
+        pulled = await self.puller.pull(self.batch.keep_kv if interrupted else False)
+        if self.batch_max == 0 and self.config.pipeline.repack != "off" and self.config.pipeline.repack_requests is None:
+            curve = await self.puller.engine.decode_curve(min(CURVE_MOST, self.config.rollout.max_concurrent), CURVE_CONTEXT)
+            self.batch_max = saturation_requests(curve)
+            logger.info("decode curve (requests, seconds per step) %s: %d requests saturate the engine", curve, self.batch_max)
         self.state.verified(pulled.weight_id)
         self.state.open(pulled.weight_step)
         self.context.channel.send(
@@ -220,69 +240,66 @@ class RolloutWorker:
     # ---- a local batch ---------------------------------------------------------------------------------------------------------------
 
     async def _local_batch(self, grant: Grant) -> None:
-        """Generates all of `grant`; returns when its last token is there. Scores may still be pending then."""
-        work = [(group, sample) for group in grant.groups for sample in group.samples]
+        """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there. Scores may still be pending."""
+        begun = works(grant)
         try:
-            self.state.grant(grant.weight_id, len(work))
+            self.state.grant(grant.weight_id, len(begun))
         except WrongState as refusal:
-            for _, sample in work:
-                self._lost(grant, sample, str(refusal))
+            for work in begun:
+                self._lost(work, str(refusal))
             return
-        sampling = sampling_parameters(self.config.sampling, grant.temperature, grant.max_response_tokens, self.stop_ids)
-        places = asyncio.Semaphore(self.config.rollout.max_concurrent)
+        self.tokens = 0
         with self.context.trace.span("generate", batch_id=grant.batch_id, weight_id=grant.weight_id, step=grant.weight_step) as fields:
-            fields |= {"trajectories": len(work), "evaluation": grant.evaluation}
-            tasks = [asyncio.create_task(self._one(grant, group, sample, sampling, places)) for group, sample in work]
-            try:
-                lengths = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-            fields["tokens"] = sum(lengths)
-        self.fruitless = 0 if any(lengths) else self.fruitless + 1
+            fields |= {"trajectories": len(begun), "evaluation": grant.evaluation}
+            await (self._interruptible(begun) if self.interrupts and not grant.evaluation else self.batch.run(begun))
+            fields["tokens"] = self.tokens
+        self.fruitless = 0 if self.tokens or self.batch.moved_away else self.fruitless + 1
         if self.fruitless == MOST_FRUITLESS:
             raise LaminarError(
                 f"rollout {self.context.index} lost all trajectories of {MOST_FRUITLESS} local batches in a row: "
                 f"see its log and {self.puller.engine.log}"
             )
 
-    async def _one(self, grant: Grant, group: PromptGroup, sample: Sample, sampling: dict, places: asyncio.Semaphore) -> int:
-        """One trajectory from prompt to last token; returns its length in tokens, 0 when it is lost."""
-        async with places:
-            started = time.time()
-            request_id = f"{self.context.welcome.run_id}-{sample.trajectory_id}-{sample.attempt}-{grant.batch_id}"
-            try:
-                generation = await self.puller.engine.generate(group.prompt_tokens, sampling, request_id, str(grant.weight_id))
-                reason = objection(generation, grant.weight_id)
-            except RequestFailed as error:
-                reason = str(error)
-                await self.puller.engine.abort(request_id)
-        self.state.finished()
+    async def _interruptible(self, begun: list[Work]) -> None:
+        """A local batch into which newer weights come as soon as they are there."""
+        batch, watch = asyncio.create_task(self.batch.run(begun)), asyncio.create_task(self._interrupt())
+        try:
+            await asyncio.wait((batch, watch), return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()  # a pull that failed
+            await batch
+            async with self.pulling:  # weights that are on their way into the engine get there
+                watch.cancel()
+        finally:
+            for task in (batch, watch):
+                task.cancel()
+            await asyncio.gather(batch, watch, return_exceptions=True)
+
+    async def _interrupt(self) -> None:
+        """Whenever there are newer weights: everything stands still, they are pulled, everything goes on."""
+        while True:
+            self.wake.clear()
+            if self._newer_weights():
+                async with self.pulling:
+                    with self.context.trace.span("wait", what="interruption"):
+                        await self.batch.pause()
+                    await self._pull(interrupted=True)
+                    self.batch.resume()
+            else:
+                await self.wake.wait()
+
+    def _ended(self, work: Work, reason: str) -> None:
+        """A trajectory has its last token, or is lost."""
         if reason:
-            self._lost(grant, sample, reason)
-            return 0
-        trajectory = Trajectory(
-            trajectory_id=sample.trajectory_id,
-            group_id=group.group_id,
-            attempt=sample.attempt,
-            replica=self.context.index,
-            weight_id=grant.weight_id,
-            weight_step=grant.weight_step,
-            prompt_tokens=group.prompt_tokens,
-            response_tokens=generation.tokens,
-            logprobs=generation.logprobs,
-            loss_mask=[1] * len(generation.tokens),
-            finish_reason=generation.finish_reason,
-            version_spans=generation.spans,
-            time_started=started,
-            time_finished=time.time(),
-        )
-        self.ended.append((time.monotonic(), len(generation.tokens)))
-        self.context.channel.send(Generated(trajectory, grant.evaluation))
-        task = asyncio.create_task(self._score(grant.evaluation, group, trajectory))
+            self._lost(work, reason)
+            return
+        done = trajectory(work, self.context.index)
+        self.tokens += len(done.response_tokens)
+        self.ended.append((time.monotonic(), len(done.response_tokens)))
+        self.context.channel.send(Generated(done, work.evaluation))
+        task = asyncio.create_task(self._score(work.evaluation, work.group, done))
         self.scoring.add(task)
         task.add_done_callback(self._scored)
-        return len(generation.tokens)
 
     async def _score(self, evaluation: str, group: PromptGroup, trajectory: Trajectory) -> None:
         score = await self.pool.score(group.prompt, self.decoder.text(trajectory.response_tokens), group.row)
@@ -296,6 +313,6 @@ class RolloutWorker:
         if not task.cancelled() and task.exception() is not None and not self.leaving.done():
             self.leaving.set_exception(task.exception())  # no reward worker can be started any more: the replica cannot go on
 
-    def _lost(self, grant: Grant, sample: Sample, reason: str) -> None:
-        logger.warning("trajectory %d (attempt %d) is lost: %s", sample.trajectory_id, sample.attempt, reason)
-        self.context.channel.send(Lost(sample.trajectory_id, sample.attempt, reason, grant.evaluation))
+    def _lost(self, work: Work, reason: str) -> None:
+        logger.warning("trajectory %d (attempt %d) is lost: %s", work.trajectory_id, work.attempt, reason)
+        self.context.channel.send(Lost(work.trajectory_id, work.attempt, reason, work.evaluation))

@@ -184,7 +184,7 @@ class Replica:
         heapq.heappush(self.ends, (request.end, request.ticket))
         return uncached
 
-    def _stop(self, request: Request) -> None:
+    def stop(self, request: Request) -> None:
         """Takes a running request out; its fields hold the present again."""
         del self.running[request.ticket]
         request.context = request.offset + self.steps
@@ -202,7 +202,7 @@ class Replica:
         while self.ends and self.ends[0][0] <= self.steps + _EPSILON:
             request = self.running.get(heapq.heappop(self.ends)[1])
             if request is not None:
-                self._stop(request)
+                self.stop(request)
                 request.remaining = 0.0
                 done.append(request)
                 self.full = False
@@ -215,7 +215,7 @@ class Replica:
                 self._evict()
                 continue
             request = self.running[next(reversed(self.running))]
-            self._stop(request)
+            self.stop(request)
             request.uncached = request.context
             self.preemptions += 1
             self.full = True
@@ -234,7 +234,7 @@ class Replica:
         """All but parked requests out of the replica, running ones first; without `keep_kv` all must be prefilled again."""
         taken = list(self.running.values())
         for request in taken:
-            self._stop(request)
+            self.stop(request)
         taken += self.waiting
         if not keep_kv:
             for request in taken:

@@ -26,10 +26,10 @@ class Inbox:
         self._rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._seconds + _MARGIN_SECONDS))
 
-    def take(self, step: int) -> Batch | None:
-        """The batch that turns step `step` into step + 1; None when the run is to end here. Raises LaminarError after
-        batch_timeout_seconds."""
-        answer = self._ask(TakeBatch(step), Batch, f"the batch of step {step}")
+    def take(self, step: int, part: int = 0) -> Batch | None:
+        """The batch that turns step `step` into step + 1, or its mini-batch `part`; None when the run is to end here, never in the middle
+        of a step. Raises LaminarError after batch_timeout_seconds."""
+        answer = self._ask(TakeBatch(step, part), Batch, f"the batch of step {step}")
         if isinstance(answer, Leave):
             log.info("leaving at step %d: %s", step, answer.reason)
             return None

@@ -23,6 +23,8 @@ from laminar_hpc.trainer.microbatch import Example, MicroBatch, behaviour_logpro
 from laminar_hpc.trainer.packing import plan_microbatches, split_minibatches
 from laminar_hpc.trainer.rescoring import ReferenceWeights, batch_logprobs
 
+_COUNTS = frozenset({"trajectories", "reward_error_count", "prompt_tokens", "response_tokens", "skipped_updates"})
+
 
 class Learner:
     """The algorithm of config.algorithm on a MegatronPolicy. `skipped_in_a_row` is part of a checkpoint's state."""
@@ -33,8 +35,11 @@ class Learner:
         self.skipped_in_a_row = 0
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
 
-    def train(self, trajectories: list[Trajectory], step: int, before_update: Callable[[], None]) -> dict[str, float]:
-        """Turns the weights of `step` into those of step + 1. `before_update` is called once, before the weights change.
+    def train(
+        self, trajectories: list[Trajectory], step: int, before_update: Callable[[], None], minibatches: int | None = None
+    ) -> dict[str, float]:
+        """Turns the weights of `step` into those of step + 1. `before_update` is called once, before the weights change; `minibatches`:
+        updates, by default algorithm.minibatches_per_step.
 
         Raises LaminarError for an incomplete group, and when too many updates in a row had gradients that are not finite.
         """
@@ -43,7 +48,8 @@ class Learner:
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         rate, norms, collected, skipped = self.policy.learning_rate, [], [], 0
-        for members in split_minibatches(len(trajectories), self.config.algorithm.minibatches_per_step, self.config.seed, step):
+        updates = minibatches or self.config.algorithm.minibatches_per_step
+        for members in split_minibatches(len(trajectories), updates, self.config.seed, step):
             lengths = [length(trajectories[i]) for i in members]
             plan = plan_microbatches(lengths, ranks, self.config.trainer.tokens_per_microbatch)[rank]
             size = max(sum(lengths[j] for j in part) for part in plan) if stages > 1 else 0  # the stages pass on tensors of one shape
@@ -145,6 +151,23 @@ class Learner:
 
 def _nothing() -> None:
     pass
+
+
+def merged(parts: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its mini-batches: sums of counts, largest values, means over trajectories."""
+    if len(parts) == 1:
+        return parts[0]
+    weight = sum(part["trajectories"] for part in parts)
+    found = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        if name in _COUNTS:
+            found[name] = sum(values)
+        elif name.endswith("_max"):
+            found[name] = max(values)
+        else:
+            found[name] = sum(part[name] * part["trajectories"] for part in parts) / weight
+    return found
 
 
 def batch_metrics(trajectories: list[Trajectory], step: int) -> dict[str, float]:

@@ -16,7 +16,7 @@ from laminar_hpc.cluster.world import init_trainer_world
 from laminar_hpc.messages import Checkpointed, TrainerDone
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.inbox import Inbox
-from laminar_hpc.trainer.learner import Learner
+from laminar_hpc.trainer.learner import Learner, merged
 from laminar_hpc.trainer.megatron import MegatronPolicy
 from laminar_hpc.trainer.publisher import Publisher
 
@@ -46,22 +46,27 @@ def run(context: RoleContext) -> None:
     step, saved = max(0, restored), restored
     _publish(context, publisher, step)
 
-    ended = time.time()
+    ended, minibatches = time.time(), config.algorithm.minibatches_per_step
     while step < config.steps:
-        with trace.span("wait", step=step):
-            batch = inbox.take(step)
-        if batch is None:
+        found, waited, parts = [], 0.0, minibatches if config.pipeline.consumption == "stream" else 1
+        for part in range(parts):
+            asked = time.time()
+            with trace.span("wait", step=step):
+                batch = inbox.take(step, part)
+            if batch is None:
+                break
+            waited += time.time() - asked
+            with trace.span("train", step=step):
+                found.append(learner.train(batch.trajectories, step, publisher.fence, minibatches // parts))
+        if not found:
             break
-        taken = time.time()
-        with trace.span("train", step=step):
-            metrics = learner.train(batch.trajectories, step, before_update=publisher.fence)
-        trained = time.time()
+        metrics, trained = merged(found), time.time()
         step += 1
         _publish(context, publisher, step)
         if step % config.checkpoint.every == 0 or step == config.steps:
             _checkpoint(context, checkpointer, step, publisher.weight_id)
             saved = step
-        metrics |= {"wait_seconds": taken - ended, "train_seconds": trained - taken, "seconds": time.time() - ended}
+        metrics |= {"wait_seconds": waited, "train_seconds": trained - ended - waited, "seconds": time.time() - ended}
         ended = time.time()
         if not inbox.report(step - 1, metrics):
             break

@@ -54,7 +54,7 @@ def sums(scheduler: object, request: protocol.Sums) -> protocol.Reply:
 def load(scheduler: object, request: protocol.Load) -> protocol.Reply:
     from laminar_hpc.rollout.sglang_plugin.load import load_slot
 
-    if not scheduler.flush_cache():  # also forgets the KV of the old weights
+    if not request.paused and not scheduler.flush_cache():  # also forgets the KV of the old weights
         return protocol.Refused("Load: requests are running; drain the engine first")
     return protocol.LiveSums(load_slot(list(_views(scheduler)), Path(request.directory)))
 

@@ -54,9 +54,11 @@ class LiveSums(Reply):
 
 
 class Load(Request):
-    """The weights of a slot into the live parameters of this rank, while no request runs; answered with LiveSums, taken after the copy."""
+    """The weights of a slot into the live parameters of this rank, while no request runs, or all are paused; answered with LiveSums, taken
+    after the copy."""
 
     directory: str
+    paused: bool = False
 
 
 class Refused(Reply):

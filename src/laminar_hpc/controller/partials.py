@@ -1,0 +1,55 @@
+"""The partial-response pool: responses so far of trajectories in progress, in the controller's memory only (LAMINAR, section 2).
+
+Fed by increments every rollout.increment_tokens tokens and by moves. What is here can go on elsewhere on the same weights; what is not
+starts again from its prompt.
+"""
+
+from laminar_hpc.messages import Increment, Partial
+
+
+class PartialPool:
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[int, Partial]] = {}  # trajectory -> (attempt, response so far)
+        self.tokens = 0
+
+    def add(self, more: Increment) -> None:
+        """Appends; what does not follow on the attempt's tokens here is left out, as it would leave a gap."""
+        attempt, partial = self._held.get(more.trajectory_id, (-1, Partial()))
+        if attempt != more.attempt:
+            if attempt > more.attempt or more.start:
+                return
+            self.drop(more.trajectory_id)
+            partial = Partial()
+        if more.start != len(partial.tokens):
+            return
+        partial.tokens.extend(more.tokens)
+        partial.logprobs.extend(more.logprobs)
+        for span in more.spans:
+            if partial.spans and partial.spans[-1].weight_id == span.weight_id:
+                partial.spans[-1].end = span.end
+            else:
+                partial.spans.append(span)
+        partial.time_started = more.time_started
+        self._held[more.trajectory_id] = (more.attempt, partial)
+        self.tokens += len(more.tokens)
+
+    def put(self, trajectory_id: int, attempt: int, partial: Partial) -> None:
+        """All of a response so far, as it moves."""
+        self.drop(trajectory_id)
+        self._held[trajectory_id] = (attempt, partial)
+        self.tokens += len(partial.tokens)
+
+    def get(self, trajectory_id: int, attempt: int) -> Partial | None:
+        """What is known of this very attempt."""
+        held, partial = self._held.get(trajectory_id, (-1, None))
+        return partial if held == attempt else None
+
+    def drop(self, trajectory_id: int) -> int:
+        """It has ended or starts again; returns how many tokens were held."""
+        _, partial = self._held.pop(trajectory_id, (-1, None))
+        tokens = len(partial.tokens) if partial else 0
+        self.tokens -= tokens
+        return tokens
+
+    def __len__(self) -> int:
+        return len(self._held)

@@ -1,0 +1,1 @@
+"""Emulated engines: no model, no weights, no GPU; real workers, processes, sockets and messages around the simulator's costs."""

@@ -1,0 +1,36 @@
+"""One process of an emulated run: `python -m laminar_hpc.emulation ROLE RUN_DIR [NUMBERS]`; the settings are in RUN_DIR/config.yaml.
+
+controller RUN_DIR             the real one
+stage RUN_DIR SECONDS          stand-ins for trainer and relay; emulated seconds of training per token
+fleet RUN_DIR FIRST COUNT      real rollout workers with emulated engines
+"""
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from laminar_hpc.cluster.processes import die_with_parent, machine_name
+from laminar_hpc.config.load import read_config
+
+
+def main(role: str, run_dir: str, *numbers: str) -> None:
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = read_config(Path(run_dir) / "config.yaml")
+    if role == "controller":
+        from laminar_hpc.controller.run import run
+
+        run(config, 1, machine_name(config.relay.shm_dir), lambda text: print(text, flush=True), lambda: None)
+    elif role == "stage":
+        from laminar_hpc.emulation import stage
+
+        stage.run(config, float(numbers[0]))
+    else:
+        from laminar_hpc.emulation import fleet
+
+        asyncio.run(fleet.run(config, int(numbers[0]), int(numbers[1])))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,59 @@
+"""Several rollout workers with emulated engines in one process: real workers, each with its own channel, and one pool of reward workers.
+
+A replica whose engine dies leaves the run by itself, as a process of its own would; the others go on.
+"""
+
+import asyncio
+import logging
+import os
+import uuid
+from pathlib import Path
+
+from laminar_hpc.cluster.channel import Channel
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.processes import machine_name
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.environments.reward_pool import RewardPool
+from laminar_hpc.messages import Failure, Hello
+from laminar_hpc.observability.trace import Trace
+from laminar_hpc.rollout.worker import RolloutWorker
+
+logger = logging.getLogger(__name__)
+
+
+class Replica:
+    """One worker of the fleet and its line to the controller."""
+
+    def __init__(self, config: RunConfig, index: int, pool: RewardPool, worker: type[RolloutWorker] = RolloutWorker) -> None:
+        self.config, self.index, self.pool, self._worker = config, index, pool, worker
+        self.worker: RolloutWorker | None = None
+
+    async def run(self) -> None:
+        """Until the controller says Stop, or the replica cannot go on: then the controller is told."""
+        config, run_dir, machine = self.config, Path(self.config.run_dir), machine_name(self.config.relay.shm_dir)
+        hello = Hello("rollout", self.index, uuid.uuid4().hex[:8], os.getpid(), machine)
+        join, heartbeat = config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds
+        channel = await asyncio.to_thread(Channel, run_dir, hello, join, heartbeat)
+        trace, goodbye = Trace(run_dir, "rollout", self.index), False
+        try:
+            context = RoleContext(config, "rollout", self.index, machine, run_dir, channel, channel.welcome, trace)
+            self.worker = self._worker(context, self.pool)
+            await self.worker.run()
+            goodbye = True
+        except Exception as error:
+            logger.warning("replica %d ends: %s", self.index, error, exc_info=not isinstance(error, LaminarError))
+            channel.send(Failure(f"{type(error).__name__}: {error}"))
+        finally:
+            await asyncio.to_thread(channel.close, goodbye)
+            trace.close()
+
+
+async def run(config: RunConfig, first: int, count: int) -> None:
+    """Replicas first ... first + count - 1, until the last one has left."""
+    pool = RewardPool(config.reward)
+    await pool.start()
+    try:
+        await asyncio.gather(*(Replica(config, index, pool).run() for index in range(first, first + count)))
+    finally:
+        await pool.close()

@@ -1,0 +1,78 @@
+"""An emulated run as processes of its own: the controller, the stage (stand-ins for trainer and relay), and fleets of replicas.
+
+Used by tests and benches. `prepare` makes what such a run reads: a model directory with room for long responses, and prompts.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from laminar_hpc.config.load import dump_config, examples_directory
+from laminar_hpc.config.schema import RunConfig
+
+_STOP_SECONDS = 20.0
+
+
+def prepare(folder: Path, prompts: int, prompt_tokens: int, max_response_tokens: int) -> RunConfig:
+    """A configuration with model and prompts under `folder`; the rest is to be set by the caller."""
+    model = folder / "model"
+    shutil.copytree(examples_directory("arithmetic/base"), model, dirs_exist_ok=True)
+    settings = json.loads((model / "config.json").read_text())
+    settings["max_position_embeddings"] = max_response_tokens + prompt_tokens + 2
+    (model / "config.json").write_text(json.dumps(settings))
+    rows = (json.dumps({"prompt": f"{i:0{prompt_tokens}d}", "answer": "0"}) for i in range(prompts))
+    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    config = RunConfig(run_dir=str(folder / "run"), role="controller")
+    config.model.path, config.data.train = str(model), str(folder / "prompts.jsonl")
+    config.reward.function = "laminar_hpc.environments.arithmetic.reward"
+    config.sampling.max_response_tokens = max_response_tokens
+    config.trainer.tokens_per_microbatch = max_response_tokens + prompt_tokens + 2
+    config.rollout.engine = "emulated"
+    return config
+
+
+class Emulation:
+    """The processes of one run. Fleets of `per_process` replicas each."""
+
+    def __init__(self, config: RunConfig, train_seconds_per_token: float, per_process: int) -> None:
+        self.config, self.run_dir = config, Path(config.run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "config.yaml").write_text(dump_config(config))
+        self.log = open(self.run_dir.with_suffix(".log"), "ab")  # noqa: SIM115 (closed by `stop`)
+        self.controller = self.start("controller")
+        self.stage = self.start("stage", str(train_seconds_per_token))
+        replicas = config.rollout.replicas
+        self.fleets = {first: self.fleet(first, min(per_process, replicas - first)) for first in range(0, replicas, per_process)}
+
+    def start(self, role: str, *numbers: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "laminar_hpc.emulation", role, str(self.run_dir), *numbers]
+        return subprocess.Popen(command, stdout=self.log, stderr=self.log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def fleet(self, first: int, count: int) -> subprocess.Popen:
+        return self.start("fleet", str(first), str(count))
+
+    def wait(self, seconds: float) -> int | None:
+        """The controller's exit code, or None when it still runs after so long."""
+        try:
+            return self.controller.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def stop(self, patience: float = _STOP_SECONDS) -> None:
+        """Ends what is left: the controller asks everybody to leave; after `patience` seconds all are killed."""
+        everyone = [self.controller, self.stage, *self.fleets.values()]
+        if self.controller.poll() is None and patience:
+            self.controller.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + patience
+        while any(process.poll() is None for process in everyone) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for process in everyone:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        self.log.close()

@@ -1,0 +1,128 @@
+"""Stand-ins for trainer and relay around real rollouts and a real controller: they speak the same messages and train nothing.
+
+The relay writes model.path's own weights into its slots, under each new id; the trainer takes batches, lets emulated time pass for them,
+and publishes. No torch.
+"""
+
+import os
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+
+from laminar_hpc import messages as m
+from laminar_hpc.cluster.channel import Channel, StopReceived
+from laminar_hpc.cluster.processes import machine_name
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.emulation.weights import weights_file
+from laminar_hpc.weights.manifest import Manifest, layout
+from laminar_hpc.weights.slots import SlotWriter
+
+_WAIT = 600.0
+
+
+def _join(config: RunConfig, role: str) -> Channel:
+    hello = m.Hello(role, 0, uuid.uuid4().hex[:8], os.getpid(), machine_name(config.relay.shm_dir))
+    return Channel(Path(config.run_dir), hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds)
+
+
+def relay(config: RunConfig) -> None:
+    """Until the controller says Stop."""
+    channel = _join(config, "relay")
+    tensors, data = weights_file(Path(config.model.path))
+    writer = SlotWriter(config.relay.shm_dir, channel.welcome.run_id, config.relay.slots, Path(config.model.path))
+    try:
+        while True:
+            order = channel.wait(m.Receive, timeout=1.0)
+            if order is not None:
+                began = time.time()
+                manifest: Manifest = layout([(n, s, config.model.dtype) for n, s in tensors], order.weight_id, order.step)
+                writer.begin(manifest)[:] = np.frombuffer(data, dtype=np.uint8)
+                writer.commit(manifest)
+                now = time.time()
+                channel.send(m.RelayHas(order.weight_id, order.step, manifest.data_bytes, now - began, now))
+    except StopReceived:
+        channel.close()
+    finally:
+        writer.close()
+
+
+def trainer(config: RunConfig, seconds_per_token: float) -> None:
+    """All steps; `seconds_per_token` emulated seconds for each token of a batch."""
+    channel = _join(config, "trainer")
+    step = max(0, channel.welcome.restored_step)
+    try:
+        channel.request(m.Ping(), m.EpochProposed, timeout=_WAIT, what="the first epoch")
+        weight_id = _publish(channel, step)
+        while step < config.steps:
+            asked, trajectories, waited = time.time(), [], 0.0
+            for part in range(config.algorithm.minibatches_per_step if config.pipeline.consumption == "stream" else 1):
+                begun = time.time()
+                channel.send(m.TakeBatch(step, part))
+                batch = _answer(channel, m.Batch)
+                if batch is None:
+                    break
+                waited += time.time() - begun
+                tokens = sum(len(t.prompt_tokens) + len(t.response_tokens) for t in batch.trajectories)
+                time.sleep(tokens * seconds_per_token / config.emulation.time_scale)
+                trajectories += batch.trajectories
+            if not trajectories:
+                break
+            trained = time.time()
+            metrics = batch_metrics(trajectories, step)
+            step += 1
+            weight_id = _publish(channel, step)
+            channel.send(m.StepDone(step - 1, {**metrics, "wait_seconds": waited, "train_seconds": trained - asked - waited}))
+            if _answer(channel, m.Continue) is None:
+                break
+        channel.send(m.TrainerDone(step, weight_id))
+        while True:
+            channel.wait(m.Stop, timeout=1.0)
+    except StopReceived:
+        channel.close()
+
+
+def _answer(channel: Channel, wanted: type) -> m.AnyMessage | None:
+    """None when the run is to end here."""
+    deadline = time.monotonic() + _WAIT
+    while time.monotonic() < deadline:
+        heard = channel.wait(wanted, m.Leave, m.NotYet, timeout=1.0)
+        if isinstance(heard, m.Leave):
+            return None
+        if heard is not None and not isinstance(heard, m.NotYet):
+            return heard
+    raise TimeoutError(f"no {wanted.__name__} from the controller within {_WAIT:g} s")
+
+
+def _publish(channel: Channel, step: int) -> int:
+    began = time.time()
+    given = channel.request(m.NewWeightId(step), m.WeightId, timeout=_WAIT, what="a weight id")
+    now = time.time()
+    channel.send(m.Published(given.weight_id, step, 0.0, now - began, 0, [], now))
+    return given.weight_id
+
+
+def batch_metrics(trajectories: list[m.Trajectory], step: int) -> dict[str, float]:
+    """What a step's line and the run's summary need of a batch."""
+    n, lengths = len(trajectories), [len(t.response_tokens) for t in trajectories]
+    generation, training = [t.step_finished - t.weight_step for t in trajectories], [step - t.weight_step for t in trajectories]
+    return {
+        "trajectories": n, "reward_mean": sum(t.reward for t in trajectories) / n,
+        "accuracy_mean": sum(t.reward_parts.get("accuracy", 0.0) for t in trajectories) / n,
+        "prompt_tokens": sum(len(t.prompt_tokens) for t in trajectories), "response_tokens": sum(lengths),
+        "response_length_mean": sum(lengths) / n, "response_length_max": max(lengths),
+        "staleness_generation_mean": sum(generation) / n, "staleness_generation_max": max(generation),
+        "staleness_training_mean": sum(training) / n, "staleness_training_max": max(training),
+        "versions_per_trajectory_max": max(len({s.weight_id for s in t.version_spans}) for t in trajectories),
+    }  # fmt: skip
+
+
+def run(config: RunConfig, seconds_per_token: float) -> None:
+    """Both, each in a thread, until the run is over."""
+    threads = [threading.Thread(target=relay, args=(config,)), threading.Thread(target=trainer, args=(config, seconds_per_token))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,104 @@
+"""The life of one move as a pure state machine: what the controller does next, whatever happens to source, destination or network.
+
+    RESERVE --reserved--> DETACH --ready--> IMPORT --imported--> COMMITTED       a move without a source (its owner is dead) begins with
+       '--------------------'------------------'--failed, gone, late--> ABORTED  its response already known, so it skips DETACH
+
+The owner changes in the one step from IMPORT to COMMITTED, after the destination has said that it holds the trajectory; until then the
+source has it and goes on with it when the move is off. If the source dies once its response so far is known (IMPORT), the move goes on;
+when such a move is called off the trajectory has no owner any more. Every step gives the actions for the controller, in order.
+
+    >>> move = Move("m", 7, 0, source=1, destination=2, weight_id=3, deadline=9.0)
+    >>> move.reserved("tcp"), move.ready(), move.imported(), move.phase
+    ([<Action.ORDER: 'order'>], [<Action.IMPORT: 'import'>], [<Action.CHANGE_OWNER: 'change owner'>], <Phase.COMMITTED: 'committed'>)
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+NOBODY = -1
+
+
+class Phase(Enum):
+    RESERVE = "reserve"
+    DETACH = "detach"
+    IMPORT = "import"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class Action(Enum):
+    ORDER = "order"  # the source: send, stop, say what there is
+    IMPORT = "import"  # the destination: this is the response so far
+    CHANGE_OWNER = "change owner"  # in the store; then tell both sides
+    CALL_OFF = "call off"  # tell whoever of both sides is left
+    ORPHAN = "orphan"  # the trajectory has no owner: try another replica, or start it again from its prompt
+    ANSWER = "answer"  # say again how it ended
+
+
+@dataclass
+class Move:
+    """One trajectory's way from `source` (NOBODY = its owner is dead) to `destination`. `deadline`: for the present phase, seconds."""
+
+    move_id: str
+    trajectory_id: int
+    attempt: int  # of the owner that it leaves
+    source: int
+    destination: int
+    weight_id: int
+    deadline: float
+    phase: Phase = Phase.RESERVE
+    address: str = ""
+    reason: str = ""  # why it was called off
+
+    @property
+    def over(self) -> bool:
+        return self.phase in (Phase.COMMITTED, Phase.ABORTED)
+
+    def reserved(self, address: str) -> list[Action]:
+        if self.over:
+            return [Action.ANSWER]
+        if self.phase is not Phase.RESERVE:
+            return []  # said again while the source is at work
+        self.address = address
+        if self.source == NOBODY:
+            self.phase = Phase.IMPORT
+            return [Action.IMPORT]
+        self.phase = Phase.DETACH
+        return [Action.ORDER]
+
+    def ready(self) -> list[Action]:
+        """The source stands still and has said what there is."""
+        if self.over:
+            return [Action.ANSWER]
+        if self.phase is not Phase.DETACH:
+            return []
+        self.phase = Phase.IMPORT
+        return [Action.IMPORT]
+
+    def imported(self) -> list[Action]:
+        if self.over:
+            return [Action.ANSWER]
+        if self.phase is not Phase.IMPORT:
+            return []
+        self.phase = Phase.COMMITTED
+        return [Action.CHANGE_OWNER]
+
+    def call_off(self, reason: str) -> list[Action]:
+        """Either side cannot do its part, the trajectory has ended, or the deadline has passed."""
+        if self.over:
+            return []
+        self.phase, self.reason = Phase.ABORTED, reason
+        return [Action.CALL_OFF] + ([Action.ORPHAN] if self.source == NOBODY else [])
+
+    def gone(self, replica: int) -> list[Action]:
+        """A replica has died or left."""
+        if self.over or replica not in (self.source, self.destination):
+            return []
+        if replica == self.source:
+            self.source = NOBODY
+            if self.phase is Phase.IMPORT:
+                return []  # the destination has, or gets, all that is needed
+            self.phase, self.reason = Phase.ABORTED, "its source is gone"
+            return [Action.CALL_OFF]  # the trajectory is among those that the source leaves behind
+        self.destination = NOBODY
+        return self.call_off("its destination is gone")

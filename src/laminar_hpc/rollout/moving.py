@@ -1,0 +1,164 @@
+"""A replica's side of moves, as source and as destination; policies/moves.py is what the controller makes of both.
+
+    source        MoveOrder -> send KV while decoding goes on, stop the request, send the rest -> MoveReady ... MoveCommit | MoveAbort
+    destination   Reserve -> room -> Reserved ... Import -> hold -> Imported ... MoveCommit: it goes on here | MoveAbort
+
+Where "..." stands the replica waits and says its last word again every AGAIN_SECONDS; the controller answers each time, a move that it does
+not know with MoveAbort. So no message may be lost for good, and no wait is without end. Whatever fails of a KV cache, the tokens go on.
+"""
+
+import asyncio
+import logging
+import time
+
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.messages import (
+    Import,
+    Imported,
+    Message,
+    MoveAbort,
+    MoveCommit,
+    MoveFailed,
+    MoveOrder,
+    MoveReady,
+    Partial,
+    Reserve,
+    Reserved,
+)
+from laminar_hpc.rollout.batch import LocalBatch, Work
+from laminar_hpc.rollout.sglang_server import RequestFailed
+from laminar_hpc.rollout.state import ReplicaState, WrongState
+
+logger = logging.getLogger(__name__)
+AGAIN_SECONDS = 2.0
+
+
+class Moving:
+    """Takes what the controller says of moves; its work is done in tasks of the local batch."""
+
+    def __init__(self, context: RoleContext, batch: LocalBatch, state: ReplicaState) -> None:
+        self.context, self.batch, self.state = context, batch, state
+        self._mail: dict[str, asyncio.Queue[Message]] = {}
+        batch.hand_over = self.hand_over
+
+    @property
+    def _engine(self):
+        return self.batch.puller.engine
+
+    def arrived(self, message: Message) -> None:
+        """In the worker's event loop, in the order of arrival."""
+        if isinstance(message, Reserve):
+            self._reserve(message)
+        elif isinstance(message, MoveOrder):
+            self._order(message)
+        elif isinstance(message, Import | MoveCommit | MoveAbort) and message.move_id in self._mail:
+            self._mail[message.move_id].put_nowait(message)
+
+    async def _answer(self, word: Message, *wanted: type) -> Message:
+        """Says `word` until one of the wanted messages comes."""
+        mail = self._mail[word.move_id]
+        self.context.channel.send(word)
+        while True:
+            try:
+                message = await asyncio.wait_for(mail.get(), AGAIN_SECONDS)
+            except TimeoutError:
+                self.context.channel.send(word)
+                continue
+            if isinstance(message, wanted):
+                return message
+
+    # ---- source ----------------------------------------------------------------------------------------------------------------------
+
+    def _order(self, order: MoveOrder) -> None:
+        work = self.batch.works.get(order.trajectory_id)
+        if work is None or work.attempt != order.attempt or not work.request_id or work.order is not None:
+            self.context.channel.send(MoveFailed(order.move_id, "it does not run here"))
+            return
+        work.order = order
+        self.batch.add(self._send(order, work, work.request_id))
+
+    async def _send(self, order: MoveOrder, work: Work, request_id: str) -> None:
+        """What the order asks for; without KV, or where that fails, the request is only stopped."""
+        engine, kv = self._engine, bool(order.address)
+        try:
+            if kv:
+                await engine.kv_send(order.move_id, request_id, order.address)
+                await engine.kv_detach(order.move_id, request_id)
+        except (KvRefused, RequestFailed) as error:
+            logger.warning("KV of trajectory %d stays here: %s", order.trajectory_id, error)
+            await engine.kv_abort(order.move_id)
+            kv = False
+        if not kv:
+            await engine.abort(request_id)
+        work.sent.set()
+
+    async def hand_over(self, work: Work) -> bool:
+        """The request of an ordered work stands still: whether it has gone, else it goes on here."""
+        order, began = work.order, time.time()
+        assert order is not None
+        await work.sent.wait()
+        self._mail[order.move_id] = asyncio.Queue()
+        try:
+            outcome = await self._answer(MoveReady(order.move_id, work.partial), MoveCommit, MoveAbort)
+        finally:
+            del self._mail[order.move_id]
+        gone = isinstance(outcome, MoveCommit)
+        if order.address:
+            await (self._engine.kv_commit(order.move_id) if gone else self._engine.kv_abort(order.move_id))
+        self.context.trace.record("move", began, time.time(), trajectory_id=work.trajectory_id, gone=gone, tokens=len(work.partial.tokens))
+        return gone
+
+    # ---- destination -----------------------------------------------------------------------------------------------------------------
+
+    def _reserve(self, reserve: Reserve) -> None:
+        if reserve.move_id in self._mail:
+            return
+        try:
+            self.state.reserve(reserve.weight_id)
+        except WrongState as refusal:
+            self.context.channel.send(MoveFailed(reserve.move_id, str(refusal)))
+            return
+        self._mail[reserve.move_id] = asyncio.Queue()
+        self.batch.add(self._receive(reserve))
+
+    async def _receive(self, reserve: Reserve) -> None:
+        began, move_id = time.time(), reserve.move_id
+        try:
+            taken = await self._take(reserve)
+        finally:
+            del self._mail[move_id]
+        if taken is None:
+            if reserve.kv:
+                await self._engine.kv_abort(move_id)
+            self.state.finished()
+            return
+        self.context.trace.record("move", began, time.time(), trajectory_id=reserve.trajectory_id, came=True)
+        commit, came = taken
+        partial = Partial(came.tokens, came.logprobs, came.spans, came.time_started, came.moves + 1)
+        work = Work(
+            reserve.trajectory_id, commit.attempt, reserve.group, reserve.weight_id, reserve.weight_step, reserve.temperature,
+            reserve.max_response_tokens, "", partial,
+        )  # fmt: skip
+        # The request first, then the end of the lock: what it needs is held until it has it.
+        await asyncio.gather(self.batch.one(work), *([self._engine.kv_commit(move_id)] if reserve.kv else []))
+
+    async def _take(self, reserve: Reserve) -> tuple[MoveCommit, Partial] | None:
+        """Room, the KV cache and the tokens; None when the move is off."""
+        address, prefix = "", 0
+        try:
+            if reserve.kv:
+                address = await self._engine.kv_reserve(reserve.move_id, reserve.weight_id, reserve.tokens)
+        except (KvRefused, RequestFailed) as error:
+            self.context.channel.send(MoveFailed(reserve.move_id, str(error)))
+            return None
+        came = await self._answer(Reserved(reserve.move_id, address), Import, MoveAbort)
+        if not isinstance(came, Import):
+            return None
+        if address:
+            try:
+                prefix = await self._engine.kv_import(reserve.move_id, reserve.group.prompt_tokens + came.partial.tokens)
+            except (KvRefused, RequestFailed) as error:
+                logger.warning("trajectory %d is prefilled again: %s", reserve.trajectory_id, error)
+        outcome = await self._answer(Imported(reserve.move_id, prefix), MoveCommit, MoveAbort)
+        return (outcome, came.partial) if isinstance(outcome, MoveCommit) else None

@@ -1,0 +1,32 @@
+"""The partial-response pool: what it holds is a gapless beginning of one attempt's response."""
+
+from laminar_hpc.controller.partials import PartialPool
+from laminar_hpc.messages import Increment, Partial, VersionSpan
+
+
+def increment(attempt: int, start: int, tokens: list[int]) -> Increment:
+    spans = [VersionSpan(4, start, start + len(tokens))]
+    return Increment(9, attempt, start, tokens, [-0.5] * len(tokens), spans, 1.0)
+
+
+def test_increments_follow_on_each_other():
+    pool = PartialPool()
+    pool.add(increment(0, 0, [1, 2]))
+    pool.add(increment(0, 2, [3]))
+    pool.add(increment(0, 5, [9]))  # a gap: one was lost
+    held = pool.get(9, 0)
+    assert held == Partial([1, 2, 3], [-0.5] * 3, [VersionSpan(4, 0, 3)], 1.0) and pool.tokens == 3
+    assert pool.get(9, 1) is None and pool.drop(9) == 3 and pool.tokens == 0 and len(pool) == 0
+
+
+def test_a_newer_attempt_takes_the_place_of_an_older_one():
+    pool = PartialPool()
+    pool.add(increment(0, 0, [1, 2]))
+    pool.put(9, 1, Partial([1, 2], [-0.5] * 2, [VersionSpan(4, 0, 2)], 1.0, 1))  # it has moved
+    pool.add(increment(0, 2, [3]))  # late, of the source
+    pool.add(increment(1, 2, [4]))
+    assert pool.get(9, 0) is None
+    held = pool.get(9, 1)
+    assert held is not None and held.tokens == [1, 2, 4] and held.spans == [VersionSpan(4, 0, 3)] and held.moves == 1
+    pool.add(increment(2, 3, [5]))  # does not begin at the beginning
+    assert pool.get(9, 2) is None and pool.get(9, 1) == held

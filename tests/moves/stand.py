@@ -1,0 +1,165 @@
+"""A whole emulated run inside the test's process, so that a test can hurt any part of it: the real controller, real workers with emulated
+engines in an event loop, the stage in threads; all of them meet over real sockets."""
+
+import asyncio
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from engines import LoopThread
+from laminar_hpc.cluster.hub import Hub
+from laminar_hpc.cluster.processes import machine_name
+from laminar_hpc.config.check import check
+from laminar_hpc.config.load import dump_config
+from laminar_hpc.config.models import model_config
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller import run as controller_run
+from laminar_hpc.controller.loop import Controller
+from laminar_hpc.controller.rundir import prepare as prepare_run_dir
+from laminar_hpc.emulation import responses, stage
+from laminar_hpc.emulation.engine import EmulatedEngine
+from laminar_hpc.emulation.fleet import Replica
+from laminar_hpc.emulation.launch import prepare
+from laminar_hpc.environments.reward_pool import RewardPool
+from laminar_hpc.messages import Trajectory, decode_trajectory
+from laminar_hpc.rollout.worker import RolloutWorker
+
+
+def small_config(folder: Path, replicas: int = 3, steps: int = 3, **pipeline: object) -> RunConfig:
+    """Some seconds long: 16 x 4 trajectories per step of some hundred tokens, 20 times as fast as real engines."""
+    config = prepare(folder, prompts=64, prompt_tokens=10, max_response_tokens=1000)
+    config.steps = steps
+    config.rollout.replicas, config.rollout.kv_cache_tokens, config.rollout.max_concurrent = replicas, 100_000, 64
+    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 16, 4
+    config.emulation.time_scale, config.emulation.wire_share = 20.0, 1e-3
+    config.emulation.median_response_tokens, config.emulation.sigma = 300.0, 1.0
+    config.cluster.heartbeat_timeout_seconds, config.cluster.stop_timeout_seconds = 30.0, 20.0
+    config.pipeline.max_staleness, config.pipeline.repack_seconds, config.pipeline.repack_requests = None, 0.1, 64
+    for name, value in pipeline.items():
+        setattr(config.pipeline, name, value)
+    return config
+
+
+class Shuffler:
+    """Begins moves of trajectories by chance, more than any plan would: from whoever has one to whoever generates on the same weights."""
+
+    def __init__(self, seed: int, every: float = 0.05, at_once: int = 4) -> None:
+        self.random, self.every, self.at_once = random.Random(seed), every, at_once
+        self.begun, self._next = 0, 0.0
+
+    def __call__(self, controller: Controller) -> None:
+        now, mover = time.monotonic(), controller.mover
+        if now < self._next:
+            return
+        self._next = now + self.every
+        owned = controller.book.in_progress()
+        moving = {move.trajectory_id for move in mover.moves.values() if not move.over}
+        for _ in range(self.at_once - len(moving)):
+            source, destination = (self.random.choice(sorted(owned)) for _ in range(2)) if owned else (0, 0)
+            weights = [controller.open_weights.get(replica, -1) for replica in (source, destination)]
+            free = [(i, s) for _, i, s in owned.get(source, []) if i not in moving]
+            if source != destination and weights[0] == weights[1] >= 0 and free:
+                trajectory_id, sample = self.random.choice(free)
+                moving.add(trajectory_id)
+                mover.begin(trajectory_id, sample.attempt, source, destination, weights[0], 500, now)
+                self.begun += 1
+
+
+class Stand:
+    """One run. `each_turn` is called in the controller's thread after every turn, `worker` is the class of the replicas' workers."""
+
+    def __init__(
+        self, config: RunConfig, worker: type[RolloutWorker] = RolloutWorker, each_turn: Callable[[Controller], None] = lambda _: None
+    ) -> None:
+        self.config, self._worker, self._each_turn = config, worker, each_turn
+        self.lines: list[str] = []
+        self.error: BaseException | None = None
+        self.loop = LoopThread()
+        self.pool = RewardPool(config.reward)
+        self.ending = False
+        self.replicas: dict[int, Replica] = {}
+        self.lives = 0
+
+    def run(self, seconds: float) -> None:
+        """To the end. Fails when that takes longer, or when a part fails."""
+        config, run_dir = self.config, Path(self.config.run_dir)
+        derived, machine = check(config), machine_name(config.relay.shm_dir)
+        start = prepare_run_dir(config)
+        (run_dir / "config.yaml").write_text(dump_config(config))
+        hub = Hub(run_dir, f"stand-{random.randrange(1 << 40):x}", config.cluster.host, 0, machine)
+        controller = controller_run.build(config, derived, start, hub, 1, machine, self.lines.append)
+        threads = [
+            threading.Thread(target=part, args=args, daemon=True)
+            for part, args in ((stage.relay, (config,)), (stage.trainer, (config, 1e-6)))
+        ]
+        self.loop.run(self.pool.start())
+        try:
+            for thread in threads:
+                thread.start()
+            living = [self.loop.start(self._keep_alive(index)) for index in range(config.rollout.replicas)]
+            deadline = time.monotonic() + seconds
+            while not controller.finished:
+                controller.turn()
+                self._each_turn(controller)
+                assert time.monotonic() < deadline, f"the run hangs: {controller.take_reason}; {self.lines[-3:]}"
+            self.ending = True
+            controller.tell_all_to_leave("done")
+            while controller.members.by_place and time.monotonic() < deadline + 20:
+                controller.turn()
+            assert not controller.members.by_place, "not all have left"
+            for replica in living:
+                replica.result(20)
+        finally:
+            self.ending = True
+            self.controller = controller
+            controller_run.close(controller, hub, run_dir)
+            for thread in threads:
+                thread.join(10)
+            self.loop.run(self.pool.close())
+            self.loop.close()
+
+    async def _keep_alive(self, index: int) -> None:
+        """A replica, and the next one in its place when it dies."""
+        while not self.ending:
+            self.replicas[index] = Replica(self.config, index, self.pool, self._worker)
+            self.lives += 1
+            await self.replicas[index].run()
+            await asyncio.sleep(0.05)
+
+    def engine(self, index: int) -> EmulatedEngine:
+        """The engine of a replica."""
+        worker = self.replicas[index].worker
+        assert worker is not None
+        return worker.puller.engine  # type: ignore[return-value]
+
+
+def assert_is_whole(t: Trajectory, config: RunConfig) -> None:
+    """Its tokens and log-probs are those of its number, none lost, doubled or misplaced by moves, and its spans cover it: one, unless new
+    weights come into running trajectories."""
+    e, n = config.emulation, len(t.response_tokens)
+    group = t.trajectory_id // config.algorithm.samples_per_prompt
+    most = config.sampling.max_response_tokens
+    assert n == responses.response_length(t.trajectory_id, group, e.median_response_tokens, e.sigma, most)
+    assert t.response_tokens == responses.tokens(t.trajectory_id, 0, n, model_config(config.model.path)["vocab_size"])
+    assert t.logprobs == responses.logprobs(t.trajectory_id, 0, n)
+    spans = t.version_spans
+    assert [s.start for s in spans] == [0, *(s.end for s in spans[:-1])] and spans[-1].end == n
+    ids = [s.weight_id for s in spans]
+    assert ids == [t.weight_id] if config.pipeline.refresh != "interrupt" else t.weight_id <= ids[0] and ids == sorted(set(ids))
+
+
+def assert_every_one_ended_once(config: RunConfig) -> dict[int, Trajectory]:
+    """All that was ever granted is finished or consumed, in whole; returns the trajectories by id."""
+    database = sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True)
+    rows = database.execute("SELECT id, state, payload FROM trajectories").fetchall()
+    database.close()
+    assert {state for _, state, _ in rows} <= {"consumed", "finished"}, "a trajectory was lost"
+    wanted = config.steps * config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
+    assert len(rows) == len({i for i, _, _ in rows}) == wanted
+    found = {i: decode_trajectory(payload) for i, _, payload in rows}
+    for trajectory in found.values():
+        assert_is_whole(trajectory, config)
+    return found

@@ -1,0 +1,54 @@
+"""The life of a move over all short histories, rounds of a barrier, and the batch that saturates an engine."""
+
+import doctest
+import itertools
+
+from laminar_hpc.policies import moves, rounds
+from laminar_hpc.policies.moves import NOBODY, Action, Move, Phase
+from laminar_hpc.policies.sizing import saturation_requests
+
+EVENTS = {
+    "reserved": lambda move: move.reserved("address"), "ready": Move.ready, "imported": Move.imported,
+    "failed": lambda move: move.call_off("it failed"),
+    "source gone": lambda move: move.gone(1), "destination gone": lambda move: move.gone(2),
+}  # fmt: skip
+
+
+def test_invariants_over_all_short_histories():
+    """Promise 5. The owner changes at most once, never after the move is off and never before the destination has the trajectory; a move
+    that is off says so once; a trajectory becomes an orphan at most once and only where its source is dead."""
+    committed = 0
+    for source in (1, NOBODY):
+        for history in itertools.product(EVENTS, repeat=5):
+            move, done, seen = Move("m", 7, 0, source, 2, 3, deadline=0.0), [], []
+            for event in history:
+                done += EVENTS[event](move)
+                seen.append(event)
+                if Action.CHANGE_OWNER in done:
+                    assert ("imported" in seen and "reserved" in seen[: seen.index("imported")]) or seen.count("imported") > 1
+                    assert source == NOBODY or "ready" in seen
+            ends = [action for action in done if action in (Action.CHANGE_OWNER, Action.CALL_OFF)]
+            assert len(ends) <= 1 and move.over == bool(ends)
+            assert done.count(Action.ORPHAN) <= (1 if Action.CALL_OFF in done else 0)
+            assert Action.ORPHAN not in done or source == NOBODY or "source gone" in history
+            assert move.phase is not Phase.COMMITTED or Action.CHANGE_OWNER in done
+            committed += move.phase is Phase.COMMITTED
+    assert committed > 100
+
+
+def test_a_move_outlives_its_source_once_the_response_is_known():
+    move = Move("m", 7, 0, 1, 2, 3, deadline=0.0)
+    assert move.reserved("") == [Action.ORDER] and move.ready() == [Action.IMPORT]
+    assert move.gone(1) == [] and move.imported() == [Action.CHANGE_OWNER]
+    assert move.imported() == move.ready() == [Action.ANSWER], "who says it again is answered again"
+
+
+def test_examples():
+    assert doctest.testmod(moves).failed == doctest.testmod(rounds).failed == 0
+
+
+def test_saturation_is_read_off_the_decode_curve():
+    """Half as long again as one request is the limit, between measured points by interpolation."""
+    assert saturation_requests([(1, 0.010), (2, 0.010), (4, 0.011), (8, 0.019)]) == 6
+    assert saturation_requests([(1, 0.010), (2, 0.030)]) == 1
+    assert saturation_requests([(1, 0.010), (256, 0.012)]) == 256
