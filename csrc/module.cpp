@@ -95,6 +95,34 @@ PyObject* py_unpack(PyObject*, PyObject* args) {
   return PyLong_FromLongLong(bad);
 }
 
+PyObject* py_pack_chunk(PyObject*, PyObject* args) {
+  PlanArguments a;
+  Buffer out;
+  long long number;
+  if (!PyArg_ParseTuple(args, PLAN_FORMAT "Lw*", PLAN_PLACES(a), &number, &out.view)) return nullptr;
+  if (!a.valid() || number < 0 || number >= a.plan.chunks()) return wrong(kBadPlan);
+  if (out.view.len < kHeadBytes + a.plan.bytes(number)) return wrong("the buffer is too small for the record");
+  {
+    Unlocked unlocked;
+    write_record(a.plan, number, out.bytes());
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* py_unpack_chunk(PyObject*, PyObject* args) {
+  PlanArguments a;
+  Buffer in;
+  long long number;
+  if (!PyArg_ParseTuple(args, PLAN_FORMAT "Ly*", PLAN_PLACES(a), &number, &in.view)) return nullptr;
+  if (!a.valid() || number < 0 || number >= a.plan.chunks()) return wrong(kBadPlan);
+  bool good = in.view.len >= kHeadBytes + a.plan.bytes(number);
+  if (good) {
+    Unlocked unlocked;
+    good = read_record(a.plan, number, in.bytes());
+  }
+  return PyBool_FromLong(good);
+}
+
 // The parts of the shared file, by offset: (own state, peer state, sequences, records, slots, fd, peer's byte, seconds).
 struct RingArguments {
   Buffer memory;
@@ -214,6 +242,8 @@ PyObject* py_isa(PyObject*, PyObject*) { return PyLong_FromLong(static_cast<int>
 PyMethodDef kMethods[] = {
     {"pack", py_pack, METH_VARARGS, "pack(planes, slots, plan, out): all chunks' records, one stride apart"},
     {"unpack", py_unpack, METH_VARARGS, "unpack(planes, slots, plan, records) -> number of a bad chunk, or -1"},
+    {"pack_chunk", py_pack_chunk, METH_VARARGS, "pack_chunk(planes, slots, plan, number, out): one chunk's record"},
+    {"unpack_chunk", py_unpack_chunk, METH_VARARGS, "unpack_chunk(planes, slots, plan, number, record) -> whether it was as expected"},
     {"send", py_send, METH_VARARGS, "send(planes, slots, plan, memory, ring) -> (end, chunk)"},
     {"receive", py_receive, METH_VARARGS, "receive(planes, slots, plan, memory, ring) -> (end, chunk)"},
     {"wait", py_wait, METH_VARARGS, "wait(memory, ring, state) -> (end, the peer's state)"},
