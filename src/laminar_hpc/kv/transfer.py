@@ -1,4 +1,4 @@
-"""One part of a move from a source's pool into a destination's: through shared memory where both see the same, else TCP with several streams.
+"""One part of a move, from a source's pool into a destination's: through shared memory where both see the same, else over TCP.
 
     inbox = Inbox(...)                                      destination: listens, in a thread of its own; inbox.address goes to the source
     send_part(inbox.address, header, pool, slots, ...)      source: returns when all of the part is there and checked, else raises KvRefused

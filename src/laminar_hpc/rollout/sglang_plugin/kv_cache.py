@@ -40,6 +40,14 @@ def served_weight_id() -> int:
     return int(name) if name.isdigit() else -1
 
 
+def pool_of(buffers: object, page_size: int) -> Pool:
+    """SGLang's pool as the extension sees it. Raises KvRefused for one that has no keys and values per layer, as MLA's."""
+    keys, values = getattr(buffers, "k_buffer", None), getattr(buffers, "v_buffer", None)
+    if not isinstance(keys, list) or not isinstance(values, list):
+        raise KvRefused(f"KV move refused: the engine's pool is a {type(buffers).__name__}; those of MHA and GQA models can be moved, MLA's not")
+    return Pool.of(keys, values, page_size)
+
+
 @dataclass
 class Hold:
     """KV in the radix tree that cannot be evicted until `release`. `slots` is int64 [tokens] on the CPU."""
@@ -66,12 +74,8 @@ class KvCache:
         if not isinstance(self.tree, UnifiedRadixCache) or self.tree.disable or len(self.tree.tree_components) != 1:
             kind = f"{type(self.tree).__name__} of {len(getattr(self.tree, 'tree_components', ()))} components"
             raise KvRefused(f"KV move refused: the engine's prefix cache is {kind}, or off; a plain unified radix cache is needed")
-        buffers = self.allocator.get_kvcache()
-        keys, values = getattr(buffers, "k_buffer", None), getattr(buffers, "v_buffer", None)
-        if not isinstance(keys, list) or not isinstance(values, list):
-            raise KvRefused(f"KV move refused: the engine's pool is a {type(buffers).__name__}; MHA and GQA pools can be moved, MLA cannot")
         self.page_size = self.allocator.page_size
-        self.pool = Pool.of(keys, values, self.page_size)
+        self.pool = pool_of(self.allocator.get_kvcache(), self.page_size)
         self.fingerprint = model_fingerprint(scheduler.tp_worker.model_runner.model_config.hf_config.to_dict())
 
     # ---- requests ----------------------------------------------------------------------------------------------------------------------
@@ -157,7 +161,7 @@ def _key(tokens: list[int], namespace: str) -> Any:
 
 
 def _objection(request: Any) -> str:
-    """What of the request's state stays behind. Its sampling parameters come with the new request; what it has drawn counts as prompt there."""
+    """What of the request's state stays behind: its sampling parameters come along, but what it has drawn counts as prompt there."""
     parameters = request.sampling_params
     if wrong := [name for name, value in NEUTRAL.items() if getattr(parameters, name) != value]:
         return wrong[0]
