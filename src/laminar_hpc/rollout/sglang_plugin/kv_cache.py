@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from laminar_hpc.kv.device import Stage
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import model_fingerprint
 from laminar_hpc.kv.pool import Pool
@@ -44,7 +45,9 @@ def pool_of(buffers: object, page_size: int) -> Pool:
     """SGLang's pool as the extension sees it. Raises KvRefused for one that has no keys and values per layer, as MLA's."""
     keys, values = getattr(buffers, "k_buffer", None), getattr(buffers, "v_buffer", None)
     if not isinstance(keys, list) or not isinstance(values, list):
-        raise KvRefused(f"KV move refused: the engine's pool is a {type(buffers).__name__}; those of MHA and GQA models can be moved, MLA's not")
+        raise KvRefused(
+            f"KV move refused: the engine's pool is a {type(buffers).__name__}; those of MHA and GQA models can be moved, MLA's not"
+        )
     return Pool.of(keys, values, page_size)
 
 
@@ -123,6 +126,10 @@ class KvCache:
         global _reserved
         self.allocator.free(pages)
         _reserved -= len(pages)
+
+    def stage(self, tokens: int) -> Stage | None:
+        """Host memory that stands for a GPU's pool while its rows travel; None for a pool in host memory."""
+        return Stage.of(self.pool, tokens) if self.pool.tensors[0].is_cuda else None
 
     def insert(self, tokens: list[int], namespace: str, pages: torch.Tensor) -> Hold:
         """Reserved `pages`, of which the first len(tokens) are filled, become a prefix in the tree; what is over is given back."""
