@@ -43,7 +43,10 @@ class Pool:
     def plan(
         self, slots: torch.Tensor, chunk_bytes: int, threads: int, *, distinct: bool, isa: int = 0, streaming: bool = True
     ) -> NATIVE_PLAN:
-        """The first arguments of the extension's calls on a pool in host memory. `slots` is int64 [tokens] in token order; `distinct` for what is written."""
+        """The first arguments of the extension's calls, for a pool in host memory.
+
+        `slots` is int64 [tokens] in token order; `distinct` for what is written.
+        """
         if slots.dtype != torch.int64 or slots.dim() != 1 or not len(slots) or slots.device.type != "cpu":
             raise KvRefused(f"slots refused: {list(slots.shape)} in {slots.dtype} on {slots.device}; int64 [tokens] on the CPU is needed")
         first, places = self.tensors[0], slots.contiguous().numpy()
