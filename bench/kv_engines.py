@@ -7,11 +7,13 @@ The model has the KV cache of Qwen2.5-7B (28 layers, 4 heads of 128, bf16) but a
 a real 7B's prefill takes far longer, its move as long. A move is all from the reservation to the first token that the destination draws;
 a re-prefill is the same tokens under another namespace, to the first token. Every continuation is checked to have the moved prefix.
 
-Figures: `reprefill_over_move_4k`, the ratio at the longest prompt; `break_even_tokens`, the length from which a move is the faster one (between
-two lengths by a straight line, 0 where it always is, null where it never is); `stalled_ms`, the longest that both schedulers stood still.
+Figures: `reprefill_over_move_4k`, the ratio at the longest prompt; `break_even_tokens`, the length from which a move is the faster one
+(between two lengths by a straight line, 0 where it always is, null where it never is); `stalled_ms`, the longest that a scheduler stood
+still for a move.
 """
 
 import asyncio
+import itertools
 import random
 import tempfile
 import time
@@ -87,7 +89,7 @@ def break_even(ratios: dict[int, float]) -> float | None:
     points = sorted(ratios.items())
     if points[0][1] >= 1:
         return 0.0
-    for (a, low), (b, high) in zip(points, points[1:], strict=False):
+    for (a, low), (b, high) in itertools.pairwise(points):
         if high >= 1:
             return a + (b - a) * (1 - low) / (high - low)
     return None

@@ -84,7 +84,7 @@ async def same_answers(pair: Pair, numbers: range, length: int, way: str) -> Non
 
 @pytest.mark.parametrize("way", ["shm", "tcp"])
 def test_moved_answers_are_the_answers(pair, way):
-    """Promise: greedy continuation and log-probs are equal, of one version, with the whole prefix from the moved KV, in either direction."""
+    """Promise: greedy continuation and log-probs are equal, of one version, with the whole prefix from the moved KV, either way."""
     stalled = sum(engine.kv_stalled_seconds for engine in pair.engines)
     pair.loop.run(same_answers(pair, range(4) if way == "shm" else range(10, 12), 300, way))
     stalled = sum(engine.kv_stalled_seconds for engine in pair.engines) - stalled
