@@ -25,9 +25,10 @@ import torch
 from laminar_hpc import _kv
 from laminar_hpc.kv import pool as kv_pool
 from laminar_hpc.kv.frames import Header
+from laminar_hpc.kv.inbox import Expected, Inbox
 from laminar_hpc.kv.pool import Pool, aligned
 from laminar_hpc.kv.shm import CHUNK_BYTES, Offer, Taken
-from laminar_hpc.kv.transfer import TCP_CHUNK_BYTES, Expected, Inbox, send_part
+from laminar_hpc.kv.transfer import TCP_CHUNK_BYTES, send_part
 
 LAYERS, HEADS, HEAD_DIM = 28, 4, 128
 GATHER_BYTES = 1 << 19  # of a chunk that is gathered into, or scattered from, plain memory; the ring has its own size

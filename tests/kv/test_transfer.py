@@ -12,8 +12,9 @@ from pools import make, same, slots_of
 from laminar_hpc.kv import transfer
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header, encode_header
+from laminar_hpc.kv.inbox import Expected, Inbox
 from laminar_hpc.kv.pool import gather
-from laminar_hpc.kv.transfer import Expected, Inbox, chunk_bytes, send_part
+from laminar_hpc.kv.transfer import chunk_bytes, send_part
 
 SHAPE = {"layers": 4, "heads": 4, "head_dim": 64, "pages": 700}
 TOKENS = list(range(1000, 1600))
