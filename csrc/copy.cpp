@@ -105,9 +105,8 @@ __attribute__((target("avx512f"))) inline __m512i times(__m512i a, __m512i facto
   return _mm512_add_epi64(_mm512_mul_epu32(a, factor), _mm512_slli_epi64(_mm512_mul_epu32(_mm512_srli_epi64(a, 32), factor), 32));
 }
 
-// copy_avx512 for gathering rows of whole bursts. Rows k, k + kWays, ... have accumulators of their own; in the time between two of them the
+// copy_avx512<true, true> for rows of whole bursts. Rows k, k + kWays, ... have accumulators of their own; in the time between two of them the
 // running sum stands still, so it is added as often as there are steps in the rows between.
-template <bool kStream>
 __attribute__((target("avx512f"))) Sums gather_wide(const Rows& rows, int64_t first, int64_t count, uint8_t* image) {
   const __m512i low = _mm512_set1_epi64(0xffffffff);
   const int64_t lines = rows.row_bytes / kLine;
@@ -132,10 +131,7 @@ __attribute__((target("avx512f"))) Sums gather_wide(const Rows& rows, int64_t fi
       for (int64_t j = i; j < i + kBurst * kLine; j += kLine) {
         const __m512i v = _mm512_loadu_si512(from[k] + j);
         _mm_prefetch(later[k] + j, _MM_HINT_T1);
-        if (kStream)
-          _mm512_stream_si512(reinterpret_cast<__m512i*>(to + k * rows.row_bytes + j), v);
-        else
-          _mm512_storeu_si512(to + k * rows.row_bytes + j, v);
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to + k * rows.row_bytes + j), v);
         ae[k] = _mm512_add_epi64(ae[k], _mm512_and_si512(v, low));
         ao[k] = _mm512_add_epi64(ao[k], _mm512_srli_epi64(v, 32));
         be[k] = _mm512_add_epi64(be[k], ae[k]);
@@ -154,7 +150,7 @@ __attribute__((target("avx512f"))) Sums gather_wide(const Rows& rows, int64_t fi
         for (int64_t i = 0; i < rows.row_bytes; i += kBurst * kLine) burst(k, i);
     }
   }
-  if (kStream) _mm_sfence();
+  _mm_sfence();
   Sums sums;
   const int64_t groups = (count + kWays - 1) / kWays;
   for (int k = 0; k < kWays; ++k) {
@@ -233,8 +229,7 @@ Sums copy(const Rows& rows, int64_t first, int64_t count, uint8_t* image, Isa is
   isa = usable(isa);
   if (isa != Isa::kPortable && rows.row_bytes % kLine == 0) {
     const bool stream = streaming && aligned<kGather>(rows, image);
-    if (kGather && isa == Isa::kAvx512 && rows.row_bytes % (kBurst * kLine) == 0)
-      return stream ? gather_wide<true>(rows, first, count, image) : gather_wide<false>(rows, first, count, image);
+    if (kGather && stream && isa == Isa::kAvx512 && rows.row_bytes % (kBurst * kLine) == 0) return gather_wide(rows, first, count, image);
     if (isa == Isa::kAvx512)
       return stream ? copy_avx512<kGather, true>(rows, first, count, image) : copy_avx512<kGather, false>(rows, first, count, image);
     return stream ? copy_avx2<kGather, true>(rows, first, count, image) : copy_avx2<kGather, false>(rows, first, count, image);
