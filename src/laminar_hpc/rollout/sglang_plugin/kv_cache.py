@@ -126,6 +126,7 @@ class KvCache:
         global _reserved
         self.allocator.free(pages)
         _reserved -= len(pages)
+        self._room()
 
     def stage(self, tokens: int) -> Stage | None:
         """Host memory that stands for a GPU's pool while its rows travel; None for a pool in host memory."""
@@ -153,6 +154,11 @@ class KvCache:
 
     def release(self, hold: Hold) -> None:
         self.tree.dec_lock_ref(hold.node, hold.receipt)
+        self._room()
+
+    def _room(self) -> None:
+        """Lets the scheduler look for room again: after a request that did not fit it would wait until one of its own ends."""
+        self.scheduler.running_batch.batch_is_full = False
 
 
 def forget_reserved() -> None:

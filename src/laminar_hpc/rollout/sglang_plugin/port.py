@@ -89,6 +89,8 @@ class EnginePort:
             sleeper.poller.register(self.wake, zmq.POLLIN)
 
     def poll(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake)  # else the idle scheduler could not sleep any more
         while self.socket.get(zmq.EVENTS) & zmq.POLLIN:
             client, *_, frame = self.socket.recv_multipart()
             self.answer(client, frame)
@@ -97,8 +99,6 @@ class EnginePort:
 
     def turn(self) -> None:
         """One step of each operation under way."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.wake)
         before, self.pending = self.pending, []
         for operation in before:
             self.step(operation)
