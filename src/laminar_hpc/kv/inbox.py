@@ -61,7 +61,7 @@ class Inbox:
     complete: bool = False
 
     def __post_init__(self) -> None:
-        self._closing = False
+        self._closing, self._left = False, threading.Event()
         self._taken: Taken | None = None
         self._part: _Part | None = None
         self._refused = ""
@@ -83,8 +83,7 @@ class Inbox:
         port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         place = Place(self.host, port, self.machine, server_public.decode(), client_public.decode(), client_secret.decode())
         self.address = msgspec.json.encode(place).decode()
-        self._thread = threading.Thread(target=self._run, name="kv-inbox", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="kv-inbox", daemon=True).start()
 
     def close(self) -> None:
         self._closing = True
@@ -92,8 +91,7 @@ class Inbox:
             taken.refuse()  # the source leaves then, which ends the wait for its next chunk
 
     def ended(self, seconds: float = 0.0) -> bool:
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._left.wait(seconds)
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -110,6 +108,7 @@ class Inbox:
             self._router.close()
             self._zap.close(0)
             self._context.term()
+            self._left.set()
             self.wake()
 
     def _admit(self) -> None:

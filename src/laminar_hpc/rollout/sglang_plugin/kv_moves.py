@@ -204,7 +204,10 @@ class KvMoves:
     # ---- the end -----------------------------------------------------------------------------------------------------------------------
 
     def end(self, request: protocol.KvEnd) -> Steps:
+        move = self.moves.get(request.move_id)
         self._end(request.move_id)
+        while any(move is left for left in self.leaving):
+            yield None
         yield protocol.KvDone(0)
 
     def _end(self, move_id: str) -> None:
