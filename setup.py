@@ -4,7 +4,10 @@
 `pip install laminar_hpc[cuda13]` takes the same pins from the same files. Pins are read, never written twice.
 """
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,21 +53,62 @@ def version() -> str:
 LEFT_OUT = {"laminar_hpc._kv": "KV-cache migration", "laminar_hpc._sums": "check sums at the speed of memory"}
 
 
+def wants_cuda() -> bool:
+    """Whether the GPU part is built: where torch is a CUDA build, or as LAMINAR_CUDA=0|1 says."""
+    if said := os.environ.get("LAMINAR_CUDA"):
+        return said == "1"
+    try:
+        import torch
+    except ImportError:  # an isolated build: the C++ part serves pools in host memory
+        return False
+    return torch.version.cuda is not None
+
+
 class BuildExtension(build_ext):
-    """Builds what it can: without a C++ compiler KV-cache migration is left out and weights move slower, and one line says so."""
+    """Builds what it can: without a C++ compiler KV-cache migration is left out and weights move slower, and one line says so; without nvcc
+    the migration lacks its GPU part."""
 
     def build_extension(self, ext: Extension) -> None:
+        try:
+            if wants_cuda():
+                self.add_cuda(ext)
+        except Exception as error:
+            print(
+                f"laminar_hpc: {ext.name} is built without its GPU part (csrc/device.cu): {' '.join(str(error).split())}", file=sys.stderr
+            )
         try:
             super().build_extension(ext)
         except Exception as error:  # distutils and the compiler raise many kinds
             text = f"laminar_hpc: installed without {ext.name} ({LEFT_OUT[ext.name]}): {error}; apt-get install g++, then install again"
             print(" ".join(text.split()), file=sys.stderr)
 
+    def add_cuda(self, ext: Extension) -> None:
+        """Compiles csrc/device.cu for Hopper and links it, with CUDA's runtime inside, so that any driver's machine can load the result."""
+        nvcc = shutil.which("nvcc")
+        if nvcc is None:
+            raise FileNotFoundError("there is no nvcc; install CUDA's compiler, then install again")
+        built = Path(self.build_temp).absolute() / "device.o"
+        built.parent.mkdir(parents=True, exist_ok=True)
+        command = [nvcc, *NVCC_FLAGS, "-c", str(HERE / "csrc/device.cu"), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip() or f"nvcc ended with {done.returncode}")
+        said = subprocess.run([nvcc, "--dryrun", str(HERE / "csrc/device.cu")], capture_output=True, text=True, check=True).stderr
+        top = re.search(r"^#\$ TOP=(.+)$", said, re.M)
+        if top is None:
+            raise RuntimeError("nvcc does not say where it is installed")
+        ext.define_macros = [*ext.define_macros, ("LAMINAR_CUDA", "1")]
+        ext.extra_objects = [*ext.extra_objects, str(built)]
+        ext.library_dirs = [*ext.library_dirs, f"{top.group(1).strip()}/lib64", f"{top.group(1).strip()}/targets/x86_64-linux/lib"]
+        ext.libraries = [*ext.libraries, "cudart_static", "dl", "rt"]
+
+
+NVCC_FLAGS = ["-std=c++17", "-O3", "-arch=sm_90", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 
 migration = Extension(
     "laminar_hpc._kv",
     sources=[f"csrc/{name}.cpp" for name in ("chunks", "copy", "module", "ring")],
-    depends=[f"csrc/{name}.h" for name in ("chunks", "copy", "ring")],
+    depends=[f"csrc/{name}.h" for name in ("chunks", "copy", "device", "ring")] + ["csrc/device.cu"],
     language="c++",
     py_limited_api=True,
     extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-g0", "-pthread"],

@@ -1,10 +1,11 @@
-"""Moving one request's KV cache: gather, scatter and shared memory against memcpy of the same bytes, and against SGLang's own copies.
+"""Moving one request's KV cache: gather, scatter, shared memory and loopback TCP against memcpy of the same bytes, and SGLang's own copies.
 
     python bench/kv_migration.py --json kv.json              28 layers, 4 KV heads of 128 in bf16, 4,096 tokens, 1 and 2 threads
     python bench/kv_migration.py --tokens 16384 --threads 8     another length; as many threads on either side
 
 The pages lie in random slots of two pools (page size 1). All kinds take turns in every repeat, a row each; checksums are included.
-`shm` is a whole move to another process: the offer's file, gathering, scattering, acceptance. `over_stock_copy` is the time of get_cpu_copy
+`shm` is a whole move to another process: the offer's file, gathering, scattering, acceptance. `tcp` is one through encrypted TCP over
+loopback, connections and key exchange included. `over_stock_copy` is the time of get_cpu_copy
 on one pool and load_cpu_copy into the other, by SGLang's MHATokenToKVPool on the CPU, over that of gather and scatter together.
 
 Figures are medians of the repeats' ratios, and of the numbers of threads the lower one. Goals: `gather_over_memcpy` and
@@ -24,12 +25,14 @@ import torch
 from laminar_hpc import _kv
 from laminar_hpc.kv import pool as kv_pool
 from laminar_hpc.kv.frames import Header
+from laminar_hpc.kv.inbox import Expected, Inbox
 from laminar_hpc.kv.pool import Pool, aligned
 from laminar_hpc.kv.shm import CHUNK_BYTES, Offer, Taken
+from laminar_hpc.kv.transfer import TCP_CHUNK_BYTES, send_part
 
 LAYERS, HEADS, HEAD_DIM = 28, 4, 128
 GATHER_BYTES = 1 << 19  # of a chunk that is gathered into, or scattered from, plain memory; the ring has its own size
-FIGURES = ("gather_over_memcpy", "scatter_over_memcpy", "shm_over_memcpy", "over_stock_copy")
+FIGURES = ("gather_over_memcpy", "scatter_over_memcpy", "shm_over_memcpy", "tcp_over_memcpy", "over_stock_copy")
 COLUMNS = ("threads", "repeat", "memcpy GB/s", *FIGURES)
 
 
@@ -66,12 +69,19 @@ def stock_pool(tokens: int):
 
 
 def receiver(connection, tokens: int, threads: int, slots: torch.Tensor) -> None:
-    """The destination's process: a move for each path that it is sent, until None."""
+    """The destination's process: a move for each path that it is sent, or an inbox for each "tcp", until None."""
     torch.set_num_threads(threads)
     tensors = [torch.ones(2 * tokens + 1, HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2 * LAYERS)]
     target = Pool.of(tensors[:LAYERS], tensors[LAYERS:], 1)
     connection.send("ready")
     while path := connection.recv():
+        if path == "tcp":
+            inbox = Inbox(Expected("bench", 0, target, slots, threads), "127.0.0.1", "here")
+            connection.send(inbox.address)
+            connection.recv()
+            inbox.close()
+            inbox.ended(10)
+            continue
         with Taken(path) as taken:
             taken.receive(target, slots, threads)
             taken.accept()
@@ -108,14 +118,23 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict]:
             mine.send(offer.path)
             offer.send(ours, there, threads)
 
+    def move_by_tcp() -> float:
+        mine.send("tcp")
+        address = mine.recv()
+        part = Header.of("bench", 0, ours.shape, list(range(tokens)), TCP_CHUNK_BYTES)
+        taken = seconds(lambda: send_part(address, part, ours, there, machine="elsewhere", folder="", threads=threads))
+        mine.send("done")
+        return taken
+
     rows = []
     for repeat in range(-1, options.repeats):
         plain = seconds(lambda: _kv.memcpy(other, one, threads))
         gathered = seconds(lambda: _kv.pack(*plan, records.numpy()))
         scattered = seconds(lambda: kv_pool.scatter(theirs, here, records, GATHER_BYTES, threads))
         moved = seconds(move)
+        by_tcp = move_by_tcp()
         stock = seconds(lambda: target.load_cpu_copy(source.get_cpu_copy(there), here))
-        ratios = plain / gathered, plain / scattered, plain / moved, stock / (gathered + scattered)
+        ratios = plain / gathered, plain / scattered, plain / moved, plain / by_tcp, stock / (gathered + scattered)
         if repeat >= 0:
             rows.append(
                 {"threads": threads, "repeat": repeat, "memcpy GB/s": size / plain / 1e9, **dict(zip(FIGURES, ratios, strict=True))}

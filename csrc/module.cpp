@@ -10,6 +10,9 @@
 #include <vector>
 
 #include "ring.h"
+#ifdef LAMINAR_CUDA
+#include "device.h"
+#endif
 
 using namespace laminar_kv;
 
@@ -93,6 +96,34 @@ PyObject* py_unpack(PyObject*, PyObject* args) {
     bad = unpack(a.plan, in.bytes());
   }
   return PyLong_FromLongLong(bad);
+}
+
+PyObject* py_pack_chunk(PyObject*, PyObject* args) {
+  PlanArguments a;
+  Buffer out;
+  long long number;
+  if (!PyArg_ParseTuple(args, PLAN_FORMAT "Lw*", PLAN_PLACES(a), &number, &out.view)) return nullptr;
+  if (!a.valid() || number < 0 || number >= a.plan.chunks()) return wrong(kBadPlan);
+  if (out.view.len < kHeadBytes + a.plan.bytes(number)) return wrong("the buffer is too small for the record");
+  {
+    Unlocked unlocked;
+    write_record(a.plan, number, out.bytes());
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* py_unpack_chunk(PyObject*, PyObject* args) {
+  PlanArguments a;
+  Buffer in;
+  long long number;
+  if (!PyArg_ParseTuple(args, PLAN_FORMAT "Ly*", PLAN_PLACES(a), &number, &in.view)) return nullptr;
+  if (!a.valid() || number < 0 || number >= a.plan.chunks()) return wrong(kBadPlan);
+  bool good = in.view.len >= kHeadBytes + a.plan.bytes(number);
+  if (good) {
+    Unlocked unlocked;
+    good = read_record(a.plan, number, in.bytes());
+  }
+  return PyBool_FromLong(good);
 }
 
 // The parts of the shared file, by offset: (own state, peer state, sequences, records, slots, fd, peer's byte, seconds).
@@ -209,11 +240,72 @@ PyObject* py_memcpy(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+#ifdef LAMINAR_CUDA
+
+PyObject* cuda_failed(int code) {
+  PyErr_Format(PyExc_RuntimeError, "CUDA error %d: %s", code, device_error(code));
+  return nullptr;
+}
+
+void* address(unsigned long long number) { return reinterpret_cast<void*>(static_cast<uintptr_t>(number)); }
+
+// Addresses on the GPU and a stream as numbers, as torch gives them; kv/device.py has checked what they are of.
+PyObject* on_device(PyObject* args, bool gathers) {
+  unsigned long long planes, slots, image, sums, stream;
+  long long plane_count, tokens, stride, row_bytes, rows_per_chunk;
+  if (!PyArg_ParseTuple(args, "KLKLLLLKKK", &planes, &plane_count, &slots, &tokens, &stride, &row_bytes, &rows_per_chunk, &image, &sums, &stream))
+    return nullptr;
+  if (plane_count < 1 || tokens < 1 || row_bytes < 1 || stride < row_bytes || rows_per_chunk < 1) return wrong(kBadPlan);
+  const DeviceRows rows = {static_cast<const uint64_t*>(address(planes)), plane_count, stride, row_bytes,
+                           static_cast<const int64_t*>(address(slots)),   tokens,      rows_per_chunk};
+  auto* const kept = static_cast<uint64_t*>(address(sums));
+  const int code = gathers ? device_gather(rows, address(image), kept, address(stream)) : device_scatter(rows, address(image), kept, address(stream));
+  if (code) return cuda_failed(code);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_device_gather(PyObject*, PyObject* args) { return on_device(args, true); }
+PyObject* py_device_scatter(PyObject*, PyObject* args) { return on_device(args, false); }
+
+PyObject* py_device_share(PyObject*, PyObject* args) {
+  long long bytes;
+  if (!PyArg_ParseTuple(args, "L", &bytes)) return nullptr;
+  if (bytes < 1) return wrong("no bytes to share");
+  void* memory;
+  uint8_t handle[kHandleBytes];
+  if (const int code = device_share(static_cast<size_t>(bytes), &memory, handle)) return cuda_failed(code);
+  return Py_BuildValue("Ky#", static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(memory)), reinterpret_cast<char*>(handle),
+                       static_cast<Py_ssize_t>(kHandleBytes));
+}
+
+PyObject* py_device_map(PyObject*, PyObject* args) {
+  Buffer handle;
+  if (!PyArg_ParseTuple(args, "y*", &handle.view)) return nullptr;
+  if (handle.view.len != static_cast<Py_ssize_t>(kHandleBytes)) return wrong("not a handle of CUDA IPC");
+  void* memory;
+  if (const int code = device_map(handle.bytes(), &memory)) return cuda_failed(code);
+  return PyLong_FromUnsignedLongLong(reinterpret_cast<uintptr_t>(memory));
+}
+
+PyObject* let_go(PyObject* args, int (*release)(void*)) {
+  unsigned long long memory;
+  if (!PyArg_ParseTuple(args, "K", &memory)) return nullptr;
+  if (const int code = release(address(memory))) return cuda_failed(code);
+  Py_RETURN_NONE;
+}
+
+PyObject* py_device_unshare(PyObject*, PyObject* args) { return let_go(args, device_unshare); }
+PyObject* py_device_unmap(PyObject*, PyObject* args) { return let_go(args, device_unmap); }
+
+#endif
+
 PyObject* py_isa(PyObject*, PyObject*) { return PyLong_FromLong(static_cast<int>(usable(Isa::kBest))); }
 
 PyMethodDef kMethods[] = {
     {"pack", py_pack, METH_VARARGS, "pack(planes, slots, plan, out): all chunks' records, one stride apart"},
     {"unpack", py_unpack, METH_VARARGS, "unpack(planes, slots, plan, records) -> number of a bad chunk, or -1"},
+    {"pack_chunk", py_pack_chunk, METH_VARARGS, "pack_chunk(planes, slots, plan, number, out): one chunk's record"},
+    {"unpack_chunk", py_unpack_chunk, METH_VARARGS, "unpack_chunk(planes, slots, plan, number, record) -> whether it was as expected"},
     {"send", py_send, METH_VARARGS, "send(planes, slots, plan, memory, ring) -> (end, chunk)"},
     {"receive", py_receive, METH_VARARGS, "receive(planes, slots, plan, memory, ring) -> (end, chunk)"},
     {"wait", py_wait, METH_VARARGS, "wait(memory, ring, state) -> (end, the peer's state)"},
@@ -222,6 +314,14 @@ PyMethodDef kMethods[] = {
     {"sums", py_sums, METH_VARARGS, "sums(image) -> (sum of words, sum of (index + 1) * word)"},
     {"memcpy", py_memcpy, METH_VARARGS, "memcpy(to, from, threads)"},
     {"isa", py_isa, METH_NOARGS, "isa() -> 1 portable, 2 AVX2, 3 AVX-512: the best of this CPU"},
+#ifdef LAMINAR_CUDA
+    {"device_gather", py_device_gather, METH_VARARGS, "device_gather(planes, plane_count, slots, tokens, stride, row_bytes, rows_per_chunk, image, sums, stream)"},
+    {"device_scatter", py_device_scatter, METH_VARARGS, "device_scatter(as device_gather)"},
+    {"device_share", py_device_share, METH_VARARGS, "device_share(bytes) -> (address, handle)"},
+    {"device_unshare", py_device_unshare, METH_VARARGS, "device_unshare(address)"},
+    {"device_map", py_device_map, METH_VARARGS, "device_map(handle) -> address"},
+    {"device_unmap", py_device_unmap, METH_VARARGS, "device_unmap(address)"},
+#endif
     {nullptr, nullptr, 0, nullptr},
 };
 

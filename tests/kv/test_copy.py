@@ -21,6 +21,7 @@ from laminar_hpc.weights.sums import tensor_sums
     ("dtype", "heads", "head_dim", "page_size", "tokens"),
     [
         ("bfloat16", 4, 128, 1, 61),
+        ("bfloat16", 4, 32, 1, 34),
         ("float32", 2, 64, 16, 100),
         ("float16", 1, 5, 64, 65),
         ("bfloat16", 3, 80, 7, 20),

@@ -12,6 +12,7 @@ from test_engine import file_sums, hf_logprobs
 
 from engines import LoopThread, ended, engine_config, fill_slot, make_model, reference
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import puller
 from laminar_hpc.rollout.engine_process import EngineDied
@@ -61,6 +62,19 @@ def test_two_processes_compute_what_one_does(split):
     generation = split.loop.run(split.engine.generate(prompt, split.sampling, "a", "0"))
     expected = hf_logprobs(model, prompt, generation.tokens)
     torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_an_engine_of_two_processes_takes_no_part_in_moves(split):
+    """Promise: one line says so on either side, and the engine goes on."""
+
+    async def refused() -> None:
+        for call in (split.engine.kv_reserve("m", 0, 100), split.engine.kv_send("m", "a", "{}")):
+            with pytest.raises(KvRefused, match=r"rollout\.tensor_parallel above 1 takes no part"):
+                await call
+        await split.engine.kv_abort("m")
+        await split.engine.ping()
+
+    split.loop.run(refused())
 
 
 def test_a_pull_verifies_the_shards_of_both(split, tmp_path, monkeypatch):

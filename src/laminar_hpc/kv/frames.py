@@ -10,7 +10,7 @@ The decoder takes any bytes: what is not exactly such a header is refused.
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -59,17 +59,21 @@ class Shape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`token_ids` are int32, little-endian: the tokens whose KV follows, in order."""
+    """One part of a request's KV. `token_ids` are int32, little-endian: the tokens whose KV follows, in order."""
 
     fingerprint: str
     weight_id: int
     shape: Shape
     chunk_bytes: int
     token_ids: bytes
+    first: int = 0  # the place of the first of them in the request
+    last: bool = True  # no part follows
 
     @classmethod
-    def of(cls, fingerprint: str, weight_id: int, shape: Shape, token_ids: list[int], chunk_bytes: int) -> "Header":
-        return cls(fingerprint, weight_id, shape, chunk_bytes, np.array(token_ids, dtype="<i4").tobytes())
+    def of(
+        cls, fingerprint: str, weight_id: int, shape: Shape, token_ids: Sequence[int], chunk_bytes: int, first: int = 0, last: bool = True
+    ) -> "Header":
+        return cls(fingerprint, weight_id, shape, chunk_bytes, np.array(token_ids, dtype="<i4").tobytes(), first, last)
 
     @property
     def tokens(self) -> int:
@@ -132,6 +136,8 @@ def _check(header: Header) -> None:
         raise KvRefused(f"KV header refused: dtype {shape.dtype[:32]!r} is none of {', '.join(DTYPES)}")
     if len(header.token_ids) % 4 or not 1 <= header.tokens <= MAX_TOKENS:
         raise KvRefused(f"KV header refused: {len(header.token_ids)} bytes of token ids; 1 to {MAX_TOKENS} tokens of 4 bytes are allowed")
+    if not 0 <= header.first <= MAX_TOKENS - header.tokens:
+        raise KvRefused(f"KV header refused: {header.tokens} tokens from place {header.first} on; a request has {MAX_TOKENS} at most")
     if not 4096 <= header.chunk_bytes <= 1 << 26 or not 0 <= header.weight_id < 1 << 63 or not len(header.fingerprint) <= 128:
         raise KvRefused("KV header refused: its chunk size, weight id or fingerprint is out of range")
 

@@ -15,7 +15,7 @@ NATIVE_PLAN = tuple[np.ndarray, np.ndarray, tuple[int, int, int, int, int, int, 
 
 @dataclass(frozen=True)
 class Pool:
-    """K and V of each layer: tensors [slots, heads, head_dim] of one shape, dtype and stride on the CPU, kept alive by this object."""
+    """K and V of each layer: tensors [slots, heads, head_dim] of one shape, dtype, stride and device, kept alive by it."""
 
     tensors: tuple[torch.Tensor, ...]  # K and V of layer 0, K and V of layer 1, ...
     shape: Shape
@@ -28,11 +28,11 @@ class Pool:
         tensors = tuple(tensor for pair in zip(keys, values, strict=True) for tensor in pair)
         first = tensors[0]
         names = {dtype: name for name, dtype in DTYPES.items()}
-        if first.dim() != 3 or first.dtype not in names or any(tensor.device.type != "cpu" for tensor in tensors):
+        if first.dim() != 3 or first.dtype not in names or first.device.type not in ("cpu", "cuda"):
             kind = f"{list(first.shape)} in {first.dtype} on {first.device}"
-            raise KvRefused(f"KV pool refused: {kind}; it must be [slots, heads, head_dim] in fp32, bf16 or fp16 on the CPU")
-        if any((t.shape, t.dtype, t.stride()) != (first.shape, first.dtype, first.stride()) for t in tensors):
-            raise KvRefused("KV pool refused: its key and value tensors differ in shape, dtype or stride")
+            raise KvRefused(f"KV pool refused: {kind}; it must be [slots, heads, head_dim] in fp32, bf16 or fp16 on the CPU or CUDA")
+        if any((t.shape, t.dtype, t.stride(), t.device) != (first.shape, first.dtype, first.stride(), first.device) for t in tensors):
+            raise KvRefused("KV pool refused: its key and value tensors differ in shape, dtype, stride or device")
         if not 1 <= page_size <= 64:
             raise KvRefused(f"KV pool refused: page size {page_size}; 1 to 64 are supported")
         slots, heads, dim = first.shape
@@ -43,10 +43,15 @@ class Pool:
     def plan(
         self, slots: torch.Tensor, chunk_bytes: int, threads: int, *, distinct: bool, isa: int = 0, streaming: bool = True
     ) -> NATIVE_PLAN:
-        """The first arguments of the extension's calls. `slots` is int64 [tokens] in token order; `distinct` for what is written."""
+        """The first arguments of the extension's calls, for a pool in host memory.
+
+        `slots` is int64 [tokens] in token order; `distinct` for what is written.
+        """
         if slots.dtype != torch.int64 or slots.dim() != 1 or not len(slots) or slots.device.type != "cpu":
             raise KvRefused(f"slots refused: {list(slots.shape)} in {slots.dtype} on {slots.device}; int64 [tokens] on the CPU is needed")
         first, places = self.tensors[0], slots.contiguous().numpy()
+        if first.device.type != "cpu":
+            raise KvRefused(f"KV pool refused: it is on {first.device}; kv/device.py brings its rows to the host")
         bad = extension().misfit(places, len(first), self.shape.page_size, distinct)
         if bad >= 0:
             raise KvRefused(

@@ -30,12 +30,27 @@ class PortClient:
                 await socket.send(protocol.encode(request))
             return [await self._reply(rank, request, deadline, timeout) for rank in range(len(self.paths))]
 
+    async def ask(self, request: protocol.Request, timeout: float) -> list[protocol.AnyReply]:
+        """As `call`, for operations that take long: beside other calls, and refusals are among the replies."""
+        sockets = [self._socket(path) for path in self.paths]
+        try:
+            for socket in reversed(sockets):
+                await socket.send(protocol.encode(request))
+            return [protocol.decode_reply(reply) for reply in await asyncio.wait_for(asyncio.gather(*(s.recv() for s in sockets)), timeout)]
+        except TimeoutError:
+            raise LaminarError(f"the engine did not answer {type(request).__name__} on {self.paths[0]} within {timeout:g} s") from None
+        finally:
+            for socket in sockets:
+                socket.close(linger=0)
+
+    def _socket(self, path: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.REQ, socket_class=zmq.asyncio.Socket)
+        socket.linger = 0
+        socket.connect(f"ipc://{path}")
+        return socket
+
     def _connect(self) -> None:
-        for path in self.paths:
-            socket = self._context.socket(zmq.REQ, socket_class=zmq.asyncio.Socket)
-            socket.linger = 0
-            socket.connect(f"ipc://{path}")
-            self._sockets.append(socket)
+        self._sockets = [self._socket(path) for path in self.paths]
 
     async def _reply(self, rank: int, request: protocol.Request, deadline: float, timeout: float) -> protocol.AnyReply:
         socket, name = self._sockets[rank], type(request).__name__

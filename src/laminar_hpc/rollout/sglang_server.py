@@ -19,6 +19,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig, SamplingConfig
 from laminar_hpc.messages import VersionSpan
 from laminar_hpc.rollout.engine_process import EngineDied, EngineProcess, has_cuda
+from laminar_hpc.rollout.kv_engine import KvEngine
 from laminar_hpc.rollout.port_client import PortClient
 from laminar_hpc.rollout.sglang_plugin import protocol
 from laminar_hpc.rollout.shards import Sums, whole_sums, whole_tensors
@@ -51,8 +52,9 @@ class Generation:
 
     tokens: list[int]
     logprobs: list[float]
-    finish_reason: str  # stop | length | abort
+    finish_reason: str  # stop | length | abort | moved
     spans: list[VersionSpan]  # weight_id -1 where the engine named a version that is no weight id
+    cached_tokens: int = 0  # of the prompt, whose KV was there and was not computed
 
 
 def sampling_parameters(sampling: SamplingConfig, temperature: float, max_tokens: int, stop_token_ids: list[int]) -> dict:
@@ -89,10 +91,11 @@ def parse_generation(reply: dict) -> Generation:
         [entry[0] for entry in pairs],
         meta["finish_reason"]["type"],
         [VersionSpan(_weight_id(span["version"]), span["start"], span["end"]) for span in spans],
+        int(meta.get("cached_tokens") or 0),
     )
 
 
-class SglangServer:
+class SglangServer(KvEngine):
     """One life of one engine: `start`, use, `stop`; a second start needs a new object."""
 
     def __init__(self, config: RunConfig, index: int, run_dir: Path) -> None:
@@ -324,10 +327,10 @@ class SglangServer:
 
     # ---- the engine port -------------------------------------------------------------------------------------------------------------
 
-    async def _call(self, request: protocol.Request, seconds: float) -> list:
-        """The replies of the tensor-parallel ranks."""
+    async def _call(self, request: protocol.Request, seconds: float, long: bool = False) -> list:
+        """The replies of the tensor-parallel ranks. A `long` one waits beside others, and its refusals are replies."""
         assert self._port is not None
-        call = asyncio.create_task(self._port.call(request, seconds))
+        call = asyncio.create_task((self._port.ask if long else self._port.call)(request, seconds))
         death = asyncio.create_task(self.process.dead.wait())
         try:
             await asyncio.wait((call, death), return_when=asyncio.FIRST_COMPLETED)

@@ -1,35 +1,34 @@
-"""The engine port: a Unix socket into each of SGLang's schedulers, for what its HTTP interface cannot do (sums of the live weights).
+"""The engine port: a Unix socket into each of SGLang's schedulers, for what its HTTP interface cannot do (sums of live weights, KV moves).
 
 SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). A hook runs the port in the scheduler's own
 thread at each turn of its loop, also while nothing is being generated, so an operation sees the engine between two steps and needs no lock.
+An operation that waits for threads or for the engine is a generator: it goes on one step per turn, and its reply comes when it has ended.
 The socket's path comes from the environment, its folder is private to the user, frames are msgspec structs: nothing is unpickled.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from laminar_hpc.rollout.sglang_plugin import cpu_hooks, protocol
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.rollout.sglang_plugin import cpu_hooks, kv_cache, protocol
+from laminar_hpc.rollout.sglang_plugin.kv_cache import tensor_parallel
+from laminar_hpc.rollout.sglang_plugin.kv_moves import KvMoves, Steps
 
 logger = logging.getLogger(__name__)
 
 
 def ping(scheduler: object, request: protocol.Ping) -> protocol.Reply:
     return protocol.Alive(os.getpid())
-
-
-def tensor_parallel() -> tuple[int, int]:
-    """This scheduler's rank, and how many there are."""
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    return group.rank_in_group, group.world_size
 
 
 def _views(scheduler: object) -> Iterator:
@@ -65,6 +64,23 @@ OPERATIONS: dict[type[protocol.Request], Callable] = {
     protocol.Sums: sums,
     protocol.Load: load,
 }
+KV_OPERATIONS: dict[type[protocol.Request], Callable[[KvMoves, protocol.Request], Steps]] = {
+    protocol.KvReserve: KvMoves.reserve,
+    protocol.KvSend: KvMoves.send,
+    protocol.KvDetach: KvMoves.detach,
+    protocol.KvImport: KvMoves.take,
+    protocol.KvEnd: KvMoves.end,
+}
+
+
+@dataclass
+class Pending:
+    """An operation under way, and the seconds that the scheduler has stood still for it."""
+
+    client: bytes
+    name: str
+    steps: Steps
+    stalled: float = 0.0
 
 
 class EnginePort:
@@ -72,30 +88,76 @@ class EnginePort:
 
     def __init__(self, scheduler: object, path: str) -> None:
         self.scheduler = scheduler
-        self.socket = zmq.Context.instance().socket(zmq.REP)
+        self.socket = zmq.Context.instance().socket(zmq.ROUTER)
         before = os.umask(0o177)  # the socket is made with mode 0600
         try:
             self.socket.bind(f"ipc://{path}")
         finally:
             os.umask(before)
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.kv = KvMoves(scheduler, lambda: os.eventfd_write(self.wake, 1))
+        self.pending: list[Pending] = []
         sleeper = getattr(scheduler, "idle_sleeper", None)
         if sleeper is not None:  # --sleep-on-idle: the first rank wakes up for the port too, and the others take each turn with it
             sleeper.poller.register(self.socket, zmq.POLLIN)
+            sleeper.poller.register(self.wake, zmq.POLLIN)
 
     def poll(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake)  # else the idle scheduler could not sleep any more
         while self.socket.get(zmq.EVENTS) & zmq.POLLIN:
-            self.socket.send(protocol.encode(self.answer(self.socket.recv())))
+            client, *_, frame = self.socket.recv_multipart()
+            self.answer(client, frame)
+        if self.pending or self.kv.moves or self.kv.leaving:
+            self.turn()
 
-    def answer(self, frame: bytes) -> protocol.Reply:
+    def turn(self) -> None:
+        """One step of each operation under way."""
+        before, self.pending = self.pending, []
+        for operation in before:
+            self.step(operation)
+        self.kv.tidy()
+
+    def reply(self, client: bytes, reply: protocol.Reply) -> None:
+        self.socket.send_multipart([client, b"", protocol.encode(reply)])
+
+    def answer(self, client: bytes, frame: bytes) -> None:
         try:
             request = protocol.decode_request(frame)
         except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            return protocol.Refused(f"not a request of this port: {error}")
+            self.reply(client, protocol.Refused(f"not a request of this port: {error}"))
+            return
+        name = type(request).__name__
+        if start := KV_OPERATIONS.get(type(request)):
+            self.step(Pending(client, name, start(self.kv, request)))
+            return
         try:
-            return OPERATIONS[type(request)](self.scheduler, request)
+            self.reply(client, OPERATIONS[type(request)](self.scheduler, request))
         except Exception as error:  # a failed operation must not end the engine; the caller decides what it means
-            logger.exception("engine port: %s failed", type(request).__name__)
-            return protocol.Refused(f"{type(request).__name__}: {type(error).__name__}: {error}")
+            self.reply(client, refusal(name, error))
+
+    def step(self, operation: Pending) -> None:
+        begin = time.perf_counter()
+        try:
+            reply = next(operation.steps)
+        except Exception as error:
+            reply = refusal(operation.name, error)
+        operation.stalled += time.perf_counter() - begin
+        if reply is None:
+            self.pending.append(operation)
+            return
+        operation.steps.close()
+        if isinstance(reply, protocol.KvDone):
+            reply.stalled = operation.stalled
+        self.reply(operation.client, reply)
+
+
+def refusal(name: str, error: Exception) -> protocol.Refused:
+    """A refusal of ours is a line already; of anything else the log has the traceback."""
+    if isinstance(error, LaminarError):
+        return protocol.Refused(str(error))
+    logger.error("engine port: %s failed", name, exc_info=error)
+    return protocol.Refused(f"{name}: {type(error).__name__}: {error}")
 
 
 def before_requests(scheduler: object, *_: object) -> None:
@@ -105,6 +167,13 @@ def before_requests(scheduler: object, *_: object) -> None:
         path = protocol.socket_path(os.environ[protocol.SOCKET_VARIABLE], tensor_parallel()[0])
         port = scheduler.__dict__["laminar_port"] = EnginePort(scheduler, path)
     port.poll()
+
+
+def before_flush(scheduler: object, *_: object, **__: object) -> None:
+    """Hook: the pool is about to be cleared."""
+    port = scheduler.__dict__.get("laminar_port")
+    if port is not None:
+        port.kv.drop_all()
 
 
 def load_snapshot_path(instance: str) -> str:
@@ -121,6 +190,10 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.process_input_requests", before_requests, HookType.BEFORE)
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", before_flush, HookType.BEFORE)
+    if importlib.util.find_spec("sglang.srt.managers.scheduler_components.invariant_checker"):  # not in 0.5.17
+        target = "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_all_pools"
+        HookRegistry.register(target, kv_cache.account, HookType.AROUND)
     if importlib.util.find_spec("sglang.srt.managers.load_snapshot"):  # not in 0.5.17
         HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", load_snapshot_path, HookType.REPLACE)
     cpu_hooks.register()

@@ -61,14 +61,66 @@ class Load(Request):
     paused: bool = False
 
 
+class KvReserve(Request):
+    """Room for a request's KV of `tokens` tokens; answered with the address that its source sends to."""
+
+    move_id: str
+    weight_id: int
+    tokens: int
+    host: str  # the destination's own address
+    folder: str  # shared memory
+    seconds: float  # after which the move is given up
+
+
+class KvReserved(Reply):
+    address: str
+
+
+class KvSend(Request):
+    """The KV of the full pages of a running request, to a reserved engine."""
+
+    move_id: str
+    request_id: str
+    address: str
+    folder: str
+    seconds: float
+
+
+class KvDetach(Request):
+    """Ends the request with finish_reason "moved" and sends the rest of its KV."""
+
+    move_id: str
+    request_id: str
+
+
+class KvImport(Request):
+    """The destination takes the KV, of a prefix of `tokens`, into its prefix cache and holds it."""
+
+    move_id: str
+    tokens: list[int]
+
+
+class KvEnd(Request):
+    """The move is over; what was held for it is let go. A move that is unknown is over."""
+
+    move_id: str
+
+
+class KvDone(Reply):
+    """`tokens`: whose KV was sent, or is held. `stalled`: seconds that the scheduler stood still for the operation."""
+
+    tokens: int
+    stalled: float = 0.0
+
+
 class Refused(Reply):
     """The operation failed; the engine goes on."""
 
     text: str
 
 
-AnyRequest = Ping | Layout | Sums | Load
-AnyReply = Alive | LiveLayout | LiveSums | Refused
+AnyRequest = Ping | Layout | Sums | Load | KvReserve | KvSend | KvDetach | KvImport | KvEnd
+AnyReply = Alive | LiveLayout | LiveSums | KvReserved | KvDone | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(AnyRequest)

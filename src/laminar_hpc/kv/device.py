@@ -1,0 +1,127 @@
+"""Pools in a GPU's memory. A move takes rows that were gathered into pinned host memory for the pool, and they are scattered from there.
+
+    stage = Stage.of(pool, tokens)                    a pool of `tokens` slots in host memory; stage.slots are all of them, in order
+    stage.fill(pool, slots)                           source: one kernel for all layers, then one copy
+    stage.empty(pool, slots)                          destination: the reverse
+
+    with Shared(pool, slots) as shared: ...           between processes of one machine, without the host: CUDA IPC
+    take_shared(shared.ticket, pool, slots)           in the other process, checked chunk by chunk
+
+Everything runs in a CUDA stream of its own and has ended on return. Where the extension was built without csrc/device.cu, torch's indexing
+does the same, a layer at a time; Shared needs the extension.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.kv.native import extension
+from laminar_hpc.kv.pool import Pool
+
+CHUNK_BYTES = 1 << 19  # a block of threads each; some hundreds of them keep a GPU busy
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`image`: [layers * 2, tokens, heads, head_dim] in host memory, pinned for a GPU; `pool` is a view of it with one slot per token."""
+
+    image: torch.Tensor
+    pool: Pool
+    slots: torch.Tensor
+
+    @classmethod
+    def of(cls, pool: Pool, tokens: int) -> "Stage":
+        first, shape = pool.tensors[0], pool.shape
+        size = (2 * shape.layers, tokens, shape.heads, shape.head_dim)
+        image = torch.empty(size, dtype=first.dtype, pin_memory=first.is_cuda)
+        return cls(image, Pool.of(list(image[0::2]), list(image[1::2]), shape.page_size), torch.arange(tokens))
+
+    def fill(self, pool: Pool, slots: torch.Tensor) -> None:
+        """`slots` is int64 [tokens], on any device."""
+        gather(pool, slots, self.image)
+
+    def empty(self, pool: Pool, slots: torch.Tensor) -> None:
+        """Writes the image's first len(slots) tokens into `slots`."""
+        scatter(pool, slots, self.image[:, : len(slots)])
+
+
+def gather(pool: Pool, slots: torch.Tensor, image: torch.Tensor) -> None:
+    """The rows of `slots` into `image` [planes, tokens, heads, head_dim] on the host."""
+    device = pool.tensors[0].device
+    if device.type == "cuda" and hasattr(extension(), "device_gather"):
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()) as _:
+            staged = torch.empty(image.shape, dtype=image.dtype, device=device)
+            _run("device_gather", pool, slots, staged)
+            image.copy_(staged, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+        return
+    where = slots.to(device)
+    for plane, rows in zip(pool.tensors, image, strict=True):
+        rows.copy_(plane.index_select(0, where))
+
+
+def scatter(pool: Pool, slots: torch.Tensor, image: torch.Tensor) -> None:
+    """The reverse of `gather`."""
+    device = pool.tensors[0].device
+    if device.type == "cuda" and hasattr(extension(), "device_scatter"):
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()) as _:
+            _run("device_scatter", pool, slots, image.to(device, non_blocking=True).contiguous())
+            torch.cuda.current_stream().synchronize()
+        return
+    where = slots.to(device)
+    for plane, rows in zip(pool.tensors, image, strict=True):
+        plane.index_copy_(0, where, rows.to(device))
+
+
+def _run(kernel: str, pool: Pool, slots: torch.Tensor, image: torch.Tensor | int) -> list[int]:
+    """One kernel over all planes in the current stream. `image` is contiguous on the GPU. Returns the sums, two per chunk."""
+    first, shape = pool.tensors[0], pool.shape
+    planes = torch.tensor([tensor.data_ptr() for tensor in pool.tensors], dtype=torch.int64).to(first.device)
+    where = slots.to(device=first.device, dtype=torch.int64).contiguous()
+    sums = torch.zeros(2 * shape.chunks(len(slots), CHUNK_BYTES), dtype=torch.int64, device=first.device)
+    place = image if isinstance(image, int) else image.data_ptr()
+    getattr(extension(), kernel)(
+        planes.data_ptr(), len(planes), where.data_ptr(), len(where), first.stride(0) * first.element_size(), shape.row_bytes,
+        shape.rows_per_chunk(CHUNK_BYTES), place, sums.data_ptr(), torch.cuda.current_stream(first.device).cuda_stream,
+    )  # fmt: skip
+    return sums.tolist()  # waits for the kernel, so nothing of it is freed too early
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What the other process needs to take what is shared."""
+
+    handle: bytes
+    tokens: int
+    sums: list[int]
+
+
+class Shared:
+    """The rows of `slots`, gathered into GPU memory that another process may map, as long as this object is open."""
+
+    def __init__(self, pool: Pool, slots: torch.Tensor) -> None:
+        self._address, handle = extension().device_share(len(pool.tensors) * len(slots) * pool.shape.row_bytes)
+        with torch.cuda.device(pool.tensors[0].device):
+            self.ticket = Ticket(handle, len(slots), _run("device_gather", pool, slots, self._address))
+
+    def __enter__(self) -> "Shared":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        extension().device_unshare(self._address)
+
+
+def take_shared(ticket: Ticket, pool: Pool, slots: torch.Tensor) -> None:
+    """Scatters what another process shares. Raises KvRefused, with the slots written, where a chunk's sums differ."""
+    if ticket.tokens != len(slots):
+        raise KvRefused(f"KV move refused: {ticket.tokens} tokens are shared, {len(slots)} slots were reserved")
+    with torch.cuda.device(pool.tensors[0].device):
+        address = extension().device_map(ticket.handle)
+        try:
+            sums = _run("device_scatter", pool, slots, address)
+        finally:
+            extension().device_unmap(address)
+    if sums != ticket.sums:
+        number = next(i for i, (a, b) in enumerate(zip(sums, ticket.sums, strict=True)) if a != b) // 2
+        raise KvRefused(f"KV chunk {number} refused: its checksum differs")

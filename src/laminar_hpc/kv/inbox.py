@@ -1,0 +1,179 @@
+"""The destination of a move: an encrypted socket and a thread that scatters what comes into reserved slots. Protocol: transfer.py."""
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+import zmq
+from zmq.utils import z85
+
+from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.kv.frames import Header, Shape, check_fits, decode_header
+from laminar_hpc.kv.native import extension
+from laminar_hpc.kv.pool import NATIVE_PLAN, Pool
+from laminar_hpc.kv.shm import Taken
+from laminar_hpc.kv.transfer import QUEUED, STREAMS, Place
+
+POLL_SECONDS = 0.05
+
+
+@dataclass
+class _Part:
+    """What comes at present, and of whom."""
+
+    sender: bytes
+    header: Header
+    plan: NATIVE_PLAN
+    missing: set[int]
+
+
+@dataclass
+class Expected:
+    """What a reservation takes: KV of this model and these weights, into these slots (int64 [tokens], whole pages)."""
+
+    fingerprint: str
+    weight_id: int
+    pool: Pool
+    slots: torch.Tensor
+    threads: int = 1
+
+    @property
+    def shape(self) -> Shape:
+        return self.pool.shape
+
+
+@dataclass
+class Inbox:
+    """Receives the parts of one move into reserved slots. `tokens` are those whose KV is there and checked; `complete` after the last part.
+
+    A part that was refused ends the move: what follows is refused too, as its chunks could be mistaken for those of the next part.
+    `close` ends the thread; the slots may be given back once `ended()`, not before.
+    """
+
+    expected: Expected
+    host: str
+    machine: str
+    wake: Callable[[], None] = lambda: None  # called in the thread at its end
+    tokens: list[int] = field(default_factory=list)
+    complete: bool = False
+
+    def __post_init__(self) -> None:
+        self._closing, self._left = False, threading.Event()
+        self._taken: Taken | None = None
+        self._part: _Part | None = None
+        self._refused = ""
+        self._context = zmq.Context(io_threads=STREAMS)
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind("inproc://zeromq.zap.01")
+        server_public, secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        self._client_key = client_public.decode()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ZAP_DOMAIN, b"laminar-kv")
+        self._router.linger, self._router.rcvhwm = 1000, QUEUED
+        self._router.curve_server, self._router.curve_secretkey = True, secret
+        try:
+            self._router.bind(f"tcp://{socket.gethostbyname(self.host)}:*")
+        except (zmq.ZMQError, OSError) as error:
+            self._context.destroy(0)
+            raise KvRefused(f"KV move refused: the destination cannot listen at {self.host} ({error})") from None
+        port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        place = Place(self.host, port, self.machine, server_public.decode(), client_public.decode(), client_secret.decode())
+        self.address = msgspec.json.encode(place).decode()
+        threading.Thread(target=self._run, name="kv-inbox", daemon=True).start()
+
+    def close(self) -> None:
+        self._closing = True
+        if (taken := self._taken) is not None:
+            taken.refuse()  # the source leaves then, which ends the wait for its next chunk
+
+    def ended(self, seconds: float = 0.0) -> bool:
+        return self._left.wait(seconds)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._zap, zmq.POLLIN)
+        try:
+            while not self._closing:
+                events = dict(poller.poll(POLL_SECONDS * 1000))
+                if self._zap in events:
+                    self._admit()
+                if self._router in events:
+                    self._take(self._router.recv_multipart(copy=False))
+        finally:
+            self._router.close()
+            self._zap.close(0)
+            self._context.term()
+            self._left.set()
+            self.wake()
+
+    def _admit(self) -> None:
+        frames = self._zap.recv_multipart()
+        welcome = frames[5] == b"CURVE" and len(frames) == 7 and z85.encode(frames[6]).decode() == self._client_key
+        self._zap.send_multipart([frames[0], frames[1], b"200" if welcome else b"400", b"" if welcome else b"unknown key", b"", b""])
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        sender, kind, *rest = frames
+        try:
+            if self._refused:
+                raise KvRefused(self._refused)
+            match bytes(kind), len(rest):
+                case (b"part", 1):
+                    self._begin(bytes(sender), rest[0].buffer)
+                case (b"shm", 1) if self._part is not None:
+                    self._from_memory(self._part, bytes(rest[0]).decode())
+                case (b"rows", 1) if self._part is not None:
+                    self._rows(self._part, rest[0].buffer)
+                case _:
+                    raise KvRefused("KV move failed: a message that belongs to no part")
+        except (KvRefused, UnicodeDecodeError) as error:
+            to = self._part.sender if self._part is not None else bytes(sender)
+            self._part, self.complete = None, False
+            self._refused = self._refused or str(error)
+            self._router.send_multipart([to, b"no", self._refused.encode()])
+
+    def _begin(self, sender: bytes, data: memoryview) -> None:
+        self._part = None
+        header, expected = decode_header(data), self.expected
+        check_fits(header, fingerprint=expected.fingerprint, weight_id=expected.weight_id, shape=expected.shape)
+        end = header.first + header.tokens
+        if header.first > len(self.tokens) or end > len(expected.slots):
+            there = f"{len(self.tokens)} tokens are there and {len(expected.slots)} reserved"
+            raise KvRefused(f"KV part refused: tokens {header.first} to {end} do not fit where {there}")
+        self.tokens, self.complete = self.tokens[: header.first], False  # a part sent anew replaces the old one
+        plan = expected.pool.plan(expected.slots[header.first : end], header.chunk_bytes, expected.threads, distinct=True)
+        chunks = expected.shape.chunks(header.tokens, header.chunk_bytes)
+        self._part = _Part(sender, header, plan, set(range(chunks)))
+        self._router.send_multipart([sender, b"go"])
+
+    def _from_memory(self, part: _Part, path: str) -> None:
+        first, expected = part.header.first, self.expected
+        with Taken(path) as taken:
+            if taken.header != part.header:
+                raise KvRefused("KV part refused: the offer is of another part")
+            self._taken = taken
+            try:
+                if self._closing:
+                    raise KvRefused("KV move failed: the destination gave it up")
+                taken.receive(expected.pool, expected.slots[first : first + part.header.tokens], expected.threads)
+                taken.accept()
+            finally:
+                self._taken = None
+        self._done(part)
+
+    def _rows(self, part: _Part, record: memoryview) -> None:
+        number = int.from_bytes(record[4:8], "little")
+        if number not in part.missing or not extension().unpack_chunk(*part.plan, number, record):
+            raise KvRefused(f"KV chunk {number} refused: it is not one of those expected, or its checksum differs")
+        part.missing.discard(number)
+        if not part.missing:
+            self._done(part)
+
+    def _done(self, part: _Part) -> None:
+        self.tokens, self.complete = self.tokens + part.header.ids(), part.header.last
+        self._part = None
+        self._router.send_multipart([part.sender, b"ok"])

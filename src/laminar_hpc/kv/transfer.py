@@ -1,0 +1,127 @@
+"""One part of a move, from a source's pool to a destination's inbox: through shared memory where both see the same, else over TCP.
+
+    inbox = Inbox(...)                                      destination: listens, in a thread of its own; inbox.address goes to the source
+    send_part(inbox.address, header, pool, slots, ...)      source: returns when all of the part is there and checked, else raises KvRefused
+
+Both sides first meet over TCP: a ROUTER here, DEALERs there, with CURVE keys made for this one move (ZeroMQ's authenticated encryption, as
+between the roles), of which the address holds the source's pair. So whoever holds the address may send, and nobody else.
+
+    source -> "part", header        "go" or "no", reason <- destination
+    source -> "shm", path           the file of shm.py; or for each chunk, over the streams in turn: "rows", record as of frames.py
+                                    "ok" or "no", reason <- destination
+"""
+
+import time
+
+import msgspec
+import torch
+import zmq
+
+from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.kv.frames import Header, Shape, encode_header
+from laminar_hpc.kv.native import extension
+from laminar_hpc.kv.pool import NATIVE_PLAN, Pool, aligned
+from laminar_hpc.kv.shm import CHUNK_BYTES, WAIT_SECONDS, Offer
+
+STREAMS = 4  # TCP connections of a move; one seldom fills a fast network, and each is encrypted by another thread
+TCP_CHUNK_BYTES = 1 << 19  # a message's overhead is small beside it
+QUEUED = 8  # chunks on their way per stream: bounds the memory of a move
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What an address says."""
+
+    host: str
+    port: int
+    machine: str  # as of cluster.processes.machine_name: whose shared memory the destination sees
+    server_public: str
+    client_public: str
+    client_secret: str
+
+
+def decode_address(address: str) -> Place:
+    try:
+        return msgspec.json.decode(address, type=Place)
+    except msgspec.DecodeError as error:
+        raise KvRefused(f"KV move refused: {address[:40]!r} is not an address of a reserved engine ({error})") from None
+
+
+def chunk_bytes(address: str, machine: str) -> int:
+    """What a part's header must name for this way."""
+    return CHUNK_BYTES if decode_address(address).machine == machine else TCP_CHUNK_BYTES
+
+
+def send_part(
+    address: str,
+    header: Header,
+    pool: Pool,
+    slots: torch.Tensor,
+    *,
+    machine: str,
+    folder: str,
+    threads: int = 1,
+    seconds: float = WAIT_SECONDS,
+) -> None:
+    """Sends the KV of `slots` (int64 [tokens]). `folder` is shared memory's, used where the destination's machine is `machine`.
+
+    Blocks; every wait for the destination ends after `seconds`. Raises KvRefused for whatever goes wrong.
+    """
+    place = decode_address(address)
+    local = place.machine == machine
+    plan = pool.plan(slots, header.chunk_bytes, threads, distinct=False, streaming=False)
+    with zmq.Context(io_threads=1 if local else STREAMS) as context:
+        streams = [_connect(context, place, seconds) for _ in range(1 if local else STREAMS)]
+        try:
+            streams[0].send_multipart([b"part", encode_header(header)])
+            _answer(streams[0], b"go", place, seconds)
+            if local:
+                _offer(streams[0], header, pool, slots, folder, threads, seconds)
+            else:
+                _stream(streams, plan, pool.shape, header, place, seconds)
+            _answer(streams[0], b"ok", place, seconds)
+        except zmq.Again:
+            raise KvRefused(f"KV move failed: the destination at {place.host}:{place.port} took nothing for {seconds:g} s") from None
+        finally:
+            for stream in streams:
+                stream.close(0)
+
+
+def _connect(context: zmq.Context, place: Place, seconds: float) -> zmq.Socket:
+    stream = context.socket(zmq.DEALER)
+    stream.curve_serverkey = place.server_public.encode()
+    stream.curve_publickey, stream.curve_secretkey = place.client_public.encode(), place.client_secret.encode()
+    stream.sndtimeo, stream.sndhwm = int(seconds * 1000), QUEUED
+    stream.connect(f"tcp://{place.host}:{place.port}")
+    return stream
+
+
+def _answer(stream: zmq.Socket, wanted: bytes, place: Place, seconds: float) -> None:
+    if not stream.poll(seconds * 1000):
+        raise KvRefused(f"KV move failed: the destination at {place.host}:{place.port} said nothing for {seconds:g} s")
+    kind, *rest = stream.recv_multipart()
+    if kind != wanted:
+        raise KvRefused(rest[0].decode(errors="replace") if rest else "KV move failed: the destination speaks another protocol")
+
+
+def _offer(stream: zmq.Socket, header: Header, pool: Pool, slots: torch.Tensor, folder: str, threads: int, seconds: float) -> None:
+    with Offer(header, folder, seconds=seconds) as offer:
+        stream.send_multipart([b"shm", str(offer.path).encode()])
+        try:
+            offer.send(pool, slots, threads)
+        except KvRefused as error:
+            if stream.poll(1000):  # the destination says why
+                return
+            raise error
+
+
+def _stream(streams: list[zmq.Socket], plan: NATIVE_PLAN, shape: Shape, header: Header, place: Place, seconds: float) -> None:
+    record = aligned(shape.record_bytes(header.chunk_bytes)).numpy()
+    start = time.monotonic()
+    for number in range(shape.chunks(header.tokens, header.chunk_bytes)):
+        extension().pack_chunk(*plan, number, record)
+        length = 64 + int.from_bytes(record[8:16].tobytes(), "little")
+        streams[number % len(streams)].send_multipart([b"rows", memoryview(record)[:length]])
+        if streams[0].poll(0):  # an early "no"
+            return
+        if time.monotonic() - start > 10 * seconds:
+            raise KvRefused(f"KV move failed: it took the destination at {place.host}:{place.port} more than {10 * seconds:g} s")

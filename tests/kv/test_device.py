@@ -1,0 +1,117 @@
+"""The GPU's part: it compiles for Hopper wherever nvcc is; staging is torch's own indexing; on a GPU the kernels are held against that."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from pools import bits, make, slots_of
+
+from laminar_hpc import _kv
+from laminar_hpc.kv import device
+from laminar_hpc.kv.device import Shared, Stage, Ticket, take_shared
+from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.kv.pool import Pool, gather, scatter
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = [("bfloat16", 4, 128, 1, 61), ("float32", 2, 64, 16, 100), ("float16", 1, 5, 64, 65), ("bfloat16", 3, 80, 7, 2000)]
+
+
+@pytest.mark.skipif(
+    shutil.which("nvcc") is None, reason="csrc/device.cu is compiled where CUDA's compiler is: there is no nvcc on this machine"
+)
+def test_the_extension_is_built_for_hopper(tmp_path):
+    """Promise: setup.py compiles csrc/device.cu for sm_90 and links it into an extension that loads without a driver, and refuses there."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    environment = {**os.environ, "LAMINAR_CUDA": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0 and "without its GPU part" not in done.stderr, done.stderr
+    (built,) = (tmp_path / "lib/laminar_hpc").glob("_kv*.so")
+    program = f"""
+import importlib.util as util
+spec = util.spec_from_file_location("laminar_hpc._kv", {str(built)!r})
+kv = util.module_from_spec(spec)
+spec.loader.exec_module(kv)
+try:
+    kv.device_unshare(kv.device_share(64)[0])
+    print("shared")
+except RuntimeError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.startswith("CUDA error") or (said == "shared\n" and torch.cuda.is_available())
+
+
+@pytest.mark.parametrize(("dtype", "heads", "head_dim", "page_size", "tokens"), CASES)
+def test_a_stage_stands_for_the_pool(dtype, heads, head_dim, page_size, tokens):
+    """Promise: what is gathered from a filled stage is what the pool itself gives, and emptying it writes the same rows and no other."""
+    pages = -(-tokens // page_size) + 3
+    source, target = (make(dtype, 3, heads, head_dim, page_size, pages, seed) for seed in (1, 2))
+    ours, theirs = slots_of(tokens, page_size, pages, 3), slots_of(tokens, page_size, pages, 4)
+    stage, landed = Stage.of(source, tokens), Stage.of(target, tokens)
+    stage.fill(source, ours)
+    records = gather(stage.pool, stage.slots, 4096, 1)
+    scatter(landed.pool, landed.slots, records, 4096, 1)
+    expected = [bits(tensor).clone() for tensor in target.tensors]
+    for old, tensor in zip(expected, source.tensors, strict=True):
+        old[theirs] = bits(tensor)[ours]
+    landed.empty(target, theirs)
+    assert all(torch.equal(bits(tensor), old) for tensor, old in zip(target.tensors, expected, strict=True))
+
+
+def on_gpu(pool: Pool) -> Pool:
+    tensors = [tensor.cuda() for tensor in pool.tensors]
+    return Pool.of(tensors[0::2], tensors[1::2], pool.shape.page_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "heads", "head_dim", "page_size", "tokens"), CASES)
+def test_kernels_are_torchs_indexing(dtype, heads, head_dim, page_size, tokens):
+    """Promise: gather and scatter are exact, and their sums are those of the host's chunks."""
+    assert hasattr(_kv, "device_gather"), "the extension lacks its GPU part: install nvcc, then run make setup again"
+    pages = -(-tokens // page_size) + 3
+    source, ours = make(dtype, 3, heads, head_dim, page_size, pages, 1), slots_of(tokens, page_size, pages, 3)
+    there, stage, plain = on_gpu(source), Stage.of(on_gpu(source), tokens), Stage.of(source, tokens)
+    stage.fill(there, ours)
+    plain.fill(source, ours)
+    assert torch.equal(bits(stage.image), bits(plain.image))
+    target = on_gpu(make(dtype, 3, heads, head_dim, page_size, pages, 2))
+    stage.empty(target, ours)
+    assert all(torch.equal(bits(a)[ours.cuda()], bits(b)[ours.cuda()]) for a, b in zip(there.tensors, target.tensors, strict=True))
+    size = source.shape.rows_per_chunk(device.CHUNK_BYTES) * source.shape.row_bytes
+    image = plain.image.reshape(-1).view(torch.uint8)
+    sums = [number for start in range(0, len(image), size) for number in _kv.sums(image[start : start + size].numpy())]
+    found = device._run("device_gather", there, ours, torch.empty_like(plain.image, device="cuda"))
+    assert [number % 2**64 for number in found] == sums
+
+
+CHILD = """
+import sys
+sys.path.insert(0, {folder!r})
+import msgspec, torch
+from pools import make, slots_of
+from test_device import on_gpu
+from laminar_hpc.kv.device import Ticket, take_shared
+pool, slots = on_gpu(make(layers=3, seed=2)), slots_of(40, seed=4)
+take_shared(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Ticket), pool, slots)
+source, ours = make(layers=3, seed=1), slots_of(40, seed=3)
+print(all(torch.equal(a.view(torch.int16)[ours], b.cpu().view(torch.int16)[slots]) for a, b in zip(source.tensors, pool.tensors)))
+"""
+
+
+@pytest.mark.gpu
+def test_another_process_takes_what_is_shared():
+    """Promise: CUDA IPC carries the rows between processes bit by bit, and a wrong sum is refused in one line."""
+    source, slots = on_gpu(make(layers=3, seed=1)), slots_of(40, seed=3)
+    with Shared(source, slots) as shared:
+        ticket = msgspec.msgpack.encode(shared.ticket).hex()
+        program = CHILD.format(folder=str(Path(__file__).parent))
+        done = subprocess.run([sys.executable, "-c", program, ticket], capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout == "True\n"
+        wrong = Ticket(shared.ticket.handle, 39, shared.ticket.sums)
+        with pytest.raises(KvRefused, match="40 slots were reserved"):
+            take_shared(wrong, source, slots)

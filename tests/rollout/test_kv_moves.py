@@ -1,0 +1,331 @@
+"""Requests moved between two real engines in mid-answer: nothing about the answer changes, and what cannot move goes on where it is."""
+
+import asyncio
+import json
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engines import EOS, Pair
+from laminar_hpc.kv import transfer
+from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.kv.frames import Header, Shape
+from laminar_hpc.kv.pool import Pool
+from laminar_hpc.rollout import kv_engine
+from laminar_hpc.rollout.sglang_plugin.kv_cache import _objection, pool_of
+from laminar_hpc.rollout.sglang_server import Generation, SglangServer, sampling_parameters
+from laminar_hpc.rollout.worker import objection
+
+CAPACITY = 16384
+
+
+@pytest.fixture(scope="module", autouse=True)
+def logs(pair: Pair) -> list[int]:
+    """Both engines on weight id 0, whatever other tests have loaded; returns how long their logs are then."""
+    for engine in pair.engines:
+        pair.loop.run(engine.load(pair.models[0], "0"))
+    return [engine.log.stat().st_size for engine in pair.engines]
+
+
+def greedy(pair: Pair, length: int) -> dict:
+    return {**sampling_parameters(pair.config.sampling, 0.0, length, [EOS]), "ignore_eos": True, "stop_token_ids": []}
+
+
+def prompt_of(number: int, length: int = 60) -> list[int]:
+    draw = random.Random(number)
+    return [draw.randrange(250) for _ in range(length)]
+
+
+async def decoding(engine: SglangServer, name: str, move: str, address: str) -> None:
+    """Sends the snapshot as soon as request `name` decodes, within 60 s; `address` is the destination's."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return await engine.kv_send(move, name, address)
+        except KvRefused as error:
+            if "is decoding here" not in str(error) or time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.005)
+
+
+async def moved(
+    pair: Pair, number: int, parameters: dict, pause: float, way: str = "shm", source: int = 0
+) -> tuple[Generation, Generation]:
+    """The two parts of an answer of which the second is drawn by the other engine."""
+    ours, theirs = pair.engines[source], pair.engines[1 - source]
+    prompt, name, move = prompt_of(number), f"request-{number}", f"move-{number}"
+    call = asyncio.create_task(ours.generate(prompt, parameters, name, "0"))
+    await asyncio.sleep(pause)
+    address = await theirs.kv_reserve(move, 0, len(prompt) + parameters["max_new_tokens"])
+    if way == "tcp":
+        address = json.dumps(json.loads(address) | {"machine": "another"})
+    await decoding(ours, name, move, address)
+    sent = await ours.kv_detach(move, name)
+    first = await call
+    assert first.finish_reason == "moved" and sent == len(prompt) + len(first.tokens) - 1
+    tokens = prompt + first.tokens
+    assert await theirs.kv_import(move, tokens) == sent
+    left = {**parameters, "max_new_tokens": parameters["max_new_tokens"] - len(first.tokens)}
+    second = await theirs.generate(tokens, left, name, "0")
+    await asyncio.gather(ours.kv_commit(move), theirs.kv_commit(move))
+    assert second.cached_tokens == sent
+    return [first, second]
+
+
+def used(pair: Pair, engine: int) -> int:
+    return pair.loop.run(pair.engines[engine].load_info()).kv_tokens
+
+
+async def same_answers(pair: Pair, numbers: range, length: int, way: str) -> None:
+    """Greedy answers, uninterrupted and moved."""
+    parameters, pauses = greedy(pair, length), random.Random(numbers.start)
+    whole = await asyncio.gather(*(pair.engines[n % 2].generate(prompt_of(n), parameters, f"whole-{n}", "0") for n in numbers))
+    parts = await asyncio.gather(*(moved(pair, n, parameters, pauses.uniform(0, 0.5), way, source=n % 2) for n in numbers))
+    for expected, (first, second) in zip(whole, parts, strict=True):
+        assert first.tokens + second.tokens == expected.tokens
+        assert first.logprobs + second.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+        assert not objection(second, 0) and [span.weight_id for span in first.spans] == [0]
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_moved_answers_are_the_answers(pair, way):
+    """Promise: greedy continuation and log-probs are equal, of one version, with the whole prefix from the moved KV, either way."""
+    stalled = sum(engine.kv_stalled_seconds for engine in pair.engines)
+    pair.loop.run(same_answers(pair, range(4) if way == "shm" else range(10, 12), 300, way))
+    stalled = sum(engine.kv_stalled_seconds for engine in pair.engines) - stalled
+    assert 0 < stalled < 1.0, "of some seconds"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_moves(pair):
+    """Promise: 100 requests moved at random times, ten at once: every answer is the uninterrupted one."""
+    for begin in range(100, 200, 10):
+        pair.loop.run(same_answers(pair, range(begin, begin + 10), 400, "shm" if begin % 20 else "tcp"))
+
+
+def test_the_next_token_is_drawn_from_the_same_distribution(pair):
+    """Promise: after a move the log-probs of all tokens that may come next are those of a prefill from scratch."""
+
+    async def both() -> list[dict]:
+        first, _ = await moved(pair, 20, greedy(pair, 200), 0.2)
+        payload = {
+            "input_ids": prompt_of(20) + first.tokens, "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True, "top_logprobs_num": 400,
+        }  # fmt: skip
+        return [await pair.engines[1]._post("/generate", payload | {"extra_key": key}, 60) for key in ("0", "fresh")]
+
+    cached, fresh = (reply["meta_info"] for reply in pair.loop.run(both()))
+    assert cached["cached_tokens"] > 60 and fresh["cached_tokens"] == 0
+    ours, theirs = ({token: logprob for logprob, token, _ in meta["output_top_logprobs"][0]} for meta in (cached, fresh))
+    common = sorted(ours.keys() & theirs.keys())
+    assert len(common) > 390, "two of nearly equal probability at the end of the list may differ"
+    torch.testing.assert_close(torch.tensor([ours[t] for t in common]), torch.tensor([theirs[t] for t in common]), atol=1e-4, rtol=0)
+
+
+def test_refused_moves_leave_the_request_alone(pair):
+    """Promise: what does not fit is refused in one line, the request ends as if nothing had been tried, and all room is given back."""
+    ours, theirs = pair.engines
+    parameters = greedy(pair, 300)
+
+    async def refused(call, says: str) -> None:
+        with pytest.raises(KvRefused, match=says) as caught:
+            await call
+        assert "\n" not in str(caught.value)
+
+    async def run() -> None:
+        expected = await ours.generate(prompt_of(30), parameters, "whole", "0")
+        call = asyncio.create_task(ours.generate(prompt_of(30), parameters, "tried", "0"))
+        await refused(theirs.kv_reserve("a", 7, 100), "of weight id 7, this engine serves 0")
+        await refused(theirs.kv_reserve("a", 0, CAPACITY + 1), f"{CAPACITY + 1} tokens do not fit")
+        await refused(theirs.kv_reserve("a", 0, 0), "0 tokens do not fill a page")
+        few = await theirs.kv_reserve("few", 0, 40)
+        await refused(theirs.kv_reserve("few", 0, 40), "few is under way here already")
+        await refused(ours.kv_send("few", "nobody", few), "no request nobody is decoding here")
+        await refused(ours.kv_send("few", "tried", "elsewhere"), "not an address")
+        await refused(decoding(ours, "tried", "few", few), r"do not fit where 0 tokens are there and 40 reserved")
+        await refused(ours.kv_detach("few", "tried"), "nothing of few was sent from here")
+        await refused(theirs.kv_import("few", prompt_of(30)), "few is not all here, only 0 tokens")
+        await refused(theirs.kv_import("none", [1, 2]), "none is not reserved here")
+        assert (await call).tokens == expected.tokens
+        for engine in (ours, theirs):
+            await engine.kv_abort("few")
+            await engine.kv_abort("few")
+            await engine.kv_commit("never heard of")
+
+    pair.loop.run(run())
+
+
+def test_a_move_that_is_given_up_half_way(pair):
+    """Promise: after the detach, an abort on both engines leaves the answer so far, and re-prefill gives the same continuation."""
+    ours, theirs = pair.engines
+    parameters = greedy(pair, 200)
+
+    async def run() -> None:
+        expected = await ours.generate(prompt_of(31), parameters, "whole", "0")
+        call = asyncio.create_task(ours.generate(prompt_of(31), parameters, "half", "0"))
+        address = await theirs.kv_reserve("half", 0, 300)
+        await decoding(ours, "half", "half", address)
+        sent = await ours.kv_detach("half", "half")
+        first = await call
+        wrong = [*prompt_of(31), 1 + first.tokens[0], *first.tokens[1:]]
+        with pytest.raises(KvRefused, match=f"the {sent} tokens that came are no prefix of the {len(wrong)} expected"):
+            await theirs.kv_import("half", wrong)
+        await asyncio.gather(ours.kv_abort("half"), theirs.kv_abort("half"))
+        left = {**parameters, "max_new_tokens": 200 - len(first.tokens)}
+        second = await theirs.generate(prompt_of(31) + first.tokens, left, "half", "0")
+        assert second.cached_tokens < sent and first.tokens + second.tokens == expected.tokens
+
+    pair.loop.run(run())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"presence_penalty": -0.3}, "presence_penalty"),
+    ],
+)
+def test_state_that_a_move_would_lose_is_refused_up_front(pair, change, says):
+    """Promise: a request whose next token depends on more than its tokens and sampling parameters stays where it is."""
+
+    async def run() -> Generation:
+        address = await pair.engines[1].kv_reserve("state", 0, 600)
+        call = asyncio.create_task(pair.engines[0].generate(prompt_of(32), greedy(pair, 450) | change, "state", "0"))
+        with pytest.raises(KvRefused, match=f"request state has {says}, which a move does not carry"):
+            await decoding(pair.engines[0], "state", "state", address)
+        await pair.engines[1].kv_abort("state")
+        return await call
+
+    assert len(pair.loop.run(run()).tokens) == 450
+
+
+def test_a_request_of_another_namespace_and_a_foreign_model(pair):
+    """Promise: only KV that is named by its weight id is sent, and only KV of this very model is taken."""
+    ours, theirs = pair.engines
+    shape = Shape("float32", 2, 2, 16, 1)
+    pool = Pool.of([torch.zeros(64, 2, 16)] * 2, [torch.zeros(64, 2, 16)] * 2, 1)
+
+    async def run() -> None:
+        call = asyncio.create_task(ours.generate(prompt_of(33), greedy(pair, 200), "named", "somebody's"))
+        address = await theirs.kv_reserve("named", 0, 300)
+        with pytest.raises(KvRefused, match='extra_key "somebody\'s", which is no weight id'):
+            await decoding(ours, "named", "named", address)
+        header = Header.of("a" * 64, 0, shape, list(range(50)), transfer.chunk_bytes(address, "x"))
+        send = asyncio.to_thread(transfer.send_part, address, header, pool, torch.arange(50), machine="x", folder="/dev/shm")
+        with pytest.raises(KvRefused, match="it is of model aaaaaaaaaaaa, this engine serves"):
+            await send
+        await theirs.kv_abort("named")
+        await call
+
+    pair.loop.run(run())
+
+
+def test_room_is_made_and_the_moved_prefix_is_kept(pair):
+    """Promise: cached prefixes give way to a move, a moved one to nothing until it is committed, and all room is given back."""
+    ours, theirs = pair.engines
+    pair.loop.run(theirs.flush())
+
+    async def run() -> None:
+        one = greedy(pair, 1)
+        await asyncio.gather(*(theirs.generate(prompt_of(50 + i, 1500), one, f"fill-{i}", "0") for i in range(9)))
+        big = await theirs.kv_reserve("big", 0, 12000)
+        assert big and (await theirs.load_info()) is not None
+        await theirs.kv_abort("big")
+        call = asyncio.create_task(ours.generate(prompt_of(40), greedy(pair, 300), "kept", "0"))
+        await decoding(ours, "kept", "kept", await theirs.kv_reserve("kept", 0, 400))
+        sent = await ours.kv_detach("kept", "kept")
+        tokens = prompt_of(40) + (await call).tokens
+        await theirs.kv_import("kept", tokens)
+        await theirs.kv_reserve("rest", 0, CAPACITY - sent)
+        with pytest.raises(KvRefused, match="1 tokens do not fit, 0 are free and 0 can be evicted"):
+            await theirs.kv_reserve("one more", 0, 1)
+        await theirs.kv_abort("rest")
+        assert (await theirs.generate(tokens, one, "kept", "0")).cached_tokens == sent
+        await asyncio.gather(ours.kv_commit("kept"), theirs.kv_commit("kept"))
+        await theirs.kv_reserve("all", 0, CAPACITY)
+        await theirs.kv_abort("all")
+
+    pair.loop.run(run())
+
+
+def test_a_move_that_nobody_ends(pair, monkeypatch):
+    """Promise: what is held for a move is given back after its time limit, also by an engine that has nothing else to do."""
+    monkeypatch.setattr(kv_engine, "MOVE_SECONDS", 0.3)
+    pair.loop.run(pair.engines[1].kv_reserve("forgotten", 0, CAPACITY))
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            pair.loop.run(pair.engines[1].kv_reserve("next", 0, CAPACITY))
+            break
+        except KvRefused:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    with pytest.raises(KvRefused, match="has run out of time"):
+        pair.loop.run(pair.engines[1].kv_import("forgotten", [1]))
+    pair.loop.run(pair.engines[1].kv_abort("next"))
+
+
+def test_a_flush_ends_all_moves(pair):
+    """Promise: new weights clear the pool, and no move outlives them."""
+    engine = pair.engines[1]
+    pair.loop.run(engine.kv_reserve("old", 0, 5000))
+    pair.loop.run(engine.flush())
+    with pytest.raises(KvRefused, match="old is not reserved here"):
+        pair.loop.run(engine.kv_import("old", [1]))
+    pair.loop.run(engine.kv_reserve("all of it", 0, CAPACITY))
+    pair.loop.run(engine.kv_abort("all of it"))
+
+
+def test_an_idle_engine_answers_in_milliseconds(pair):
+    """Promise: --sleep-on-idle lets the scheduler sleep up to a second; a move wakes it."""
+
+    async def reserve(number: int) -> float:
+        await asyncio.sleep(1.2)
+        begin = time.monotonic()
+        await pair.engines[1].kv_reserve(f"idle-{number}", 0, 50)
+        await pair.engines[1].kv_abort(f"idle-{number}")
+        return time.monotonic() - begin
+
+    assert sorted(pair.loop.run(reserve(i)) for i in range(3))[1] < 0.1
+
+
+def test_the_logs_tell_of_no_leak(pair, logs):
+    """Promise: SGLang's own accounts of its pool balanced all the time, while it was idle with moves under way too."""
+    time.sleep(1.2)  # an idle turn
+    for engine, begin in zip(pair.engines, logs, strict=True):
+        said = engine.log.read_bytes()[begin:].decode()
+        assert "leak" not in said and "Traceback" not in said and "failed" not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"min_new_tokens": 4}, "min_new_tokens=4"),
+        ({"stop": "end"}, "stop strings"),
+        ({"stop_regex": "e.d"}, "stop strings"),
+        ({"json_schema": "{}"}, "a grammar"),
+        ({"regex": "[0-9]+"}, "a grammar"),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop_token_ids": [3], "logit_bias": {"5": 1.0}}, ""),
+    ],
+)
+def test_what_sampling_parameters_carry(given, says):
+    """Promise: of SGLang's own parameters those pass that mean the same when the tokens so far are the prompt."""
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    request = SimpleNamespace(sampling_params=SamplingParams(**given), output_ids=[1, 2, 3], grammar=None)
+    assert _objection(request) == says
+
+
+def test_pools_of_sglang_that_cannot_be_moved():
+    """Promise: SGLang's MLA pools are refused in one line, its MHA pools with pages of several tokens are taken."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    common = {"size": 64, "page_size": 16, "dtype": torch.bfloat16, "layer_num": 2, "device": "cpu", "enable_memory_saver": False}
+    assert pool_of(MHATokenToKVPool(head_num=2, head_dim=16, **common), 16).shape == Shape("bfloat16", 2, 2, 16, 16)
+    with pytest.raises(KvRefused, match="the engine's pool is a MLATokenToKVPool"):
+        pool_of(MLATokenToKVPool(kv_lora_rank=32, qk_rope_head_dim=16, **common), 16)
