@@ -70,7 +70,7 @@ class BuildExtension(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         try:
-            if wants_cuda():
+            if ext is migration and wants_cuda():
                 self.add_cuda(ext)
         except Exception as error:
             print(

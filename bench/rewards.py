@@ -1,7 +1,8 @@
 """The arithmetic example's reward behind a wait, as if a judge or a sandbox had to answer first: reward.function=bench.rewards.waiting.
 
 The wait is log-normal (median 0.2 s, 99th percentile 3 s), asleep and not at work, and each call draws its own: the n-th call with the same
-prompt and response always waits equally long, so that runs can be compared. Imported by reward workers, which search the folder that `laminar` was started in.
+prompt and response always waits equally long, so that runs can be compared. Imported by reward workers, which search the folder that
+`laminar` was started in.
 """
 
 import asyncio
