@@ -91,12 +91,11 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
 
 
 class RandomModel:
-    """In the trainer's place: a few tensors of random bytes, anew at every publication; their sums go to sums/<step>.json."""
+    """In the trainer's place: a few tensors whose bytes are others at every step; their sums go to sums/<step>.json."""
 
     def __init__(self, run_dir: Path, size: int) -> None:
         self._sums = run_dir / "sums"
         self._sums.mkdir(exist_ok=True)
-        self._random = np.random.default_rng(0)
         self.step = 0
         self.device, self.publishing = torch.device("cpu"), Exchange([0], 60.0)
         rest = size // 4 - 1003 - 2 * (size // 12)
@@ -106,9 +105,12 @@ class RandomModel:
         return [(name, shape, torch.float32) for name, shape in self._shapes]
 
     def pack(self, parts: Sequence[Part], bucket: torch.Tensor) -> Callable[[], list[tuple[int, int]]]:
-        """Random bytes and their sums; those of whole tensors add up in sums/<step>.json, which the last bucket completes."""
-        words = bucket.numpy().view(np.uint64 if bucket.numel() % 8 == 0 else np.uint32)
-        words[:] = np.arange(len(words), dtype=words.dtype) * words.dtype.type(self._random.integers(1, 1 << 31) | 1)
+        """Bytes that follow from the step alone, and their sums; those of whole tensors go to sums/<step>.json with the last bucket."""
+        factor = np.uint32(np.random.default_rng(self.step).integers(1 << 31) | 1)
+        for part in parts:
+            words = bucket[part.offset : part.offset + 4 * (part.last - part.first)].numpy().view(np.uint32)
+            np.multiply(np.arange(part.first, part.last, dtype=np.uint32), factor, out=words)
+            words += factor
         sums = [tensor_sums(bucket[p.offset : p.offset + 4 * (p.last - p.first)], p.first) for p in parts]
         if parts[0].tensor == parts[0].first == 0:
             self._whole = [(0, 0)] * len(self._shapes)
