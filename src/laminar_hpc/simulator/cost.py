@@ -56,12 +56,11 @@ class JobCosts:
 
 @dataclass(frozen=True)
 class Layout:
-    """The trainer's GPUs. `microbatch_tokens`: what a data-parallel rank trains at once."""
+    """The trainer's GPUs: tensor parallelism, pipeline stages, data-parallel ranks."""
 
     tensor: int
     stages: int
-    ranks: int  # data-parallel
-    microbatch_tokens: float = math.inf
+    ranks: int
 
 
 Costs = TypeVar("Costs", EngineCosts, JobCosts)
@@ -77,15 +76,12 @@ def attention_share(model: Model) -> float:
     return model.layers * model.width / model.parameters
 
 
-def trainer_layout(model: Model, gpu: Gpu, gpus: int, longest: int, c: Constants) -> Layout | None:
-    """The least model parallelism, TP first and inside a machine, whose ranks hold weights, gradients and optimizer; None: it fits on none.
-
-    `longest`: tokens of the longest trajectory, which is a micro-batch.
-    """
+def trainer_layout(model: Model, gpu: Gpu, gpus: int, c: Constants) -> Layout | None:
+    """The least model parallelism, TP first and inside a machine, whose ranks hold weights, gradients and optimizer; None: none does."""
     for ranks in (1, 2, 4, 8, 16, 32):
         held = model.parameters * (6.0 / ranks + (c.trainer_bytes_per_parameter - 6.0) / gpus)
         if gpus % ranks == 0 and held <= c.trainer_memory_share * gpu.memory:
-            return Layout(min(ranks, GPUS_PER_MACHINE), max(1, ranks // GPUS_PER_MACHINE), gpus // ranks, longest)
+            return Layout(min(ranks, GPUS_PER_MACHINE), max(1, ranks // GPUS_PER_MACHINE), gpus // ranks)
     return None
 
 

@@ -73,7 +73,7 @@ def candidates(config: PlanConfig, c: Constants = DEFAULT) -> Iterator[Candidate
             continue
         step = min(GPUS_PER_MACHINE, pool.count)
         for trainer in range(step, pool.count + 1, step):
-            if trainer_layout(model, GPUS[pool.gpu], trainer, config.workload.longest, c) is None:
+            if trainer_layout(model, GPUS[pool.gpu], trainer, c) is None:
                 continue
             choices = []
             for other, candidate_pool in enumerate(config.pools):
@@ -90,7 +90,7 @@ def candidates(config: PlanConfig, c: Constants = DEFAULT) -> Iterator[Candidate
 def layout_of(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -> Layout:
     """Raises LaminarError when the model cannot be trained on the candidate's GPUs."""
     gpu, gpus = config.pools[candidate.trainer_pool].gpu, candidate.trainer_gpus
-    layout = trainer_layout(MODELS[config.model], GPUS[gpu], gpus, config.workload.longest, c)
+    layout = trainer_layout(MODELS[config.model], GPUS[gpu], gpus, c)
     if layout is None:
         raise LaminarError(f"plan: {config.model} cannot be trained on {gpus} {gpu}")
     return layout

@@ -101,9 +101,8 @@ def setup(
     colocated = rules.placement == "colocated"
     kinds = tuple(engines(model, gpu, gpus, tp, mtbf, colocated, c) for gpu, gpus, tp, mtbf in rollouts if gpus >= tp)
     total = sum(gpus for _, gpus, *_ in rollouts)
-    longest = workload.longest
     # Where the optimizer does not fit it is offloaded, at no cost here: one copy of the model on all GPUs.
-    layout = trainer_layout(model, trainer_gpu, trainer_gpus, longest, c) or Layout(trainer_gpus, 1, 1, longest)
+    layout = trainer_layout(model, trainer_gpu, trainer_gpus, c) or Layout(trainer_gpus, 1, 1)
     job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
     return Setup(
         rules, kinds, job, trainer_gpus, layout, workload,

@@ -18,15 +18,16 @@ def updates_seconds(tokens: list[int], updates: int, costs: JobCosts, layout: La
     """Seconds of forward and backward over all updates: trajectories are dealt out at random, equally many to each data-parallel rank and
     update, and an update waits for its slowest rank. For 512 ragged ones on 8 ranks that is some 1.3 times the mean.
 
-    m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et al., arXiv 2104.04473).
+    m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et al., arXiv 2104.04473); they are
+    as even as they can be, so none is smaller than the rank's longest trajectory.
     """
     each = -(-len(tokens) // (updates * layout.ranks))
     dealt = np.zeros(updates * layout.ranks * each)
     dealt[: len(tokens)] = tokens
     dealt = random.permutation(dealt).reshape(updates, layout.ranks, each)
     seconds = (dealt * costs.train_token + dealt * dealt * costs.train_attention).sum(axis=2)
-    microbatches = np.maximum(1.0, np.ceil(dealt.sum(axis=2) / layout.microbatch_tokens))
-    return float((seconds * (1.0 + (layout.stages - 1) / microbatches)).max(axis=1).sum() * layout.ranks)
+    microbatches = dealt.sum(axis=2) / np.maximum(1.0, dealt.max(axis=2))
+    return float((seconds * (1.0 + (layout.stages - 1) / np.maximum(1.0, microbatches))).max(axis=1).sum() * layout.ranks)
 
 
 class Trainer:
