@@ -7,13 +7,11 @@ import dataclasses
 
 from laminar_hpc.simulator import constants
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS, PROMPT_TOKENS, SIGMA_DORA, Constants
-from laminar_hpc.simulator.load import load
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import setup, simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
 
 STEP_SECONDS, TOKENS_PER_SECOND, ROLLOUT_SHARE, TRAJECTORIES, CAP = 22.91 * 60, 14_143, 0.65, 8192, 30_720
-MAX_CONCURRENT = load("dora", []).max_concurrent
 SEEDS, STEPS, ROUNDS, TAIL_STEPS = (0, 1, 2), 12, 4, 33_000  # decode steps of a rollout: the longest response and what queues before it
 
 
@@ -24,8 +22,7 @@ def synchronous(c: Constants) -> tuple[float, float, float]:
     work = WorkloadConfig(mean_response_tokens=c.mean_response_tokens_dora, max_response_tokens=CAP, sigma=SIGMA_DORA)
     for seed in SEEDS:
         run = setup(
-            PIPELINES["sync"], model, gpu, 64, [(gpu, 64, model.tensor_parallel, None)], work, c, steps=STEPS, warmup_steps=1, seed=seed,
-            max_concurrent=MAX_CONCURRENT,
+            PIPELINES["sync"], model, gpu, 64, [(gpu, 64, model.tensor_parallel, None)], work, c, steps=STEPS, warmup_steps=1, seed=seed
         )
         f = simulate(run).figures
         rows.append((f["trainer_wait_share"] * f["step_seconds"], (1 - f["trainer_wait_share"]) * f["step_seconds"], f["tokens_per_step"]))

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
-from laminar_hpc.simulator.constants import GPUS_PER_MACHINE, Constants, Gpu, Model
+from laminar_hpc.simulator.constants import GPUS_PER_MACHINE, HEAD_SIZE, Constants, Gpu, Model
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,18 @@ def faster(costs: Costs, factor: float) -> Costs:
 
 
 def attention_share(model: Model) -> float:
-    """FLOPs of causal attention as a share of a forward pass's 2 P, per token of the sequence: 2 layers width s^2 / (2 P s)."""
-    return model.layers * model.width / model.parameters
+    """FLOPs of causal attention as a share of a forward pass's 2 P, per token of a sequence: 2 layers x width x s^2 over 2 P s."""
+    return model.layers * model.heads * HEAD_SIZE / model.parameters
 
 
 def trainer_layout(model: Model, gpu: Gpu, gpus: int, c: Constants) -> Layout | None:
-    """The least model parallelism, TP first and inside a machine, whose ranks hold weights, gradients and optimizer; None: none does."""
-    for ranks in (1, 2, 4, 8, 16, 32):
-        held = model.parameters * (6.0 / ranks + (c.trainer_bytes_per_parameter - 6.0) / gpus)
-        if gpus % ranks == 0 and held <= c.trainer_memory_share * gpu.memory:
-            return Layout(min(ranks, GPUS_PER_MACHINE), max(1, ranks // GPUS_PER_MACHINE), gpus // ranks)
+    """TP as wide as a machine and the heads allow, since data-parallel ranks wait for each other; then the fewest pipeline stages whose
+    GPUs hold weights, gradients and optimizer. None: no number does."""
+    tensor = max(tp for tp in (1, 2, 4, 8) if gpus % tp == 0 and model.heads % tp == 0)
+    for stages in (1, 2, 4, 8):
+        held = model.parameters * (6.0 / (tensor * stages) + (c.trainer_bytes_per_parameter - 6.0) / gpus)
+        if gpus % (tensor * stages) == 0 and held <= c.trainer_memory_share * gpu.memory:
+            return Layout(tensor, stages, gpus // (tensor * stages))
     return None
 
 
