@@ -35,9 +35,8 @@ class Admission:
 
     @staticmethod
     def of(longest: int, c: Constants) -> "Admission":
-        return Admission(
-            longest, min(c.admission_clip_tokens, longest), c.new_token_ratio, c.new_token_ratio_least, c.new_token_ratio_steps, c.retract_steps
-        )
+        clip = min(c.admission_clip_tokens, longest)
+        return Admission(longest, clip, c.new_token_ratio, c.new_token_ratio_least, c.new_token_ratio_steps, c.retract_steps)
 
 
 class Request:
@@ -71,7 +70,8 @@ class Replica:
     """`capacity` and all KV in tokens. `state` names what an empty replica waits for; it is what its idle seconds are booked under."""
 
     def __init__(
-        self, index: int, costs: EngineCosts, capacity: float, max_concurrent: int, admission: Admission, gpus: int, mtbf: float | None = None,
+        self, index: int, costs: EngineCosts, capacity: float, max_concurrent: int, admission: Admission, gpus: int,
+        mtbf: float | None = None,
     ) -> None:  # fmt: skip
         self.index, self.costs, self.capacity, self.max_concurrent, self.admission, self.gpus = (
             index, costs, capacity, max_concurrent, admission, gpus,
