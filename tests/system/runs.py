@@ -56,6 +56,11 @@ class Run:
             time.sleep(0.02)
         raise AssertionError(f"'{words}' did not come within {seconds} s:\n" + "\n".join(self.lines))
 
+    def read_next(self, words: str, seconds: float = 150) -> str:
+        """As `read_until`, of what comes from now on."""
+        self._seen = len(self.lines)
+        return self.read_until(words, seconds)
+
     def members(self) -> list[psutil.Process]:
         """All processes of the run as of now."""
         found = psutil.Process(self.process.pid).children(recursive=True)
@@ -76,17 +81,22 @@ class Run:
 
     def engine(self) -> psutil.Process:
         """The engine server of the rollout rank."""
-        return next(p for p in self.rank("rollout").children() if any("sglang" in word for word in p.cmdline()))
+        return self._engines()[0]
 
-    def goes_on(self, seconds: float) -> bool:
-        """Whether the run still makes steps after a death: another step's line comes within `seconds`."""
+    def _engines(self) -> list[psutil.Process]:
         try:
-            self._seen = len(self.lines)
-            self.read_until("step ", seconds)
-        except AssertionError:
-            return False
-        self.members()
-        return True
+            return [p for p in self.rank("rollout").children() if any("sglang" in word for word in p.cmdline())]
+        except (AssertionError, psutil.Error):  # the rank has gone
+            return []
+
+    def has_another_engine(self, than: psutil.Process, seconds: float) -> bool:
+        """Waits until the run has ended (False) or a fresh engine has taken the place of a dead one (True)."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if any(p.pid != than.pid for p in self._engines()):
+                return True
+            time.sleep(0.05)
+        return False
 
     def finish(self, seconds: float = 240) -> int:
         """Waits for the end; returns the exit code and keeps the lines."""

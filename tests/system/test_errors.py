@@ -105,8 +105,9 @@ def test_a_death_ends_the_run_in_order(tmp_path, who):
         victim = run.engine() if who == "engine" else run.rank(who)
         victim.kill()
         died = time.monotonic()
-        if not run.goes_on(seconds=20):
+        if who != "engine" or not run.has_another_engine(than=victim, seconds=20):
             break
+        run.read_next("step ")
     assert run.finish() == 1
     assert time.monotonic() - died < 20
     assert len(run.errors) == 1 and who in run.errors[0], run.lines
