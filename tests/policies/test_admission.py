@@ -73,8 +73,8 @@ def test_bound_holds_for_any_order_of_events(groups_per_step, bound, replicas, f
                 finish_order += 1
                 groups[group.group_id] = GroupView(group.group_id, group.number, group.weight_step, True, finish_order)
             progress = True
-        elif action < 0.71 and (trained or batch) and restores < 3:  # what later steps trained on is finished again, work in progress is with nobody
-            restores += 1
+        elif action < 0.71 and (trained or batch) and restores < 3:
+            restores += 1  # what later steps trained on is finished again, work in progress is with nobody
             trained = random_.randint(max(0, trained - 4), trained)
             for group in [g for step in history[trained:] for g in step] + batch:
                 groups[group.group_id] = group

@@ -31,14 +31,15 @@ ENGINES = [  # family of trainer/tiny.py, tensor parallel
 
 @pytest.mark.parametrize(("family", "ranks"), ENGINES)
 def test_an_engine_of_each_family(family: str, ranks: int, tmp_path: Path) -> None:
-    """Started on one model, it pulls another: same names and shapes, sums verified; log-probs of the probe and of sampled tokens to 1e-4."""
+    """Started on one model, it pulls another: names and shapes agree, sums are verified; log-probs of the probe and of sampled tokens are
+    transformers' to 1e-4."""
     models = [make_model(tmp_path / f"model{seed}", seed, **{"initializer_range": 0.3, **FAMILIES[family]}) for seed in (0, 1)]
     config, loop = engine_config(models[0]), LoopThread()
     config.rollout.tensor_parallel = ranks
     engine = SglangServer(config, 0, tmp_path)
     writer = SlotWriter(str(tmp_path), "run", 3, models[0])
     model, probe = transformers_model(models[1]).eval(), probe_sequences(VOCAB)
-    sampling = sampling_parameters(config.sampling, 1.0, 24, [])
+    sampling = sampling_parameters(config.sampling, 1.0, 24, []) | {"ignore_eos": True}
 
     async def generate() -> list:
         return await asyncio.gather(*(engine.generate(p, sampling, f"r{i}", "4") for i, p in enumerate(PROMPTS)))

@@ -29,8 +29,8 @@ def test_a_run_of_each_family(family, tmp_path, monkeypatch):
     (tmp_path / "ones.py").write_text(REWARD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     run = Run(
-        tmp_path / family, f"model.path={model}", f"steps={STEPS}", "reward.function=ones.score", "optimizer.lr=1e-3", "evaluation.files=[]",
-        "rollout.engine_start_seconds=600",
+        tmp_path / family, f"model.path={model}", f"steps={STEPS}", "reward.function=ones.score", "optimizer.lr=1e-3",
+        "evaluation.files=[]", "rollout.engine_start_seconds=600",
     )  # fmt: skip
     assert run.finish(840) == 0, run.lines
     run.assert_gone()
