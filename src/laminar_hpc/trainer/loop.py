@@ -63,7 +63,7 @@ def run(context: RoleContext) -> None:
             saved = step
         metrics |= {"wait_seconds": taken - ended, "train_seconds": trained - taken, "seconds": time.time() - ended}
         ended = time.time()
-        if not inbox.report(step - 1, metrics):
+        if not inbox.report(step - 1, metrics, learner.gaps):
             break
 
     if saved != step:
