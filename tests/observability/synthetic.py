@@ -223,6 +223,7 @@ def store_rows(store: Store, rows: list[messages.Trajectory], consumed_step: int
             store.finish_trajectory(row, row.reward_parts["accuracy"])
         store.finish_group(group, members[0].weight_step, group, members[0].time_scored)
     store.consume(groups, consumed_step)
+    store.note_gaps({r.trajectory_id: (0.25 * (consumed_step - r.weight_step) + 1e-6, consumed_step - r.weight_step) for r in rows})
     store.commit()
 
 

@@ -113,12 +113,17 @@ def test_a_trajectorys_page(finished):
     mean = sum(stored.logprobs) / len(stored.logprobs)
     for part in (
         f"trajectory {row.id}: reward {row.reward:g}", "reward: accuracy", "reward: format 0.5", f"mean log-prob (engine) {mean:.4f}",
-        "same weights (probe) mean 2.5e-06, max 1.5e-05", "importance ratio in its step mean 1.0010, max 1.800",
+        "same weights (probe) mean 2.5e-06, max 1.5e-05", f"when it was trained mean {0.25 * row.staleness_training + 1e-6:.1e}",
+        "importance ratio in its step mean 1.0010, max 1.800",
         f"replica rollout {row.replica}", f"weight ids, by the engine {row.weight_id} (tokens 0 to {row.response_length})",
         f"trained with weights of step {row.consumed_step}", "attempts 2 (attempt 1: the engine ended it with abort)",
         "moves between replicas 2", "group granted +0.0s", "last token +", "scored +", "trained +",
     ):  # fmt: skip
         assert part in words, part
+    facts = trajectory_page.facts(run, [row])
+    for ahead, said in ((0, "ahead by nothing: the engine's weights"), (3, "ahead by 3 mini-batches")):
+        facts.own_gaps = {row.id: (2e-6, ahead)}
+        assert said in html.unescape(trajectory_page.page(row, stored, facts, str))
     for tokens in (stored.prompt_tokens, stored.response_tokens):
         assert "".join(synthetic.CHARACTERS[t] for t in tokens) in html.unescape(page)
 

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.mark.parametrize("kind", ["tensor", "pipeline", "data"])
 def test_a_run_with_two_trainer_ranks(kind, tmp_path):
     """The weights of every step reach the engine with the right sums, its log-probs are the trainer's to 1e-3, one policy each."""
-    run = Run(tmp_path / "run", f"trainer.{kind}_parallel=2", f"steps={STEPS}", "rollout.engine_start_seconds=600")
+    run = Run(tmp_path / f"two-trainers-{kind}", f"trainer.{kind}_parallel=2", f"steps={STEPS}", "rollout.engine_start_seconds=600")
     assert run.finish(840) == 0, run.lines
     run.assert_gone()
     figures, gaps = summary(run.run_dir), metrics(run.run_dir, "logprob_gap")

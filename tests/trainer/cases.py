@@ -49,6 +49,7 @@ def train(
     return {
         "place": place(),
         "metrics": metrics,
+        "gaps": learner.gaps,
         "before": before,
         "after": read_logits(policy, texts),
         "probe": policy.probe_logprobs(),

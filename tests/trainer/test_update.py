@@ -177,3 +177,21 @@ def test_staleness_by_hand() -> None:
     metrics = batch_metrics(batch, 7)
     assert (metrics["staleness_training_mean"], metrics["staleness_training_max"]) == (2.0, 3)
     assert (metrics["staleness_generation_mean"], metrics["staleness_generation_max"]) == (1.0, 1)
+
+
+def test_each_trajectorys_gap_is_that_of_the_moment_it_was_trained(untied_model: Path, world: None) -> None:
+    """Those of the first mini-batch are scored by weights that no update of this step has touched: transformers' on the same weights. All
+    say by how many mini-batches the trainer was ahead of the engine: two steps of two, and the first half of this step or not."""
+    config = tiny.make_config(untied_model, algorithm__minibatches_per_step=2, optimizer__lr=5e-2, sampling__temperature=0.7)
+    batch, model, policy = tiny.make_batch(seed=3, weight_step=1), tiny.transformers_model(untied_model), MegatronPolicy(config)
+    learner = Learner(config, policy)
+    learner.train(batch, 3, lambda: None)
+    differ = 0
+    for t in batch:
+        gap, ahead = learner.gaps[t.trajectory_id]
+        mask = torch.tensor(t.loss_mask, dtype=torch.bool)
+        with torch.no_grad():
+            expected = float((tiny.token_logprobs(model, t, 0.7)[0] - torch.tensor(t.logprobs)).abs()[mask].mean())
+        assert ahead in (4, 5) and (ahead == 5 or gap == pytest.approx(expected, abs=1e-5))
+        differ += abs(gap - expected) > 1e-3
+    assert sorted(ahead for _, ahead in learner.gaps.values()) == [4] * 8 + [5] * 8 and differ > 4

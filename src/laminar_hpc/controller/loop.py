@@ -455,6 +455,7 @@ class Controller:
         fields = {**done.metrics, "step": self.trainer_step, "seconds": now - self.last_step_time}
         if self.replay is None:
             fields |= dataclasses.asdict(self.book.take_counts())
+            self.store.note_gaps(done.gaps)
         self.last_step_time, self.taken = now, 0
         if self.seen_steps:  # the first step holds the start-up of the engines
             self.step_seconds.append(fields["seconds"])

@@ -22,6 +22,7 @@ CREATE TABLE IF NOT EXISTS trajectories(
   id INTEGER PRIMARY KEY, group_id INTEGER, sample_index INTEGER, attempt INTEGER, state TEXT, replica INTEGER, weight_id INTEGER,
   weight_step INTEGER, step_finished INTEGER, consumed_step INTEGER, response_length INTEGER, reward REAL, accuracy REAL,
   finish_reason TEXT, reward_error TEXT, time_started REAL, time_finished REAL, time_scored REAL, payload BLOB);
+CREATE TABLE IF NOT EXISTS gaps(trajectory_id INTEGER PRIMARY KEY, mean REAL, minibatches_ahead INTEGER);
 CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories(group_id);
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
 """
@@ -122,6 +123,10 @@ class Store:
         for group_id in group_ids:
             self._db.execute("UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group_id))
             self._db.execute("UPDATE trajectories SET state = 'consumed', consumed_step = ? WHERE group_id = ?", (step, group_id))
+
+    def note_gaps(self, gaps: dict[int, tuple[float, int]]) -> None:
+        """See messages.StepDone; a step that is trained again after a restore replaces what the first time gave."""
+        self._db.executemany("INSERT OR REPLACE INTO gaps VALUES (?, ?, ?)", [(i, *gap) for i, gap in gaps.items()])
 
     def payloads(self, group_ids: Iterable[int]) -> list[bytes]:
         """The finished or consumed trajectories of these groups, encoded, group by group, in sample order."""

@@ -103,6 +103,13 @@ class Run:
         where = f"payload IS NOT NULL AND id IN ({','.join(str(int(i)) for i in ids)}) ORDER BY id"
         return [decode_trajectory(payload) for (payload,) in _select(self.store, "payload", where)]
 
+    def gaps(self, ids: list[int]) -> dict[int, tuple[float, int]]:
+        """Trajectory id -> its gap when it was trained, as in messages.StepDone; without those of which none is on record."""
+        if not any(_select(self.store, "name", "name = 'gaps'", "sqlite_master")):
+            return {}
+        where = f"mean IS NOT NULL AND trajectory_id IN ({','.join(str(int(i)) for i in ids)})"
+        return {i: (mean, ahead) for i, mean, ahead in _select(self.store, "trajectory_id, mean, minibatches_ahead", where, "gaps")}
+
     def group_times(self, ids: list[int]) -> dict[int, tuple[float, float]]:
         """Group id -> when it was granted and when its last trajectory was scored, seconds since the epoch; 0 where that is not known."""
         where = f"id IN ({','.join(str(int(i)) for i in ids)})"

@@ -1,7 +1,7 @@
 """One trajectory's page in the report: prompt and answer, reward and its parts, log-probs, and its life from grant to update.
 
-The gap to the trainer's log-probs is that of the fixed probe, on the same replica with the same weight id: a trajectory's own log-probs
-are computed by the trainer only while it trains, with weights that may have moved on. What they were then: its step's importance ratio.
+There are two gaps to the trainer's log-probs: that of the fixed probe, on the same replica with the same weight id, which is the engines'
+error alone; and the trajectory's own, taken by the trainer while it trained on it, with weights that had moved on by so many mini-batches.
 """
 
 import math
@@ -23,9 +23,11 @@ SHOWN_TOKENS = 5  # least likely ones
 
 @dataclass
 class Facts:
-    """Of the run: (replica, weight id) -> probe gap; step -> its record; group -> (granted, finished); trajectory -> lost attempts."""
+    """Of the run: (replica, weight id) -> probe gap; trajectory -> (own gap, mini-batches ahead); step -> its record; group -> (granted,
+    finished); trajectory -> lost attempts."""
 
     gaps: dict[tuple[str, int], dict]
+    own_gaps: dict[int, tuple[float, int]]
     steps: dict[int, dict]
     groups: dict[int, tuple[float, float]]
     lost: dict[int, list[dict]]
@@ -37,6 +39,7 @@ def facts(run: Run, rows: Sequence[Consumed]) -> Facts:
         lost.setdefault(record.get("trajectory_id", -1), []).append(record)
     return Facts(
         gaps={(str(gap["replica"]), gap["weight_id"]): gap for gap in run.records.get("logprob_gap", [])},
+        own_gaps=run.gaps([row.id for row in rows]),
         steps={step["step"]: step for step in run.steps},
         groups=run.group_times([row.group_id for row in rows]),
         lost=lost,
@@ -86,6 +89,10 @@ def _log_probs(row: Consumed, trajectory: Trajectory, known: Facts, decode: Call
         found |= {"mean log-prob (engine)": f"{mean:.4f}", "perplexity": f"{math.exp(-mean):.3f}", "least likely tokens": rare}
     gap = known.gaps.get((f"rollout{row.replica}", row.weight_id))
     found["gap to the trainer, same weights (probe)"] = f"mean {gap['mean']:.1e}, max {gap['max']:.1e}" if gap else "not measured"
+    if row.id in known.own_gaps:
+        mean_gap, ahead = known.own_gaps[row.id]
+        by = f"{ahead} mini-batches" if ahead else "nothing: the engine's weights"
+        found["gap to the trainer when it was trained"] = f"mean {mean_gap:.1e}, weights ahead by {by}"
     step = known.steps.get(row.consumed_step + 1, {})
     if step.get("ratio_mean") is not None and step.get("ratio_max") is not None:
         found["importance ratio in its step"] = f"mean {step['ratio_mean']:.4f}, max {step['ratio_max']:.3f}"

@@ -1,7 +1,7 @@
 """What Megatron's optimizers need so that torch's AdamW (used where neither apex nor Transformer Engine is installed) can be saved and
 resumed.
 
-Called by trainer/megatron.py and trainer/checkpoint.py. Without `prime`, an optimizer cannot be saved before its first update, nor can
+Called by trainer/building.py and trainer/checkpoint.py. Without `prime`, an optimizer cannot be saved before its first update, nor can
 the distributed one be loaded; without `unshare_steps`, a loaded one silently counts its steps once per parameter, and Adam's bias
 correction is wrong. `prime` also mends how the distributed optimizer finds a parameter in what it saves.
 """
@@ -32,6 +32,15 @@ def prime(optimizer: MegatronOptimizer) -> None:
                 o.optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         if isinstance(o, DistributedOptimizer):
             _let_steps_pass(o)
+
+
+def fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
+    """Lets torch's AdamW update in one pass on the CPU: its default there makes two temporaries of the size of a parameter, which with a
+    large vocabulary is a gigabyte, and takes five times as long."""
+    for o in _over_torch_adamw(optimizer):
+        for group in o.optimizer.param_groups:
+            if not any(p.is_cuda for p in group["params"]):
+                group["fused"] = True
 
 
 def _leave_out_padding(optimizer: DistributedOptimizer) -> None:

@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.trainer.adam import prime
+from laminar_hpc.trainer.adam import fuse_on_cpu, prime
 from laminar_hpc.trainer.attention import PackedCausalAttention, PackedRotary
 from laminar_hpc.weights.hf import ModelShape, RopeScaling
 
@@ -154,6 +154,7 @@ def build_optimizer(
         [model],
     )
     prime(optimizer)
+    fuse_on_cpu(optimizer)
     # Also what keeps weight decay off norms and biases: Megatron multiplies a group's wd_mult in here and nowhere else.
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -33,13 +33,15 @@ class Learner:
         """`policy` still has the weights of config.model.path, which are those of the reference model: a checkpoint is loaded later."""
         self.config, self.policy = config, policy
         self.skipped_in_a_row = 0
+        self.gaps: dict[int, tuple[float, int]] = {}  # of the last step, see messages.StepDone; on every rank
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
 
     def train(
-        self, trajectories: list[Trajectory], step: int, before_update: Callable[[], None], minibatches: int | None = None
-    ) -> dict[str, float]:
+        self, trajectories: list[Trajectory], step: int, before_update: Callable[[], None], minibatches: int | None = None,
+        earlier: int = 0,
+    ) -> dict[str, float]:  # fmt: skip
         """Turns the weights of `step` into those of step + 1. `before_update` is called once, before the weights change; `minibatches`:
-        updates, by default algorithm.minibatches_per_step.
+        updates, by default algorithm.minibatches_per_step; `earlier`: updates of this step before.
 
         Raises LaminarError for an incomplete group, and when too many updates in a row had gradients that are not finite.
         """
@@ -48,13 +50,18 @@ class Learner:
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         rate, norms, collected, skipped = self.policy.learning_rate, [], [], 0
-        updates = minibatches or self.config.algorithm.minibatches_per_step
-        for members in split_minibatches(len(trajectories), updates, self.config.seed, step):
+        updates, count = minibatches or self.config.algorithm.minibatches_per_step, self.config.algorithm.minibatches_per_step
+        gaps, ahead = torch.zeros(len(trajectories), device=self.policy.device), {}
+        for number, members in enumerate(split_minibatches(len(trajectories), updates, self.config.seed, step), earlier):
             lengths = [length(trajectories[i]) for i in members]
             plan = plan_microbatches(lengths, ranks, self.config.trainer.tokens_per_microbatch)[rank]
             size = max(sum(lengths[j] for j in part) for part in plan) if stages > 1 else 0  # the stages pass on tensors of one shape
             micro_batches = [make_microbatch([examples[members[j]] for j in part], self.policy.device, size) for part in plan]
-            of_tokens = self.policy.accumulate(micro_batches, self._loss)
+            of_tokens, of_trajectories = [], self.policy.accumulate(micro_batches, self._loss)
+            for part, row in zip(plan, of_trajectories, strict=False):  # a stage before the last has none
+                gaps[[members[j] for j in part]] = row[len(SUMS) + 1 :][: len(part)]
+                of_tokens.append(row[: len(SUMS) + 1])
+            ahead |= {i: (step - trajectories[i].weight_step) * count + number for i in members}
             before_update()
             before_update = _nothing
             norm = self.policy.update()
@@ -64,6 +71,9 @@ class Learner:
                 norms.append(norm)
                 collected += of_tokens
             self._count_skipped(norm is None, step)
+        for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+            dist.all_reduce(gaps, group=group)
+        self.gaps = {t.trajectory_id: (gap, ahead[i]) for i, (t, gap) in enumerate(zip(trajectories, gaps.tolist(), strict=True))}
         metrics = {
             **batch_metrics(trajectories, step),
             **self._token_metrics(collected),
@@ -109,9 +119,11 @@ class Learner:
         return shuffled(rewards, self.config.seed, step) if self.config.algorithm.shuffle_rewards else rewards
 
     def _loss(self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The micro-batch's summed loss; its count; and the objective's sums with the largest ratio behind them."""
-        found = objective(self.config.algorithm, self.config.sampling.max_response_tokens, batch.tokens, logprobs, entropies)
-        return found.total, found.count, torch.cat([found.sums, found.largest_ratio[None]])
+        """The micro-batch's summed loss; its count; and the objective's sums, the largest ratio, and each trajectory's gap."""
+        tokens = batch.tokens
+        found = objective(self.config.algorithm, self.config.sampling.max_response_tokens, tokens, logprobs, entropies)
+        gaps = tokens.sequence_sums((logprobs.detach() - tokens.behaviour).abs()) / tokens.sequence_sums(tokens.real).clamp(min=1)
+        return found.total, found.count, torch.cat([found.sums, found.largest_ratio[None], gaps])
 
     def _token_metrics(self, collected: list[torch.Tensor]) -> dict[str, float]:
         """Of all micro-batches of all data-parallel ranks: the loss over its denominator, means over tokens, the largest ratio."""

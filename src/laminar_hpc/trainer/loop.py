@@ -48,6 +48,7 @@ def run(context: RoleContext) -> None:
 
     ended, minibatches = time.time(), config.algorithm.minibatches_per_step
     while step < config.steps:
+        gaps: dict[int, tuple[float, int]] = {}
         found, waited, parts = [], 0.0, minibatches if config.pipeline.consumption == "stream" else 1
         for part in range(parts):
             asked = time.time()
@@ -57,7 +58,8 @@ def run(context: RoleContext) -> None:
                 break
             waited += time.time() - asked
             with trace.span("train", step=step):
-                found.append(learner.train(batch.trajectories, step, publisher.fence, minibatches // parts))
+                found.append(learner.train(batch.trajectories, step, publisher.fence, minibatches // parts, part))
+            gaps |= learner.gaps
         if not found:
             break
         metrics, trained = merged(found), time.time()
@@ -68,7 +70,7 @@ def run(context: RoleContext) -> None:
             saved = step
         metrics |= {"wait_seconds": waited, "train_seconds": trained - ended - waited, "seconds": time.time() - ended}
         ended = time.time()
-        if not inbox.report(step - 1, metrics):
+        if not inbox.report(step - 1, metrics, gaps):
             break
 
     if saved != step:

@@ -18,6 +18,12 @@ def fork_children(result: object, *_: object, **__: object) -> None:
     multiprocessing.set_start_method("fork", force=True)
 
 
+def leave_shape(model_config: Any, *_: object) -> Any:
+    """In place of what SGLang does for its own CPU kernels, which are not used here: it pads the feed-forward layers to multiples of 32 per
+    rank and heads to multiples of the ranks, and takes Qwen2's heads for hidden_size / heads wide. The weights would not fit."""
+    return model_config
+
+
 def rotate(
     original: Callable, rope: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,6 +61,8 @@ def register() -> None:
     from laminar_hpc.rollout.sglang_plugin import attention, cpu_layers
 
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
+    unaligned = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
+    HookRegistry.register(unaligned, leave_shape, HookType.REPLACE)
     HookRegistry.register(attention.TARGET, attention.BatchedAttention, HookType.REPLACE)
     HookRegistry.register("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", rotate, HookType.AROUND)
     HookRegistry.register("sglang.srt.models.qwen2.Qwen2DecoderLayer.forward", cpu_layers.decoder_layer, HookType.AROUND)

@@ -1,0 +1,64 @@
+"""Qwen3 and Llama through real SGLang: weights that are pulled are verified, and the log-probs of what is drawn are transformers'."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_engine import file_sums, hf_logprobs
+
+from engines import LoopThread, engine_config, fill_slot
+from laminar_hpc.observability.trace import Trace
+from laminar_hpc.rollout.puller import Puller
+from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
+from laminar_hpc.weights.probe import probe_sequences
+from laminar_hpc.weights.slots import SlotReader, SlotWriter
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
+
+from tiny import FAMILIES, VOCAB, make_model, transformers_model
+
+PROMPTS = [[7], [3, 4, 5, 6], [(i * i) % VOCAB for i in range(150)]]  # the last is long enough for every frequency of the RoPE
+ENGINES = [  # family of trainer/tiny.py, tensor parallel
+    ("qwen3-untied", 1),  # one norm per head of 16, 4 x 16 is not 32
+    pytest.param("qwen3-tied", 2, marks=pytest.mark.slow),
+    pytest.param("llama3-gqa8", 1, marks=pytest.mark.slow),  # Llama 3's RoPE, heads of 8 where 64 / 16 is 4
+    pytest.param("llama3-gqa8", 2, marks=pytest.mark.slow),
+    pytest.param("llama-tied", 1, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "ranks"), ENGINES)
+def test_an_engine_of_each_family(family: str, ranks: int, tmp_path: Path) -> None:
+    """Started on one model, it pulls another: names and shapes agree, sums are verified; log-probs of the probe and of sampled tokens are
+    transformers' to 1e-4."""
+    models = [make_model(tmp_path / f"model{seed}", seed, **{"initializer_range": 0.3, **FAMILIES[family]}) for seed in (0, 1)]
+    config, loop = engine_config(models[0]), LoopThread()
+    config.rollout.tensor_parallel = ranks
+    engine = SglangServer(config, 0, tmp_path)
+    writer = SlotWriter(str(tmp_path), "run", 3, models[0])
+    model, probe = transformers_model(models[1]).eval(), probe_sequences(VOCAB)
+    sampling = sampling_parameters(config.sampling, 1.0, 24, []) | {"ignore_eos": True}
+
+    async def generate() -> list:
+        return await asyncio.gather(*(engine.generate(p, sampling, f"r{i}", "4") for i, p in enumerate(PROMPTS)))
+
+    try:
+        loop.run(engine.start(models[0], "0", seed=0), seconds=250)
+        fill_slot(writer, models[1], 4, 2)
+        reader = SlotReader(str(tmp_path), "run")
+        pulled = loop.run(Puller(reader, probe, Trace(tmp_path, "rollout", 0), lambda: engine, lambda: 0).pull())
+        assert pulled.weight_id == 4 and "start" not in pulled.parts, "it was loaded by the engine that ran"
+        assert loop.run(engine.sums()) == file_sums(models[1])
+        expected = torch.cat([hf_logprobs(model, s[:1], s[1:]) for s in probe])
+        torch.testing.assert_close(torch.tensor(pulled.probe_logprobs), expected, atol=1e-4, rtol=0)
+        for prompt, generation in zip(PROMPTS, loop.run(generate()), strict=True):
+            assert len(generation.tokens) == 24 and [s.weight_id for s in generation.spans] == [4]
+            expected = hf_logprobs(model, prompt, generation.tokens)
+            torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-4, rtol=0)
+        assert expected.std() > 0.3, "the tokens are about equally likely, so the comparison proves little"
+    finally:
+        loop.run(engine.stop())
+        loop.close()
+        writer.close()
