@@ -43,8 +43,8 @@ GROUPS, SAMPLES, UPDATES, CAP, KV_TOKENS, CONCURRENT = 128, 16, 4, 8192, 850_000
 SKIP, EMULATED_STEPS, REAL_STEPS = 2, 7, 24
 REAL = {"rollout.replicas": 2, "evaluation.files": "[]", "checkpoint.every": 1000}
 REAL_REPACK = {"pipeline.repack_seconds": 0.1, "pipeline.repack_requests": 256}
-COLUMNS = ("what", "pipeline", "tokens/s", "over sync", "over last", "trainer idle", "rollout idle", "staleness", "staleness max", "versions",
-           "moved", "s to 0.70")  # fmt: skip
+COLUMNS = ("what", "pipeline", "tokens/s", "over sync", "over last", "trainer idle", "rollout idle", "staleness", "staleness max",
+           "versions", "moved", "s to 0.70")  # fmt: skip
 
 
 def emulated_config(folder: Path, name: str, scale: float) -> RunConfig:

