@@ -1,12 +1,13 @@
 """The simulator against published figures, and how fast it is.
 
     python bench/simulator.py --json simulator.json                  everything: some ten minutes on one core
-    python bench/simulator.py --only dora,repack                     parts of it: dora, repack, headline, speed, plan, live, sensitivity
+    python bench/simulator.py --only dora,repack                     parts of it; `sensitivity` only when named
 
 dora      eight rows of DORA's table (arXiv 2604.26256), Qwen2.5-32B. Fitted on one of them: 64 GPUs, sync. Goal: tokens/s within 20%, and
           partial and consistent asynchrony at 128 GPUs within 15% (`dora_128_async_error`).
 repack    Laminar's ablation (arXiv 2510.12633), 64 + 64 GPUs. Goal: gain 1.26 within 0.08, KV use 71.6% and 82.2% within 6 points.
 headline  Laminar's speed-ups on math, 7B, 32B, 72B at three scales each; published splits where there are any, else the best of a few.
+tools     the same over sync for tool calling, 7B.
 speed     one pipeline, 20 steps: 1,024 GPUs with 8,192 trajectories (20 s), 16,384 GPUs with 131,072 (300 s). CPU seconds of one core.
 plan      `laminar plan` for 64 H800 + 64 H20 (120 s). sensitivity: each constant 20% down and up.
 live      the demo, run --repeats times, each beside its simulation with the decode curve measured in it. Goal: tokens/s within 30%.
@@ -40,12 +41,14 @@ DORA = {
 }  # fmt: skip
 SEEDS = (0, 1)
 SCALES = {"32B": (32, 128, 512), "72B": (64, 256, 1024), "7B": (16, 64, 256)}
+TOOLS_SCALES = {"7B": (16, 64, 256)}
 PUBLISHED = {"sync": (2.56, 5.48), "one_step": (1.98, None), "stream": (1.93, None), "partial": (1.39, None)}
 # Published shares of the trainer: 72B on 1,024 and 32B on 128.
 SPLITS = {
     ("72B", 1024): {"laminar_unbounded": 0.75, "one_step": 0.25, "stream": 0.25, "partial": 0.625},
     ("32B", 128): dict.fromkeys(("laminar_unbounded", "one_step", "stream", "partial"), 0.5),
 }
+AT_MOST_ONE = ("kv_memory_share", "kv_memory_share_colocated", "new_token_ratio", "repack_kv_share")
 COLUMNS = ("part", "what", "published", "simulated", "error", "note")
 
 
@@ -92,29 +95,34 @@ def repack_lengths(rows: list[dict], config: SimulationConfig) -> None:
             rows.append(row("repack", f"{name}, mean {mean}", None, value))
 
 
-def headline(rows: list[dict]) -> dict[str, float]:
-    ratios: dict[str, list[float]] = {name: [] for name in PUBLISHED}
-    for model, scales in SCALES.items():
-        for gpus in scales:
-            config = SimulationConfig(model=model, steps=5, warmup_steps=2, splits=SPLITS.get((model, gpus), {}))
-            rate, trainers = {}, {}
-            for name in ("laminar_unbounded", *PUBLISHED):
-                known = name in config.splits or rules_of(config, name).placement == "colocated"
-                tried = [split(config, name, gpus)] if known else [n for n in trainer_splits(gpus, 8) if gpus / 4 <= n <= gpus * 3 / 4]
-                rates = {n: point(config, name, gpus, n, config.steps).figures["tokens_per_second"] for n in tried}
-                rate[name], trainers[name] = max((r, n) for n, r in rates.items())
-            for name in PUBLISHED:
-                ratios[name].append(rate["laminar_unbounded"] / rate[name])
-                ours = rate["laminar_unbounded"]
-                note = f"{ours:,.0f} / {rate[name]:,.0f} tokens/s; train {trainers['laminar_unbounded']} / {trainers[name]}"
-                rows.append(row("headline", f"{model} {gpus}: over {name}", None, ratios[name][-1], note))
-    figures = {}
-    for name, (mean, most) in PUBLISHED.items():
-        rows.append(row("headline", f"mean over {name}", mean, statistics.fmean(ratios[name])))
+def best_rate(config: SimulationConfig, name: str, gpus: int) -> tuple[float, int]:
+    """Tokens/s and the trainer's GPUs: of the known split, else of the best between a quarter and three quarters."""
+    known = name in config.splits or rules_of(config, name).placement == "colocated"
+    tried = [split(config, name, gpus)] if known else [n for n in trainer_splits(gpus, 8) if gpus / 4 <= n <= gpus * 3 / 4]
+    return max((point(config, name, gpus, n, config.steps).figures["tokens_per_second"], n) for n in tried)
+
+
+def headline(
+    rows: list[dict], part: str, work: WorkloadConfig, scales: dict[str, tuple[int, ...]], published: dict[str, tuple[float, float | None]]
+) -> dict[str, float]:
+    """Mean speed-ups of Laminar, and a row for each model, scale and pipeline."""
+    ratios: dict[str, list[float]] = {name: [] for name in published}
+    for model, gpus in ((model, n) for model, counts in scales.items() for n in counts):
+        config = SimulationConfig(model=model, steps=5, warmup_steps=2, splits=SPLITS.get((model, gpus), {}), workload=work)
+        ours, trainer = best_rate(config, "laminar_unbounded", gpus)
+        for name in published:
+            rate, other = best_rate(config, name, gpus)
+            ratios[name].append(ours / rate)
+            note = f"{ours:,.0f} / {rate:,.0f} tokens/s; train {trainer} / {other}"
+            rows.append(row(part, f"{model} {gpus}: over {name}", None, ours / rate, note))
+    for name, (mean, most) in published.items():
+        rows.append(row(part, f"mean over {name}", mean, statistics.fmean(ratios[name])))
         if most:
-            rows.append(row("headline", f"max over {name}", most, max(ratios[name])))
-        figures[f"speedup_over_{name}"] = statistics.fmean(ratios[name])
-    return figures
+            rows.append(row(part, f"max over {name}", most, max(ratios[name])))
+    largest = len(next(iter(scales.values()))) - 1  # each model's last
+    if part == "headline":
+        rows.append(row(part, "mean over sync at the largest scales", 3.34, statistics.fmean(ratios["sync"][largest :: largest + 1])))
+    return {f"speedup_over_{name}": statistics.fmean(found) for name, found in ratios.items()}
 
 
 def timed(gpus: int, prompts: int, name: str = "laminar_unbounded") -> tuple[float, Outcome]:
@@ -176,35 +184,38 @@ def live(rows: list[dict], options: argparse.Namespace) -> dict[str, float | Non
 
 
 def sensitivity(rows: list[dict], dora_config: SimulationConfig, repack_config: SimulationConfig) -> None:
-    """What 20% less and more of each constant does to four figures, one seed and shorter runs."""
-    short = dataclasses.replace(dora_config, steps=8, warmup_steps=3)
-    ablation = dataclasses.replace(repack_config, steps=7, warmup_steps=3)
+    """What 20% less and more of each constant does to each headline: one seed, shorter runs. A row is a constant, a factor and a figure."""
+    short = dataclasses.replace(dora_config, steps=5, warmup_steps=2)
+    ablation = dataclasses.replace(repack_config, steps=5, warmup_steps=2)
+    large = SimulationConfig(gpus=[512], steps=4, warmup_steps=2, splits={"laminar_unbounded": 0.625, "one_step": 0.25})
 
-    def four(constants: dict[str, float]) -> dict[str, float]:
-        a = dataclasses.replace(short, constants=constants)
-        work = dataclasses.replace(
-            a.workload, mean_response_tokens=constants.get("mean_response_tokens_dora", a.workload.mean_response_tokens)
-        )
-        a = dataclasses.replace(a, workload=work)
+    def figures(constants: dict[str, float]) -> dict[str, float]:
+        a, b = (dataclasses.replace(config, constants=constants) for config in (short, large))
+        mean = constants.get("mean_response_tokens_dora", a.workload.mean_response_tokens)
+        a = dataclasses.replace(a, workload=dataclasses.replace(a.workload, mean_response_tokens=mean))
         sync, async_ = (over_seeds(a, name, 128, (0,))["tokens_per_second"] for name in ("sync", "dora"))
+        ours, other, one = (over_seeds(b, name, 512, (0,))["tokens_per_second"] for name in ("laminar_unbounded", "sync", "one_step"))
         found = repack([], dataclasses.replace(ablation, constants=constants), (0,))
-        return {"sync 128": sync, "dora 128": async_, "dora / sync": async_ / sync, **found}
+        return {
+            "DORA's sync, 128 GPUs": sync, "DORA, 128 GPUs": async_,
+            "repack gain": found["repack_gain"], "KV use without": found["kv_use_without"],
+            "over sync, 512 GPUs": ours / other, "over one-step, 512 GPUs": ours / one,
+        }  # fmt: skip
 
-    base = four({})
+    base = figures({})
     for field in dataclasses.fields(Constants):
         for factor in (0.8, 1.2):
             value = getattr(DEFAULT, field.name) * factor
-            if field.name in ("kv_memory_share",):
+            if field.name in AT_MOST_ONE:
                 value = min(value, 1.0)
-            found = four({field.name: value})
-            note = "  ".join(f"{key} {found[key] / base[key] - 1:+.1%}" for key in base)
-            print(f"{field.name} x {factor}: {note}", flush=True)
-            rows.append(row("sensitivity", f"{field.name} x {factor}", None, value, note))
+            found = figures({field.name: value})
+            for key in base:
+                rows.append(row("sensitivity", f"{field.name} x {factor}: {key}", base[key], found[key]))
 
 
 def main() -> None:
     options = common.parser(__doc__ or "")
-    options.add_argument("--only", default="dora,repack,headline,speed,plan,live", help="parts, separated by commas")
+    options.add_argument("--only", default="dora,repack,headline,tools,speed,plan,live", help="parts, separated by commas")
     options.add_argument("--live", type=Path, nargs="+", metavar="RUN_DIR", help="finished runs to predict instead of new runs of the demo")
     options = options.parse_args()
     parts = options.only.split(",")
@@ -217,7 +228,10 @@ def main() -> None:
         figures |= repack(rows, repack_config)
         repack_lengths(rows, repack_config)
     if "headline" in parts:
-        figures |= headline(rows)
+        figures |= headline(rows, "headline", WorkloadConfig(), SCALES, PUBLISHED)
+    if "tools" in parts:
+        found = headline(rows, "tools", load("tools", []).workload, TOOLS_SCALES, {"sync": (2.62, 5.42)})
+        figures["tools_speedup_over_sync"] = found["speedup_over_sync"]
     if "speed" in parts:
         figures |= speed(rows)
     if "live" in parts:

@@ -6,12 +6,12 @@ python bench/simulator_fit.py          prints them; they stand in src/laminar_hp
 import dataclasses
 
 from laminar_hpc.simulator import constants
-from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, PROMPT_TOKENS, SIGMA_DORA, Constants
+from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS, PROMPT_TOKENS, SIGMA_DORA, Constants
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import setup, simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
 
-STEP_SECONDS, TOKENS_PER_SECOND, ROLLOUT_SHARE, TRAJECTORIES = 22.91 * 60, 14_143, 0.65, 8192
+STEP_SECONDS, TOKENS_PER_SECOND, ROLLOUT_SHARE, TRAJECTORIES, CAP = 22.91 * 60, 14_143, 0.65, 8192, 30_720
 SEEDS, STEPS, ROUNDS, TAIL_STEPS = (0, 1, 2), 12, 4, 33_000  # decode steps of a rollout: the longest response and what queues before it
 
 
@@ -19,7 +19,7 @@ def synchronous(c: Constants) -> tuple[float, float, float]:
     """Seconds of rollout, seconds of the rest, and tokens of a step."""
     rows = []
     model, gpu = MODELS["32B"], GPUS["H800"]
-    work = WorkloadConfig(mean_response_tokens=c.mean_response_tokens_dora, max_response_tokens=30720, sigma=SIGMA_DORA)
+    work = WorkloadConfig(mean_response_tokens=c.mean_response_tokens_dora, max_response_tokens=CAP, sigma=SIGMA_DORA)
     for seed in SEEDS:
         run = setup(
             PIPELINES["sync"], model, gpu, 64, [(gpu, 64, model.tensor_parallel, None)], work, c, steps=STEPS, warmup_steps=1, seed=seed
@@ -37,8 +37,9 @@ def fit() -> Constants:
     c = DEFAULT
     for _ in range(ROUNDS):
         rollout, rest, tokens = synchronous(c)
-        exchange = 16 * c.gradient_bytes_per_parameter * MODELS["32B"].parameters / (c.trainer_model_parallel * GPUS["H800"].nic)
-        fixed = c.colocated_switch + exchange
+        exchange = 16 * c.gradient_bytes_per_parameter * MODELS["32B"].parameters / (GPUS_PER_MACHINE * GPUS["H800"].nic)
+        handling = TRAJECTORIES * (1 + c.logprob_passes) * c.batch_handling * CAP
+        fixed = c.colocated_switch + exchange + handling
         c = dataclasses.replace(
             c,
             decode_overhead_per_layer=c.decode_overhead_per_layer + (ROLLOUT_SHARE * STEP_SECONDS - rollout) / TAIL_STEPS / layers,

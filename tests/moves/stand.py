@@ -2,6 +2,7 @@
 engines in an event loop, the stage in threads; all of them meet over real sockets."""
 
 import asyncio
+import queue
 import random
 import sqlite3
 import threading
@@ -91,9 +92,10 @@ class Stand:
         (run_dir / "config.yaml").write_text(dump_config(config))
         hub = Hub(run_dir, f"stand-{random.randrange(1 << 40):x}", config.cluster.host, 0, machine)
         controller = controller_run.build(config, derived, start, hub, 1, machine, self.lines.append)
+        handed: queue.SimpleQueue = queue.SimpleQueue()
         threads = [
             threading.Thread(target=part, args=args, daemon=True)
-            for part, args in ((stage.relay, (config,)), (stage.trainer, (config, 1e-6)))
+            for part, args in ((stage.relay, (config, handed)), (stage.trainer, (config, 1e-6, handed)))
         ]
         self.loop.run(self.pool.start())
         try:

@@ -284,14 +284,17 @@ def test_a_flush_ends_all_moves(pair):
 def test_an_idle_engine_answers_in_milliseconds(pair):
     """Promise: --sleep-on-idle lets the scheduler sleep up to a second; a move wakes it."""
 
-    async def reserve(number: int) -> float:
+    async def reserve(number: int) -> tuple[float, float]:
         await asyncio.sleep(1.2)
         begin = time.monotonic()
         await pair.engines[1].kv_reserve(f"idle-{number}", 0, 50)
+        reserved = time.monotonic()
         await pair.engines[1].kv_abort(f"idle-{number}")
-        return time.monotonic() - begin
+        return reserved - begin, time.monotonic() - reserved
 
-    assert sorted(pair.loop.run(reserve(i)) for i in range(3))[1] < 0.1
+    reserving, aborting = zip(*(pair.loop.run(reserve(i)) for i in range(3)), strict=True)
+    assert sorted(reserving)[1] < 0.1
+    assert sorted(aborting)[1] < 0.4, "the room is back when its thread has ended, which looks up every 50 ms"
 
 
 def test_the_logs_tell_of_no_leak(pair, logs):

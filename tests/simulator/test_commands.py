@@ -53,7 +53,7 @@ def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
     ("words", "text"),
     [
         ([], "usage: laminar sim EXPERIMENT"),
-        (["nope"], "no simulation 'nope': there are dora, laminar, repack"),
+        (["nope"], "no simulation 'nope': there are dora, laminar, mixed"),
         (["dora", "modle=32B"], "modle"),
         (["dora", "model=33B"], "model=33B: use one of 7B, 32B, 72B"),
         (["dora", "pipelines=[async]"], "pipelines=async: use one of sync"),
@@ -126,8 +126,10 @@ def test_plan_is_as_good_as_every_candidate_and_writes_its_files(tmp_path, capsy
 
 def test_preemptible_gpus_never_train_and_the_cheapest_set_keeps_the_trainer_busy():
     config = load_plan(
-        "cheapest", [*SMALL, "trainer_busy=0.3", "pools=[{gpu: H800, count: 16}, {gpu: H20, count: 16, preemptible: true, mtbf_hours: 1}]"]
-    )
+        "cheapest",
+        [*SMALL, "workload.mean_response_tokens=6000", "trainer_busy=0.3",
+         "pools=[{gpu: H800, count: 16}, {gpu: H20, count: 16, preemptible: true, mtbf_hours: 1}]"],
+    )  # fmt: skip
     assert {candidate.trainer_pool for candidate in candidates(config)} == {0}
     found = search(config)
     assert found.best.figures["trainer_wait_share"] <= 0.7

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from laminar_hpc.simulator.book import Book
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS
 from laminar_hpc.simulator.cost import engine_costs
-from laminar_hpc.simulator.replica import Replica, Request
+from laminar_hpc.simulator.replica import Admission, Replica, Request
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import Setup, setup, simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
@@ -44,8 +44,9 @@ def setups(draw, names=tuple(PIPELINES)) -> Setup:
     engines = tuple(
         dataclasses.replace(kind, capacity=capacity, costs=dataclasses.replace(kind.costs, restart=5.0)) for kind in made.engines
     )
+    clip = draw(st.sampled_from([0.0, made.admission.clip]))
     return dataclasses.replace(
-        made, engines=engines, headroom=draw(st.sampled_from([0.0, 10.0])), job=dataclasses.replace(made.job, job_restart=9.0)
+        made, engines=engines, admission=dataclasses.replace(made.admission, clip=clip), job=dataclasses.replace(made.job, job_restart=9.0)
     )
 
 
@@ -143,7 +144,7 @@ def test_doubling_every_rate_halves_the_time(made, factor):
 )  # fmt: skip
 def test_time_of_steps_and_steps_in_time_are_inverse(n, kv, seconds, gpu):
     """The closed forms, across the change from compute-bound to memory-bound."""
-    replica = Replica(0, engine_costs(MODELS["32B"], GPUS[gpu], 4, DEFAULT), 1e9, 999, 0.0, 4)
+    replica = Replica(0, engine_costs(MODELS["32B"], GPUS[gpu], 4, DEFAULT), 1e9, 999, Admission.of(16384, DEFAULT), 4)
     replica.running = dict.fromkeys(range(n))
     replica.kv = kv
     assert math.isclose(replica.seconds_of(replica.steps_in(seconds)), seconds, rel_tol=1e-6)
@@ -152,7 +153,7 @@ def test_time_of_steps_and_steps_in_time_are_inverse(n, kv, seconds, gpu):
 def test_closed_form_is_the_sum_over_steps():
     """Against a loop over single decode steps with the roofline formula; the continuous time differs by half a step of growth."""
     costs = engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT)
-    replica = Replica(0, costs, 1e9, 999, 0.0, 4)
+    replica = Replica(0, costs, 1e9, 999, Admission.of(16384, DEFAULT), 4)
     for i, length in enumerate((100, 700, 1500)):
         replica.waiting.append(Request(i, None, [length], [], 1000, 0))
     replica.fill()

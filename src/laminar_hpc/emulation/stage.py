@@ -1,10 +1,11 @@
 """Stand-ins for trainer and relay around real rollouts and a real controller: they speak the same messages and train nothing.
 
 The relay writes model.path's own weights into its slots, under each new id; the trainer takes batches, lets emulated time pass for them,
-and publishes. No torch.
+and publishes: it hands each id over to the relay in its own process, where a run has a link. No torch.
 """
 
 import os
+import queue
 import threading
 import time
 import uuid
@@ -28,34 +29,37 @@ def _join(config: RunConfig, role: str) -> Channel:
     return Channel(Path(config.run_dir), hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds)
 
 
-def relay(config: RunConfig) -> None:
+def relay(config: RunConfig, handed: "queue.SimpleQueue[m.WeightId]") -> None:
     """Until the controller says Stop."""
     channel = _join(config, "relay")
     tensors, data = weights_file(Path(config.model.path))
     writer = SlotWriter(config.relay.shm_dir, channel.welcome.run_id, config.relay.slots, Path(config.model.path))
     try:
         while True:
-            order = channel.wait(m.Receive, timeout=1.0)
-            if order is not None:
-                began = time.time()
-                manifest: Manifest = layout([(n, s, config.model.dtype) for n, s in tensors], order.weight_id, order.step)
-                writer.begin(manifest)[:] = np.frombuffer(data, dtype=np.uint8)
-                writer.commit(manifest)
-                now = time.time()
-                channel.send(m.RelayHas(order.weight_id, order.step, manifest.data_bytes, now - began, now))
+            channel.wait(m.Stop, timeout=0.0)  # raises when it is there
+            try:
+                given = handed.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            began = time.time()
+            manifest: Manifest = layout([(n, s, config.model.dtype) for n, s in tensors], given.weight_id, given.step)
+            writer.begin(manifest)[:] = np.frombuffer(data, dtype=np.uint8)
+            writer.commit(manifest)
+            now = time.time()
+            channel.send(m.RelayHas(given.weight_id, given.step, manifest.data_bytes, now - began, now))
     except StopReceived:
         channel.close()
     finally:
         writer.close()
 
 
-def trainer(config: RunConfig, seconds_per_token: float) -> None:
+def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQueue[m.WeightId]") -> None:
     """All steps; `seconds_per_token` emulated seconds for each token of a batch."""
     channel = _join(config, "trainer")
     step = max(0, channel.welcome.restored_step)
     try:
         channel.request(m.Ping(), m.EpochProposed, timeout=_WAIT, what="the first epoch")
-        weight_id = _publish(channel, step)
+        weight_id = _publish(channel, step, handed)
         while step < config.steps:
             asked, trajectories, waited = time.time(), [], 0.0
             for part in range(config.algorithm.minibatches_per_step if config.pipeline.consumption == "stream" else 1):
@@ -73,7 +77,7 @@ def trainer(config: RunConfig, seconds_per_token: float) -> None:
             trained = time.time()
             metrics = batch_metrics(trajectories, step)
             step += 1
-            weight_id = _publish(channel, step)
+            weight_id = _publish(channel, step, handed)
             channel.send(m.StepDone(step - 1, {**metrics, "wait_seconds": waited, "train_seconds": trained - asked - waited}))
             if _answer(channel, m.Continue) is None:
                 break
@@ -96,11 +100,13 @@ def _answer(channel: Channel, wanted: type) -> m.AnyMessage | None:
     raise TimeoutError(f"no {wanted.__name__} from the controller within {_WAIT:g} s")
 
 
-def _publish(channel: Channel, step: int) -> int:
+def _publish(channel: Channel, step: int, handed: "queue.SimpleQueue[m.WeightId]") -> int:
     began = time.time()
     given = channel.request(m.NewWeightId(step), m.WeightId, timeout=_WAIT, what="a weight id")
+    assert isinstance(given, m.WeightId)
+    handed.put(given)
     now = time.time()
-    channel.send(m.Published(given.weight_id, step, 0.0, now - began, 0, [], now))
+    channel.send(m.Published(given.weight_id, step, 0.0, 0.0, now - began, 0, [], now))
     return given.weight_id
 
 
@@ -121,7 +127,9 @@ def batch_metrics(trajectories: list[m.Trajectory], step: int) -> dict[str, floa
 
 def run(config: RunConfig, seconds_per_token: float) -> None:
     """Both, each in a thread, until the run is over."""
-    threads = [threading.Thread(target=relay, args=(config,)), threading.Thread(target=trainer, args=(config, seconds_per_token))]
+    handed: queue.SimpleQueue[m.WeightId] = queue.SimpleQueue()
+    targets = [(relay, (config, handed)), (trainer, (config, seconds_per_token, handed))]
+    threads = [threading.Thread(target=target, args=words) for target, words in targets]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -15,7 +15,7 @@ def broadcast_seconds(size: int, relays: int, chunks: int, start_seconds: float,
 
 def best_chunks(size: int, relays: int, start_seconds: float, seconds_per_byte: float) -> int:
     """k* = sqrt((p - 2) * M * Tb / Ts), at least 1: the number of chunks for which `broadcast_seconds` is least (LAMINAR.md 3)."""
-    return max(1, round(math.sqrt((relays - 1) * size * seconds_per_byte / max(start_seconds, 1e-9))))
+    return max(1, round(math.sqrt(max(0, relays - 1) * size * seconds_per_byte / max(start_seconds, 1e-9))))
 
 
 def chunk_bytes(size: int, relays: int, start_seconds: float, seconds_per_byte: float, most: int) -> int:

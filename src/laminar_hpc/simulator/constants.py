@@ -39,15 +39,17 @@ class Model:
 
     parameters: float
     layers: int
+    heads: int
     kv_bytes: float  # per token: 2 (K and V) x layers x KV heads x head size x 2 bytes
     tensor_parallel: int
 
 
+HEAD_SIZE = 128
 # Qwen2.5's config.json; TP 4 for 32B as in Laminar's evaluation, the others by size.
 MODELS = {
-    "7B": Model(parameters=7.62e9, layers=28, kv_bytes=56 * KIB, tensor_parallel=1),
-    "32B": Model(parameters=32.8e9, layers=64, kv_bytes=256 * KIB, tensor_parallel=4),
-    "72B": Model(parameters=72.7e9, layers=80, kv_bytes=320 * KIB, tensor_parallel=8),
+    "7B": Model(parameters=7.62e9, layers=28, heads=28, kv_bytes=56 * KIB, tensor_parallel=1),
+    "32B": Model(parameters=32.8e9, layers=64, heads=40, kv_bytes=256 * KIB, tensor_parallel=4),
+    "72B": Model(parameters=72.7e9, layers=80, heads=64, kv_bytes=320 * KIB, tensor_parallel=8),
 }
 
 
@@ -55,9 +57,9 @@ MODELS = {
 class Constants:
     """Efficiencies, overheads and times. Times in seconds, rates in bytes/s, shares of 1."""
 
-    # FITTED on DORA's sync row at 64 GPUs, in this order (see bench/simulator.py --fit).
-    decode_overhead_per_layer: float = 0.1855e-3  # FITTED to the rollout time (65% of the step): launches and all-reduces of a decode step
-    train_mfu: float = 0.222  # FITTED to the rest of the step; 10-20% is usual for ragged batches of 8-16K, 30-40% packed
+    # FITTED on DORA's sync row at 64 GPUs, in this order (see bench/simulator_fit.py).
+    decode_overhead_per_layer: float = 0.1864e-3  # FITTED to the rollout time (65% of the step): launches and all-reduces of a decode step
+    train_mfu: float = 0.303  # FITTED to the rest of the step; 10-20% is usual for ragged batches of 8-16K, 30-40% packed
     mean_response_tokens_dora: float = 2246.0  # FITTED to tokens/s x step time / 8,192 trajectories, less the prompt
 
     # Decode, roofline: t = overhead + max((weights + sum KV) / (eff x HBM), 2 P N / (eff_c x FLOPS)).
@@ -66,13 +68,22 @@ class Constants:
     kv_memory_share: float = 0.90  # of GPU memory for weights and KV (what engines are usually given)
     kv_memory_share_colocated: float = 0.70  # assumption: the trainer's remains and buffers share the GPU
     prefill_mfu: float = 0.40  # large GEMMs with attention: 8K tokens of 32B on TP4 in 0.33 s
-    admission_headroom_tokens: float = 400.0  # per running request; SGLang: least new-token ratio 0.1 x 4,096 (clip of the estimate)
+
+    # Admission to an engine and preemption: SGLang 0.5.21, srt/managers/schedule_policy.py, new_token_ratio_tracker.py and srt/environ.py.
+    admission_clip_tokens: float = 4096.0  # a request is expected to grow by no more than this ...
+    new_token_ratio: float = 0.7  # ... of which this share is kept free for each running request when an engine starts from idle,
+    new_token_ratio_least: float = 0.098  # falling to this (0.7 x 0.14)
+    new_token_ratio_steps: float = 600.0  # within so many decode steps
+    retract_steps: float = 20.0  # after a preemption the share is the one generated so far, and so many tokens per request
 
     # Training: 6 P T per update and 2 P T per extra log-prob pass.
     logprob_passes: float = 1.0  # log-probs of the old policy; DAPO has no reference model
     gradient_bytes_per_parameter: float = 6.0  # per update: reduce-scatter of fp32 gradients, all-gather of bf16 parameters, over the NICs
-    trainer_model_parallel: float = 8.0  # ranks that share one copy of the model in that exchange
-    trainer_bytes_per_parameter: float = 18.0  # bf16 weights and gradients, fp32 master, two moments, gradient: least memory
+    trainer_bytes_per_parameter: float = 18.0  # 6 on each model-parallel rank (bf16 weights, fp32 gradients), 12 spread over all GPUs
+    trainer_memory_share: float = 0.60  # assumption: of GPU memory for these; the rest is for activations
+    # What one process does with a padded batch per pass, per trajectory and token of the longest response allowed. verl, docs/advance/
+    # fully_async.md: the log-prob pass over 8,192 of at most 28K takes 107.7, 70.3, 53.9 s on 32, 64, 128 GPUs = 35.2 s + 2,309 s / GPUs.
+    batch_handling: float = 35.2 / 8192 / 28672
     colocated_switch: float = 10.0  # assumption: offload, reload, re-capture, both ways, per step
 
     # Weights (Laminar, relay tier).
@@ -100,5 +111,7 @@ DEFAULT = Constants()
 PROMPT_TOKENS = 150
 GROUP_CORRELATION = 0.5
 SIGMA_DORA = 1.69  # median ~1,097, mean 3,536, cap 30,720 at DORA's step 100 give this
-SIGMA_LAMINAR = 0.99  # Laminar, introduction: P99 / median = 10
-MEAN_RESPONSE_TOKENS_LAMINAR = 6000.0  # assumption: not published; of at most 16,384
+# Laminar, introduction: P99 / median = 10. So sigma = ln 10 / 2.326, and with P99 at the cap of 16,384 the median is 1,638 and the mean of
+# the capped lengths 2,596; DORA publishes 2.4K for the same model and data. A higher mean contradicts the ratio.
+SIGMA_LAMINAR = 0.99
+MEAN_RESPONSE_TOKENS_LAMINAR = 2596.0

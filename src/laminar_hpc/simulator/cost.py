@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
-from laminar_hpc.simulator.constants import GPUS_PER_MACHINE, Constants, Gpu, Model
+from laminar_hpc.simulator.constants import GPUS_PER_MACHINE, HEAD_SIZE, Constants, Gpu, Model
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class EngineCosts:
     kv_token: float
     compute: float
     prefill_token: float
+    prefill_attention: float  # per squared token
     pull: float
     global_sync: float
     move_token: float
@@ -29,13 +30,20 @@ class EngineCosts:
     def step(self, requests: float, kv_tokens: float) -> float:
         return self.overhead + max(self.weights + kv_tokens * self.kv_token, requests * self.compute)
 
+    def prefill(self, tokens: float, cached: float) -> float:
+        """Of a context of `tokens`, the first `cached` of which have KV."""
+        return (tokens - cached) * (self.prefill_token + self.prefill_attention * (tokens + cached))
+
 
 @dataclass(frozen=True)
 class JobCosts:
     """Everybody else's seconds."""
 
     train_token: float  # forward and backward, all GPUs together
+    train_attention: float  # the same per squared token of a trajectory
     logprob_token: float  # the extra forward passes
+    logprob_attention: float
+    handling: float  # one process handles the batch: per trajectory
     update: float
     publish_stall: float
     chain: float
@@ -46,6 +54,15 @@ class JobCosts:
     turn_scale: float = 1.0  # environment latencies are multiplied by this
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The trainer's GPUs: tensor parallelism, pipeline stages, data-parallel ranks."""
+
+    tensor: int
+    stages: int
+    ranks: int
+
+
 Costs = TypeVar("Costs", EngineCosts, JobCosts)
 
 
@@ -54,16 +71,34 @@ def faster(costs: Costs, factor: float) -> Costs:
     return dataclasses.replace(costs, **{field.name: getattr(costs, field.name) / factor for field in dataclasses.fields(costs)})
 
 
+def attention_share(model: Model) -> float:
+    """FLOPs of causal attention as a share of a forward pass's 2 P, per token of a sequence: 2 layers x width x s^2 over 2 P s."""
+    return model.layers * model.heads * HEAD_SIZE / model.parameters
+
+
+def trainer_layout(model: Model, gpu: Gpu, gpus: int, c: Constants) -> Layout | None:
+    """TP as wide as a machine and the heads allow, since data-parallel ranks wait for each other; then the fewest pipeline stages whose
+    GPUs hold weights, gradients and optimizer. None: no number does."""
+    tensor = max(tp for tp in (1, 2, 4, 8) if gpus % tp == 0 and model.heads % tp == 0)
+    for stages in (1, 2, 4, 8):
+        held = model.parameters * (6.0 / (tensor * stages) + (c.trainer_bytes_per_parameter - 6.0) / gpus)
+        if gpus % (tensor * stages) == 0 and held <= c.trainer_memory_share * gpu.memory:
+            return Layout(tensor, stages, gpus // (tensor * stages))
+    return None
+
+
 def engine_costs(model: Model, gpu: Gpu, tensor_parallel: int, c: Constants) -> EngineCosts:
     weights_bytes = 2.0 * model.parameters
     bandwidth = c.decode_hbm_efficiency * gpu.hbm * tensor_parallel
+    prefill_token = 2.0 * model.parameters / (c.prefill_mfu * gpu.flops * tensor_parallel)
     pull = c.pull_overhead + weights_bytes / (gpu.pcie * tensor_parallel)
     return EngineCosts(
         overhead=c.decode_overhead_per_layer * model.layers,
         weights=weights_bytes / bandwidth,
         kv_token=model.kv_bytes / bandwidth,
         compute=2.0 * model.parameters / (c.decode_flops_efficiency * gpu.flops * tensor_parallel),
-        prefill_token=2.0 * model.parameters / (c.prefill_mfu * gpu.flops * tensor_parallel),
+        prefill_token=prefill_token,
+        prefill_attention=prefill_token * attention_share(model),
         pull=pull,
         global_sync=pull * c.global_sync_factor,
         move_token=model.kv_bytes / c.kv_move_bytes_per_second,
@@ -83,13 +118,19 @@ def chain_seconds(weights_bytes: float, relays: int, c: Constants) -> float:
     return (math.sqrt(size) + math.sqrt(max(0, relays - 2) * start)) ** 2
 
 
-def job_costs(model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollout_gpus: int, c: Constants) -> JobCosts:
+def job_costs(model: Model, trainer_gpu: Gpu, trainer_gpus: int, layout: Layout, rollout_gpus: int, cap: int, c: Constants) -> JobCosts:
+    """`cap`: tokens of the longest response allowed."""
+    model_parallel = layout.tensor * layout.stages
     weights_bytes = 2.0 * model.parameters
     pass_token = 2.0 * model.parameters / (c.train_mfu * trainer_gpu.flops * trainer_gpus)
     return JobCosts(
         train_token=3.0 * pass_token,
+        train_attention=3.0 * pass_token * attention_share(model),
         logprob_token=c.logprob_passes * pass_token,
-        update=c.gradient_bytes_per_parameter * model.parameters / (c.trainer_model_parallel * trainer_gpu.nic),
+        logprob_attention=c.logprob_passes * pass_token * attention_share(model),
+        handling=(1.0 + c.logprob_passes) * c.batch_handling * cap,
+        # A machine's NICs carry one copy of the model, or its part of one.
+        update=c.gradient_bytes_per_parameter * model.parameters / (max(GPUS_PER_MACHINE, model_parallel) * trainer_gpu.nic),
         publish_stall=weights_bytes / c.publish_bytes_per_second,
         chain=chain_seconds(weights_bytes, math.ceil(rollout_gpus / GPUS_PER_MACHINE), c),
         switch=c.colocated_switch,

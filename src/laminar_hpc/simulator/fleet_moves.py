@@ -131,7 +131,7 @@ class Failures:
                 held = replica.kv + replica.parked_kv + sum(q.context for q in replica.waiting)
                 rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
         views = [Orphan(i, dead.weight_id, int(q.context)) for i, q in orphans.items()]
-        placed = redirect(views, rooms, dead.headroom)
+        placed = redirect(views, rooms, dead.admission.least * dead.admission.clip)
         dead.waiting.clear()
         dead.parked.clear()
         dead.parked_kv, dead.pending = 0.0, 0

@@ -100,11 +100,10 @@ def check(config: SimulationConfig) -> None:
     model, c = MODELS[config.model], constants_of(config)
     tensor_parallel = config.tensor_parallel or model.tensor_parallel
     capacity = kv_capacity(model, GPUS[config.rollout_gpu], tensor_parallel, min(c.kv_memory_share, c.kv_memory_share_colocated))
-    longest = w.prompt_tokens + w.max_response_tokens + (w.turns - 1) * w.turn_tokens
-    if capacity < longest:
+    if capacity < w.longest:
         raise LaminarError(
             f"{config.model} on {tensor_parallel} x {config.rollout_gpu} has room for {max(0, capacity)} KV tokens, the longest trajectory "
-            f"has {longest}: raise tensor_parallel or lower workload.max_response_tokens"
+            f"has {w.longest}: raise tensor_parallel or lower workload.max_response_tokens"
         )
     for gpus in config.gpus:
         if gpus < 2 * tensor_parallel:

@@ -15,7 +15,9 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability import rundata
 from laminar_hpc.observability.rundata import Run
 from laminar_hpc.observability.trace import Span
-from laminar_hpc.simulator.cost import EngineCosts, JobCosts
+from laminar_hpc.simulator.constants import DEFAULT
+from laminar_hpc.simulator.cost import EngineCosts, JobCosts, Layout
+from laminar_hpc.simulator.replica import Admission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.run import Engines, Setup
 from laminar_hpc.simulator.schema import WorkloadConfig
@@ -83,11 +85,12 @@ def setup_of(run_dir: Path) -> Setup:
     engine = EngineCosts(
         overhead=curve.step, weights=tiny, kv_token=tiny * tiny, compute=max(curve.token, tiny),
         prefill_token=curve.start / (local * prompt_tokens), pull=_mean_seconds(run, "rollout", "pull"), global_sync=0.0, move_token=0.0,
-        move_latency=0.0, restart=0.0,
+        move_latency=0.0, restart=0.0, prefill_attention=0.0,
     )  # fmt: skip
     publish, send = _mean_seconds(run, "trainer", "publish"), _mean_seconds(run, "trainer", "send")
     job = JobCosts(
-        train_token=sum(trained[1:]) / sum(tokens[1 : len(trained)]), logprob_token=0.0, update=0.0, publish_stall=publish, chain=send,
+        train_token=sum(trained[1:]) / sum(tokens[1 : len(trained)]), train_attention=0.0, logprob_token=0.0,
+        logprob_attention=0.0, handling=0.0, update=0.0, publish_stall=publish, chain=send,
         switch=0.0, checkpoint=0.0, job_restart=0.0, repack_period=1.0,
     )  # fmt: skip
     rules = Rules(c["pipeline"]["refresh"], c["pipeline"]["max_staleness"], relays=True, isolated=True)
@@ -97,6 +100,6 @@ def setup_of(run_dir: Path) -> Setup:
     )  # fmt: skip
     kind = Engines(replicas, 1, engine, c["rollout"]["kv_cache_tokens"], 1 << 30)
     return Setup(
-        rules, (kind,), job, 1, c["trainer"]["data_parallel"], work, steps=len(steps), warmup_steps=WARMUP_STEPS,
-        max_concurrent=c["rollout"]["max_concurrent"], headroom=1.0, checkpoint_every=1 << 30,
+        rules, (kind,), job, 1, Layout(1, 1, c["trainer"]["data_parallel"]), work, steps=len(steps), warmup_steps=WARMUP_STEPS,
+        admission=Admission.of(work.max_response_tokens, DEFAULT), max_concurrent=c["rollout"]["max_concurrent"], checkpoint_every=1 << 30,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS, Constants
-from laminar_hpc.simulator.cost import engine_costs, job_costs, kv_capacity
+from laminar_hpc.simulator.cost import Layout, engine_costs, job_costs, kv_capacity, trainer_layout
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import setup, simulate
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig
@@ -60,8 +60,7 @@ def price(config: PlanConfig, candidate: Candidate) -> float:
 
 def tensor_parallels(config: PlanConfig, pool: PoolConfig, c: Constants) -> list[int]:
     """TPs within a machine at which the model and the longest trajectory fit; the smallest three, as more only adds exchanges."""
-    w = config.workload
-    longest = w.prompt_tokens + w.max_response_tokens + (w.turns - 1) * w.turn_tokens
+    longest = config.workload.longest
     model = MODELS[config.model]
     return [tp for tp in (1, 2, 4, 8) if tp <= pool.count and kv_capacity(model, GPUS[pool.gpu], tp, c.kv_memory_share) >= 2 * longest][:3]
 
@@ -72,10 +71,9 @@ def candidates(config: PlanConfig, c: Constants = DEFAULT) -> Iterator[Candidate
     for index, pool in enumerate(config.pools):
         if pool.preemptible:
             continue
-        least = math.ceil(c.trainer_bytes_per_parameter * model.parameters / (c.kv_memory_share * GPUS[pool.gpu].memory))
         step = min(GPUS_PER_MACHINE, pool.count)
         for trainer in range(step, pool.count + 1, step):
-            if trainer < least:
+            if trainer_layout(model, GPUS[pool.gpu], trainer, c) is None:
                 continue
             choices = []
             for other, candidate_pool in enumerate(config.pools):
@@ -89,6 +87,15 @@ def candidates(config: PlanConfig, c: Constants = DEFAULT) -> Iterator[Candidate
                     yield Candidate(index, trainer, rollouts)
 
 
+def layout_of(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -> Layout:
+    """Raises LaminarError when the model cannot be trained on the candidate's GPUs."""
+    gpu, gpus = config.pools[candidate.trainer_pool].gpu, candidate.trainer_gpus
+    layout = trainer_layout(MODELS[config.model], GPUS[gpu], gpus, c)
+    if layout is None:
+        raise LaminarError(f"plan: {config.model} cannot be trained on {gpus} {gpu}")
+    return layout
+
+
 def bound(config: PlanConfig, candidate: Candidate, mean: float, context: float, c: Constants = DEFAULT) -> float:
     """Tokens/s (prompts included) that neither side can exceed: the trainer's FLOPs, and decoding with full batches all the time.
 
@@ -96,8 +103,13 @@ def bound(config: PlanConfig, candidate: Candidate, mean: float, context: float,
     """
     model, w = MODELS[config.model], config.workload
     rollout_gpus = sum(gpus for _, gpus, _ in candidate.rollouts)
-    job = job_costs(model, GPUS[config.pools[candidate.trainer_pool].gpu], candidate.trainer_gpus, rollout_gpus, c)
-    train = 1.0 / (job.train_token + job.logprob_token)
+    gpu, layout = GPUS[config.pools[candidate.trainer_pool].gpu], layout_of(config, candidate, c)
+    job = job_costs(model, gpu, candidate.trainer_gpus, layout, rollout_gpus, w.max_response_tokens, c)
+    # Attention of the mean length: no more than that of the lengths (mean of squares), so the bound stays one.
+    mean_tokens = mean + w.prompt_tokens
+    train = 1.0 / (
+        job.train_token + job.logprob_token + (job.train_attention + job.logprob_attention) * mean_tokens + job.handling / mean_tokens
+    )
     generate = 0.0
     for pool, gpus, tp in candidate.rollouts:
         gpu = GPUS[config.pools[pool].gpu]

@@ -7,29 +7,15 @@ import sys
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS
+from laminar_hpc.simulator.constants import GPUS_PER_MACHINE
 from laminar_hpc.simulator.load import load_plan, questions
-from laminar_hpc.simulator.plan import Candidate, Plan, describe, explain, search
+from laminar_hpc.simulator.plan import Candidate, Plan, describe, explain, layout_of, search
 from laminar_hpc.simulator.schema import PlanConfig
-
-
-def trainer_layout(config: PlanConfig, candidate: Candidate) -> tuple[int, int, int]:
-    """(TP, PP, DP): the least model parallelism, TP first and inside a machine, whose ranks hold weights, gradients and optimizer.
-
-    The optimizer's 12 of 18 bytes per parameter are spread over the data-parallel ranks.
-    """
-    model, gpu, gpus = MODELS[config.model], GPUS[config.pools[candidate.trainer_pool].gpu], candidate.trainer_gpus
-    for ranks in (1, 2, 4, 8, 16, 32):
-        if gpus % ranks == 0:
-            held = model.parameters * (6.0 / ranks + (DEFAULT.trainer_bytes_per_parameter - 6.0) / gpus)
-            if held <= 0.6 * gpu.memory:  # the rest is for activations
-                return min(ranks, GPUS_PER_MACHINE), max(1, ranks // GPUS_PER_MACHINE), gpus // ranks
-    raise LaminarError(f"plan: {config.model} cannot be trained on {gpus} {config.pools[candidate.trainer_pool].gpu}")
 
 
 def experiment(config: PlanConfig, candidate: Candidate) -> str:
     """A file for conf/experiment. One run has one kind of replica: of several kinds the first is in the keys, the others in the comment."""
-    tp, pp, dp = trainer_layout(config, candidate)
+    layout = layout_of(config, candidate)
     w = config.workload
     _, gpus, replica_tp = candidate.rollouts[0]
     lines = [
@@ -38,7 +24,8 @@ def experiment(config: PlanConfig, candidate: Candidate) -> str:
         f"# Give model.path (Qwen2.5-{config.model}), data.train and reward.function; dry_run=true says what would start.",
         f"run_dir: runs/{config.name}",
         "model: {dtype: bfloat16}",
-        f"trainer: {{tensor_parallel: {tp}, pipeline_parallel: {pp}, data_parallel: {dp}, distributed_optimizer: true, "
+        f"trainer: {{tensor_parallel: {layout.tensor}, pipeline_parallel: {layout.stages}, data_parallel: {layout.ranks}, "
+        "distributed_optimizer: true, "
         f"tokens_per_microbatch: {max(4096, 2 * (w.max_response_tokens + w.prompt_tokens))}}}",
         f"rollout: {{replicas: {gpus // replica_tp}, tensor_parallel: {replica_tp}, max_concurrent: {config.max_concurrent}}}",
         f"algorithm: {{prompts_per_step: {w.prompts_per_step}, samples_per_prompt: {w.samples_per_prompt}, "
@@ -67,11 +54,11 @@ def sbatch_header(config: PlanConfig, candidate: Candidate) -> str:
 def expectations(config: PlanConfig, plan: Plan) -> list[str]:
     f = plan.best.figures
     assert f is not None
-    tp, pp, dp = trainer_layout(config, plan.best.candidate)
+    layout = layout_of(config, plan.best.candidate)
     relays = sum(math.ceil(gpus / GPUS_PER_MACHINE) for _, gpus, _ in plan.best.candidate.rollouts)
     lines = [
         f"plan         {describe(config, plan.best.candidate)}",
-        f"trainer      TP {tp} x PP {pp} x DP {dp};  relays {relays}, one per rollout machine",
+        f"trainer      TP {layout.tensor} x PP {layout.stages} x DP {layout.ranks};  relays {relays}, one per rollout machine",
         f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, "
         f"trainer waits {f['trainer_wait_share']:.0%}, rollouts idle {f['rollout_idle_share']:.0%}, "
         f"staleness {f['staleness_training_mean']:.1f} (max {f['staleness_training_max']})",

@@ -8,12 +8,35 @@ a quadratic in s and both directions have closed forms. Steps are real numbers. 
 import heapq
 import math
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
+from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import EngineCosts
 
 _EPSILON = 1e-7  # steps; closer completions count as one
 INFINITY = math.inf
+
+
+@dataclass(frozen=True)
+class Admission:
+    """When an engine admits a request: all running ones are expected to grow by `ratio` of `clip` tokens, the new one by all of `clip`.
+    `ratio` starts at `start`, falls to `least` within `steps` decode steps, and is set by a preemption. As SGLang; constants.py.
+
+    `longest`: tokens of a response at most.
+    """
+
+    longest: int
+    clip: float
+    start: float
+    least: float
+    steps: float
+    retract_steps: float
+
+    @staticmethod
+    def of(longest: int, c: Constants) -> "Admission":
+        clip = min(c.admission_clip_tokens, longest)
+        return Admission(longest, clip, c.new_token_ratio, c.new_token_ratio_least, c.new_token_ratio_steps, c.retract_steps)
 
 
 class Request:
@@ -47,10 +70,11 @@ class Replica:
     """`capacity` and all KV in tokens. `state` names what an empty replica waits for; it is what its idle seconds are booked under."""
 
     def __init__(
-        self, index: int, costs: EngineCosts, capacity: float, max_concurrent: int, headroom: float, gpus: int, mtbf: float | None = None,
+        self, index: int, costs: EngineCosts, capacity: float, max_concurrent: int, admission: Admission, gpus: int,
+        mtbf: float | None = None,
     ) -> None:  # fmt: skip
-        self.index, self.costs, self.capacity, self.max_concurrent, self.headroom, self.gpus = (
-            index, costs, capacity, max_concurrent, headroom, gpus,
+        self.index, self.costs, self.capacity, self.max_concurrent, self.admission, self.gpus = (
+            index, costs, capacity, max_concurrent, admission, gpus,
         )  # fmt: skip
         self.mtbf = mtbf
         self.clock = self.steps = self.kv = self.parked_kv = 0.0
@@ -70,7 +94,7 @@ class Replica:
         self.seconds: dict[str, float] = {}
         self.kv_seconds = self.generated = self.prefilled = self.request_seconds = 0.0
         self.preemptions = 0
-        self.full = False  # a request was preempted and none has ended since
+        self.ratio, self.ratio_steps = admission.start, 0.0  # as it was set, and when
         self.kv_peak = 0.0
         self.spans: list[tuple[str, float, float]] | None = None
 
@@ -146,25 +170,37 @@ class Replica:
 
     # ---- requests --------------------------------------------------------------------------------------------------------------
 
+    def reserve(self) -> float:
+        """Tokens that are kept free for the growth of each running request."""
+        a = self.admission
+        ratio = max(a.least, self.ratio - (self.steps - self.ratio_steps) * (a.start - a.least) / a.steps)
+        return max(1.0, ratio * a.clip)
+
     def fill(self) -> None:
         """Admits waiting requests while their KV and some growth fit; their prefill holds up decoding."""
-        if self.full and self.running:
-            return  # after a preemption nobody is admitted before one has ended
-        tokens, self.full = 0.0, False
+        if not self.waiting:
+            return
+        if not self.running:
+            self.ratio, self.ratio_steps = self.admission.start, self.steps
+        tokens = seconds = 0.0
+        reserve = self.reserve()
         while self.waiting and len(self.running) < self.max_concurrent:
             request = self.waiting[0]
-            need = self.kv + request.context + max(1.0, self.headroom) * (len(self.running) + 1)
+            growth = min(self.admission.clip, self.admission.longest - request.turns[request.turn] + request.remaining)
+            need = self.kv + request.context + reserve * len(self.running) + max(1.0, growth)
             if self.running and need > self.capacity:
                 break
             while self.parked and need + self.parked_kv > self.capacity:
                 self._evict()
             self.waiting.popleft()
-            tokens += self._admit(request)
+            uncached = self._admit(request)
+            tokens += uncached
+            seconds += self.costs.prefill(request.context, request.context - uncached)
         if tokens:
             self.prefilled += tokens
             if self.stall_until <= self.clock:
                 self.stall_kind = "prefill"
-            self.stall_until = max(self.clock, self.stall_until) + tokens * self.costs.prefill_token
+            self.stall_until = max(self.clock, self.stall_until) + seconds
 
     def _admit(self, request: Request) -> float:
         """Starts decoding it; gives the tokens to prefill."""
@@ -205,21 +241,25 @@ class Replica:
                 self.stop(request)
                 request.remaining = 0.0
                 done.append(request)
-                self.full = False
         return done
 
     def make_room(self) -> None:
-        """At the KV limit: parked KV goes first, then the newest request goes back to the queue and will be prefilled again."""
+        """At the KV limit: parked KV goes first, then the request that has generated least goes to the end of the queue and will be
+        prefilled again; the rest of the batch tells how much growth is expected from now on."""
+        order: list[Request] = []
         while len(self.running) + len(self.parked) > 1 and self.kv + self.parked_kv >= self.capacity * (1 - 1e-9):
             if self.parked:
                 self._evict()
                 continue
-            request = self.running[next(reversed(self.running))]
+            order = order or sorted(self.running.values(), key=lambda r: (r.end - r.turns[r.turn], r.ticket))  # last: generated least
+            request = order.pop()
             self.stop(request)
             request.uncached = request.context
             self.preemptions += 1
-            self.full = True
-            self.waiting.appendleft(request)
+            self.waiting.append(request)
+        if order:
+            generated = sum(r.turns[r.turn] - r.end + self.steps + self.admission.retract_steps for r in order)
+            self.ratio, self.ratio_steps = min(1.0, generated / (self.admission.longest * len(order))), self.steps
 
     def park(self, request: Request) -> None:
         """Its turn is over and the environment works; the KV stays while there is room."""

@@ -12,9 +12,9 @@ from laminar_hpc.policies.repack import saturation_batch
 from laminar_hpc.simulator.book import Book
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.constants import Constants, Gpu, Model
-from laminar_hpc.simulator.cost import EngineCosts, JobCosts, engine_costs, faster, job_costs, kv_capacity
+from laminar_hpc.simulator.cost import EngineCosts, JobCosts, Layout, engine_costs, faster, job_costs, kv_capacity, trainer_layout
 from laminar_hpc.simulator.fleet_moves import Failures, Repacker
-from laminar_hpc.simulator.replica import Replica
+from laminar_hpc.simulator.replica import Admission, Replica
 from laminar_hpc.simulator.rollouts import Rollouts
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import WorkloadConfig
@@ -46,13 +46,13 @@ class Setup:
     engines: tuple[Engines, ...]
     job: JobCosts
     trainer_gpus: int
-    trainer_ranks: int  # data-parallel
+    layout: Layout
     workload: WorkloadConfig
     steps: int
     warmup_steps: int
+    admission: Admission
     seed: int = 0
     max_concurrent: int = 256
-    headroom: float = 400.0
     repack_kv_share: float = 0.9
     checkpoint_every: int = 20
     trainer_mtbf: float | None = None
@@ -101,10 +101,12 @@ def setup(
     colocated = rules.placement == "colocated"
     kinds = tuple(engines(model, gpu, gpus, tp, mtbf, colocated, c) for gpu, gpus, tp, mtbf in rollouts if gpus >= tp)
     total = sum(gpus for _, gpus, *_ in rollouts)
-    job = job_costs(model, trainer_gpu, trainer_gpus, total, c)
+    # Where the optimizer does not fit it is offloaded, at no cost here: one copy of the model on all GPUs.
+    layout = trainer_layout(model, trainer_gpu, trainer_gpus, c) or Layout(trainer_gpus, 1, 1)
+    job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
     return Setup(
-        rules, kinds, job, trainer_gpus, max(1, round(trainer_gpus / c.trainer_model_parallel)), workload,
-        headroom=c.admission_headroom_tokens, repack_kv_share=c.repack_kv_share, **settings,
+        rules, kinds, job, trainer_gpus, layout, workload,
+        admission=Admission.of(workload.max_response_tokens, c), repack_kv_share=c.repack_kv_share, **settings,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -133,7 +135,7 @@ def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
         batch = max(1.0, min(setup.max_concurrent, kind.capacity / mean))
         rate = batch / kind.costs.step(batch, batch * mean)
         for _ in range(kind.count):
-            made.append(Replica(len(made), kind.costs, kind.capacity, setup.max_concurrent, setup.headroom, kind.gpus, kind.mtbf))
+            made.append(Replica(len(made), kind.costs, kind.capacity, setup.max_concurrent, setup.admission, kind.gpus, kind.mtbf))
             weights.append(rate)
     return made, [w / sum(weights) for w in weights]
 
@@ -154,7 +156,7 @@ def _simulate(setup: Setup) -> Outcome:
     clock, book = Clock(), Book(Workload(w, setup.seed, w.prompts_per_step * setup.steps))
     trainer = Trainer(
         clock, book, setup.job, rules, w.prompts_per_step, w.updates_per_step, setup.steps, setup.checkpoint_every,
-        setup.trainer_ranks, setup.seed)  # fmt: skip
+        setup.layout, setup.seed)  # fmt: skip
     replicas, shares = _replicas(setup)
     rollouts = Rollouts(clock, book, trainer, replicas, rules, w.prompts_per_step, w.turn_tokens, shares)
     repacker = Repacker(rollouts, setup.repack_kv_share, min(kind.saturation for kind in setup.engines))

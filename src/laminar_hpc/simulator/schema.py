@@ -24,6 +24,11 @@ class WorkloadConfig:
     turn_sigma: float = 0.0  # of its log
     turn_tokens: int = 0  # tokens that the environment adds after a turn
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest trajectory."""
+        return self.prompt_tokens + self.max_response_tokens + (self.turns - 1) * self.turn_tokens
+
 
 @dataclass
 class SimulationConfig:

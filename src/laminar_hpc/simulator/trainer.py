@@ -10,31 +10,36 @@ import numpy as np
 from laminar_hpc.policies import admission
 from laminar_hpc.simulator.book import Book
 from laminar_hpc.simulator.clock import Clock
-from laminar_hpc.simulator.cost import JobCosts
+from laminar_hpc.simulator.cost import JobCosts, Layout
 from laminar_hpc.simulator.rules import Rules
 
 
-def slowest_rank_tokens(tokens: list[int], updates: int, ranks: int, random: np.random.Generator) -> float:
-    """Tokens that `ranks` times the slowest rank trains, over all updates: trajectories are dealt out at random, equally many to each rank
-    and update, and an update waits for the rank with most tokens. At least sum(tokens); for 512 ragged ones on 8 ranks some 1.3 times.
+def updates_seconds(tokens: list[int], updates: int, costs: JobCosts, layout: Layout, random: np.random.Generator) -> float:
+    """Seconds of forward and backward over all updates: trajectories are dealt out at random, equally many to each data-parallel rank and
+    update, and an update waits for its slowest rank. For 512 ragged ones on 8 ranks that is some 1.3 times the mean.
+
+    m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et al., arXiv 2104.04473); they are
+    as even as they can be, so none is smaller than the rank's longest trajectory.
     """
-    each = -(-len(tokens) // (updates * ranks))
-    dealt = np.zeros(updates * ranks * each)
+    each = -(-len(tokens) // (updates * layout.ranks))
+    dealt = np.zeros(updates * layout.ranks * each)
     dealt[: len(tokens)] = tokens
-    return float(random.permutation(dealt).reshape(updates, ranks, each).sum(axis=2).max(axis=1).sum() * ranks)
+    dealt = random.permutation(dealt).reshape(updates, layout.ranks, each)
+    seconds = (dealt * costs.train_token + dealt * dealt * costs.train_attention).sum(axis=2)
+    microbatches = dealt.sum(axis=2) / np.maximum(1.0, dealt.max(axis=2))
+    return float((seconds * (1.0 + (layout.stages - 1) / np.maximum(1.0, microbatches))).max(axis=1).sum() * layout.ranks)
 
 
 class Trainer:
     def __init__(
         self, clock: Clock, book: Book, costs: JobCosts, rules: Rules, groups_per_step: int, updates: int, steps: int,
-        checkpoint_every: int, ranks: int, seed: int,
+        checkpoint_every: int, layout: Layout, seed: int,
     ) -> None:  # fmt: skip
-        """`ranks`: data-parallel ranks, which wait for each other at every update."""
         self.clock, self.book, self.costs, self.rules = clock, book, costs, rules
         self.groups_per_step, self.steps, self.checkpoint_every = groups_per_step, steps, checkpoint_every
         self.parts = updates if rules.consumption == "stream" else 1
         self.updates_per_part = updates // self.parts
-        self.ranks, self.random = ranks, np.random.default_rng([seed, 1])
+        self.layout, self.random = layout, np.random.default_rng([seed, 1])
         self.rollouts = None  # set by the run: start_training() and weights_available(step)
         self.step = 0
         self.waiting_since: float | None = 0.0
@@ -72,8 +77,10 @@ class Trainer:
         self.taken += len(choice.group_ids)
         self.part += 1
         self.tokens += sum(tokens)
-        seconds = sum(tokens) * self.costs.logprob_token + self.updates_per_part * self.costs.update
-        seconds += slowest_rank_tokens(tokens, self.updates_per_part, self.ranks, self.random) * self.costs.train_token
+        squares = sum(n * n for n in tokens)
+        seconds = len(tokens) * self.costs.handling + self.updates_per_part * self.costs.update
+        seconds += sum(tokens) * self.costs.logprob_token + squares * self.costs.logprob_attention
+        seconds += updates_seconds(tokens, self.updates_per_part, self.costs, self.layout, self.random)
         if self.rules.placement == "colocated":
             seconds += self.costs.switch
             self.rollouts.start_training()

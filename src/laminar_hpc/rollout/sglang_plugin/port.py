@@ -113,10 +113,10 @@ class EnginePort:
 
     def turn(self) -> None:
         """One step of each operation under way."""
+        self.kv.tidy()  # first: an operation may wait for what it gives back, and an idle scheduler's next turn may be far
         before, self.pending = self.pending, []
         for operation in before:
             self.step(operation)
-        self.kv.tidy()
 
     def reply(self, client: bytes, reply: protocol.Reply) -> None:
         self.socket.send_multipart([client, b"", protocol.encode(reply)])
