@@ -25,7 +25,7 @@ from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
 from laminar_hpc.rollout.sglang_server import EngineLoad, Generation
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS
 from laminar_hpc.simulator.cost import engine_costs
-from laminar_hpc.simulator.replica import INFINITY, Replica, Request
+from laminar_hpc.simulator.replica import INFINITY, Admission, Replica, Request
 from laminar_hpc.weights.manifest import MANIFEST_FILE, decode_manifest
 
 _ALMOST = 1e-7  # steps before its end at which the replica ends a request
@@ -79,7 +79,7 @@ class EmulatedEngine:
         self.costs = engine_costs(self.model, GPUS[emulation.gpu], self.model.tensor_parallel, constants)
         self.vocabulary = model_config(config.model.path)["vocab_size"]
         self.weight_id = -1
-        self._headroom = constants.admission_headroom_tokens
+        self._admission = Admission.of(config.sampling.max_response_tokens, constants)
         self._born = time.monotonic()
         self._replica = self._new_replica()
         self._jobs: dict[str, _Job] = {}
@@ -97,7 +97,7 @@ class EmulatedEngine:
 
     def _new_replica(self) -> Replica:
         r = self.config.rollout
-        return Replica(self.index, self.costs, r.kv_cache_tokens, r.max_concurrent, self._headroom, self.model.tensor_parallel)
+        return Replica(self.index, self.costs, r.kv_cache_tokens, r.max_concurrent, self._admission, self.model.tensor_parallel)
 
     # ---- life ------------------------------------------------------------------------------------------------------------------------
 
