@@ -27,7 +27,7 @@ from laminar_hpc.observability import rundata
 from laminar_hpc.observability.idle import busy, overlap
 from laminar_hpc.observability.rundata import Run
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, PROMPT_TOKENS
-from laminar_hpc.simulator.cost import job_costs
+from laminar_hpc.simulator.cost import job_costs, trainer_layout
 
 LADDER = {  # name -> preset, and what differs from it
     "sync": ("sync", {}),
@@ -66,7 +66,9 @@ def emulated_config(folder: Path, name: str, scale: float) -> RunConfig:
 
 def emulate(options: argparse.Namespace, folder: Path, name: str) -> Run:
     folder.mkdir(parents=True)
-    job = job_costs(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, REPLICAS * GPUS_EACH, DEFAULT)
+    layout = trainer_layout(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, DEFAULT)
+    assert layout is not None
+    job = job_costs(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, layout, REPLICAS * GPUS_EACH, CAP, DEFAULT)
     emulation = Emulation(emulated_config(folder, name, options.scale), job.train_token + job.logprob_token, options.per_process)
     try:
         code = emulation.wait(options.run_seconds)
