@@ -1,9 +1,9 @@
 """What each idea brings: the ladder from synchronous training to Laminar with moving KV caches, all at the same resources, in one run.
 
     python bench/attribution.py --json attribution.json            emulated (about 10 minutes) and real (about 20)
-    python bench/attribution.py --only emulated --scale 40         shorter, where the machine has cores to spare
+    python bench/attribution.py --only emulated --scale 30         shorter, where the machine has cores to spare
 
-EMULATED: 8 replicas of Qwen2.5-32B on 4 H800 each, 16 H800 that train (trainer and rollouts never share GPUs, in `sync` neither), 128 x 16
+EMULATED: 4 replicas of Qwen2.5-32B on 4 H800 each, 16 H800 that train (trainer and rollouts never share GPUs, in `sync` neither), 64 x 16
 trajectories per step, 4 optimizer updates per step, log-normal lengths of median 1,097 and sigma 1.69 up to 8,192 tokens. Engines, trainer
 and relay are emulated; controller, store, workers, messages and moves are real. REAL: the example unchanged but for two replicas and no
 evaluation, on SGLang and Megatron; its responses are short, so there is little for repack to move.
@@ -38,9 +38,9 @@ LADDER = {  # name -> preset, and what differs from it
     "laminar reprefill": ("laminar", {"repack": "reprefill"}),
     "laminar kv": ("laminar", {"repack": "kv"}),
 }
-REPLICAS, GPUS_EACH, TRAINING_GPUS = 8, 4, 16
-GROUPS, SAMPLES, UPDATES, CAP, KV_TOKENS, CONCURRENT = 128, 16, 4, 8192, 850_000, 256
-SKIP, EMULATED_STEPS, REAL_STEPS = 2, 7, 24
+REPLICAS, GPUS_EACH, TRAINING_GPUS = 4, 4, 16
+GROUPS, SAMPLES, UPDATES, CAP, KV_TOKENS, CONCURRENT = 64, 16, 4, 8192, 850_000, 256
+SKIP, EMULATED_STEPS, REAL_STEPS = 2, 6, 24
 REAL = {"rollout.replicas": 2, "evaluation.files": "[]", "checkpoint.every": 1000}
 REAL_REPACK = {"pipeline.repack_seconds": 0.1, "pipeline.repack_requests": 256}
 COLUMNS = ("what", "pipeline", "tokens/s", "over sync", "over last", "trainer idle", "rollout idle", "staleness", "staleness max",
@@ -102,7 +102,7 @@ def row(run: Run, what: str, name: str, scale: float) -> dict:
 def main() -> None:
     options = common.parser(__doc__ or "")
     options.add_argument("--scale", type=float, default=20.0, help="emulated seconds per second (default 20)")
-    options.add_argument("--per-process", type=int, default=8, help="emulated replicas per process (default 8)")
+    options.add_argument("--per-process", type=int, default=4, help="emulated replicas per process (default 8)")
     options.add_argument("--only", choices=("emulated", "real"), help="one of the two halves")
     options = options.parse_args()
     rows: list[dict] = []
