@@ -32,7 +32,7 @@ from laminar_hpc.observability import rundata, status
 from laminar_hpc.policies.repack import ReplicaLoad, plan
 from laminar_hpc.simulator import run as simulation
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, PROMPT_TOKENS
-from laminar_hpc.simulator.cost import job_costs
+from laminar_hpc.simulator.cost import job_costs, trainer_layout
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.workload import capped_mean
@@ -62,7 +62,9 @@ def emulate(options: argparse.Namespace, folder: Path, repack: str) -> dict:
     e, p = config.emulation, config.pipeline
     e.time_scale, e.median_response_tokens, e.sigma, e.wire_share = options.scale, MEDIAN, SIGMA, WIRE_SHARE
     p.max_staleness, p.repack, p.repack_seconds, p.repack_requests = None, repack, DEFAULT.repack_period / options.scale, CONCURRENT
-    job = job_costs(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, REPLICAS * GPUS_EACH, DEFAULT)
+    layout = trainer_layout(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, DEFAULT)
+    assert layout is not None
+    job = job_costs(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, layout, REPLICAS * GPUS_EACH, CAP, DEFAULT)
     emulation = Emulation(config, job.train_token + job.logprob_token, options.per_process)
     kv: list[float] = []
     try:

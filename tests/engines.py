@@ -106,11 +106,18 @@ class Pair:
     engines: list[SglangServer]
     models: list[Path]
     config: RunConfig
+    writer: SlotWriter
+
+    async def load(self, engine: int, number: int, paused: bool = False) -> None:
+        """`models[number]` from a slot, as weight id `number`."""
+        directory, _ = fill_slot(self.writer, self.models[number], number, 0)
+        await self.engines[engine].load(directory, str(number), paused)
 
     def stop(self) -> None:
         for engine in self.engines:
             self.loop.run(engine.stop())
         self.loop.close()
+        self.writer.close()
 
 
 def engine_config(model: Path) -> RunConfig:
@@ -130,4 +137,4 @@ def start_pair(folder: Path) -> Pair:
         await asyncio.gather(*(engine.start(models[0], "0", seed=index) for index, engine in enumerate(engines)))
         return engines
 
-    return Pair(loop, loop.run(start(), seconds=250), models, config)
+    return Pair(loop, loop.run(start(), seconds=250), models, config, SlotWriter(str(folder), "pair", 3, models[0]))

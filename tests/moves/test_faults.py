@@ -1,88 +1,19 @@
 """Promise 5, and 2 over moves: a failure in any phase of a move ends with the trajectory finished exactly once.
 
-Faults hit moves that are under way, at a phase and in a way drawn by a seed: the engine refuses, hangs or dies, a message is lost. The run
-must end in time, with every trajectory in whole, once.
+The run must end in time, with every trajectory in whole, once; what can strike stands in faults.py.
 """
 
-import asyncio
-import random
 from collections import Counter
 
 import pytest
+from faults import FAULTS, Saboteur, sabotaged
 from stand import Shuffler, Stand, assert_every_one_ended_once, small_config
 
-from laminar_hpc import messages as m
 from laminar_hpc.controller import mover
 from laminar_hpc.emulation.engine import EmulatedEngine
-from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.rollout import moving
-from laminar_hpc.rollout.worker import RolloutWorker
 
 PHASE_SECONDS, AGAIN_SECONDS, HANG_SECONDS = 1.0, 0.2, 1.5
-CALLS = ("kv_reserve", "kv_send", "kv_detach", "kv_import", "kv_commit", "kv_abort")
-MESSAGES = ("Reserve", "Reserved", "MoveOrder", "MoveReady", "Import", "Imported", "MoveCommit", "MoveAbort", "MoveFailed")
-ENGINE_FAULTS = [(call, kind) for call in CALLS for kind in ("refuse", "hang", "die before", "die after") if (call, kind) not in
-                 {("kv_commit", "refuse"), ("kv_abort", "refuse")}]  # fmt: skip
-MOST = 3
-LATE = ("kv_import", "kv_commit")  # few moves come so far between the others' faults
-FAULTS = [*ENGINE_FAULTS, *((name, "lost") for name in MESSAGES)]
-
-
-class Saboteur:
-    """Draws faults until `wanted` have struck, at most MOST of a kind, so that early phases do not take them all."""
-
-    def __init__(self, seed: int, wanted: int, share: float) -> None:
-        self.random, self.wanted, self.share = random.Random(seed), wanted, share
-        self.struck: Counter = Counter()
-
-    def strikes(self, where: str, kinds: tuple[str, ...]) -> str:
-        """The kind of the fault that strikes here, or ""."""
-        left = [kind for kind in kinds if (where, kind) in FAULTS and self.struck[where, kind] < MOST]
-        share = 1.0 if where in LATE else self.share
-        if not left or self.struck.total() >= self.wanted or self.random.random() > share:
-            return ""
-        kind = min(left, key=lambda kind: (self.struck[where, kind], self.random.random()))
-        self.struck[where, kind] += 1
-        return kind
-
-
-def sabotaged(saboteur: Saboteur) -> type[RolloutWorker]:
-    """A worker whose engine and line to the controller suffer the saboteur's faults."""
-
-    class Engine(EmulatedEngine):
-        async def _hurt(self, call: str, work):
-            kind = saboteur.strikes(call, ("refuse", "hang", "die before", "die after"))
-            if kind in ("refuse", "die before"):
-                work.close()
-                if kind == "refuse":
-                    raise KvRefused(f"{call} refused by the test")
-                self.die()
-                raise self.process.death()
-            if kind == "hang":
-                await asyncio.sleep(HANG_SECONDS)
-            result = await work
-            if kind == "die after":
-                self.die()
-            return result
-
-        def __getattribute__(self, name):
-            found = super().__getattribute__(name)
-            return (lambda *words: self._hurt(name, found(*words))) if name in CALLS else found
-
-    class Worker(RolloutWorker):
-        def __init__(self, context, pool=None):
-            super().__init__(context, pool)
-            send = context.channel.send
-            context.channel.send = lambda word: None if saboteur.strikes(type(word).__name__, ("lost",)) else send(word)
-
-        def _new_engine(self):
-            return Engine(self.config, self.context.index, self.context.run_dir)
-
-        def _arrived(self, item):
-            if not (isinstance(item, m.Message) and saboteur.strikes(type(item).__name__, ("lost",))):
-                super()._arrived(item)
-
-    return Worker
 
 
 def run(tmp_path, monkeypatch, seed: int, faults: int, how: str, increments: int, steps: int, share: float) -> tuple[Stand, Saboteur]:
@@ -90,8 +21,8 @@ def run(tmp_path, monkeypatch, seed: int, faults: int, how: str, increments: int
     monkeypatch.setattr(moving, "AGAIN_SECONDS", AGAIN_SECONDS)
     config = small_config(tmp_path, replicas=4, steps=steps, repack=how)
     config.rollout.increment_tokens = increments
-    saboteur = Saboteur(seed, faults, share)
-    stand = Stand(config, sabotaged(saboteur), Shuffler(seed, every=0.02, at_once=8))
+    saboteur = Saboteur(seed, faults, share, HANG_SECONDS)
+    stand = Stand(config, sabotaged(saboteur, EmulatedEngine), Shuffler(seed, every=0.02, at_once=8))
     stand.run(240)
     assert_every_one_ended_once(stand.config)
     return stand, saboteur

@@ -49,11 +49,11 @@ def test_a_paused_request_goes_on_with_other_weights(pair):
         request = asyncio.create_task(engine.generate(PROMPT, SAMPLING, "run-2-0-0", "0"))
         await asyncio.sleep(0.5)
         await engine.pause()
-        await engine.load(pair.models[1], "1", True)
+        await pair.load(0, 1, paused=True)
         await engine.sums()
         await engine.resume()
         generation = await request
-        await engine.load(pair.models[0], "0")
+        await pair.load(0, 0)
         return generation
 
     generation = pair.loop.run(run())

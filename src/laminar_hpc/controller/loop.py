@@ -295,7 +295,7 @@ class Controller:
         known = self.probes.setdefault(weight_id, {})
         known[who] = logprobs
         trainer = known.get("trainer")
-        if trainer is None or not logprobs:  # an emulated engine scores nothing
+        if not trainer or not logprobs:  # an emulated trainer or engine scores nothing
             return
         for rollout in [name for name in known if name != "trainer"]:
             gaps = [abs(a - b) for a, b in zip(trainer, known.pop(rollout), strict=True)]

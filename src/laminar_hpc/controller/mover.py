@@ -16,7 +16,7 @@ from laminar_hpc import messages as m
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.policies import admission, failover, repack
-from laminar_hpc.policies.moves import NOBODY, Action, Move, Phase
+from laminar_hpc.policies.moves import NOBODY, Action, Move, Phase, room
 
 if TYPE_CHECKING:
     from laminar_hpc.controller.loop import Controller
@@ -83,8 +83,9 @@ class Mover:
             load = loads[step.source][0]
             for group, trajectory_id, sample in owned.get(step.source, []):
                 if trajectory_id not in self._of:
-                    about = len(self.c.book.prompt_of(group).tokens) + load.kv_tokens // max(1, load.in_flight)
-                    self.begin(trajectory_id, sample.attempt, step.source, step.destination, load.weight_id, about, now)
+                    prompt, most = len(self.c.book.prompt_of(group).tokens), self.c.config.sampling.max_response_tokens
+                    tokens = room(prompt, most, load.kv_tokens, load.in_flight)
+                    self.begin(trajectory_id, sample.attempt, step.source, step.destination, load.weight_id, tokens, now)
                     moved += 1
         self.c.metrics.write(
             "repack", replicas=len(views), sources=[s.source for s in plan], destinations=[s.destination for s in plan],
@@ -117,7 +118,7 @@ class Mover:
     # ---- a move ----------------------------------------------------------------------------------------------------------------
 
     def begin(self, trajectory_id: int, attempt: int, source: int, destination: int, weight_id: int, tokens: int, now: float) -> None:
-        """`source`: its owner, or NOBODY; `tokens`: of its KV cache, about; `now`: monotonic seconds."""
+        """`source`: its owner, or NOBODY; `tokens`: for its KV cache; `now`: monotonic seconds."""
         c, move_id = self.c, f"{trajectory_id}-{attempt}-{next(self._numbers)}"
         move = Move(move_id, trajectory_id, attempt, source, destination, weight_id, now + PHASE_SECONDS)
         self.moves[move_id], self._of[trajectory_id], self._began[move_id] = move, move_id, now

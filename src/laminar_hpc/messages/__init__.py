@@ -239,7 +239,7 @@ class Reserve(Message):
     group: PromptGroup  # without samples
     weight_id: int
     weight_step: int
-    tokens: int  # of its KV cache, about
+    tokens: int  # room for its KV cache
     kv: bool  # the KV cache comes too; false = it is prefilled again
     temperature: float
     max_response_tokens: int

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 NOBODY = -1
+MORE_THAN_MEAN, DECODED_MEANWHILE = 1.25, 512  # of one trajectory: over the mean of its replica; tokens until its last KV has arrived
 
 
 class Phase(Enum):
@@ -102,3 +103,14 @@ class Move:
             return [Action.CALL_OFF]  # the trajectory is among those that the source leaves behind
         self.destination = NOBODY
         return self.call_off("its destination is gone")
+
+
+def room(prompt_tokens: int, response_tokens_max: int, kv_tokens: int, requests: int) -> int:
+    """Tokens to reserve for one of `requests` trajectories that hold `kv_tokens` together. What turns out not to fit is prefilled again;
+    what is over goes back at the import.
+
+    >>> room(100, 30_000, 80_000, 10), room(100, 256, 80_000, 10)
+    (10612, 356)
+    """
+    mean = kv_tokens / max(1, requests)
+    return prompt_tokens + min(response_tokens_max, int(MORE_THAN_MEAN * mean) + DECODED_MEANWHILE)

@@ -38,6 +38,7 @@ class Work:
     partial: Partial = field(default_factory=Partial)
     finish_reason: str = ""
     request_id: str = ""  # while the engine has it
+    cached_tokens: int = 0  # of what it began with here, whose KV was there
     order: MoveOrder | None = None  # it is to move away
     sent: asyncio.Event = field(default_factory=asyncio.Event)  # all that the order asks for has been sent
 
@@ -195,6 +196,7 @@ class LocalBatch:
                 self._generating -= 1
                 if not self._generating:
                     self._quiet.set()
+            work.cached_tokens = work.cached_tokens or generation.cached_tokens
             work.partial = extended(work.partial, generation)
             work.finish_reason = generation.finish_reason
             if generation.finish_reason in ("stop", "length"):

@@ -133,8 +133,7 @@ class Moving:
                 await self._engine.kv_abort(move_id)
             self.state.finished()
             return
-        self.context.trace.record("move", began, time.time(), trajectory_id=reserve.trajectory_id, came=True)
-        commit, came = taken
+        (commit, came), arrived = taken, time.time()
         partial = Partial(came.tokens, came.logprobs, came.spans, came.time_started, came.moves + 1)
         work = Work(
             reserve.trajectory_id, commit.attempt, reserve.group, reserve.weight_id, reserve.weight_step, reserve.temperature,
@@ -142,6 +141,8 @@ class Moving:
         )  # fmt: skip
         # The request first, then the end of the lock: what it needs is held until it has it.
         await asyncio.gather(self.batch.one(work), *([self._engine.kv_commit(move_id)] if reserve.kv else []))
+        hit = work.cached_tokens  # by the engine's own word
+        self.context.trace.record("move", began, arrived, trajectory_id=reserve.trajectory_id, came=True, cached_tokens=hit)
 
     async def _take(self, reserve: Reserve) -> tuple[MoveCommit, Partial] | None:
         """Room, the KV cache and the tokens; None when the move is off."""

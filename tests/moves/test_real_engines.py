@@ -1,0 +1,110 @@
+"""Promise 5, and 2 over moves, on real SGLang engines: what test_faults.py pins on emulated ones, and that what moved is the model's own.
+
+Three replicas serve a tiny random model, whose responses are long; the stage publishes the same weights under each new id.
+"""
+
+import os
+import signal
+import sqlite3
+
+import pytest
+import torch
+from faults import Saboteur, sabotaged
+from stand import Shuffler, Stand, small_config
+
+from engines import make_model, reference
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller import mover
+from laminar_hpc.emulation import stage
+from laminar_hpc.messages import Trajectory, decode_trajectory
+from laminar_hpc.observability import rundata
+from laminar_hpc.rollout import moving
+from laminar_hpc.rollout.sglang_server import SglangServer
+from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout
+from laminar_hpc.weights.sums import tensor_sums
+
+FAULTS, PHASE_SECONDS, AGAIN_SECONDS, HANG_SECONDS = 20, 6.0, 0.5, 8.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+class Mortal(SglangServer):
+    def die(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def real_config(folder, steps: int, repack: str) -> RunConfig:
+    config = small_config(folder, replicas=3, steps=steps, repack=repack)
+    config.model.path = str(make_model(folder / "tiny", 0))
+    config.rollout.engine, config.rollout.kv_cache_tokens = "sglang", 32768
+    config.sampling.max_response_tokens = 400
+    return config
+
+
+def publish_real_sums(monkeypatch, config: RunConfig) -> None:
+    """The stage's relay knows no torch; real engines compare sums with the manifest."""
+    from safetensors.torch import load_file
+
+    sums = {name: tensor_sums(tensor) for name, tensor in load_file(f"{config.model.path}/{WEIGHTS_FILE}").items()}
+
+    def with_sums(tensors, weight_id: int, step: int) -> Manifest:
+        manifest = layout(tensors, weight_id, step)
+        for entry in manifest.tensors:
+            entry.sum_words, entry.sum_indexed = sums[entry.name]
+        return manifest
+
+    monkeypatch.setattr(stage, "layout", with_sums)
+
+
+def assert_is_the_models(model: torch.nn.Module, t: Trajectory) -> None:
+    """Its log-probs are the model's for exactly its tokens, whatever engines they come from."""
+    with torch.no_grad():
+        logits = model(torch.tensor([t.prompt_tokens + t.response_tokens])).logits[0, len(t.prompt_tokens) - 1 : -1].float()
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(t.response_tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(t.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def assert_every_one_ended_once(config: RunConfig) -> list[Trajectory]:
+    """All that was ever granted is finished or consumed, in whole, under one policy."""
+    with sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True) as database:
+        rows = database.execute("SELECT id, state, payload FROM trajectories").fetchall()
+    assert {state for _, state, _ in rows} <= {"consumed", "finished"}, "a trajectory was lost"
+    wanted = config.steps * config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
+    assert len(rows) == len({i for i, _, _ in rows}) == wanted
+    found = [decode_trajectory(payload) for _, _, payload in rows]
+    for t in found:
+        n = len(t.response_tokens)
+        assert 0 < n == len(t.logprobs) <= config.sampling.max_response_tokens and t.finish_reason in ("stop", "length")
+        assert [(s.weight_id, s.start, s.end) for s in t.version_spans] == [(t.weight_id, 0, n)]
+    return found
+
+
+def run(tmp_path, monkeypatch, steps: int, repack: str, saboteur: Saboteur) -> tuple[list[Trajectory], list[dict]]:
+    """To its end; every trajectory, and every move."""
+    config = real_config(tmp_path, steps, repack)
+    publish_real_sums(monkeypatch, config)
+    Stand(config, sabotaged(saboteur, Mortal), Shuffler(seed=1)).run(840)
+    found, model = assert_every_one_ended_once(config), reference(config.model.path)
+    moved = [t for t in found if t.moves]
+    for t in moved[:100]:
+        assert_is_the_models(model, t)
+    return found, rundata.load(tmp_path / "run").records.get("move", [])
+
+
+@pytest.mark.parametrize("repack", ["kv", "reprefill"])
+def test_trajectories_move_between_real_engines(tmp_path, monkeypatch, repack):
+    """No fault: every move's KV arrives but for the newest token's, and with `reprefill` none does."""
+    _, moves = run(tmp_path, monkeypatch, 3, repack, Saboteur(0, 0, 0.0, 0.0))
+    assert len(moves) >= 10
+    hits = [move["prefix_tokens"] / (move["tokens"] + 10) for move in moves]  # prompts are of 10 digits, a token each
+    assert sum(hits) / len(hits) > 0.9 if repack == "kv" else not any(hits), hits
+
+
+def test_20_faults_on_real_engines(tmp_path, monkeypatch):
+    """Engines are killed, refuse and hang, and messages are lost, over the phases of a move."""
+    monkeypatch.setattr(mover, "PHASE_SECONDS", PHASE_SECONDS)
+    monkeypatch.setattr(moving, "AGAIN_SECONDS", AGAIN_SECONDS)
+    saboteur = Saboteur(1, FAULTS, 0.15, HANG_SECONDS)
+    found, _ = run(tmp_path, monkeypatch, 12, "kv", saboteur)
+    where = {place for place, _ in saboteur.struck}
+    assert saboteur.struck.total() == FAULTS and len(where) >= 8, saboteur.struck
+    assert any(t.moves for t in found)
