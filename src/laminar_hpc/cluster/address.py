@@ -4,6 +4,7 @@ The keys are CURVE pairs (ZeroMQ's authenticated encryption): whoever can read t
 """
 
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -63,3 +64,13 @@ def wait_for_address(run_dir: Path, seconds: float) -> ControllerAddress:
             )
         time.sleep(0.05)
     return address
+
+
+def own_address(host: str) -> str:
+    """The IP address at which this machine is reached by the others: loopback for a run on one machine, else the route to `host`."""
+    target = socket.gethostbyname(host)
+    if target.startswith("127."):
+        return target
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # a datagram socket picks the route and sends nothing
+        probe.connect((target, 9))
+        return probe.getsockname()[0]

@@ -28,16 +28,6 @@ class LinkBroken(LaminarError):
     """The other end of a link has gone or did not answer in time."""
 
 
-def own_address(host: str) -> str:
-    """The IP address at which this machine is reached by the others: loopback for a run on one machine, else the route to `host`."""
-    target = socket.gethostbyname(host)
-    if target.startswith("127."):
-        return target
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # a datagram socket picks the route and sends nothing
-        probe.connect((target, 9))
-        return probe.getsockname()[0]
-
-
 def host_store(address: str, seconds: float) -> tuple[dist.TCPStore, int]:
     """A store that listens at `address` only, and its port."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

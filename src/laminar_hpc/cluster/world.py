@@ -6,8 +6,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.links import own_address
 from laminar_hpc.config.errors import LaminarError
 
 

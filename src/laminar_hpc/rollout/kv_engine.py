@@ -12,7 +12,7 @@ by either engine after MOVE_SECONDS.
 
 import asyncio
 
-from laminar_hpc.cluster.links import own_address
+from laminar_hpc.cluster.address import own_address
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.kv.errors import KvRefused

@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 
 from laminar_hpc import messages as m
+from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.links import Link, LinkBroken, host_store, own_address
+from laminar_hpc.cluster.links import Link, LinkBroken, host_store
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.policies.chain import chunk_bytes
 from laminar_hpc.trainer.canonical import TensorSums
