@@ -47,7 +47,7 @@ def test_deaths_a_standstill_and_late_comers(chain):
 
     weight_id, step = chain.newest(1)
     chain.start_relay(0)
-    chain.wait([0], step, 20)
+    chain.wait([0], step, 60)
     assert chain.newest(0) == (weight_id, step), "the late comer has the very id that the others have, so it was not published anew"
     assert chain.chains()[-1]["chain"] == [1, 2, 0]
 

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import pytest
 import torch
 from test_engine import hf_logprobs
 
@@ -20,6 +21,13 @@ def assert_is_of(model: Path, tokens: list[int], logprobs: list[float], start: i
     """The log-probs from `start` on are those of the model for exactly these tokens."""
     expected = hf_logprobs(reference(model), PROMPT, tokens)
     torch.testing.assert_close(torch.tensor(logprobs[start:]), expected[start:], atol=1e-4, rtol=0)
+
+
+@pytest.fixture(autouse=True)
+def first_weights(pair):
+    """Other tests of the session leave others in the engines."""
+    for number in (0, 1):
+        pair.loop.run(pair.load(number, 0))
 
 
 def test_a_stopped_request_goes_on_elsewhere(pair):
