@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import engine_shards
 import publishing
 import tiny
 import torch
@@ -145,7 +146,7 @@ def published(model: str, settings: dict, folder: str) -> int:
 
 def published_in_lanes(model: str, settings: dict, folder: str, steps: int = 2) -> dict[str, object]:
     """Trains and publishes through relays of two machines, each rank with those of the lanes that it sends. On rank 0 every slot must have
-    the bytes of its step and their sums; returns there what left for relays, and what was gathered before, per publication."""
+    the bytes of its step and their sums, and engines of 1 and 2 ranks must load them; returns there what left for relays, and what was gathered before, per publication."""
     policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
     learner, rank, lanes = Learner(policy.config, policy), dist.get_rank(), policy.config.relay.lanes
     controller, publisher = publishing.start(policy.config, Path(folder), policy, rank)
@@ -162,6 +163,7 @@ def published_in_lanes(model: str, settings: dict, folder: str, steps: int = 2) 
             slot = controller.wait_for_step(machine, step)
             assert slot.step == step and publishing.slot_bytes(slot) == expected
             assert [(e.sum_words, e.sum_indexed) for e in slot.manifest.tensors] == entries
+            engine_shards.load(slot, 1 + machine)
         dist.barrier()
     publisher.close()
     count = [p.bytes for p in controller.wait_for(m.Published, steps)] if rank == 0 else []

@@ -41,7 +41,7 @@ class Exchange:
     def all_say(self, values: Sequence[int]) -> list[list[int]]:
         """What each rank brought, in the order of `ranks`; as many values of all."""
         said = [torch.zeros(len(values), dtype=torch.long) for _ in self.ranks]
-        self._bounded(lambda: dist.all_gather(said, torch.tensor(values), group=self._words), 0, "its state")
+        self._bounded(lambda: dist.all_gather(said, torch.tensor(values, dtype=torch.long), group=self._words), 0, "its state")
         return [each.tolist() for each in said]
 
     def _bounded(self, operation: Callable[[], object], peer: int, what: str) -> None:
