@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
-import numpy as np
 import engine_shards
+import numpy as np
 import publishing
 import tiny
 import torch
@@ -146,7 +146,8 @@ def published(model: str, settings: dict, folder: str) -> int:
 
 def published_in_lanes(model: str, settings: dict, folder: str, steps: int = 2) -> dict[str, object]:
     """Trains and publishes through relays of two machines, each rank with those of the lanes that it sends. On rank 0 every slot must have
-    the bytes of its step and their sums, and engines of 1 and 2 ranks must load them; returns there what left for relays, and what was gathered before, per publication."""
+    the bytes of its step and their sums, and engines of 1 and 2 ranks must load them. Returns there what left for relays per publication,
+    and which lanes there were."""
     policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
     learner, rank, lanes = Learner(policy.config, policy), dist.get_rank(), policy.config.relay.lanes
     controller, publisher = publishing.start(policy.config, Path(folder), policy, rank)

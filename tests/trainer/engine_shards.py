@@ -1,14 +1,14 @@
-"""An engine's tensor-parallel ranks without a server: parameters named, fused, padded and split as SGLang's for a Qwen2, loaded from a slot by
-the plugin's own loader."""
+"""An engine's tensor-parallel ranks without a server: parameters named, fused, padded and split as SGLang's for a Qwen2, loaded from a slot
+by the plugin's own loader."""
 
 import json
 from types import SimpleNamespace
 
 import torch
 
-from laminar_hpc.rollout.shards import whole_sums, whole_tensors
 from laminar_hpc.rollout.sglang_plugin.live_weights import canonical_views, live_layout, live_sums
 from laminar_hpc.rollout.sglang_plugin.load import load_slot
+from laminar_hpc.rollout.shards import whole_sums, whole_tensors
 from laminar_hpc.weights.slots import SlotHandle
 
 

@@ -36,3 +36,16 @@ def test_two_lanes_of_two_tensor_parallel_ranks(ranks: Ranks, tmp_path: Path) ->
     """Each rank sends one lane and gathers about half of it; the slots of both machines are committed when both lanes are there."""
     told = check(ranks, "tp2", 2, tmp_path)
     assert told["senders"] == [0, 1] and sum(told["gathered"]) < 0.51 * told["size"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize("layout", TRAINERS)
+def test_any_trainer_layout_to_any_engine(layout: str, lanes: int, ranks: Ranks, tmp_path: Path) -> None:
+    """Trainer layouts x lanes x engines of 1 and 2 ranks. Several lanes are spread over the ranks; what replicas hold is not gathered, and
+    of pipeline stages only what a border in a stage leaves."""
+    told = check(ranks, layout, lanes, tmp_path)
+    tensor, pipeline, data = TRAINERS[layout]
+    assert len(set(told["senders"])) == min(lanes, tensor * pipeline * data)
+    if tensor == 1:
+        assert sum(told["gathered"]) <= (0 if data > 1 else {1: 0.6, 2: 0.15, 4: 0.15}[lanes] * told["size"])

@@ -1,5 +1,6 @@
-"""Lanes of a publication: any cut gives back the bytes and the sums of the whole, and a machine's slot is complete with the last part only."""
+"""Lanes of a publication: any cut gives back the bytes and the sums of the whole, and a slot is complete with the last part only."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def whole(weight_id: int = 1, dtype: str = "bfloat16") -> tuple[Manifest, torch.
 def parts(manifest: Manifest, data: torch.Tensor, places: list[int]) -> list[tuple[Manifest, torch.Tensor]]:
     """Lanes as they come out of a stream: each with the sums of its parts."""
     found = []
-    for begin, end in zip(places, places[1:], strict=False):
+    for begin, end in itertools.pairwise(places):
         lane, held = lane_manifest(layout([(n, s, manifest.dtype) for n, s in SHAPES], manifest.weight_id, 1), begin, end), data[begin:end]
         for entry in lane.tensors:
             entry.sum_words, entry.sum_indexed = tensor_sums(held[entry.offset : entry.offset + entry.nbytes])
@@ -40,13 +41,13 @@ def parts(manifest: Manifest, data: torch.Tensor, places: list[int]) -> list[tup
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lanes", [2, 3, 4])
 def test_lanes_make_up_the_whole(lanes: int, dtype: str) -> None:
-    """The joined manifest has the sums of the whole tensors; what a sender adds up per tensor are the parts' sums; chunks cover each lane."""
+    """The joined manifest has the sums of whole tensors; what a sender adds up per tensor are the parts' sums; chunks cover each lane."""
     manifest, data = whole(dtype=dtype)
     places = borders(manifest, lanes)
     assert places[0] == 0 and places[-1] == manifest.data_bytes and max(np.diff(places)) < 1.1 * manifest.data_bytes / lanes
     cut = parts(manifest, data, places)
     assert join([lane for lane, _ in cut]) == manifest
-    for lane, held in cut:
+    for lane, _ in cut:
         sums, reached = {}, lane.begin
         for chunk in lane_chunks(lane, 64):
             for part in chunk:
@@ -103,7 +104,7 @@ def test_a_slot_is_seen_when_all_lanes_are_there(tmp_path: Path) -> None:
 
 
 def test_a_lane_that_dies_commits_nothing_and_comes_back(tmp_path: Path) -> None:
-    """Its half-written part is never seen. Started again beside the living lane it finds the slots, and completes the id that was left open;
+    """Its half-written part is never seen. Started again beside the living lane it finds the slots and completes the id that was open;
     when all have gone, the next one starts afresh."""
     pair, reader = writers(tmp_path), SlotReader(str(tmp_path), "run")
     cut = [parts(*each, borders(each[0], 2)) for each in (whole(1), whole(2))]
@@ -131,7 +132,7 @@ def test_no_slot_is_taken_from_who_needs_it(tmp_path: Path) -> None:
     with reader.lease(reader.newest()):
         assert not write(pair[0], cut[3][0])
         pair[0].begin(cut[4][0][0])
-        with pytest.raises(SlotsBusy, match="raise relay.slots"):
+        with pytest.raises(SlotsBusy, match=r"raise relay\.slots"):
             pair[1].begin(cut[2][1][0])
         pair[1].begin(cut[4][1][0])
         kept = pair[1].keep_held()

@@ -26,8 +26,8 @@ def assign_roles(trainers: int, rollouts: int, nodes: int, ranks_per_node: int, 
         others = f" + {rollouts} rollout ranks and {relays} per rollout machine" if rollouts else " (a replay)"
         wanted = f"{trainers} trainer + 1 controller{others}"
         raise LaminarError(
-            f"a world of {world} ranks ({nodes} x {ranks_per_node}) does not fit {wanted}: start {_fitting(trainers, rollouts, nodes, lanes)}, "
-            "or change trainer.data_parallel or rollout.replicas"
+            f"a world of {world} ranks ({nodes} x {ranks_per_node}) does not fit {wanted}: start "
+            f"{_fitting(trainers, rollouts, nodes, lanes)}, or change trainer.data_parallel or rollout.replicas"
         )
     roles = [*(RoleOfRank("trainer", i) for i in range(trainers)), RoleOfRank("controller", 0)]
     relay = rollout = 0

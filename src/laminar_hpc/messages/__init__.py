@@ -293,8 +293,8 @@ class TrainerDone(Message):
 class EpochProposed(Message):
     """To the trainer rank of a lane or a relay: open a store and link to `relays[0]`, behind which the others stand in chain order.
 
-    The link takes the place of an earlier one to the same side. Epochs of lane l of L leave l when divided by L. `resend`: none of these relays holds the newest weights, so what was sent
-    last must be sent again.
+    The link takes the place of an earlier one to the same side. Epochs of lane l of L leave l when divided by L. `resend`: none of these
+    relays holds the newest weights, so what was sent last must be sent again.
     """
 
     epoch: int

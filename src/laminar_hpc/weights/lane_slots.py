@@ -2,8 +2,8 @@
 
 The relays are equal and need not know each other: whoever first brings a weight id takes a slot for it, the others join, and whoever
 finds all parts complete writes the manifest. Who writes to a slot or sends from it holds its lock shared, as readers do; a slot is taken
-for a new id only with the lock exclusive. Such decisions are made one at a time, under the machine's `turn`. All locks are freed by the kernel with their
-holder, so a relay that dies leaves at most a slot without a manifest, which nobody sees and the next id may take.
+for a new id only with the lock exclusive. Such decisions are made one at a time, under the machine's `turn`. All locks are freed by the
+kernel with their holder, so a relay that dies leaves at most a slot without a manifest, which nobody sees and the next id may take.
 
     slot0/{writing: the id that it is for, lane0.json, lane1.json: manifests of the parts that are complete}, turn, present
 """
