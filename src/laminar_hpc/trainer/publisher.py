@@ -356,7 +356,7 @@ class Publisher:
             self._send(live)
         finally:
             with self._changed:
-                self._reading = False
+                self._reading, live.read = False, live.read and live.sent
                 if live is not self._live and not live.sent:
                     log.warning("the weights of step %d are lost with a link: they have changed since", live.step)
                 self._changed.notify_all()
