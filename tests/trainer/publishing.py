@@ -72,7 +72,7 @@ class Controller:
         self._receivers: dict[int, int] = {}  # of each epoch's link
         self._held: list[Link] = []
         self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
 
     def context(self, role: str, index: int, line: Line) -> RoleContext:
         machine = index // self.config.relay.lanes
@@ -84,7 +84,7 @@ class Controller:
         index = len(self.relays) if index is None else index
         line = self.relays[index] = Line(f"relay{index}", self)
         thread = threading.Thread(target=relay.run, args=(self.context("relay", index, line),), daemon=True)
-        self._threads.append(thread)
+        self.threads.append(thread)
         thread.start()
         return index
 
@@ -137,9 +137,9 @@ class Controller:
     def stop(self) -> None:
         for line in (self.trainer, *self.relays.values()):
             line.deliver(StopReceived("the test is over"))
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join(10)
-        assert not any(thread.is_alive() for thread in self._threads)
+        assert not any(thread.is_alive() for thread in self.threads)
 
 
 def start(config: RunConfig, folder: Path, policy: object, rank: int = 0) -> tuple[Controller, Publisher]:

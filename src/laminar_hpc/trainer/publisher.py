@@ -85,6 +85,7 @@ class Publisher:
         self._error: Exception | None = None
         self._doing = "nothing"  # of the thread, for errors
         self._closing = self._reading = False
+        self._mine: list[LaneSender] = []  # the lanes that this rank sends
         if not self._holder:
             return
         self._most = self._config.relay.chunk_megabytes << 20
