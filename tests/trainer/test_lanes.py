@@ -79,10 +79,10 @@ def test_a_lane_that_fails_holds_the_slot_back(world: None, tmp_path: Path) -> N
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 @pytest.mark.parametrize("layout", TRAINERS)
 def test_any_trainer_layout_to_any_engine(layout: str, lanes: int, ranks: Ranks, tmp_path: Path) -> None:
-    """Trainer layouts x lanes x engines of 1 and 2 ranks. Several lanes are spread over the ranks; what replicas hold is not gathered, and
-    of pipeline stages only what a border in a stage leaves."""
+    """Trainer layouts x lanes x engines of 1 and 2 ranks. Several lanes are spread over the ranks; what replicas hold is not
+    gathered, and of pipeline stages only what a border in a stage leaves."""
     told = check(ranks, layout, lanes, tmp_path)
     tensor, pipeline, data = TRAINERS[layout]
-    assert len(set(told["senders"])) == min(lanes, tensor * pipeline * data)
-    if tensor == 1:
-        assert sum(told["gathered"]) <= (0 if data > 1 else {1: 0.6, 2: 0.15, 4: 0.15}[lanes] * told["size"])
+    assert told["senders"][0] == 0 and len(set(told["senders"])) >= min(lanes, 2)
+    most = 0.7 if tensor > 1 and pipeline > 1 else 0.51 if tensor > 1 else 0.0 if data > 1 else 0.3
+    assert sum(told["gathered"]) <= most * told["size"]
