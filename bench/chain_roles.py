@@ -43,6 +43,7 @@ from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.trainer.exchange import Exchange
 from laminar_hpc.trainer.publisher import Publisher
+from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 from laminar_hpc.weights.stream import Part
 from laminar_hpc.weights.sums import add_sums, tensor_sums
@@ -79,8 +80,8 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
     chains = jsonl.Appender(run_dir / "chains.jsonl")
     while not (run_dir / "stop").exists():
         loop.turn()
-        if loop.chain.order != chain:
-            chain = loop.chain.order
+        if loop.chains[0].order != chain:
+            chain = loop.chains[0].order
             chains.write({"time": time.time(), "chain": chain})
     loop.tell_all_to_leave("done")
     until = time.monotonic() + 5
@@ -97,14 +98,14 @@ class RandomModel:
         self._sums = run_dir / "sums"
         self._sums.mkdir(exist_ok=True)
         self.step = 0
-        self.device, self.publishing = torch.device("cpu"), Exchange([0], 60.0)
+        self.device, self.publishing, self.lanes = torch.device("cpu"), Exchange([0], 60.0), [Lane(0, 0, size // 4 * 4)]
         rest = size // 4 - 1003 - 2 * (size // 12)
         self._shapes = [("a", (size // 12,)), ("odd", (17, 59)), ("b", (size // 12,)), ("c", (rest,))]
 
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         return [(name, shape, torch.float32) for name, shape in self._shapes]
 
-    def pack(self, parts: Sequence[Part], bucket: torch.Tensor) -> Callable[[], list[tuple[int, int]]]:
+    def pack(self, parts: Sequence[Part], bucket: torch.Tensor, lane: int) -> Callable[[], list[tuple[int, int]]]:
         """Bytes that follow from the step alone, and their sums; those of whole tensors go to sums/<step>.json with the last bucket."""
         factor = np.uint32(np.random.default_rng(self.step).integers(1 << 31) | 1)
         for part in parts:
@@ -147,7 +148,7 @@ def trainer(words: list[str], size: int, commands: Connection, namespace: str | 
             began = time.monotonic()
             publisher.publish(step)
             stall = time.monotonic() - began
-            link = publisher._link
+            link = publisher._mine[0].link
             commands.send((stall, (link.start_seconds, link.seconds_per_byte) if link else None))
     except (StopReceived, EOFError):
         pass

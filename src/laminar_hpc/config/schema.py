@@ -107,6 +107,7 @@ class TrainerConfig:
 
 @dataclass
 class RelayConfig:
+    lanes: int = 1  # relay ranks per rollout machine: a publication leaves the trainers as so many streams, each over a link of its own
     slots: int = 3
     shm_dir: str = "/dev/shm"
     publish: str = "overlapped"  # the trainer goes on while its weights are read, until the next update; blocking: it stands still

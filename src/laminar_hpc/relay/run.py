@@ -1,6 +1,7 @@
 """The relay rank: receives every publication into a slot of its machine's shared memory and passes it on down the chain.
 
-Only after the sums of all tensors equal the sender's is a slot committed and RelayHas sent: rollouts never see anything else. A broken link
+Only after the sums of all tensors equal the sender's is a slot committed and RelayHas sent: rollouts never see anything else. With lanes a
+relay has a part of every publication, and the slot is committed with the last part. A broken link
 ends the reception (the slot stays invisible) and is reported; the controller then has the neighbours of the break linked, and whoever
 misses the newest weights gets them from the relay before it.
 """
@@ -20,6 +21,7 @@ from laminar_hpc.cluster.links import MEET_SECONDS, Link, LinkBroken, host_store
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.relay.chain import Stream, SumsDiffer, receive_stream
 from laminar_hpc.relay.ends import Receiver, Sender
+from laminar_hpc.weights.lane_slots import LaneWriter, SlotsBusy
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.slots import SlotWriter
 from laminar_hpc.weights.stream import decode_header
@@ -32,10 +34,13 @@ _MOST_WRONG = 2  # receptions in a row whose sums differ
 
 def run(context: RoleContext) -> None:
     """Serves until the controller says Stop."""
-    torch.set_num_threads(context.config.relay.threads)
-    writer = SlotWriter(context.config.relay.shm_dir, context.welcome.run_id, context.config.relay.slots, Path(context.config.model.path))
+    config = context.config.relay
+    torch.set_num_threads(config.threads)
+    slots = (config.shm_dir, context.welcome.run_id, config.slots, Path(context.config.model.path))
+    writer = SlotWriter(*slots) if config.lanes == 1 else LaneWriter(*slots, context.index % config.lanes, config.lanes)
     relay = Relay(context, writer)
     try:
+        relay.tell_newest()
         while True:
             message = context.channel.wait(m.EpochProposed, m.JoinEpoch, m.SendAgain, m.Welcome, timeout=_WAIT_SECONDS)
             if isinstance(message, m.EpochProposed):
@@ -109,11 +114,16 @@ class Relay:
     def welcome_back(self) -> None:
         """The controller had taken this relay for dead: it learns anew what is here, and has links made anew."""
         self.close()
+        self.tell_newest()
+
+    def tell_newest(self) -> None:
+        """What is here already: with lanes, the other relays of a machine keep its slots while one starts anew."""
         newest = self._writer.keep_newest()
         if newest is not None:
             slot, manifest, _ = newest
+            complete = self._writer.is_complete(slot)
             self._writer.release(slot)
-            self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, 0, 0.0, time.time()))
+            self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, 0, 0.0, time.time(), complete=complete))
 
     def close(self) -> None:
         self._drop_upstream("this relay is leaving the chain")
@@ -151,13 +161,16 @@ class Relay:
         manifest, chunk = decode_header(link.receive_bytes(idle_seconds=_IDLE_SECONDS))
         started = time.time()
         with self._lock:
-            stream = self._arriving = self._begin(manifest, chunk)
+            try:
+                stream = self._arriving = self._begin(manifest, chunk)
+            except SlotsBusy as error:
+                raise LinkBroken(str(error)) from None
         try:
             receive_stream(link, stream)
             with self._lock:
                 if self._arriving is not stream:
                     raise LinkBroken(f"the link to {link.peer} was replaced")
-                self._writer.commit(manifest)
+                complete = self._writer.commit(manifest) is not None
             self._wrong = 0
         except SumsDiffer as error:
             self._wrong += 1
@@ -171,7 +184,9 @@ class Relay:
                     self._writer.abandon()
         now = time.time()
         self._context.trace.record("relay", started, now, weight_id=manifest.weight_id, bytes=manifest.data_bytes)
-        self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, manifest.data_bytes, now - started, now, stream.passed_on))
+        self._context.channel.send(
+            m.RelayHas(manifest.weight_id, manifest.step, manifest.data_bytes, now - started, now, stream.passed_on, complete)
+        )
 
     def _begin(self, manifest: Manifest, chunk: int) -> Stream:
         """A slot to receive into, which goes on downstream as it fills."""
