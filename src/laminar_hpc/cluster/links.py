@@ -60,7 +60,7 @@ def reach_store(host: str, port: int, seconds: float) -> dist.TCPStore:
 class Link:
     """One direction: the sender has rank 0, the receiver rank 1. Every operation is bounded by `seconds`, the meeting by `meet_seconds`.
 
-    Frames of bytes go over gloo, which lets an idle receiver sleep; tensors on a GPU over NCCL. An operation that fails breaks the link for
+    Frames of bytes and tensors in host memory go over gloo, which lets an idle receiver sleep; tensors on a GPU over NCCL. An operation that fails breaks the link for
     good, at both ends. One thread may use a link, any other may `close` it.
     """
 
@@ -73,6 +73,7 @@ class Link:
         self._me, self._other = (0, 1) if sender else (1, 0)
         self._store = store  # lives as long as the link
         self.bytes_sent = 0  # of all frames and tensors
+        self.weight_id = -1  # the newest that went over it whole, so that the receiver has it
         prefix = dist.PrefixStore(f"laminar/{epoch}/{number}", store)
         limit = min(seconds, meet_seconds)
         try:
@@ -99,12 +100,12 @@ class Link:
         self.finish(self.post_send(tensor), tensor)
 
     def post_send(self, tensor: torch.Tensor) -> dist.Work:
-        """Begins to send a contiguous tensor on this link's device; it must stay as it is until `finish` has returned."""
-        return self._start(self._data, True, tensor)
+        """Begins to send a contiguous tensor on this link's device or the host; it must stay as it is until `finish` has returned."""
+        return self._start(self._data if tensor.is_cuda else self._frames, True, tensor)
 
     def post(self, tensor: torch.Tensor) -> dist.Work:
-        """Gets ready to receive into a contiguous tensor on this link's device, behind those posted before; `finish` waits for it."""
-        return self._start(self._data, False, tensor)
+        """Gets ready to receive into a contiguous tensor where the sender has it, behind those posted before; `finish` waits for it."""
+        return self._start(self._data if tensor.is_cuda else self._frames, False, tensor)
 
     def finish(self, work: dist.Work, tensor: torch.Tensor) -> torch.Tensor:
         """Waits until what was posted is there, or has left."""

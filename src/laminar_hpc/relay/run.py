@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from laminar_hpc import messages as m
@@ -18,7 +19,7 @@ from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import MEET_SECONDS, Link, LinkBroken, host_store, own_address, reach_store
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.relay.chain import Stream, SumsDiffer, receive_stream
+from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream
 from laminar_hpc.relay.ends import Receiver, Sender
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.slots import SlotWriter
@@ -136,12 +137,16 @@ class Relay:
 
     def _receive(self, link: Link) -> None:
         """One publication, from its header to RelayHas. Raises LaminarError when what comes is again and again not what was sent."""
-        manifest, chunk = decode_header(link.receive_bytes(idle_seconds=_IDLE_SECONDS))
-        started = time.time()
+        manifest, chunk, base_id = decode_header(link.receive_bytes(idle_seconds=_IDLE_SECONDS))
+        started, base = time.time(), None
         if not self._writing.acquire(timeout=self._seconds):
             raise LinkBroken(f"an earlier reception did not end within {self._seconds:.0f} s")
         try:
+            base = self._base(manifest, base_id)
             stream = self._begin(manifest, chunk)
+            if base is not None:
+                stream.changes = Changes(base_id, torch.from_numpy(base[1])[: manifest.data_bytes])
+            self._pass_on(stream)
             receive_stream(link, stream)
             self._writer.commit(manifest)
             self._wrong = 0
@@ -152,13 +157,25 @@ class Relay:
             raise LinkBroken(str(error)) from None
         finally:
             self._writer.abandon()
+            if base is not None:
+                self._writer.release(base[0])
             self._writing.release()
         now = time.time()
         self._context.trace.record("relay", started, now, weight_id=manifest.weight_id, bytes=manifest.data_bytes)
         self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, manifest.data_bytes, now - started, now, stream.passed_on))
 
+    def _base(self, manifest: Manifest, base_id: int) -> tuple[int, np.ndarray] | None:
+        """The slot that the changes to come are to, kept until it is released; None for a stream in full. Raises LinkBroken without it:
+        the relay before, or the trainer, sends in full over the next link."""
+        if base_id < 0:
+            return None
+        base = self._writer.keep(base_id)
+        if base is None:
+            raise LinkBroken(f"weight id {manifest.weight_id} came as changes to weight id {base_id}, which is not here; it must come in full")
+        return base
+
     def _begin(self, manifest: Manifest, chunk: int) -> Stream:
-        """A slot to receive into, which goes on downstream as it fills."""
+        """A slot to receive into."""
         sender = self._downstream
         try:
             data = self._writer.begin(manifest)
@@ -168,9 +185,11 @@ class Relay:
             sender.break_off(f"it is more than {self._writer.count - 2} publications behind")
             sender.thread.join(self._seconds)
             data = self._writer.begin(manifest)
-        slot = self._writer.keep_held() if sender is not None else 0
-        stream = Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], chunk, slot)
+        return Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], chunk)
+
+    def _pass_on(self, stream: Stream) -> None:
+        """Goes on downstream as it comes."""
+        sender = self._downstream
         if sender is not None:
-            stream.passed_on = sender.epoch
+            stream.slot, stream.passed_on = self._writer.keep_held(), sender.epoch
             sender.put(stream)
-        return stream

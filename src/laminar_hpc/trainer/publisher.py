@@ -31,6 +31,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.policies.chain import chunk_bytes
 from laminar_hpc.trainer.canonical import TensorSums
 from laminar_hpc.trainer.exchange import Exchange
+from laminar_hpc.weights.delta import Image, unit_bytes
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import Part, chunks, encode_header, encode_sums
 from laminar_hpc.weights.sums import add_sums
@@ -88,6 +89,9 @@ class Publisher:
             size = min(self._most, self._bytes)
             self._buckets = [torch.empty(size, dtype=torch.uint8, device=model.device) for _ in range(2)]
             log.info("two staging buckets of %.1f MB on %s", size / 1e6, model.device)
+            self._image: Image | None = None  # of what was published last
+            if self._config.relay.delta == "auto":
+                self._image = Image(self._bytes, unit_bytes(self._layout), model.device, self._config.relay.anchor_every)
             self._epoch = 0
             self._link: Link | None = None
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -298,11 +302,17 @@ class Publisher:
         manifest = layout(self._model.canonical_metadata(), answer.weight_id, live.step)
         chunk = chunk_bytes(self._bytes, answer.relays, link.start_seconds, link.seconds_per_byte, self._most)
         began = time.monotonic()
+        base_id = self._image.begin(link.weight_id) if self._image is not None else -1
         with link.closed_when(lambda: live.given_up or self._another_master()):
-            link.send_bytes(encode_header(manifest, chunk))
-            sums = self._send_buckets(link, live, chunk)
+            link.send_bytes(encode_header(manifest, chunk, base_id))
+            header = link.bytes_sent
+            sums = self._send_buckets(link, live, chunk, base_id >= 0)
+            less = self._bytes - (link.bytes_sent - header)
             link.send_bytes(encode_sums(sums))
-        link.sent(self._bytes, -(-self._bytes // chunk), time.monotonic() - began)
+        link.weight_id = answer.weight_id
+        changed = self._image.complete(answer.weight_id) if self._image is not None else None
+        if base_id < 0:  # else the pace was that of comparing
+            link.sent(self._bytes, -(-self._bytes // chunk), time.monotonic() - began)
         now = time.time()
         self._context.trace.record("send", started, now, step=live.step, weight_id=answer.weight_id)
         channel.send(
@@ -315,6 +325,8 @@ class Publisher:
                 link.bytes_sent - before,
                 live.probe,
                 now,
+                link.bytes_sent - before + less,
+                changed,
             )
         )
         self.weight_id = answer.weight_id
@@ -323,15 +335,15 @@ class Publisher:
             self._changed.notify_all()
 
     @torch.no_grad()
-    def _send_buckets(self, link: Link, live: Publication, chunk: int) -> list[tuple[int, int]]:
+    def _send_buckets(self, link: Link, live: Publication, chunk: int, as_changes: bool) -> list[tuple[int, int]]:
         """The live weights in buckets of `chunk` bytes, each packed while the other one is on its way; returns the sums of each tensor."""
         sums = [(0, 0)] * len(self._layout.tensors)
-        on_the_way: list[tuple[dist.Work, torch.Tensor]] = []
+        on_the_way: list[list[tuple[dist.Work, torch.Tensor]]] = []
         self._exchange.word(-chunk)
         cut = chunks(self._layout, chunk)
         for number, parts in enumerate(cut):
-            if number >= 2:
-                link.finish(*on_the_way[number - 2])
+            for sent in on_the_way[number - 2] if number >= 2 else []:
+                link.finish(*sent)
             self._exchange.word(number)
             bucket = self._buckets[number % 2][: min(chunk, self._bytes - number * chunk)]
             read = self._model.pack(parts, bucket)
@@ -339,10 +351,18 @@ class Publisher:
                 torch.cuda.current_stream().synchronize()
             if number == len(cut) - 1:
                 self._all_read(live)
-            on_the_way.append((link.post_send(bucket), bucket))
-            for part, both in zip(parts, read(), strict=True):
+            if as_changes:
+                assert self._image is not None
+                taken = read()  # while the bucket is whole
+                on_the_way.append([(link.post_send(each), each) for each in self._image.take(number * chunk, bucket, True) or ()])
+            else:
+                on_the_way.append([(link.post_send(bucket), bucket)])
+                taken = read()
+                if self._image is not None:
+                    self._image.take(number * chunk, bucket, False)
+            for part, both in zip(parts, taken, strict=True):
                 sums[part.tensor] = add_sums([sums[part.tensor], both])
-        for sent in on_the_way[-2:]:
+        for sent in [each for posted in on_the_way[-2:] for each in posted]:
             link.finish(*sent)
         return sums
 
