@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from laminar_hpc.weights.sums import add_sums, tensor_sums
 
 CLONE_NEWNET = 0x40000000
 RUN_ID = "chain"
+CHANGED_EVERY = 100  # with relay.delta=auto one word in so many changes
 
 
 def enter(namespace: str | None) -> None:
@@ -88,10 +90,11 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
 
 
 class RandomModel:
-    """In the trainer's place: a few tensors of random bytes, anew at every publication; their sums go to sums/<step>.json."""
+    """In the trainer's place: a few tensors of random bytes, anew at every publication; their sums go to sums/<step>.json. With `every`,
+    one word in so many of them changes from one step to the next."""
 
-    def __init__(self, run_dir: Path, size: int) -> None:
-        self._sums = run_dir / "sums"
+    def __init__(self, run_dir: Path, size: int, every: int = 0) -> None:
+        self._sums, self._every = run_dir / "sums", every
         self._sums.mkdir(exist_ok=True)
         self._random = np.random.default_rng(0)
         self.step = 0
@@ -104,8 +107,14 @@ class RandomModel:
 
     def pack(self, parts: Sequence[Part], bucket: torch.Tensor) -> Callable[[], list[tuple[int, int]]]:
         """Random bytes and their sums; those of whole tensors add up in sums/<step>.json, which the last bucket completes."""
-        words = bucket.numpy().view(np.uint64 if bucket.numel() % 8 == 0 else np.uint32)
-        words[:] = np.arange(len(words), dtype=words.dtype) * words.dtype.type(self._random.integers(1, 1 << 31) | 1)
+        if self._every:
+            words = bucket.numpy().view(np.uint32)
+            place = sum(prod(shape) for _, shape in self._shapes[: parts[0].tensor]) + parts[0].first  # the chunks' size may vary
+            words[:] = np.arange(place, place + len(words), dtype=np.uint32) * np.uint32(2654435761)
+            words[-place % self._every :: self._every] += np.uint32(self.step)
+        else:
+            words = bucket.numpy().view(np.uint64 if bucket.numel() % 8 == 0 else np.uint32)
+            words[:] = np.arange(len(words), dtype=words.dtype) * words.dtype.type(self._random.integers(1, 1 << 31) | 1)
         sums = [tensor_sums(bucket[p.offset : p.offset + 4 * (p.last - p.first)], p.first) for p in parts]
         if parts[0].tensor == parts[0].first == 0:
             self._whole = [(0, 0)] * len(self._shapes)
@@ -130,7 +139,7 @@ def trainer(words: list[str], size: int, commands: Connection, namespace: str | 
     redirect_output(run_dir, "trainer0")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    model = RandomModel(run_dir, size)
+    model = RandomModel(run_dir, size, CHANGED_EVERY if config.relay.delta == "auto" else 0)
     context = RoleContext(config, "trainer", 0, "trainer", run_dir, channel, channel.welcome, Trace(run_dir, "trainer", 0))
     publisher = Publisher(context, model)
     try:

@@ -60,8 +60,8 @@ def reach_store(host: str, port: int, seconds: float) -> dist.TCPStore:
 class Link:
     """One direction: the sender has rank 0, the receiver rank 1. Every operation is bounded by `seconds`, the meeting by `meet_seconds`.
 
-    Frames of bytes and tensors in host memory go over gloo, which lets an idle receiver sleep; tensors on a GPU over NCCL. An operation that fails breaks the link for
-    good, at both ends. One thread may use a link, any other may `close` it.
+    Bytes and tensors in host memory go over gloo, which lets an idle receiver sleep; tensors on a GPU over NCCL. An operation that
+    fails breaks the link for good, at both ends. One thread may use a link, any other may `close` it.
     """
 
     def __init__(

@@ -171,7 +171,7 @@ class Relay:
             return None
         base = self._writer.keep(base_id)
         if base is None:
-            raise LinkBroken(f"weight id {manifest.weight_id} came as changes to weight id {base_id}, which is not here; it must come in full")
+            raise LinkBroken(f"weight id {manifest.weight_id} came as changes to weight id {base_id}, which is not here: it is due in full")
         return base
 
     def _begin(self, manifest: Manifest, chunk: int) -> Stream:
