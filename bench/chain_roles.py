@@ -47,6 +47,7 @@ from laminar_hpc.weights.sums import add_sums, tensor_sums
 
 CLONE_NEWNET = 0x40000000
 RUN_ID = "chain"
+START_SECONDS = 180  # on a busy machine
 CHANGED_EVERY = 100  # with relay.delta=auto one word in so many changes
 
 
@@ -187,7 +188,7 @@ class ChainRun:
         self._shm = Path(tempfile.mkdtemp(prefix="laminar-chain-", dir="/dev/shm"))
         self.words = [
             "experiment=demo", f"run_dir={self.run_dir}", f"cluster.host={host}", f"relay.shm_dir={self._shm}",
-            "cluster.join_timeout_seconds=60", *words,
+            f"cluster.join_timeout_seconds={START_SECONDS}", *words,
         ]  # fmt: skip
         self._namespace = namespace
         self._context = multiprocessing.get_context("forkserver")
@@ -220,8 +221,8 @@ class ChainRun:
         """One publication more; returns when it is staged: (Ts, Tb) of the trainer's link, None while it has none."""
         self.step += 1
         self._commands.send(self.step)
-        if not self._commands.poll(60):
-            raise TimeoutError("the trainer's stand-in was blocked for 60 s")
+        if not self._commands.poll(START_SECONDS):
+            raise TimeoutError(f"the trainer's stand-in was blocked for {START_SECONDS} s")
         stall, link = self._commands.recv()
         self.stall = stall
         return link

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from chain_roles import ChainRun
+from chain_roles import START_SECONDS, ChainRun
 
 MEGABYTE = 1 << 20
 ANCHOR_EVERY = 4
-SOON = 20.0
+SOON = 40.0
 
 
 @pytest.fixture
@@ -28,13 +28,13 @@ def bytes_over_full(run: ChainRun) -> list[float]:
     return [line["bytes_over_full"] for line in lines if line["kind"] == "publish"]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_changes_anchors_a_death_and_a_late_comer(chain):
     """Every relay's slot has what was sent (else `wait` fails); a publication in ANCHOR_EVERY is full; who comes late gets the newest
     weights in full, from the relay before it, and then changes like the others; a new link to the master is begun with a full copy."""
     for _ in range(ANCHOR_EVERY + 2):
         chain.publish()
-        chain.wait([0, 1], chain.step, 60)
+        chain.wait([0, 1], chain.step, START_SECONDS)
     ratios = bytes_over_full(chain)[-ANCHOR_EVERY:]
     assert sorted(ratio < 0.03 for ratio in ratios) == [False] + [True] * (ANCHOR_EVERY - 1), ratios
     assert max(ratios) == 1.0

@@ -187,14 +187,19 @@ def test_200_steps_of_training_against_full_copies(rate: float, world: None, tmp
         expected = whole(policy)
         controller.wait_for(m.RelayHas, 2 * step + 2)
         assert controller.newest(1).step == step and slot_bytes(controller.newest(1)) == expected
-        learner.train(tiny.make_batch(seed=step), step, publisher.fence)
+        batch = tiny.make_batch(seed=step)
+        for trajectory in batch:
+            for tokens in (trajectory.prompt_tokens, trajectory.response_tokens):
+                tokens[:] = [token % policy.shape.vocab for token in tokens]
+        learner.train(batch, step, publisher.fence)
     publisher.close()
     controller.stop()
     told = controller.all(m.Published)
     assert len(told) == STEPS + 1 and all(p.bytes <= p.full_bytes + 64 for p in told)
     changed = [p.changed for p in told[1:]]
     in_full = [p.weight_id for p in told if p.bytes == p.full_bytes]
-    print(f"lr {rate}: changed {sum(changed) / STEPS:.4f}, bytes over full {sum(p.bytes for p in told) / sum(p.full_bytes for p in told):.4f}")
+    over_full = sum(p.bytes for p in told) / sum(p.full_bytes for p in told)
+    print(f"learning rate {rate}: changed {sum(changed) / STEPS:.4f} per step, bytes over full {over_full:.4f}")
     assert all(0 < fraction < 1 for fraction in changed) and in_full == list(range(0, STEPS + 1, 50))
 
 

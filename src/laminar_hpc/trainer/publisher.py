@@ -4,9 +4,9 @@
     publisher's thread              | id, then bucket by bucket: pack, send | tail: the last buckets, the sums |
 
 `publish` only hands over; the publisher's thread reads the live parameters into two buckets in turn, of relay.chunk_megabytes at most, on
-the sending device: one is packed while the other is on its way. `fence`, before the parameters change, waits until they are all read. With a
-relay that does not take them it waits relay.publish_timeout_seconds at most; then, or without a link, these weights are given up: skipping
-an id is legal, the next ones go out. Until the fence, a broken link's weights are sent again as soon as there is a new epoch.
+the sending device: one is packed while the other is on its way. `fence`, before the parameters change, waits until they are all read. With
+a relay that does not take them it waits relay.publish_timeout_seconds at most; then, or without a link, these weights are given up:
+skipping an id is legal, the next ones go out. Until the fence, a broken link's weights are sent again as soon as there is a new epoch.
 
 Every trainer rank that holds slices has such a thread. Rank 0's decides, and says by one word per bucket what the others do.
 Used by `trainer.loop` (publish, fence, close).
