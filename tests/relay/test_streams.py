@@ -1,4 +1,4 @@
-"""One publication over a real gloo link: as changes to whoever has the base, in full to whoever has not, refused when it is not what was sent."""
+"""One publication over a real gloo link: as changes to whoever has the base, in full to whoever has not, refused when it is damaged."""
 
 import contextlib
 import threading
