@@ -40,7 +40,7 @@ def test_changes_anchors_a_death_and_a_late_comer(chain):
     assert max(ratios) == 1.0
 
     chain.start_relay(2)
-    chain.wait([2], chain.step, SOON)
+    chain.wait([2], chain.step, START_SECONDS)
     assert chain.chains()[-1]["chain"] == [0, 1, 2]
     for _ in range(ANCHOR_EVERY):
         chain.publish()
