@@ -7,6 +7,7 @@
 the sending device: one is packed while the other is on its way. `fence`, before the parameters change, waits until they are all read. With
 a relay that does not take them it waits relay.publish_timeout_seconds at most; then, or without a link, these weights are given up:
 skipping an id is legal, the next ones go out. Until the fence, a broken link's weights are sent again as soon as there is a new epoch.
+With relay.delta=auto a bucket leaves as what changed in it, if the link's other end has what it changed from (weights/delta.py).
 
 Every trainer rank that holds slices has such a thread. Rank 0's decides, and says by one word per bucket what the others do.
 Used by `trainer.loop` (publish, fence, close).
@@ -16,6 +17,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -338,11 +340,11 @@ class Publisher:
     def _send_buckets(self, link: Link, live: Publication, chunk: int, as_changes: bool) -> list[tuple[int, int]]:
         """The live weights in buckets of `chunk` bytes, each packed while the other one is on its way; returns the sums of each tensor."""
         sums = [(0, 0)] * len(self._layout.tensors)
-        on_the_way: list[list[tuple[dist.Work, torch.Tensor]]] = []
+        on_the_way: deque[list[tuple[dist.Work, torch.Tensor]]] = deque()  # of the last two buckets
         self._exchange.word(-chunk)
         cut = chunks(self._layout, chunk)
         for number, parts in enumerate(cut):
-            for sent in on_the_way[number - 2] if number >= 2 else []:
+            for sent in on_the_way.popleft() if len(on_the_way) == 2 else []:
                 link.finish(*sent)
             self._exchange.word(number)
             bucket = self._buckets[number % 2][: min(chunk, self._bytes - number * chunk)]
@@ -362,7 +364,7 @@ class Publisher:
                     self._image.take(number * chunk, bucket, False)
             for part, both in zip(parts, taken, strict=True):
                 sums[part.tensor] = add_sums([sums[part.tensor], both])
-        for sent in [each for posted in on_the_way[-2:] for each in posted]:
+        for sent in [each for posted in on_the_way for each in posted]:
             link.finish(*sent)
         return sums
 
