@@ -50,6 +50,8 @@ from laminar_hpc.weights.sums import add_sums, tensor_sums
 
 CLONE_NEWNET = 0x40000000
 RUN_ID = "chain"
+START_SECONDS = 180  # on a busy machine
+CHANGED_EVERY = 100  # with relay.delta=auto one word in so many changes
 
 
 def enter(namespace: str | None) -> None:
@@ -92,10 +94,11 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
 
 
 class RandomModel:
-    """In the trainer's place: a few tensors whose bytes are others at every step; their sums go to sums/<step>.json."""
+    """In the trainer's place: a few tensors whose bytes are others at every step; their sums go to sums/<step>.json. With `every`, one
+    word in so many of them changes from one step to the next."""
 
-    def __init__(self, run_dir: Path, size: int) -> None:
-        self._sums = run_dir / "sums"
+    def __init__(self, run_dir: Path, size: int, every: int = 0) -> None:
+        self._sums, self._every = run_dir / "sums", every
         self._sums.mkdir(exist_ok=True)
         self.step = 0
         self.device, self.publishing, self.lanes = torch.device("cpu"), Exchange([0], 60.0), [Lane(0, 0, size // 4 * 4)]
@@ -107,11 +110,14 @@ class RandomModel:
 
     def pack(self, parts: Sequence[Part], bucket: torch.Tensor, lane: int) -> Callable[[], list[tuple[int, int]]]:
         """Bytes that follow from the step alone, and their sums; those of whole tensors go to sums/<step>.json with the last bucket."""
-        factor = np.uint32(np.random.default_rng(self.step).integers(1 << 31) | 1)
+        factor = np.uint32(2654435761 if self._every else np.random.default_rng(self.step).integers(1 << 31) | 1)
         for part in parts:
             words = bucket[part.offset : part.offset + 4 * (part.last - part.first)].numpy().view(np.uint32)
             np.multiply(np.arange(part.first, part.last, dtype=np.uint32), factor, out=words)
-            words += factor
+            if self._every:
+                words[-part.first % self._every :: self._every] += np.uint32(self.step)
+            else:
+                words += factor
         sums = [tensor_sums(bucket[p.offset : p.offset + 4 * (p.last - p.first)], p.first) for p in parts]
         if parts[0].tensor == parts[0].first == 0:
             self._whole = [(0, 0)] * len(self._shapes)
@@ -136,7 +142,7 @@ def trainer(words: list[str], size: int, commands: Connection, namespace: str | 
     redirect_output(run_dir, "trainer0")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    model = RandomModel(run_dir, size)
+    model = RandomModel(run_dir, size, CHANGED_EVERY if config.relay.delta == "auto" else 0)
     context = RoleContext(config, "trainer", 0, "trainer", run_dir, channel, channel.welcome, Trace(run_dir, "trainer", 0))
     publisher = Publisher(context, model)
     try:
@@ -187,7 +193,7 @@ class ChainRun:
         claim(self._shm)
         self.words = [
             "experiment=demo", f"run_dir={self.run_dir}", f"cluster.host={host}", f"relay.shm_dir={self._shm}",
-            "cluster.join_timeout_seconds=60", *words,
+            f"cluster.join_timeout_seconds={START_SECONDS}", *words,
         ]  # fmt: skip
         self._namespace = namespace
         self._context = multiprocessing.get_context("forkserver")
@@ -220,8 +226,8 @@ class ChainRun:
         """One publication more; returns when it is staged: (Ts, Tb) of the trainer's link, None while it has none."""
         self.step += 1
         self._commands.send(self.step)
-        if not self._commands.poll(60):
-            raise TimeoutError("the trainer's stand-in was blocked for 60 s")
+        if not self._commands.poll(START_SECONDS):
+            raise TimeoutError(f"the trainer's stand-in was blocked for {START_SECONDS} s")
         stall, link = self._commands.recv()
         self.stall = stall
         return link

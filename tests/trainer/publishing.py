@@ -171,3 +171,10 @@ def spoil(policy: object) -> None:
     with torch.no_grad():
         for parameter in policy.gpt.parameters():
             parameter += 1
+
+
+def scratch(policy: object, number: int) -> None:
+    """Changes one element of every parameter."""
+    with torch.no_grad():
+        for parameter in policy.gpt.parameters():
+            parameter.view(-1)[number] += 1

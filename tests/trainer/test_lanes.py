@@ -1,12 +1,13 @@
 """Any trainer layout through any number of lanes: each machine's slot has the canonical bytes, as many leave the trainers, to 1%, and a
 lane that fails leaves no half slot."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny
-from publishing import linked, slot_bytes, spoil, start, whole
+from publishing import linked, scratch, slot_bytes, spoil, start, whole
 from ranks import Ranks
 
 from laminar_hpc import messages as m
@@ -71,6 +72,38 @@ def test_a_lane_that_fails_holds_the_slot_back(world: None, tmp_path: Path) -> N
     slot = controller.wait_for_step(0, 2)
     assert slot_bytes(slot) == whole(policy) and slot.weight_id > max(has.weight_id for has in controller.all(m.RelayHas)[:2])
     assert [p.step for p in controller.wait_for(m.Published, 2)] == [1, 2]
+    publisher.close()
+    controller.stop()
+
+
+def test_changes_in_two_lanes(world: None, tmp_path: Path) -> None:
+    """On two machines, each lane down its own chain; a lane whose relay is a new one gets a full copy, the other one changes."""
+    model = tiny.make_model(tmp_path / "model", 3, **LARGE)
+    settings = {"relay__lanes": 2, "relay__delta": "auto", "relay__chunk_megabytes": 1, "relay__publish_timeout_seconds": 20.0}
+    policy = MegatronPolicy(tiny.make_config(model, model__dtype="bfloat16", **settings))
+    controller, publisher = start(policy.config, tmp_path, policy)
+    for index in range(4):
+        controller.add_relay(index)
+    controller.link(0, 2)
+    controller.link(1, 3)
+    linked(publisher)
+    for step in range(4):
+        if step == 3:
+            before = publisher._mine[1].link
+            controller.link(1, 3)
+            while publisher._mine[1].link in (None, before):
+                time.sleep(0.01)
+        publisher.publish(step)
+        expected = whole(policy)
+        for machine in (0, 1):
+            assert slot_bytes(controller.wait_for_step(machine, step)) == expected
+        publisher.fence()
+        scratch(policy, step)
+    first, *others, last = controller.wait_for(m.Published, 4)
+    assert first.changed is None and first.bytes == first.full_bytes > len(expected)
+    for told in others:
+        assert 0 < told.changed < 0.001 and told.bytes - (first.bytes - len(expected)) < 5000 and told.full_bytes == first.full_bytes
+    assert 0.45 < (last.bytes - others[0].bytes) / len(expected) < 0.55 and 0 < last.changed < 0.001
     publisher.close()
     controller.stop()
 

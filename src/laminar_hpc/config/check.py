@@ -41,6 +41,7 @@ class Derived:
     parameters: int
     publish_bytes: int
     slot_bytes: int  # all slots of a machine
+    delta_image_bytes: int  # in host memory of the trainer ranks that send, together
     trainer_gpu_memory_bytes: int  # estimates, see models.py
     rollout_gpu_memory_bytes: int
     kv_cache_tokens: int  # per replica
@@ -71,6 +72,7 @@ def derive(config: RunConfig) -> Derived:
         parameters=parameters,
         publish_bytes=publish,
         slot_bytes=0 if replay else publish * config.relay.slots,
+        delta_image_bytes=publish if config.relay.delta == "auto" and not replay else 0,
         trainer_gpu_memory_bytes=trainer_bytes(model, width, t) + (0 if replay else _staging_bytes(config, trainers, publish)),
         rollout_gpu_memory_bytes=0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens),
         kv_cache_tokens=r.kv_cache_tokens,
@@ -199,6 +201,7 @@ def _check_choices(config: RunConfig) -> None:
         "rollout.engine": (config.rollout.engine, ("sglang", "emulated")),
         "data.too_long": (config.data.too_long, ("refuse", "drop")),
         "relay.publish": (config.relay.publish, ("overlapped", "blocking")),
+        "relay.delta": (config.relay.delta, ("off", "auto")),
         "algorithm.zero_variance": (config.algorithm.zero_variance, ("keep", "filter", "estimate")),
         "observability.wandb": (config.observability.wandb, ("off", "offline", "online")),
     }
@@ -239,6 +242,7 @@ def _check_numbers(config: RunConfig, model: dict) -> None:
         config.relay.lanes > 1 and config.relay.slots < 3,
         f"relay.slots={config.relay.slots}: relay.lanes={config.relay.lanes} needs at least 3, as lanes may be on two ids at a time",
     )
+    _refuse(config.relay.anchor_every < 1, f"relay.anchor_every={config.relay.anchor_every}: must be at least 1, which sends all in full")
     bound = config.pipeline.max_staleness
     _refuse(bound is not None and bound < 0, f"pipeline.max_staleness={bound}: must be 0 or more, or null for no bound")
     _check_pipeline(config)

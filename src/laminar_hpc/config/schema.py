@@ -113,6 +113,8 @@ class RelayConfig:
     publish: str = "overlapped"  # the trainer goes on while its weights are read, until the next update; blocking: it stands still
     chunk_megabytes: int = 64
     publish_timeout_seconds: float = 60.0
+    delta: str = "off"  # auto: send what changed where that is less; those who send keep a copy of the weights in host memory for it
+    anchor_every: int = 20
     threads: int = 1
 
 

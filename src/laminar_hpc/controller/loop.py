@@ -281,7 +281,8 @@ class Controller:
     def on_Published(self, member: Member, p: m.Published) -> None:
         self.metrics.write(
             "publish", weight_id=p.weight_id, step=p.step, stall_seconds=p.stall_seconds, probe_seconds=p.probe_seconds,
-            seconds=p.seconds, bytes=p.bytes,
+            seconds=p.seconds, bytes=p.bytes, changed_fraction=p.changed,
+            bytes_over_full=p.bytes / p.full_bytes if p.full_bytes else None,
         )  # fmt: skip
         self.compare_probe(p.weight_id, p.step, "trainer", p.probe_logprobs)
 

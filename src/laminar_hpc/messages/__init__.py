@@ -385,6 +385,8 @@ class Published(Message):
     bytes: int  # that left for relays, layout and sums included
     probe_logprobs: list[float]
     time: float
+    full_bytes: int = 0  # that would have left in full
+    changed: float | None = None  # fraction of elements, with relay.delta=auto and an id before
 
 
 class Checkpointed(Message):

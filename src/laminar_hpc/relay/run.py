@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from laminar_hpc import messages as m
@@ -19,7 +20,7 @@ from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import MEET_SECONDS, Link, LinkBroken, host_store, own_address, reach_store
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.relay.chain import Stream, SumsDiffer, receive_stream
+from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream
 from laminar_hpc.relay.ends import Receiver, Sender
 from laminar_hpc.weights.lane_slots import LaneWriter, SlotsBusy
 from laminar_hpc.weights.manifest import Manifest
@@ -70,6 +71,7 @@ class Relay:
         self._downstream: Sender | None = None
         self._lock = threading.Lock()  # of the next line, and of the slot that is written with it
         self._arriving: Stream | None = None
+        self._base_slot: int | None = None  # kept while what arrives is put on top of it
         self._wrong = 0
 
     # ---- called by the main thread ---------------------------------------------------------------------------------------------
@@ -140,8 +142,15 @@ class Relay:
         with self._lock:
             if self._arriving is not None:
                 self._arriving.broke(why)
-                self._arriving = None
-                self._writer.abandon()
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """With the lock: of the slot that is written, and of the one that it is made from."""
+        self._arriving = None
+        self._writer.abandon()
+        if self._base_slot is not None:
+            self._writer.release(self._base_slot)
+            self._base_slot = None
 
     # ---- called by the links' threads ------------------------------------------------------------------------------------------
 
@@ -158,13 +167,22 @@ class Relay:
 
     def _receive(self, link: Link) -> None:
         """One publication, from its header to RelayHas. Raises LaminarError when what comes is again and again not what was sent."""
-        manifest, chunk = decode_header(link.receive_bytes(idle_seconds=_IDLE_SECONDS))
+        manifest, chunk, base_id = decode_header(link.receive_bytes(idle_seconds=_IDLE_SECONDS))
         started = time.time()
         with self._lock:
+            if link.closed:
+                raise LinkBroken(f"the link to {link.peer} was replaced")
             try:
+                base = self._base(manifest, base_id)
                 stream = self._arriving = self._begin(manifest, chunk)
-            except SlotsBusy as error:
-                raise LinkBroken(str(error)) from None
+            except LaminarError as error:
+                self._let_go()
+                if isinstance(error, SlotsBusy):
+                    raise LinkBroken(str(error)) from None
+                raise
+            if base is not None:
+                stream.changes = Changes(base_id, torch.from_numpy(base)[: manifest.data_bytes])
+            self._pass_on(stream)
         try:
             receive_stream(link, stream)
             with self._lock:
@@ -180,16 +198,26 @@ class Relay:
         finally:
             with self._lock:
                 if self._arriving is stream:
-                    self._arriving = None
-                    self._writer.abandon()
+                    self._let_go()
         now = time.time()
         self._context.trace.record("relay", started, now, weight_id=manifest.weight_id, bytes=manifest.data_bytes)
         self._context.channel.send(
             m.RelayHas(manifest.weight_id, manifest.step, manifest.data_bytes, now - started, now, stream.passed_on, complete)
         )
 
+    def _base(self, manifest: Manifest, base_id: int) -> np.ndarray | None:
+        """The bytes that the changes to come are to, in a slot kept until `_let_go`; None for a stream in full. Raises LinkBroken without
+        them: the relay before, or the trainer, sends in full over the next link."""
+        if base_id < 0:
+            return None
+        base = self._writer.keep(base_id)
+        if base is None:
+            raise LinkBroken(f"weight id {manifest.weight_id} came as changes to weight id {base_id}, which is not here: it is due in full")
+        self._base_slot, data = base
+        return data
+
     def _begin(self, manifest: Manifest, chunk: int) -> Stream:
-        """A slot to receive into, which goes on downstream as it fills."""
+        """A slot to receive into."""
         sender = self._downstream
         try:
             data = self._writer.begin(manifest)
@@ -198,9 +226,11 @@ class Relay:
                 raise
             sender.break_off(f"it is more than {self._writer.count - 2} publications behind")
             data = self._writer.begin(manifest)
-        slot = self._writer.keep_held() if sender is not None else 0
-        stream = Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], chunk, slot)
+        return Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], chunk)
+
+    def _pass_on(self, stream: Stream) -> None:
+        """Goes on downstream as it comes."""
+        sender = self._downstream
         if sender is not None:
-            stream.passed_on = sender.epoch
+            stream.slot, stream.passed_on = self._writer.keep_held(), sender.epoch
             sender.put(stream)
-        return stream

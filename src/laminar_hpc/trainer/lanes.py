@@ -1,4 +1,5 @@
-"""One lane's way out of the trainer: the link to the first relay of its chain, and two buckets that are filled and sent in turn.
+"""One lane's way out of the trainer: the link to the first relay of its chain, and two buckets that are filled and sent in turn; with
+relay.delta=auto as what changed in them, if the link's other end has what it changed from (weights/delta.py).
 
 Used by the publisher's thread of the rank that sends the lane. A link that breaks is reported, and the lane says no more until there is
 another one; the other lanes go on.
@@ -7,6 +8,7 @@ another one; the other lanes go on.
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,6 +18,7 @@ from laminar_hpc import messages as m
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link, LinkBroken, host_store, own_address
 from laminar_hpc.trainer.canonical import TensorSums
+from laminar_hpc.weights.delta import Image, unit_bytes
 from laminar_hpc.weights.lanes import Lane, lane_chunks, lane_manifest, lane_sums
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.stream import Part, encode_header, encode_sums
@@ -27,7 +30,7 @@ log = logging.getLogger(__name__)
 class LaneSender:
     """A publication is `begin`, then `bucket` and `post` for each chunk in order, then `end`; after a LinkBroken they do nothing."""
 
-    def __init__(self, context: RoleContext, lane: Lane, number: int, device: torch.device, seconds: float) -> None:
+    def __init__(self, context: RoleContext, lane: Lane, number: int, whole: Manifest, device: torch.device, seconds: float) -> None:
         self.number, self.link = number, None
         self._context, self._lane, self._device, self._seconds = context, lane, device, seconds
         self._address = own_address(context.config.cluster.host)
@@ -35,11 +38,15 @@ class LaneSender:
         size = min(context.config.relay.chunk_megabytes << 20, self.nbytes)
         self._buckets = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         log.info("lane %d: two staging buckets of %.1f MB on %s", number, size / 1e6, device)
-        self._epoch = 0
-        self._on_the_way: list[tuple[dist.Work, torch.Tensor]] = []
+        self.image: Image | None = None  # of what was published last
+        if context.config.relay.delta == "auto":
+            self.image = Image(self.nbytes, unit_bytes(whole), device, context.config.relay.anchor_every)
+        self._epoch, self._base_id = 0, -1
+        self._on_the_way: deque[list[tuple[dist.Work, torch.Tensor]]] = deque()  # of the last two buckets
         self._watch = contextlib.ExitStack()
         self.sent = False  # the publication, whole
-        self.bytes_sent = 0  # of the publication, layout and sums included
+        self.bytes_sent = self.full_bytes = 0  # of the publication, layout and sums included; and what it would have been in full
+        self.bytes_changed = (False, 0)  # whether that is known, and those of changed elements
 
     link: Link | None
 
@@ -68,12 +75,14 @@ class LaneSender:
         """The link is closed as soon as `given_up()` holds."""
         self._manifest = lane_manifest(whole, self._lane.begin, self._lane.end)
         self._chunk, self._number, self._began = chunk, 0, time.monotonic()
-        self._on_the_way, self._sums = [], dict[int, tuple[int, int]]()
-        self.sent, self.bytes_sent = False, 0
+        self._sums, self._data_bytes = dict[int, tuple[int, int]](), 0
+        self._on_the_way.clear()
+        self.sent, self.bytes_sent, self.full_bytes, self.bytes_changed = False, 0, 0, (False, 0)
         if self.link is not None:
             self._watch.enter_context(self.link.closed_when(given_up))
+            self._base_id = self.image.begin(self.link.weight_id) if self.image is not None else -1
             with self._careful(self.link) as link:
-                link.send_bytes(encode_header(self._manifest, chunk))
+                link.send_bytes(encode_header(self._manifest, chunk, self._base_id))
 
     def chunks(self) -> list[list[Part]]:
         return lane_chunks(self._manifest, self._chunk)
@@ -81,9 +90,10 @@ class LaneSender:
     def bucket(self) -> torch.Tensor:
         """To be filled with the next chunk, once what it held has left."""
         number, self._number = self._number, self._number + 1
-        if number >= 2 and self.link is not None:
+        if len(self._on_the_way) == 2 and self.link is not None:
             with self._careful(self.link) as link:
-                link.finish(*self._on_the_way[number - 2])
+                for sent in self._on_the_way.popleft():
+                    link.finish(*sent)
         return self._buckets[number % 2][: min(self._chunk, self.nbytes - number * self._chunk)]
 
     def post(self, bucket: torch.Tensor, parts: Sequence[Part], read: TensorSums) -> None:
@@ -93,20 +103,41 @@ class LaneSender:
         if self.link is None:
             return
         with self._careful(self.link) as link:
-            self._on_the_way.append((link.post_send(bucket), bucket))
-            for part, both in zip(parts, read(), strict=True):
+            self._on_the_way.append(posted := [])
+            if self.image is not None and self._base_id >= 0:
+                taken = read()  # while the bucket is whole
+                for each in self.image.take(self._first(), bucket, True) or ():
+                    posted.append((link.post_send(each), each))
+            else:
+                posted.append((link.post_send(bucket), bucket))
+                taken = read()
+                if self.image is not None:
+                    self.image.take(self._first(), bucket, False)
+            self._data_bytes += sum(each.nbytes for _, each in posted)
+            for part, both in zip(parts, taken, strict=True):
                 self._sums[part.tensor] = add_sums([self._sums.get(part.tensor, (0, 0)), both])
 
     def end(self) -> None:
         """The last buckets leave, and the sums behind them."""
         if self.link is not None:
             with self._careful(self.link) as link:
-                for sent in self._on_the_way[-2:]:
+                for sent in [each for posted in self._on_the_way for each in posted]:
                     link.finish(*sent)
                 link.send_bytes(encode_sums(lane_sums(self._manifest, self._sums)))
-                link.sent(self.nbytes, len(self._on_the_way), time.monotonic() - self._began)
+                link.weight_id = self._manifest.weight_id
+                if self.image is not None:
+                    changed = self.image.complete(self._manifest.weight_id)
+                    self.bytes_changed = (changed is not None, round((changed or 0.0) * self.nbytes))
+                if self._base_id < 0:  # else the pace was that of comparing
+                    link.sent(self.nbytes, self._number, time.monotonic() - self._began)
                 self.sent = True
+        self.full_bytes = self.bytes_sent + self.nbytes - self._data_bytes
+        self._on_the_way.clear()
         self._watch.close()
+
+    def _first(self) -> int:
+        """Where in the lane the bucket begins that `bucket` gave last."""
+        return (self._number - 1) * self._chunk
 
     def close(self) -> None:
         self._watch.close()

@@ -89,8 +89,11 @@ class Publisher:
         if not self._holder:
             return
         self._most = self._config.relay.chunk_megabytes << 20
+        whole = layout(model.canonical_metadata(), 0, 0)
         self._mine = [
-            LaneSender(context, lane, number, model.device, self._seconds) for number, lane in enumerate(model.lanes) if lane.sender == rank
+            LaneSender(context, lane, number, whole, model.device, self._seconds)
+            for number, lane in enumerate(model.lanes)
+            if lane.sender == rank
         ]
         self._proposed: dict[int, m.EpochProposed] = {}  # by lane, the newest that is not followed yet
         self._proposals = threading.Lock()
@@ -304,15 +307,16 @@ class Publisher:
             bucket = mine[lane].bucket()
             mine[lane].post(bucket, cut[number], self._model.pack(cut[number], bucket, lane))
 
-    def _end(self) -> tuple[bool, int]:
-        """Whether all lanes of all ranks have sent all, and the bytes that left for relays."""
+    def _end(self) -> tuple[bool, int, int, float | None]:
+        """Of all lanes of all ranks: whether all is sent, the bytes that left for relays, those that would have left in full, and the
+        fraction of elements that changed, None if that is not known of all."""
         for lane in self._mine:
             lane.end()
-        sent, count = all(lane.sent for lane in self._mine), sum(lane.bytes_sent for lane in self._mine)
-        if not self._shared:
-            return sent, count
-        said = self._exchange.all_say([sent, count])
-        return all(good for good, _ in said), sum(bytes_sent for _, bytes_sent in said)
+        mine = [[lane.sent, lane.bytes_sent, lane.full_bytes, *lane.bytes_changed] for lane in self._mine]
+        said = self._exchange.all_say([sum(each) for each in zip(*mine, strict=True)] or [0] * 5) if self._shared else mine
+        sent, count, full, known, changed = (sum(each) for each in zip(*said, strict=True))
+        lanes = self._model.lanes
+        return sent == len(lanes), count, full, changed / lanes[-1].end if known == len(lanes) else None
 
     # ---- rank 0 ----------------------------------------------------------------------------------------------------------------
 
@@ -385,13 +389,15 @@ class Publisher:
             self._pack(number)
             if number == buckets - 1:
                 self._all_read(live)
-        sent, count = self._end()
+        sent, count, full, changed = self._end()
         if not sent:
             return
         now = time.time()
         self._context.trace.record("send", started, now, step=live.step, weight_id=answer.weight_id)
         channel.send(
-            m.Published(answer.weight_id, live.step, live.stall_seconds, live.probe_seconds, now - started, count, live.probe, now)
+            m.Published(
+                answer.weight_id, live.step, live.stall_seconds, live.probe_seconds, now - started, count, live.probe, now, full, changed
+            )
         )
         self.weight_id = answer.weight_id
         with self._changed:

@@ -162,6 +162,16 @@ class LaneWriter(SlotWriter):
             data = self._allocate(index, part.whole or part)
         return index, part, data[part.begin : part.begin + part.data_bytes]
 
+    def keep(self, weight_id: int) -> tuple[int, np.ndarray] | None:
+        """As SlotWriter's, of a slot whose part of this lane is complete."""
+        with self._turn():
+            for index in range(self.count):
+                part = self._file_manifest(index, self._part)
+                if part is not None and part.weight_id == weight_id:
+                    self._keep(index)
+                    return index, self._allocate(index, part.whole or part)[part.begin : part.begin + part.data_bytes]
+        return None
+
     def _keep(self, index: int) -> None:
         descriptor = self._locked_slot(index, fcntl.LOCK_SH)
         assert descriptor is not None, "only a relay in its turn locks a slot for itself"

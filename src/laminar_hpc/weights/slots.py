@@ -189,6 +189,15 @@ class SlotWriter:
             self._kept.append(index)
             return index, manifest, self._maps[index][1]
 
+    def keep(self, weight_id: int) -> tuple[int, np.ndarray] | None:
+        """(slot, data bytes) of the complete one with these weights, kept like that; None where there is none."""
+        with self._lock:
+            index = next((index for index in self._maps if self._weight_id(index) == weight_id), None)
+            if index is None:
+                return None
+            self._kept.append(index)
+            return index, self._maps[index][1]
+
     def release(self, index: int) -> None:
         with self._lock:
             self._kept.remove(index)
