@@ -168,10 +168,11 @@ def published_in_lanes(model: str, settings: dict, folder: str, steps: int = 2) 
             engine_shards.load(slot, 1 + machine)
         dist.barrier()
     publisher.close()
-    count = [p.bytes for p in controller.wait_for(m.Published, steps)] if rank == 0 else []
+    told = controller.wait_for(m.Published, steps) if rank == 0 else []
     dist.barrier()
     controller.stop()
     return {
-        "bytes": count, "size": len(expected), "senders": [lane.sender for lane in policy.lanes],
+        "bytes": [p.bytes for p in told], "changed": [p.changed for p in told], "full": [p.full_bytes for p in told],
+        "size": len(expected), "senders": [lane.sender for lane in policy.lanes],
         "lanes": [lane.end - lane.begin for lane in policy.lanes], "gathered": policy._canonical.gathered_bytes,
     }  # fmt: skip

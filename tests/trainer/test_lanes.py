@@ -25,15 +25,15 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-def check(ranks: Ranks, layout: str, lanes: int, folder: Path) -> dict:
+def check(ranks: Ranks, layout: str, lanes: int, folder: Path, **more: object) -> dict:
     tensor, pipeline, data = TRAINERS[layout]
     model = tiny.make_model(folder / "model", 3, **LARGE)
     settings = {
         "trainer__tensor_parallel": tensor, "trainer__pipeline_parallel": pipeline, "trainer__data_parallel": data,
-        "relay__chunk_megabytes": 1, "relay__lanes": lanes, "relay__publish_timeout_seconds": 30.0,
+        "relay__chunk_megabytes": 1, "relay__lanes": lanes, "relay__publish_timeout_seconds": 30.0, **more,
     }  # fmt: skip
     told = ranks.run(tensor * pipeline * data, "cases:published_in_lanes", model=str(model), settings=settings, folder=str(folder))[0]
-    assert all(told["size"] <= left <= 1.01 * told["size"] for left in told["bytes"]), told
+    assert all(told["size"] <= left <= 1.01 * told["size"] for left in told["full"]), told
     assert sum(told["lanes"]) == told["size"] and max(told["lanes"]) <= 1.25 * told["size"] / lanes
     print(layout, lanes, told)
     return told
@@ -43,6 +43,15 @@ def test_two_lanes_of_two_tensor_parallel_ranks(ranks: Ranks, tmp_path: Path) ->
     """Each rank sends one lane and gathers about half of it; the slots of both machines are committed when both lanes are there."""
     told = check(ranks, "tp2", 2, tmp_path)
     assert told["senders"] == [0, 1] and sum(told["gathered"]) < 0.51 * told["size"]
+    assert told["bytes"] == told["full"] and told["changed"] == [None, None]
+
+
+def test_changes_from_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """An update of the size of the last bit changes a part of the weights; each rank compares its lane, and rank 0 tells of both."""
+    told = check(ranks, "tp2", 2, tmp_path, relay__delta="auto", optimizer__lr=1e-9)
+    (none, changed), (first, second) = told["changed"], told["bytes"]
+    assert told["senders"] == [0, 1] and none is None and 0 < changed < 0.9 and first == told["full"][0]
+    assert second - (first - told["size"]) < (changed + 0.04) * told["size"]
 
 
 def test_a_lane_that_fails_holds_the_slot_back(world: None, tmp_path: Path) -> None:
