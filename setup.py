@@ -118,7 +118,8 @@ migration = Extension(
 
 sums = Extension(
     "laminar_hpc._sums",
-    sources=["csrc/sums.cpp"],
+    sources=["csrc/sums.cpp", "csrc/delta.cpp"],
+    depends=["csrc/delta.h"],
     language="c++",
     py_limited_api=True,
     extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-g0"],

@@ -43,12 +43,15 @@ from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.trainer.exchange import Exchange
 from laminar_hpc.trainer.publisher import Publisher
+from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 from laminar_hpc.weights.stream import Part
 from laminar_hpc.weights.sums import add_sums, tensor_sums
 
 CLONE_NEWNET = 0x40000000
 RUN_ID = "chain"
+START_SECONDS = 180  # on a busy machine
+CHANGED_EVERY = 100  # with relay.delta=auto one word in so many changes
 
 
 def enter(namespace: str | None) -> None:
@@ -79,8 +82,8 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
     chains = jsonl.Appender(run_dir / "chains.jsonl")
     while not (run_dir / "stop").exists():
         loop.turn()
-        if loop.chain.order != chain:
-            chain = loop.chain.order
+        if loop.chains[0].order != chain:
+            chain = loop.chains[0].order
             chains.write({"time": time.time(), "chain": chain})
     loop.tell_all_to_leave("done")
     until = time.monotonic() + 5
@@ -91,26 +94,30 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
 
 
 class RandomModel:
-    """In the trainer's place: a few tensors whose bytes are others at every step; their sums go to sums/<step>.json."""
+    """In the trainer's place: a few tensors whose bytes are others at every step; their sums go to sums/<step>.json. With `every`, one
+    word in so many of them changes from one step to the next."""
 
-    def __init__(self, run_dir: Path, size: int) -> None:
-        self._sums = run_dir / "sums"
+    def __init__(self, run_dir: Path, size: int, every: int = 0) -> None:
+        self._sums, self._every = run_dir / "sums", every
         self._sums.mkdir(exist_ok=True)
         self.step = 0
-        self.device, self.publishing = torch.device("cpu"), Exchange([0], 60.0)
+        self.device, self.publishing, self.lanes = torch.device("cpu"), Exchange([0], 60.0), [Lane(0, 0, size // 4 * 4)]
         rest = size // 4 - 1003 - 2 * (size // 12)
         self._shapes = [("a", (size // 12,)), ("odd", (17, 59)), ("b", (size // 12,)), ("c", (rest,))]
 
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         return [(name, shape, torch.float32) for name, shape in self._shapes]
 
-    def pack(self, parts: Sequence[Part], bucket: torch.Tensor) -> Callable[[], list[tuple[int, int]]]:
+    def pack(self, parts: Sequence[Part], bucket: torch.Tensor, lane: int) -> Callable[[], list[tuple[int, int]]]:
         """Bytes that follow from the step alone, and their sums; those of whole tensors go to sums/<step>.json with the last bucket."""
-        factor = np.uint32(np.random.default_rng(self.step).integers(1 << 31) | 1)
+        factor = np.uint32(2654435761 if self._every else np.random.default_rng(self.step).integers(1 << 31) | 1)
         for part in parts:
             words = bucket[part.offset : part.offset + 4 * (part.last - part.first)].numpy().view(np.uint32)
             np.multiply(np.arange(part.first, part.last, dtype=np.uint32), factor, out=words)
-            words += factor
+            if self._every:
+                words[-part.first % self._every :: self._every] += np.uint32(self.step)
+            else:
+                words += factor
         sums = [tensor_sums(bucket[p.offset : p.offset + 4 * (p.last - p.first)], p.first) for p in parts]
         if parts[0].tensor == parts[0].first == 0:
             self._whole = [(0, 0)] * len(self._shapes)
@@ -135,7 +142,7 @@ def trainer(words: list[str], size: int, commands: Connection, namespace: str | 
     redirect_output(run_dir, "trainer0")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    model = RandomModel(run_dir, size)
+    model = RandomModel(run_dir, size, CHANGED_EVERY if config.relay.delta == "auto" else 0)
     context = RoleContext(config, "trainer", 0, "trainer", run_dir, channel, channel.welcome, Trace(run_dir, "trainer", 0))
     publisher = Publisher(context, model)
     try:
@@ -147,7 +154,7 @@ def trainer(words: list[str], size: int, commands: Connection, namespace: str | 
             began = time.monotonic()
             publisher.publish(step)
             stall = time.monotonic() - began
-            link = publisher._link
+            link = publisher._mine[0].link
             commands.send((stall, (link.start_seconds, link.seconds_per_byte) if link else None))
     except (StopReceived, EOFError):
         pass
@@ -186,7 +193,7 @@ class ChainRun:
         claim(self._shm)
         self.words = [
             "experiment=demo", f"run_dir={self.run_dir}", f"cluster.host={host}", f"relay.shm_dir={self._shm}",
-            "cluster.join_timeout_seconds=60", *words,
+            f"cluster.join_timeout_seconds={START_SECONDS}", *words,
         ]  # fmt: skip
         self._namespace = namespace
         self._context = multiprocessing.get_context("forkserver")
@@ -219,8 +226,8 @@ class ChainRun:
         """One publication more; returns when it is staged: (Ts, Tb) of the trainer's link, None while it has none."""
         self.step += 1
         self._commands.send(self.step)
-        if not self._commands.poll(60):
-            raise TimeoutError("the trainer's stand-in was blocked for 60 s")
+        if not self._commands.poll(START_SECONDS):
+            raise TimeoutError(f"the trainer's stand-in was blocked for {START_SECONDS} s")
         stall, link = self._commands.recv()
         self.stall = stall
         return link

@@ -126,7 +126,7 @@ def host(namespace: str, address: str, children: int, chunk: int, size: int, pip
                 sender.put(Stream(manifest, memory, chunk, complete=True))
 
     def receive(upstream: Link) -> None:
-        manifest, size_of_chunk = decode_header(upstream.receive_bytes(idle_seconds=SECONDS * 10))
+        manifest, size_of_chunk, _ = decode_header(upstream.receive_bytes(idle_seconds=SECONDS * 10))
         stream = Stream(manifest, memory, size_of_chunk)
         for sender in senders:
             sender.put(stream)

@@ -1,11 +1,14 @@
 // Python's view: laminar_hpc._sums, on the limited API of 3.11: copies whose check sums (weights/sums.py) are made on the way, in one pass
-// over memory. Called by weights/native.py, which checks shapes; addresses are taken as they are. The interpreter is released.
+// over memory, and what changed between two images (delta.h). Called by kernels/host.py, weights/sums.py and weights/delta.py, which check
+// shapes; addresses are taken as they are. The interpreter is released.
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+
+#include "delta.h"
 
 namespace {
 
@@ -88,7 +91,51 @@ PyObject* py_move(PyObject*, PyObject* args) {
   return Py_BuildValue("KK", static_cast<unsigned long long>(sums.words), static_cast<unsigned long long>(sums.indexed));
 }
 
+template <typename T>
+T* address(unsigned long long number) {
+  return reinterpret_cast<T*>(number);
+}
+
+PyObject* py_encode(PyObject*, PyObject* args) {
+  unsigned long long fresh, image, mask, counts, offsets;
+  long long units, unit_bytes, most, most_offsets;
+  if (!PyArg_ParseTuple(args, "KKLLKKKLL", &fresh, &image, &units, &unit_bytes, &mask, &counts, &offsets, &most, &most_offsets)) {
+    return nullptr;
+  }
+  if (units < 0 || (unit_bytes != 2 && unit_bytes != 4) || fresh % unit_bytes || image % unit_bytes) {
+    PyErr_SetString(PyExc_ValueError, "units of 2 or 4 bytes at addresses of whole units are needed");
+    return nullptr;
+  }
+  PyThreadState* state = PyEval_SaveThread();
+  const int64_t changed = laminar_delta::encode(address<uint8_t>(fresh), address<uint8_t>(image), units, unit_bytes, address<uint32_t>(mask),
+                                                address<uint32_t>(counts), address<uint16_t>(offsets), most, most_offsets);
+  PyEval_RestoreThread(state);
+  return PyLong_FromLongLong(changed);
+}
+
+PyObject* py_apply(PyObject*, PyObject* args) {
+  unsigned long long base, target, values, mask, counts, offsets;
+  long long units, unit_bytes, changed;
+  if (!PyArg_ParseTuple(args, "KKLLKLKKK", &base, &target, &units, &unit_bytes, &values, &changed, &mask, &counts, &offsets)) {
+    return nullptr;
+  }
+  if (units < 0 || (unit_bytes != 2 && unit_bytes != 4) || base % unit_bytes || target % unit_bytes) {
+    PyErr_SetString(PyExc_ValueError, "units of 2 or 4 bytes at addresses of whole units are needed");
+    return nullptr;
+  }
+  PyThreadState* state = PyEval_SaveThread();
+  const bool fits =
+      laminar_delta::apply(address<const uint8_t>(base), address<uint8_t>(target), units, unit_bytes, address<const uint8_t>(values), changed,
+                           address<const uint32_t>(mask), address<const uint32_t>(counts), address<const uint16_t>(offsets));
+  PyEval_RestoreThread(state);
+  return PyBool_FromLong(fits);
+}
+
 PyMethodDef kMethods[] = {
+    {"encode", py_encode, METH_VARARGS,
+     "encode(fresh, image, units, unit_bytes, mask, counts, offsets, most, most_offsets) -> changed units"},
+    {"apply", py_apply, METH_VARARGS,
+     "apply(base, target, units, unit_bytes, values, changed, mask or 0, counts or 0, offsets or 0) -> whether they fit"},
     {"move", py_move, METH_VARARGS, "move(to or 0, to_stride, from, from_stride, rows, row_words, index_stride) -> (words, indexed)"},
     {nullptr, nullptr, 0, nullptr},
 };

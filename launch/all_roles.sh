@@ -2,7 +2,8 @@
 # launch/all_roles.sh RUN_DIR [overrides]   Starts all four roles of a run on this machine, a torchrun each.
 #
 # Example: launch/all_roles.sh runs/demo experiment=demo
-# TRAINERS and ROLLOUTS are the numbers of processes (default 1 and 1), as trainer.data_parallel and rollout.replicas say.
+# TRAINERS, ROLLOUTS and LANES are the numbers of processes (default 1 each), as trainer.data_parallel, rollout.replicas and
+# relay.lanes say.
 # Ctrl-C and TERM become `laminar stop`: the step is finished, a checkpoint written, and the exit code is 0. A second one
 # ends the torchruns at once. A relay or rollout that dies is named and may be started again by its own script; without
 # its controller or trainer the run is stopped. The exit code is 1 if any role failed.

@@ -47,11 +47,17 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
         int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
     )
     first = rank // per_node * per_node
+    lanes = max(1, config.relay.lanes)
     if config.role != "all":
+        if config.role == "relay" and (per_node != lanes or config.first_index % lanes):
+            raise LaminarError(
+                f"relay.lanes={lanes}: start the relays of a machine in one torchrun, with --nproc-per-node={lanes} (not {per_node}) and "
+                f"a first_index that is a multiple of it (not {config.first_index})"
+            )
         here = [RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)]
-        return here[rank - first], here, 1
+        return here[rank - first], here, lanes
     derived = derive(config)
-    roles = assign_roles(derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node)
+    roles = assign_roles(derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node, lanes)
     return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
 
 

@@ -39,7 +39,7 @@ def train(arguments: list[str]) -> int:
         raise LaminarError(
             "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the scripts in launch/ do"
         )
-    here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size)
+    here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes)
     for mine in here:
         devices_of(config, here, mine, len(present()))
     return run_torchrun(config, arguments, derived.world_size)

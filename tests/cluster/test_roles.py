@@ -23,7 +23,15 @@ def test_each_machine_with_rollouts_has_its_relay():
     assert [r.role for r in roles[:4]] == ["trainer", "controller", "relay", "rollout"]
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, 3), (2, 1, 1, 4), (1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 1, 5)])
+def test_each_machine_with_rollouts_has_a_relay_for_every_lane():
+    """Relay number i is lane i modulo the lanes of its machine."""
+    assert names(1, 1, 1, 5, 2) == ["trainer0", "controller0", "relay0", "relay1", "rollout0"]
+    on_two = names(2, 5, 2, 6, 2)
+    assert on_two[3:6] == ["relay0", "relay1", "rollout0"]
+    assert on_two[6:] == ["relay2", "relay3", "rollout1", "rollout2", "rollout3", "rollout4"]
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 4, 2), (1, 2, 1, 5, 2), (1, 1, 1, 3), (2, 1, 1, 4), (1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 1, 5)])
 def test_wrong_worlds_are_refused_with_the_right_size(layout):
     with pytest.raises(LaminarError, match=r"does not fit .* start \d+ ranks"):
         assign_roles(*layout)

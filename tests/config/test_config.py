@@ -118,6 +118,10 @@ def test_derived_quantities(words):
     derived = check(load_config([*words, "rollout.replicas=3", "trainer.data_parallel=2"]))
     assert (derived.trainer_ranks, derived.rollout_ranks, derived.world_size) == (2, 3, 7)
     assert derived.trajectories_per_step == 256 and derived.trajectories_per_update == 128 and derived.local_batch_groups == 11
+    with_lanes = check(load_config([*words, "rollout.replicas=3", "relay.lanes=2"]))
+    assert (with_lanes.relay_ranks_per_machine, with_lanes.world_size) == (2, 7)
+    with pytest.raises(LaminarError, match=r"relay.lanes=2 needs at least 3"):
+        check(load_config([*words, "relay.lanes=2", "relay.slots=2"]))
     assert derived.publish_bytes == 4 * derived.parameters and derived.slot_bytes == 3 * derived.publish_bytes
 
 
@@ -203,6 +207,8 @@ BAD = [
     ("pipeline=stream algorithm.prompts_per_step=33", "divisible by algorithm.minibatches_per_step"),
     ("source=replay:/nowhere", "no store.sqlite"),
     ("resume=maybe", "use one of auto, never"),
+    ("relay.lanes=0", "must be at least 1"),
+    ("relay.lanes=100", "too small for lanes of at least 65536 bytes each; lower it"),
 ]
 
 

@@ -56,6 +56,18 @@ def test_the_first_chain_waits_for_all_relays_and_the_trainer():
     assert proposals(chain.update({0: 1.9, 1: 1.9}, True, 2.0)) == [(TRAINER, 0), (0, 1)]
 
 
+def test_an_epoch_tells_its_lane():
+    """So trainer and relays need not be told which lane a link is of; each lane's chain is on its own."""
+    for lane in range(3):
+        chain = Chain(2, lane, 3)
+        for machine in range(2):
+            chain.came(3 * machine + lane, 0.0)
+        heard = {3 * machine + lane: 1.0 for machine in range(2)}
+        orders = chain.update(heard, True, 1.0)
+        assert proposals(orders) == [(TRAINER, lane), (lane, 3 + lane)]
+        assert all(message.epoch % 3 == lane and message.epoch > 0 for _, message in orders)
+
+
 def test_a_death_in_the_middle_joins_the_neighbours_and_leaves_the_rest(clock):
     assert proposals(clock.first) == [(TRAINER, 0), (0, 1), (1, 2), (2, 3)]
     clock.all_have(7)

@@ -50,7 +50,7 @@ def pass_on(link, sent: Stream) -> Stream:
     sender = threading.Thread(target=send_stream, args=(link[0], sent))
     sender.start()
     try:
-        manifest, chunk = decode_header(link[1].receive_bytes())
+        manifest, chunk, _ = decode_header(link[1].receive_bytes())
         received = Stream(manifest, torch.zeros(manifest.data_bytes, dtype=torch.uint8), chunk)
         receive_stream(link[1], received)
         return received

@@ -193,12 +193,14 @@ def test_a_move_that_is_given_up_half_way(pair):
 def test_state_that_a_move_would_lose_is_refused_up_front(pair, change, says):
     """Promise: a request whose next token depends on more than its tokens and sampling parameters stays where it is."""
 
+    name = f"state-{says}"
+
     async def run() -> Generation:
-        address = await pair.engines[1].kv_reserve("state", 0, 600)
-        call = asyncio.create_task(pair.engines[0].generate(prompt_of(32), greedy(pair, 450) | change, "state", "0"))
-        with pytest.raises(KvRefused, match=f"request state has {says}, which a move does not carry"):
-            await decoding(pair.engines[0], "state", "state", address)
-        await pair.engines[1].kv_abort("state")
+        address = await pair.engines[1].kv_reserve(name, 0, 600)
+        call = asyncio.create_task(pair.engines[0].generate(prompt_of(32), greedy(pair, 450) | change, name, "0"))
+        with pytest.raises(KvRefused, match=f"request {name} has {says}, which a move does not carry"):
+            await decoding(pair.engines[0], name, name, address)
+        await pair.engines[1].kv_abort(name)
         return await call
 
     assert len(pair.loop.run(run()).tokens) == 450

@@ -19,3 +19,19 @@ def test_a_run_with_two_trainer_ranks(kind, tmp_path):
     assert figures["steps"] == STEPS and figures["trajectories_trained"] == STEPS * 256 and figures["max_versions_per_trajectory"] == 1
     assert {g["step"] for g in gaps} >= {0, STEPS} and max(g["max"] for g in gaps) < 1e-3
     assert read_state(checkpoint_path(run.run_dir, STEPS))[f"{kind}_parallel"] == 2
+
+
+def test_a_run_with_two_lanes_to_an_engine_of_two_ranks(tmp_path):
+    """Two trainer ranks send, two relays fill each slot, two engine ranks load it: what leaves per publication are the canonical bytes, to
+    1%, half of them through each relay."""
+    words = ("trainer.tensor_parallel=2", "relay.lanes=2", "rollout.tensor_parallel=2", "rollout.engine_start_seconds=600")
+    run = Run(tmp_path / "run", *words, f"steps={STEPS}")
+    assert run.finish(840) == 0, run.lines
+    run.assert_gone()
+    figures, gaps = summary(run.run_dir), metrics(run.run_dir, "logprob_gap")
+    assert figures["steps"] == STEPS and figures["max_versions_per_trajectory"] == 1
+    assert {g["step"] for g in gaps} >= {0, STEPS} and max(g["max"] for g in gaps) < 1e-3
+    size = metrics(run.run_dir, "start")[0]["derived"]["publish_bytes"]
+    assert all(size <= p["bytes"] <= 1.01 * size for p in metrics(run.run_dir, "publish"))
+    received = metrics(run.run_dir, "relay")
+    assert {r["index"] for r in received} == {0, 1} and all(0.4 * size < r["bytes"] < 0.6 * size for r in received)

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import engine_shards
 import numpy as np
 import publishing
 import tiny
@@ -142,3 +143,36 @@ def published(model: str, settings: dict, folder: str) -> int:
         controller.wait_for(m.RelayHas, 4)
         controller.stop()
     return 4
+
+
+def published_in_lanes(model: str, settings: dict, folder: str, steps: int = 2) -> dict[str, object]:
+    """Trains and publishes through relays of two machines, each rank with those of the lanes that it sends. On rank 0 every slot must have
+    the bytes of its step and their sums, and engines of 1 and 2 ranks must load them. Returns there what left for relays per publication,
+    and which lanes there were."""
+    policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
+    learner, rank, lanes = Learner(policy.config, policy), dist.get_rank(), policy.config.relay.lanes
+    controller, publisher = publishing.start(policy.config, Path(folder), policy, rank)
+    for number, lane in enumerate(policy.lanes):
+        if lane.sender == rank:
+            controller.link(*(controller.add_relay(machine * lanes + number) for machine in range(2)))
+    publishing.linked(publisher)
+    dist.barrier()
+    for step in range(steps):
+        publisher.publish(step)
+        expected, entries = publishing.whole(policy), [tensor_sums(t) for _, t in policy.canonical_tensors()]
+        learner.train(tiny.make_batch(seed=step), step, publisher.fence)
+        for machine in range(2 if rank == 0 else 0):
+            slot = controller.wait_for_step(machine, step)
+            assert slot.step == step and publishing.slot_bytes(slot) == expected
+            assert [(e.sum_words, e.sum_indexed) for e in slot.manifest.tensors] == entries
+            engine_shards.load(slot, 1 + machine)
+        dist.barrier()
+    publisher.close()
+    told = controller.wait_for(m.Published, steps) if rank == 0 else []
+    dist.barrier()
+    controller.stop()
+    return {
+        "bytes": [p.bytes for p in told], "changed": [p.changed for p in told], "full": [p.full_bytes for p in told],
+        "size": len(expected), "senders": [lane.sender for lane in policy.lanes],
+        "lanes": [lane.end - lane.begin for lane in policy.lanes], "gathered": policy._canonical.gathered_bytes,
+    }  # fmt: skip

@@ -65,33 +65,34 @@ class Controller:
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
-        self.trainer, self.relays = Line("trainer", self), []
+        self.trainer, self.relays = Line("trainer", self), dict[int, Line]()
         self.heard: list[tuple[str, m.Message]] = []
         self.epoch, self.next_id, self.chain = 0, 0, []
         self.deaf = False  # links are made, but nobody receives
         self._receivers: dict[int, int] = {}  # of each epoch's link
         self._held: list[Link] = []
         self._changed = threading.Condition()
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
 
     def context(self, role: str, index: int, line: Line) -> RoleContext:
-        run = m.Welcome(f"{role}{index}-{self.folder.name}", -1, 0, 0)
+        machine = index // self.config.relay.lanes
+        run = m.Welcome(f"machine{machine}-{self.folder.name}", -1, 0, 0)
         return RoleContext(self.config, role, index, "here", self.folder, line, run, Trace(self.folder, role, index))
 
-    def add_relay(self) -> int:
-        """A relay of its own thread, with slots of its own; it has no link yet."""
-        index, line = len(self.relays), Line(f"relay{len(self.relays)}", self)
-        self.relays.append(line)
+    def add_relay(self, index: int | None = None) -> int:
+        """A relay of its own thread, with slots of its own or, as one of several lanes, of its machine; it has no link yet."""
+        index = len(self.relays) if index is None else index
+        line = self.relays[index] = Line(f"relay{index}", self)
         thread = threading.Thread(target=relay.run, args=(self.context("relay", index, line),), daemon=True)
-        self._threads.append(thread)
+        self.threads.append(thread)
         thread.start()
         return index
 
     def link(self, *chain: int) -> None:
-        """Links trainer and relays in this order, each pair in an epoch of its own."""
-        self.chain = list(chain)
+        """Links trainer and relays, all of one lane, in this order, each pair in an epoch of its own."""
+        self.chain, lanes = list(chain), self.config.relay.lanes
         for place, line in enumerate([self.trainer, *(self.relays[index] for index in chain[:-1])]):
-            self.epoch += 1
+            self.epoch += lanes + (chain[0] - self.epoch) % lanes
             self._receivers[self.epoch] = chain[place]
             line.deliver(m.EpochProposed(self.epoch, self.chain[place:]))
 
@@ -122,15 +123,23 @@ class Controller:
             assert self._changed.wait_for(lambda: len(self.all(kind)) >= count, seconds), (kind, self.heard)
         return self.all(kind)[:count]
 
-    def newest(self, index: int) -> SlotHandle | None:
-        return SlotReader(self.config.relay.shm_dir, f"relay{index}-{self.folder.name}").newest()
+    def newest(self, machine: int) -> SlotHandle | None:
+        return SlotReader(self.config.relay.shm_dir, f"machine{machine}-{self.folder.name}").newest()
+
+    def wait_for_step(self, machine: int, step: int, seconds: float = 60) -> SlotHandle:
+        """The newest slot of a machine, once it has the weights of this step."""
+        until = time.monotonic() + seconds
+        while (slot := self.newest(machine)) is None or slot.step < step:
+            assert time.monotonic() < until, (machine, step, slot and slot.step)
+            time.sleep(0.01)
+        return slot
 
     def stop(self) -> None:
-        for line in (self.trainer, *self.relays):
+        for line in (self.trainer, *self.relays.values()):
             line.deliver(StopReceived("the test is over"))
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join(10)
-        assert not any(thread.is_alive() for thread in self._threads)
+        assert not any(thread.is_alive() for thread in self.threads)
 
 
 def start(config: RunConfig, folder: Path, policy: object, rank: int = 0) -> tuple[Controller, Publisher]:
@@ -142,7 +151,7 @@ def start(config: RunConfig, folder: Path, policy: object, rank: int = 0) -> tup
 def linked(publisher: Publisher) -> None:
     """Waits until the trainer's link is there."""
     until = time.monotonic() + 20
-    while publisher._link is None:
+    while not publisher._linked:
         assert time.monotonic() < until, "no link"
         time.sleep(0.01)
 
@@ -162,3 +171,10 @@ def spoil(policy: object) -> None:
     with torch.no_grad():
         for parameter in policy.gpt.parameters():
             parameter += 1
+
+
+def scratch(policy: object, number: int) -> None:
+    """Changes one element of every parameter."""
+    with torch.no_grad():
+        for parameter in policy.gpt.parameters():
+            parameter.view(-1)[number] += 1

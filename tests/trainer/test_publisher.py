@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import tiny
-from publishing import Controller, Publisher, linked, slot_bytes, spoil, start, whole
+from publishing import Controller, Publisher, linked, scratch, slot_bytes, spoil, start, whole
 from ranks import Ranks
 
 from laminar_hpc import messages as m
+from laminar_hpc.trainer.learner import Learner
 from laminar_hpc.trainer.megatron import MegatronPolicy
 
 LARGE = {"vocab_size": 3000, "hidden_size": 128, "intermediate_size": 256}  # 2.6 MB: three chunks of 1 MB, cut inside the embedding
@@ -96,6 +97,103 @@ def test_a_new_epoch_gets_the_live_weights_again(policy: MegatronPolicy, running
     controller.link(controller.add_relay())
     time.sleep(0.5)
     assert [p.weight_id for p in controller.all(m.Published)] == [0, 1, 2], "weights that may have changed are not sent again"
+
+
+@pytest.fixture(scope="module")
+def served_as_bfloat16(world: None, tmp_path_factory: pytest.TempPathFactory) -> MegatronPolicy:
+    model = tiny.make_model(tmp_path_factory.mktemp("deltas"), 3, **LARGE)
+    return MegatronPolicy(
+        tiny.make_config(model, model__dtype="bfloat16", relay__chunk_megabytes=1, relay__delta="auto", relay__publish_timeout_seconds=20.0)
+    )
+
+
+def test_changes_arrive_as_full_copies_would(served_as_bfloat16: MegatronPolicy, tmp_path: Path) -> None:
+    """Few changed elements in chunks that end inside tensors, down a chain of two, at once behind the fence; and what is told of them."""
+    policy = served_as_bfloat16
+    controller, publisher = start(policy.config, tmp_path, policy)
+    controller.link(controller.add_relay(), controller.add_relay())
+    linked(publisher)
+    for step in range(4):
+        publisher.publish(step)
+        expected = whole(policy)
+        publisher.fence()
+        scratch(policy, step)
+        controller.wait_for(m.RelayHas, 2 * step + 2)
+        for index in (0, 1):
+            assert controller.newest(index).step == step and slot_bytes(controller.newest(index)) == expected
+    first, *others = controller.wait_for(m.Published, 4)
+    assert first.changed is None and first.bytes == first.full_bytes > len(expected)
+    count = len(list(policy.gpt.parameters()))
+    for p in others:
+        assert 0 < p.changed <= count * 2 / len(expected) and p.full_bytes == first.full_bytes
+        assert p.bytes - (first.bytes - len(expected)) < 1000  # a few hundred bytes of changes instead of 1.3 MB
+    publisher.close()
+    controller.stop()
+
+
+def test_changes_to_weights_that_are_not_there_are_refused(served_as_bfloat16: MegatronPolicy, tmp_path: Path) -> None:
+    """One line names both ids, and the next link brings the weights in full."""
+    policy = served_as_bfloat16
+    controller, publisher = start(policy.config, tmp_path, policy)
+    controller.link(controller.add_relay())
+    linked(publisher)
+    publisher.publish(0)
+    controller.wait_for(m.RelayHas)
+    publisher.fence()
+    (lane,) = publisher._mine
+    before = lane.link
+    controller.link(controller.add_relay())
+    controller.wait_for(m.StoreOpened, 2)
+    while lane.link is None or lane.link is before:
+        time.sleep(0.01)
+    lane.link.weight_id = lane.image.weight_id  # which this relay has never seen
+    publisher.publish(1)
+    downs = controller.wait_for(m.LinkDown, 2)
+    assert any("weight id 1 came as changes to weight id 0, which is not here" in down.text for down in downs)
+    controller.link(1)
+    controller.wait_for(m.RelayHas, 2)
+    assert controller.newest(1).step == 1 and slot_bytes(controller.newest(1)) == whole(policy)
+    published = controller.wait_for(m.Published, 2)[1]
+    assert published.bytes == published.full_bytes and published.changed is None, "the image was of two publications"
+    publisher.close()
+    controller.stop()
+
+
+STEPS = 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("rate", [1e-6, 5e-5])
+def test_200_steps_of_training_against_full_copies(rate: float, world: None, tmp_path: Path) -> None:
+    """The shipped model in bfloat16, real updates by the learner: each id at the last relay of a chain of two is, bit for bit, the copy
+    that was taken of the weights when they were published; and no publication is larger than a full one but by its chunks' heads."""
+    base = Path(__file__).parents[2] / "examples" / "arithmetic" / "base"
+    settings = {"model__dtype": "bfloat16", "relay__delta": "auto", "relay__anchor_every": 50, "optimizer__lr": rate, "steps": STEPS}
+    policy = MegatronPolicy(tiny.make_config(base, **settings, optimizer__eps=1e-8))
+    learner = Learner(policy.config, policy)
+    controller, publisher = start(policy.config, tmp_path, policy)
+    controller.link(controller.add_relay(), controller.add_relay())
+    linked(publisher)
+    for step in range(STEPS + 1):
+        publisher.publish(step)
+        expected = whole(policy)
+        controller.wait_for(m.RelayHas, 2 * step + 2)
+        assert controller.newest(1).step == step and slot_bytes(controller.newest(1)) == expected
+        batch = tiny.make_batch(seed=step)
+        for trajectory in batch:
+            for tokens in (trajectory.prompt_tokens, trajectory.response_tokens):
+                tokens[:] = [token % policy.shape.vocab for token in tokens]
+        learner.train(batch, step, publisher.fence)
+    publisher.close()
+    controller.stop()
+    told = controller.all(m.Published)
+    assert len(told) == STEPS + 1 and all(p.bytes <= p.full_bytes + 64 for p in told)
+    changed = [p.changed for p in told[1:]]
+    in_full = [p.weight_id for p in told if p.bytes == p.full_bytes]
+    over_full = sum(p.bytes for p in told) / sum(p.full_bytes for p in told)
+    print(f"learning rate {rate}: changed {sum(changed) / STEPS:.4f} per step, bytes over full {over_full:.4f}")
+    assert all(0 < fraction < 1 for fraction in changed) and in_full == list(range(0, STEPS + 1, 50))
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 A rank is given its own in CUDA_VISIBLE_DEVICES before anything asks CUDA, so that its first device is device 0, for its engine too.
 Without a list, trainer ranks take a GPU each, in order, and replicas rollout.tensor_parallel each of those that are left, or of all where
-too few are left; a relay uses the first of the replicas. A torchrun of one role sees its own ranks only: name the lists when several such
-share a machine.
+too few are left; the relays of a machine use one of the replicas' each, in order. A torchrun of one role sees its own ranks only: name the
+lists when several such share a machine.
 """
 
 import os
@@ -46,9 +46,9 @@ def devices_of(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank, 
     if size > count and mine.role == "rollout":
         raise LaminarError(f"rollout.tensor_parallel={size}: this machine has {count} GPUs; lower it")
     place = order[mine.role].index(mine)
-    return {"trainer": trainers[place : place + 1], "rollout": rollouts[place * size : (place + 1) * size], "relay": rollouts[:1]}[
-        mine.role
-    ]
+    if mine.role == "relay":
+        return [rollouts[place % len(rollouts)]]
+    return trainers[place : place + 1] if mine.role == "trainer" else rollouts[place * size : (place + 1) * size]
 
 
 def _chosen(key: str, devices: list[int] | None, wanted: int, count: int) -> list[int] | None:

@@ -122,7 +122,7 @@ class Launch:
         if not rank or not code:
             return f"the job ended without a word; see {logs}"
         derived = derive(self._config)
-        role = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, self._world)[int(rank.group(1))]
+        role = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, self._world, self._config.relay.lanes)[int(rank.group(1))]
         number = int(code.group(1))
         how = f"was killed by {signal.Signals(-number).name}" if number < 0 else f"ended with exit code {number}"
         return (

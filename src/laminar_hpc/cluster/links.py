@@ -50,8 +50,8 @@ def reach_store(host: str, port: int, seconds: float) -> dist.TCPStore:
 class Link:
     """One direction: the sender has rank 0, the receiver rank 1. Every operation is bounded by `seconds`, the meeting by `meet_seconds`.
 
-    Frames of bytes go over gloo, which lets an idle receiver sleep; tensors on a GPU over NCCL. An operation that fails breaks the link for
-    good, at both ends. One thread may use a link, any other may `close` it.
+    Bytes and tensors in host memory go over gloo, which lets an idle receiver sleep; tensors on a GPU over NCCL. An operation that
+    fails breaks the link for good, at both ends. One thread may use a link, any other may `close` it.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class Link:
         self.peer, self.seconds, self.device = peer, seconds, device
         self._me, self._other = (0, 1) if sender else (1, 0)
         self._store = store  # lives as long as the link
+        self.closed = False  # from this end
         self.bytes_sent = 0  # of all frames and tensors
+        self.weight_id = -1  # the newest that went over it whole, so that the receiver has it
         prefix = dist.PrefixStore(f"laminar/{epoch}/{number}", store)
         limit = min(seconds, meet_seconds)
         try:
@@ -89,12 +91,12 @@ class Link:
         self.finish(self.post_send(tensor), tensor)
 
     def post_send(self, tensor: torch.Tensor) -> dist.Work:
-        """Begins to send a contiguous tensor on this link's device; it must stay as it is until `finish` has returned."""
-        return self._start(self._data, True, tensor)
+        """Begins to send a contiguous tensor on this link's device or the host; it must stay as it is until `finish` has returned."""
+        return self._start(self._data if tensor.is_cuda else self._frames, True, tensor)
 
     def post(self, tensor: torch.Tensor) -> dist.Work:
-        """Gets ready to receive into a contiguous tensor on this link's device, behind those posted before; `finish` waits for it."""
-        return self._start(self._data, False, tensor)
+        """Gets ready to receive into a contiguous tensor where the sender has it, behind those posted before; `finish` waits for it."""
+        return self._start(self._data if tensor.is_cuda else self._frames, False, tensor)
 
     def finish(self, work: dist.Work, tensor: torch.Tensor) -> torch.Tensor:
         """Waits until what was posted is there, or has left."""
@@ -127,6 +129,7 @@ class Link:
 
     def close(self) -> None:
         """Breaks the link: whoever waits on it, here or at the other end, gets LinkBroken at once. From any thread, any number of times."""
+        self.closed = True
         with contextlib.suppress(dist.DistError, RuntimeError):
             if self._data is not self._frames:
                 self._data.abort()

@@ -21,6 +21,7 @@ from laminar_hpc.config.source import labels, parse_source
 _SERVING_BYTES = {"float32": 4, "bfloat16": 2}
 _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 _FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_LEAST_LANE = 64 << 10  # bytes: a smaller one would cost more than it saves
 _VOCABULARY_MULTIPLE = 32  # trainer/building.py pads to it
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "beegfs", "gpfs", "cifs", "ceph", "fuse.sshfs", "9p", "smb3"}
 
@@ -40,6 +41,7 @@ class Derived:
     parameters: int
     publish_bytes: int
     slot_bytes: int  # all slots of a machine
+    delta_image_bytes: int  # in host memory of the trainer ranks that send, together
     trainer_gpu_memory_bytes: int  # estimates, see models.py
     rollout_gpu_memory_bytes: int
     kv_cache_tokens: int  # per replica
@@ -61,8 +63,8 @@ def derive(config: RunConfig) -> Derived:
     return Derived(
         trainer_ranks=trainers,
         rollout_ranks=rollouts,
-        relay_ranks_per_machine=0 if replay else 1,
-        world_size=trainers + 1 + (rollouts + 1 if rollouts else 0),
+        relay_ranks_per_machine=0 if replay else config.relay.lanes,
+        world_size=trainers + 1 + (rollouts + config.relay.lanes if rollouts else 0),
         gpus_unless_shared=trainers + rollouts * r.tensor_parallel,
         trajectories_per_step=trajectories,
         trajectories_per_update=trajectories // config.algorithm.minibatches_per_step,
@@ -70,12 +72,19 @@ def derive(config: RunConfig) -> Derived:
         parameters=parameters,
         publish_bytes=publish,
         slot_bytes=0 if replay else publish * config.relay.slots,
-        trainer_gpu_memory_bytes=trainer_bytes(model, width, t) + (0 if replay else 2 * config.relay.chunk_megabytes << 20),
+        delta_image_bytes=publish if config.relay.delta == "auto" and not replay else 0,
+        trainer_gpu_memory_bytes=trainer_bytes(model, width, t) + (0 if replay else _staging_bytes(config, trainers, publish)),
         rollout_gpu_memory_bytes=0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens),
         kv_cache_tokens=r.kv_cache_tokens,
         responses_in_kv_cache=r.kv_cache_tokens // max(1, config.sampling.max_response_tokens),
         max_staleness=config.pipeline.max_staleness,
     )
+
+
+def _staging_bytes(config: RunConfig, trainers: int, publish: int) -> int:
+    """Two buckets for each lane that a trainer rank sends."""
+    lanes = config.relay.lanes
+    return 2 * math.ceil(lanes / trainers) * min(config.relay.chunk_megabytes << 20, math.ceil(publish / max(1, lanes)))
 
 
 def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
@@ -132,6 +141,11 @@ def check(config: RunConfig) -> Derived:
     if not config.source.startswith("replay:") and not config.dry_run:
         _check_rollout_inputs(config)
     derived = derive(config)
+    _refuse(
+        config.relay.lanes > 1 and derived.publish_bytes < config.relay.lanes * _LEAST_LANE,
+        f"relay.lanes={config.relay.lanes}: a publication of {derived.publish_bytes} bytes is too small for lanes of at least "
+        f"{_LEAST_LANE} bytes each; lower it",
+    )
     _check_batch(config, derived)
     return derived
 
@@ -187,6 +201,7 @@ def _check_choices(config: RunConfig) -> None:
         "rollout.engine": (config.rollout.engine, ("sglang", "emulated")),
         "data.too_long": (config.data.too_long, ("refuse", "drop")),
         "relay.publish": (config.relay.publish, ("overlapped", "blocking")),
+        "relay.delta": (config.relay.delta, ("off", "auto")),
         "algorithm.zero_variance": (config.algorithm.zero_variance, ("keep", "filter", "estimate")),
         "observability.wandb": (config.observability.wandb, ("off", "offline", "online")),
     }
@@ -222,6 +237,12 @@ def _check_numbers(config: RunConfig, model: dict) -> None:
     )
     _refuse(config.steps < 1, f"steps={config.steps}: must be at least 1")
     _refuse(config.relay.slots < 2, f"relay.slots={config.relay.slots}: at least 2, one to read and one to write")
+    _refuse(config.relay.lanes < 1, f"relay.lanes={config.relay.lanes}: must be at least 1")
+    _refuse(
+        config.relay.lanes > 1 and config.relay.slots < 3,
+        f"relay.slots={config.relay.slots}: relay.lanes={config.relay.lanes} needs at least 3, as lanes may be on two ids at a time",
+    )
+    _refuse(config.relay.anchor_every < 1, f"relay.anchor_every={config.relay.anchor_every}: must be at least 1, which sends all in full")
     bound = config.pipeline.max_staleness
     _refuse(bound is not None and bound < 0, f"pipeline.max_staleness={bound}: must be 0 or more, or null for no bound")
     _check_pipeline(config)

@@ -107,11 +107,14 @@ class TrainerConfig:
 
 @dataclass
 class RelayConfig:
+    lanes: int = 1  # relay ranks per rollout machine: a publication leaves the trainers as so many streams, each over a link of its own
     slots: int = 3
     shm_dir: str = "/dev/shm"
     publish: str = "overlapped"  # the trainer goes on while its weights are read, until the next update; blocking: it stands still
     chunk_megabytes: int = 64
     publish_timeout_seconds: float = 60.0
+    delta: str = "off"  # auto: send what changed where that is less; those who send keep a copy of the weights in host memory for it
+    anchor_every: int = 20
     threads: int = 1
 
 

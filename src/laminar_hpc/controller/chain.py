@@ -3,6 +3,8 @@
 Each link is made in an epoch of its own, and lasts until one of its ends goes or reports it broken; the others stay as they are. Who misses
 the newest weights gets them from the relay before it. A relay that is silent, or whose neighbour cannot reach it, is left out until it is
 heard again, and then comes to the chain's end. Pure state: methods take what happened and return messages, (relay or TRAINER, message).
+
+Each lane has a chain of its own, through its relay of every machine; relay number i belongs to lane i modulo the number of lanes.
 """
 
 from dataclasses import dataclass, field
@@ -32,9 +34,11 @@ class ChainLink:
 
 @dataclass
 class Chain:
-    """`wanted`: relays that the first chain waits for."""
+    """Of lane `lane` of `lanes`. `wanted`: relays that the first chain waits for."""
 
     wanted: int
+    lane: int = 0
+    lanes: int = 1
     order: list[int] = field(default_factory=list)
     links: dict[int, ChainLink] = field(default_factory=dict)  # by the receiving end
     has: dict[int, int] = field(default_factory=dict)  # newest complete weight id of each relay
@@ -47,6 +51,9 @@ class Chain:
     _blamed: dict[int, float] = field(default_factory=dict)  # when a neighbour said that it does not reach this relay
     _strikes: dict[int, int] = field(default_factory=dict)
     _exiled: dict[int, float] = field(default_factory=dict)  # until when
+
+    def __post_init__(self) -> None:
+        self.epoch = self.lane  # and on in steps of `lanes`: an epoch tells its lane
 
     # ---- what happens ----------------------------------------------------------------------------------------------------------
 
@@ -127,7 +134,7 @@ class Chain:
             link = self.links.get(downstream)
             if link is not None and link.upstream == upstream:
                 continue
-            self.epoch += 1
+            self.epoch += self.lanes
             self._not_coming(downstream)
             self.links[downstream] = ChainLink(self.epoch, upstream, downstream)
             resend = max(self.has.get(i, -1) for i in order) < self._issued

@@ -59,7 +59,10 @@ class Controller:
         trace: Trace,
     ) -> None:  # fmt: skip
         self.config, self.derived, self.hub, self.store, self.book, self.evaluations = config, derived, hub, store, book, evaluations
-        self.metrics, self.members, self.chain, self.say, self.replay = metrics, members, Chain(relays), say, replay
+        self.metrics, self.members, self.say, self.replay = metrics, members, say, replay
+        lanes = config.relay.lanes
+        self.chains = [Chain(max(1, relays // lanes), lane, lanes) for lane in range(lanes)]
+        self.senders = [0] if lanes == 1 else []  # trainer rank of each lane, as far as known
         self.restored_step, self.trace = restored_step, trace
         self.trainer_step = max(0, restored_step)
         self.next_weight_id = store.next_ids()[0]
@@ -141,7 +144,7 @@ class Controller:
                 member, "has died" if member.hello.machine == self.members.machine else "has been silent for too long or has died"
             )
         if not self.ending:
-            self.form_chain()
+            self.form_chains()
             self.answer_trainer()
             self.dispatch()
             self.mover.tick(time.monotonic())
@@ -154,7 +157,7 @@ class Controller:
         if earlier and earlier.identity != identity:
             self.forget(earlier)
         if hello.role == "relay":
-            self.chain.came(hello.index, time.monotonic())
+            self.chain_of(hello.index).came(hello.index, time.monotonic())
         log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
         self.outbox.append((identity, m.Welcome(self.hub.address.run_id, self.restored_step, self.trainer_step, self.newest_weights[0])))
         if hello.role == "rollout" and hello.machine in self.machine_weights:
@@ -197,7 +200,7 @@ class Controller:
     def forget(self, member: Member) -> None:
         """What a rollout had in hand goes to others; a relay's neighbours are joined."""
         if member.hello.role == "relay" and self.members.at("relay", member.hello.index) is None:
-            self.chain.gone(member.hello.index)
+            self.chain_of(member.hello.index).gone(member.hello.index)
         if member.hello.role != "rollout":
             return
         replica = member.hello.index
@@ -212,34 +215,49 @@ class Controller:
         if lost:
             self.metrics.write("regranted", replica=replica, trajectories=lost, reason="replica gone")
 
-    def form_chain(self) -> None:
-        """Links relays that have come, around those that have gone or are silent, and has the newest weights sent to who misses them."""
-        before = self.chain.order
-        relays = {member.hello.index: member.heard for member in self.members.all("relay")}
-        self.send_chain(self.chain.update(relays, self.members.at("trainer") is not None, time.monotonic()))
-        if self.chain.order == before:
-            return
-        log.info("the chain of relays is now %s", self.chain.order)
-        for index in set(before) & relays.keys() - set(self.chain.order):
-            silent = time.monotonic() - relays[index]
-            text = f"relay {index} is left out of the chain (silent for {silent:.1f} s, or out of its neighbours' reach) until it is heard"
-            log.warning(text)
-            if self.separate:
-                self.say(console.line("warning", f"{text}; the others go on"))
+    def chain_of(self, number: int) -> Chain:
+        """By the index of a relay or an epoch."""
+        return self.chains[number % len(self.chains)]
 
-    def send_chain(self, orders: Orders) -> None:
+    def form_chains(self) -> None:
+        """Links relays that have come, around those that have gone or are silent, and has the newest weights sent to who misses them."""
+        for chain in self.chains:
+            before = chain.order
+            relays = {each.hello.index: each.heard for each in self.members.all("relay") if self.chain_of(each.hello.index) is chain}
+            self.send_chain(chain, chain.update(relays, self.sender_of(chain) is not None, time.monotonic()))
+            if chain.order == before:
+                continue
+            name = "the chain of relays" if len(self.chains) == 1 else f"lane {chain.lane}'s chain of relays"
+            log.info("%s is now %s", name, chain.order)
+            for index in set(before) & relays.keys() - set(chain.order):
+                silent = time.monotonic() - relays[index]
+                text = (
+                    f"relay {index} is left out of the chain (silent for {silent:.1f} s, or out of its neighbours' reach) until it is heard"
+                )
+                log.warning(text)
+                if self.separate:
+                    self.say(console.line("warning", f"{text}; the others go on"))
+
+    def sender_of(self, chain: Chain) -> Member | None:
+        return self.members.at("trainer", self.senders[chain.lane]) if self.senders else None
+
+    def send_chain(self, chain: Chain, orders: Orders) -> None:
         for who, message in orders:
-            self.send(self.members.at("trainer") if who == TRAINER else self.members.at("relay", who), message)
+            self.send(self.sender_of(chain) if who == TRAINER else self.members.at("relay", who), message)
+
+    def on_LaneSenders(self, member: Member, senders: m.LaneSenders) -> None:
+        self.senders = senders.ranks
 
     def on_StoreOpened(self, member: Member, opened: m.StoreOpened) -> None:
-        self.send_chain(self.chain.store_opened(opened, self.place_in_chain(member)))
+        chain = self.chain_of(opened.epoch)
+        self.send_chain(chain, chain.store_opened(opened, self.place_in_chain(member)))
 
     @staticmethod
     def place_in_chain(member: Member) -> int:
         return TRAINER if member.hello.role == "trainer" else member.hello.index
 
     def on_LinkDown(self, member: Member, down: m.LinkDown) -> None:
-        if self.chain.link_down(down.epoch, self.place_in_chain(member), time.monotonic()) is not None:
+        if self.chain_of(down.epoch).link_down(down.epoch, self.place_in_chain(member), time.monotonic()) is not None:
             log.warning("%s: %s; linking again", member.name, down.text)
             if self.separate and not self.ending:  # in one torchrun a death ends the run, with a line of its own
                 self.say(console.line("warning", f"{member.name}: {down.text}; linking again"))
@@ -257,12 +275,14 @@ class Controller:
         weight_id, self.next_weight_id = self.next_weight_id, self.next_weight_id + 1
         self.store.add_weights(weight_id, self.store.get("restore_epoch", 0), request.step, time.time())
         self.weight_steps[weight_id] = request.step
-        self.send(member, m.WeightId(weight_id, request.step, self.chain.publication(weight_id)))
+        relays = max(chain.publication(weight_id) for chain in self.chains)
+        self.send(member, m.WeightId(weight_id, request.step, relays))
 
     def on_Published(self, member: Member, p: m.Published) -> None:
         self.metrics.write(
             "publish", weight_id=p.weight_id, step=p.step, stall_seconds=p.stall_seconds, probe_seconds=p.probe_seconds,
-            seconds=p.seconds, bytes=p.bytes,
+            seconds=p.seconds, bytes=p.bytes, changed_fraction=p.changed,
+            bytes_over_full=p.bytes / p.full_bytes if p.full_bytes else None,
         )  # fmt: skip
         self.compare_probe(p.weight_id, p.step, "trainer", p.probe_logprobs)
 
@@ -271,7 +291,9 @@ class Controller:
             self.metrics.write(
                 "relay", index=member.hello.index, weight_id=has.weight_id, step=has.weight_step, seconds=has.seconds, bytes=has.bytes
             )
-        self.chain.relay_has(member.hello.index, has.weight_id, has.passed_on)
+        self.chain_of(member.hello.index).relay_has(member.hello.index, has.weight_id, has.passed_on)
+        if not has.complete:
+            return
         if has.weight_id > self.newest_weights[0] and self.config.pipeline.repack != "off":
             self.mover.look_soon()
         self.newest_weights = max(self.newest_weights, (has.weight_id, has.weight_step))

@@ -356,6 +356,12 @@ class Continue(Message):
     pass
 
 
+class LaneSenders(Message):
+    """The trainer rank that sends each lane; said once, before any link is made. Without lanes rank 0 sends, and nothing is said."""
+
+    ranks: list[int]
+
+
 class NewWeightId(Message):
     step: int
 
@@ -379,6 +385,8 @@ class Published(Message):
     bytes: int  # that left for relays, layout and sums included
     probe_logprobs: list[float]
     time: float
+    full_bytes: int = 0  # that would have left in full
+    changed: float | None = None  # fraction of elements, with relay.delta=auto and an id before
 
 
 class Checkpointed(Message):
@@ -397,10 +405,10 @@ class TrainerDone(Message):
 
 
 class EpochProposed(Message):
-    """To trainer rank 0 or a relay: open a store and link to `relays[0]`, behind which the others stand in chain order.
+    """To the trainer rank of a lane or a relay: open a store and link to `relays[0]`, behind which the others stand in chain order.
 
-    The link takes the place of an earlier one to the same side. `resend`: none of these relays holds the newest weights, so what was sent
-    last must be sent again.
+    The link takes the place of an earlier one to the same side. Epochs of lane l of L leave l when divided by L. `resend`: none of these
+    relays holds the newest weights, so what was sent last must be sent again.
     """
 
     epoch: int
@@ -440,7 +448,8 @@ class LinkDown(Message):
 
 
 class RelayHas(Message):
-    """A relay holds these weights, complete and with equal sums. `passed_on`: the epoch of the link that they went on over; 0 = none.
+    """A relay holds these weights, or its lane's part of them, with equal sums. `passed_on`: the epoch of the link that they went on over;
+    0 = none. `complete`: so do the other lanes of its machine, whose rollouts may load them.
 
     `bytes` 0: it has had them since before it was taken for dead.
     """
@@ -451,13 +460,14 @@ class RelayHas(Message):
     seconds: float
     time: float
     passed_on: int = 0
+    complete: bool = True
 
 
 AnyMessage = (
     Hello | Welcome | Ping | Pong | Failure | Goodbye | Stop | Rejoin | StopRequest | WeightsOpened | RequestWork | Grant | Generated
-    | Scored | Lost | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | NewWeightId | WeightId | Published
+    | Scored | Lost | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | LaneSenders | NewWeightId | WeightId
     | Increment | Reserve | Reserved | MoveOrder | MoveReady | Import | Imported | MoveCommit | MoveAbort | MoveFailed
-    | Checkpointed | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | SendAgain | LinkDown | RelayHas
+    | Published | Checkpointed | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | SendAgain | LinkDown | RelayHas
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

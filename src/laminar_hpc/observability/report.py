@@ -99,6 +99,9 @@ def headline(run: Run, f: dict) -> str:
         ("versions per trajectory", str(f["max_versions_per_trajectory"] or "-"), "the most in any trajectory trained"),
         ("trainer idle", share(f["trainer_idle_fraction"]), f"rollouts idle {share(f['rollout_idle_fraction'])}"),
         ("publishing holds up", duration_ms(f["publish_stall_seconds_mean"]), f"a pull takes {duration_ms(f['pull_seconds_mean'])}"),
+        *([("weights changed per step", share(f["publish_changed_fraction_mean"]),
+            f"{share(f['publish_bytes_over_full_mean'])} of the bytes of full copies were sent")]
+          if f["publish_changed_fraction_mean"] is not None else []),
     ])  # fmt: skip
 
 

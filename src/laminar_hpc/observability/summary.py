@@ -59,6 +59,8 @@ def figures(run: Run) -> dict:
         "trainer_idle_fraction": idle_fraction(run, "trainer"),
         "rollout_idle_fraction": idle_fraction(run, "rollout"),
         "publish_stall_seconds_mean": _mean(run.records.get("publish", []), "stall_seconds"),
+        "publish_bytes_over_full_mean": _mean(run.records.get("publish", []), "bytes_over_full"),
+        "publish_changed_fraction_mean": _mean(run.records.get("publish", []), "changed_fraction"),
         "pull_seconds_mean": _mean(run.records.get("pull", []), "seconds"),
         "logprob_gap_mean": _mean(gaps, "mean"),
         "logprob_gap_max": _max(gaps, "max"),

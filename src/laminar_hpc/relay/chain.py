@@ -3,17 +3,22 @@
     upstream --receive--> slot (available bytes grow) --send--> downstream
                               \\--sums of what is there
 
-The sender reads straight from the slot, so a slow or stuck neighbour downstream never holds up what comes in.
+The sender reads straight from the slot, so a slow or stuck neighbour downstream never holds up what comes in. Changes are put on top of the
+slot of the id before, and go on as they came to a neighbour that has that id from here, to any other one in full, from the slot.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
 from laminar_hpc.cluster.links import Link, LinkBroken
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.delta import FULL, Frame, FrameWrong, apply, payload_bytes, unit_bytes
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.stream import encode_header, encode_sums, take_sums
 from laminar_hpc.weights.sums import add_sums, tensor_sums
@@ -25,6 +30,16 @@ class SumsDiffer(LaminarError):
     """What arrived is not what was sent."""
 
 
+@dataclass
+class Changes:
+    """Of a stream that comes on top of other weights: their id and bytes, and by the number of its chunk each frame that is still to go on;
+    chunks without one go from the slot."""
+
+    base_id: int
+    base: torch.Tensor
+    frames: dict[int, Frame] = field(default_factory=dict)
+
+
 class Stream:
     """Weights in a slot, complete or still arriving. `data` is uint8 [manifest.data_bytes]; its first `there` bytes are valid."""
 
@@ -32,9 +47,11 @@ class Stream:
         self.manifest, self.data, self.chunk, self.slot = manifest, data, chunk, slot  # a chunk of 0 bytes: the sender decides
         self.there = data.numel() if complete else 0
         self.complete = complete  # the sums are in the manifest
+        self.changes: Changes | None = None
         self.passed_on = 0  # epoch of the link that it goes on over
         self._broken = ""
         self._changed = threading.Condition()
+        self._writing = threading.Lock()
 
     def grown(self, there: int, complete: bool = False) -> None:
         with self._changed:
@@ -42,10 +59,18 @@ class Stream:
             self._changed.notify_all()
 
     def broke(self, why: str) -> None:
-        """The rest will not come: whoever waits for it is told."""
-        with self._changed:
+        """The rest will not come: whoever waits for it is told. Nothing is written to `data` any more when this returns."""
+        with self._writing, self._changed:
             self._broken = self._broken or why
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around what this process writes to `data`. Raises LinkBroken when the rest will not come: the slot may be another stream's."""
+        with self._writing:
+            if self._broken:
+                raise LinkBroken(self._broken)
+            yield
 
     def wait(self, there: int, complete: bool, seconds: float) -> None:
         """Until so many bytes are there, and the sums if `complete`. Raises LinkBroken when they will not come, or not in time."""
@@ -87,21 +112,10 @@ def receive_stream(link: Link, stream: Stream) -> None:
     """
     manifest, size = stream.manifest, stream.manifest.data_bytes
     arriving = ArrivingSums(manifest, stream.data)
-    posted: deque = deque()
-    first = 0
     try:
-        while stream.there < size:
-            while first < size and len(posted) <= _POSTED_AHEAD:
-                part = stream.data[first : first + stream.chunk]
-                target = part if link.device.type == "cpu" else torch.empty_like(part, device=link.device)
-                posted.append((link.post(target), target, part))
-                first += part.numel()
-            work, target, part = posted.popleft()
-            link.finish(work, target)
-            if target is not part:
-                part.copy_(target)
-            stream.grown(stream.there + part.numel())
-            arriving.grown(stream.there)
+        for there in _in_full(link, stream) if stream.changes is None else _changed(link, stream, stream.changes):
+            stream.grown(there)
+            arriving.grown(there)
         arriving.grown(size)
         take_sums(manifest, link.receive_bytes())
         wrong = [e.name for e, both in zip(manifest.tensors, arriving.sums, strict=True) if (e.sum_words, e.sum_indexed) != both]
@@ -116,15 +130,61 @@ def receive_stream(link: Link, stream: Stream) -> None:
     stream.grown(size, complete=True)
 
 
+def _in_full(link: Link, stream: Stream) -> Iterator[int]:
+    """Receives the data bytes; gives how many are there."""
+    size, first, posted = stream.data.numel(), 0, deque()
+    while stream.there < size:
+        while first < size and len(posted) <= _POSTED_AHEAD:
+            part = stream.data[first : first + stream.chunk]
+            target = part if link.device.type == "cpu" else torch.empty_like(part, device=link.device)
+            posted.append((link.post(target), target, part))
+            first += part.numel()
+        work, target, part = posted.popleft()
+        link.finish(work, target)
+        if target is not part:
+            with stream.writing():
+                part.copy_(target)
+        yield stream.there + part.numel()
+
+
+def _changed(link: Link, stream: Stream, changes: Changes) -> Iterator[int]:
+    """The same of frames, put on top of the base as they come; kept for the next relay. A full one comes straight into the slot."""
+    size, width, head = stream.data.numel(), unit_bytes(stream.manifest), torch.zeros(2, dtype=torch.int64)
+    for number, first in enumerate(range(0, size, stream.chunk)):
+        part = stream.data[first : first + stream.chunk]
+        kind, changed = link.receive(head).tolist()
+        in_place = kind == FULL and link.device.type == "cpu"
+        try:
+            length = payload_bytes(kind, changed, part.numel() // width, width)
+            payload = link.receive(part if in_place else torch.empty(length, dtype=torch.uint8, device=link.device))
+            frame = Frame(head.clone(), payload.cpu())
+            if not in_place:
+                with stream.writing():
+                    apply(frame, changes.base[first : first + stream.chunk], part, width)
+        except FrameWrong as error:
+            raise SumsDiffer(f"weight id {stream.manifest.weight_id} from {link.peer}: {error}") from None
+        if stream.passed_on and kind != FULL:
+            changes.frames[number] = frame
+        yield first + part.numel()
+
+
 def send_stream(link: Link, stream: Stream) -> None:
-    """Sends a publication as its bytes become available. Raises LinkBroken, also when they do not come."""
-    manifest, data, chunk = stream.manifest, stream.data, stream.chunk
+    """Sends a publication as its bytes become available: as changes if those came and this link has brought the weights that they change.
+    Raises LinkBroken, also when they do not come."""
+    manifest, data, chunk, changes = stream.manifest, stream.data, stream.chunk, stream.changes
     began, complete = time.monotonic(), stream.complete
-    link.send_bytes(encode_header(manifest, chunk))
-    for first in range(0, manifest.data_bytes, chunk):
+    as_changes = changes is not None and changes.base_id == link.weight_id
+    link.send_bytes(encode_header(manifest, chunk, link.weight_id if as_changes else -1))
+    for number, first in enumerate(range(0, manifest.data_bytes, chunk)):
         part = data[first : first + chunk]
         stream.wait(first + part.numel(), False, link.seconds)
-        link.send(part.to(link.device))
+        frame = changes.frames.pop(number, None) if changes is not None else None
+        if as_changes:
+            full = Frame(torch.tensor([FULL, 0]), part)
+            for tensor in frame or full:
+                link.send(tensor.to(link.device) if tensor.dtype == torch.uint8 else tensor)
+        else:
+            link.send(part.to(link.device))
     stream.wait(manifest.data_bytes, True, link.seconds)
     link.send_bytes(encode_sums((entry.sum_words, entry.sum_indexed) for entry in manifest.tensors))
     if complete:  # else the pace may have been that of the link before

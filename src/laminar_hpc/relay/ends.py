@@ -111,6 +111,7 @@ class Sender(End):
                 size = stream.manifest.data_bytes
                 stream.chunk = chunk_bytes(size, self.relays, link.start_seconds, link.seconds_per_byte, self._most)
             send_stream(link, stream)
+            link.weight_id = max(link.weight_id, stream.manifest.weight_id)
         finally:
             self._finish(stream)
 

@@ -1,6 +1,7 @@
 """The relay rank: receives every publication into a slot of its machine's shared memory and passes it on down the chain.
 
-Only after the sums of all tensors equal the sender's is a slot committed and RelayHas sent: rollouts never see anything else. A broken link
+Only after the sums of all tensors equal the sender's is a slot committed and RelayHas sent: rollouts never see anything else. With lanes a
+relay has a part of every publication, and the slot is committed with the last part. A broken link
 ends the reception (the slot stays invisible) and is reported; the controller then has the neighbours of the break linked, and whoever
 misses the newest weights gets them from the relay before it.
 """
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from laminar_hpc import messages as m
@@ -19,8 +21,9 @@ from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import MEET_SECONDS, Link, LinkBroken, host_store, reach_store
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.relay.chain import Stream, SumsDiffer, receive_stream
+from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream
 from laminar_hpc.relay.ends import Receiver, Sender
+from laminar_hpc.weights.lane_slots import LaneWriter, SlotsBusy
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.slots import SlotWriter
 from laminar_hpc.weights.stream import decode_header
@@ -33,10 +36,13 @@ _MOST_WRONG = 2  # receptions in a row whose sums differ
 
 def run(context: RoleContext) -> None:
     """Serves until the controller says Stop."""
-    torch.set_num_threads(context.config.relay.threads)
-    writer = SlotWriter(context.config.relay.shm_dir, context.welcome.run_id, context.config.relay.slots, Path(context.config.model.path))
+    config = context.config.relay
+    torch.set_num_threads(config.threads)
+    slots = (config.shm_dir, context.welcome.run_id, config.slots, Path(context.config.model.path))
+    writer = SlotWriter(*slots) if config.lanes == 1 else LaneWriter(*slots, context.index % config.lanes, config.lanes)
     relay = Relay(context, writer)
     try:
+        relay.tell_newest()
         while True:
             message = context.channel.wait(m.EpochProposed, m.JoinEpoch, m.SendAgain, m.Welcome, timeout=_WAIT_SECONDS)
             if isinstance(message, m.EpochProposed):
@@ -66,6 +72,7 @@ class Relay:
         self._downstream: Sender | None = None
         self._lock = threading.Lock()  # of the next line, and of the slot that is written with it
         self._arriving: Stream | None = None
+        self._base_slot: int | None = None  # kept while what arrives is put on top of it
         self._wrong = 0
 
     # ---- called by the main thread ---------------------------------------------------------------------------------------------
@@ -110,11 +117,16 @@ class Relay:
     def welcome_back(self) -> None:
         """The controller had taken this relay for dead: it learns anew what is here, and has links made anew."""
         self.close()
+        self.tell_newest()
+
+    def tell_newest(self) -> None:
+        """What is here already: with lanes, the other relays of a machine keep its slots while one starts anew."""
         newest = self._writer.keep_newest()
         if newest is not None:
             slot, manifest, _ = newest
+            complete = self._writer.is_complete(slot)
             self._writer.release(slot)
-            self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, 0, 0.0, time.time()))
+            self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, 0, 0.0, time.time(), complete=complete))
 
     def close(self) -> None:
         self._drop_upstream("this relay is leaving the chain")
@@ -131,8 +143,15 @@ class Relay:
         with self._lock:
             if self._arriving is not None:
                 self._arriving.broke(why)
-                self._arriving = None
-                self._writer.abandon()
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """With the lock: of the slot that is written, and of the one that it is made from."""
+        self._arriving = None
+        self._writer.abandon()
+        if self._base_slot is not None:
+            self._writer.release(self._base_slot)
+            self._base_slot = None
 
     # ---- called by the links' threads ------------------------------------------------------------------------------------------
 
@@ -149,16 +168,28 @@ class Relay:
 
     def _receive(self, link: Link) -> None:
         """One publication, from its header to RelayHas. Raises LaminarError when what comes is again and again not what was sent."""
-        manifest, chunk = decode_header(link.receive_bytes(idle_seconds=_IDLE_SECONDS))
+        manifest, chunk, base_id = decode_header(link.receive_bytes(idle_seconds=_IDLE_SECONDS))
         started = time.time()
         with self._lock:
-            stream = self._arriving = self._begin(manifest, chunk)
+            if link.closed:
+                raise LinkBroken(f"the link to {link.peer} was replaced")
+            try:
+                base = self._base(manifest, base_id)
+                stream = self._arriving = self._begin(manifest, chunk)
+            except LaminarError as error:
+                self._let_go()
+                if isinstance(error, SlotsBusy):
+                    raise LinkBroken(str(error)) from None
+                raise
+            if base is not None:
+                stream.changes = Changes(base_id, torch.from_numpy(base)[: manifest.data_bytes])
+            self._pass_on(stream)
         try:
             receive_stream(link, stream)
             with self._lock:
                 if self._arriving is not stream:
                     raise LinkBroken(f"the link to {link.peer} was replaced")
-                self._writer.commit(manifest)
+                complete = self._writer.commit(manifest) is not None
             self._wrong = 0
         except SumsDiffer as error:
             self._wrong += 1
@@ -168,14 +199,26 @@ class Relay:
         finally:
             with self._lock:
                 if self._arriving is stream:
-                    self._arriving = None
-                    self._writer.abandon()
+                    self._let_go()
         now = time.time()
         self._context.trace.record("relay", started, now, weight_id=manifest.weight_id, bytes=manifest.data_bytes)
-        self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, manifest.data_bytes, now - started, now, stream.passed_on))
+        self._context.channel.send(
+            m.RelayHas(manifest.weight_id, manifest.step, manifest.data_bytes, now - started, now, stream.passed_on, complete)
+        )
+
+    def _base(self, manifest: Manifest, base_id: int) -> np.ndarray | None:
+        """The bytes that the changes to come are to, in a slot kept until `_let_go`; None for a stream in full. Raises LinkBroken without
+        them: the relay before, or the trainer, sends in full over the next link."""
+        if base_id < 0:
+            return None
+        base = self._writer.keep(base_id)
+        if base is None:
+            raise LinkBroken(f"weight id {manifest.weight_id} came as changes to weight id {base_id}, which is not here: it is due in full")
+        self._base_slot, data = base
+        return data
 
     def _begin(self, manifest: Manifest, chunk: int) -> Stream:
-        """A slot to receive into, which goes on downstream as it fills."""
+        """A slot to receive into."""
         sender = self._downstream
         try:
             data = self._writer.begin(manifest)
@@ -184,9 +227,11 @@ class Relay:
                 raise
             sender.break_off(f"it is more than {self._writer.count - 2} publications behind")
             data = self._writer.begin(manifest)
-        slot = self._writer.keep_held() if sender is not None else 0
-        stream = Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], chunk, slot)
+        return Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], chunk)
+
+    def _pass_on(self, stream: Stream) -> None:
+        """Goes on downstream as it comes."""
+        sender = self._downstream
         if sender is not None:
-            stream.passed_on = sender.epoch
+            stream.slot, stream.passed_on = self._writer.keep_held(), sender.epoch
             sender.put(stream)
-        return stream

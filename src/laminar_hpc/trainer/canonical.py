@@ -1,11 +1,15 @@
-"""The live weights under Hugging Face names, put together on trainer rank 0 from the shards that all trainer ranks hold.
+"""The live weights under Hugging Face names, put together from the shards that all trainer ranks hold.
 
-Used by trainer/megatron.py: `pack` for publishing, `tensors` for checkpoints. At the start every rank says which slices it holds; of those
-that several ranks hold (replicas, norms, the copy of a tied embedding) only the first rank's is taken, so each byte comes to rank 0 once.
+Used by trainer/megatron.py: `pack` for publishing, on the rank that sends a lane; `tensors` for checkpoints, on rank 0. At the start every
+rank says which slices it holds; of those that several ranks hold (replicas, norms, the copy of a tied embedding) only one is taken: that of
+the rank where they are put together, else the first rank's. So each byte comes there once.
 """
 
 import functools
+import itertools
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
@@ -17,9 +21,14 @@ from megatron.core import parallel_state
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels import pack, place
 from laminar_hpc.trainer.exchange import Exchange
+from laminar_hpc.weights.lanes import Lane, borders
+from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest, layout
 from laminar_hpc.weights.mapping import Piece
 from laminar_hpc.weights.stream import Part
 from laminar_hpc.weights.sums import add_sums, shifted
+
+log = logging.getLogger(__name__)
+_ALIKE = 0.9  # ranks that hold so much of what the best one holds of a lane take turns in sending
 
 TensorSums = Callable[[], list[tuple[int, int]]]  # of each part of a chunk
 
@@ -63,18 +72,71 @@ def plan(held: Iterable[Slice]) -> dict[str, list[Slice]]:
     return tensors
 
 
+def plan_lanes(held: Sequence[Slice], slices: dict[str, list[Slice]], whole: Manifest, lanes: int) -> list[Lane]:
+    """Who sends which bytes of the layout: of those who hold most of a lane the one with the fewest lanes; lane 0 is rank 0's.
+
+    `held` by all ranks, `slices` as `plan` has them. Borders are put where pipeline stages meet, if that is nearly even.
+    """
+    holders: dict[tuple[str, int], list[int]] = {}
+    for s in held:
+        holders.setdefault((s.name, s.start), []).append(s.rank)
+    of_tensor = [{r for s in slices[e.name] for r in holders[s.name, s.start]} for e in whole.tensors]
+    stages = [e.offset for e, mine, before in zip(whole.tensors[1:], of_tensor[1:], of_tensor, strict=False) if mine != before]
+    places = borders(whole, lanes, stages)
+    found: list[Lane] = []
+    for begin, end in itertools.pairwise(places):
+        held_bytes: Counter[int] = Counter()
+        for s, nbytes in _within(slices, whole, begin, end):
+            held_bytes.update(dict.fromkeys(holders[s.name, s.start], nbytes))
+        most = max(held_bytes.values())
+        sending = Counter(lane.sender for lane in found)
+        alike = [rank for rank, nbytes in held_bytes.items() if nbytes >= _ALIKE * most]
+        found.append(Lane(min(alike, key=lambda rank: (sending[rank], rank)) if found else 0, begin, end))
+    return found
+
+
+def _within(slices: dict[str, list[Slice]], whole: Manifest, begin: int, end: int) -> Iterator[tuple[Slice, int]]:
+    """The slices that have bytes in [begin, end) of the layout, and how many."""
+    for entry in whole.tensors:
+        first, last = max(begin, entry.offset) - entry.offset, min(end, entry.offset + entry.nbytes) - entry.offset
+        if first < last:
+            width = ITEM_BYTES[entry.dtype]
+            for s in slices[entry.name]:
+                yield s, width * (s.below(last // width) - s.below(first // width))
+
+
 class Canonical:
     """Collective over the trainer world: making one, and running through `tensors` or `pack`."""
 
-    def __init__(self, pieces: Sequence[Piece], seconds: float, publish_seconds: float) -> None:
-        """`pieces` of this rank; `seconds` bounds each wait for another rank, and `publish_seconds` those of rank 0 for a relay."""
+    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, lanes: int, seconds: float, publish_seconds: float) -> None:
+        """`pieces` of this rank, published in `dtype`; `seconds` bounds each wait for another rank, and `publish_seconds` those of a rank
+        for a relay."""
         rank, everyone = dist.get_rank(), dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         first = parallel_state.get_data_parallel_rank() == 0  # the other replicas hold the same
-        mine = [Slice(rank, p.name, p.shape, p.dim, p.start, p.length) for p in pieces] if first else []
+        mine = [Slice(rank, p.name, p.shape, p.dim, p.start, p.length) for p in pieces] if first or lanes > 1 else []
         held = [msgspec.json.decode(frame, type=list[Slice]) for frame in _all_frames(msgspec.json.encode(mine), everyone)]
-        self.slices = plan(s for of_rank in held for s in of_rank)
-        holders = [r for r, of_rank in enumerate(held) if of_rank]
-        self._exchange, self.publishing = Exchange(holders, seconds), Exchange(holders, seconds + publish_seconds)
+        everything = [s for of_rank in held for s in of_rank]
+        self.slices, owned = plan(everything), {(s.rank, s.name, s.start): s for s in everything}
+        whole = layout(self.metadata(dtype), 0, 0)
+        self.lanes = plan_lanes(everything, self.slices, whole, lanes)
+        self._of_lane = [
+            {name: [owned.get((lane.sender, name, s.start), s) for s in slices] for name, slices in self.slices.items()}
+            for lane in self.lanes
+        ]
+        self.gathered_bytes = []  # of each lane, those that other ranks bring
+        taking = {0, *(lane.sender for lane in self.lanes)}
+        for lane, slices in zip(self.lanes, self._of_lane, strict=True):
+            within = [(s.rank, nbytes) for s, nbytes in _within(slices, whole, lane.begin, lane.end) if nbytes]
+            taking |= {r for r, _ in within}
+            self.gathered_bytes.append(sum(nbytes for r, nbytes in within if r != lane.sender))
+        if rank == 0 and lanes > 1:
+            for number, (lane, gathered) in enumerate(zip(self.lanes, self.gathered_bytes, strict=True)):
+                size = lane.end - lane.begin
+                log.info(
+                    "lane %d: %d bytes leave trainer %d, which gathers %.0f%% of them", number, size, lane.sender, 100 * gathered / size
+                )
+        holders = sorted({s.rank for slices in self.slices.values() for s in slices} | {0})
+        self._exchange, self.publishing = Exchange(holders, seconds), Exchange(sorted(taking), seconds + publish_seconds)
 
     def metadata(self, dtype: torch.dtype) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, whole shape and `dtype` of every tensor of the model, in the order of a Hugging Face state dict. On every rank."""
@@ -90,27 +152,31 @@ class Canonical:
             else:
                 self._send(slices, local.get(name), dtype)
 
-    def pack(self, pieces: Sequence[Piece], dtype: torch.dtype, parts: Sequence[Part], bucket: torch.Tensor | None) -> TensorSums:
-        """One chunk of the tensors, laid out as manifest.layout lays out `metadata`, into rank 0's `bucket` (uint8); other ranks have none.
+    def pack(
+        self, pieces: Sequence[Piece], dtype: torch.dtype, parts: Sequence[Part], bucket: torch.Tensor | None, number: int = 0
+    ) -> TensorSums:
+        """One chunk of lane `number`, laid out as manifest.layout lays out `metadata`, into its sender's `bucket` (uint8); other ranks have
+        none.
 
-        Returns, on rank 0, a function that gives what each part adds to its tensor's checksums; the bucket must be as it is until then.
-        May run in a thread of its own, the same one on every rank that holds slices.
+        Returns, on the sender, a function that gives what each part adds to its tensor's checksums; the bucket must be as it is until
+        then. May run in a thread of its own, the same one on every rank of `publishing`.
         """
         local, names, taken = _by_name(pieces), list(self.slices), []
+        sender, of_lane = self.lanes[number].sender, self._of_lane[number]
         for part in parts:
-            slices = self.slices[names[part.tensor]]
+            slices = of_lane[names[part.tensor]]
             spans = [(s, s.below(part.first), s.below(part.last)) for s in slices]
             mine = local.get(names[part.tensor])
             if bucket is None:
                 for s, first, last in spans:
                     if s.rank == dist.get_rank() and first < last:
                         views = [v.reshape(-1) for v in cut(mine.view, first, last)]
-                        self.publishing.send((torch.cat(views) if len(views) > 1 else views[0]).to(dtype), 0, s.name)
+                        self.publishing.send((torch.cat(views) if len(views) > 1 else views[0]).to(dtype), sender, s.name)
                 continue
             target = place(bucket, part.offset, (part.last - part.first,), dtype)
             sums: list[TensorSums] = []
             for s, first, last in spans:
-                if s.rank == 0:
+                if s.rank == sender:
                     sums += _pack_span(s, first, cut(mine.view, first, last), target, part.first)
                 elif first < last:
                     sums += _pack_span(s, first, self._received(s, first, last, target, part.first), target, part.first)

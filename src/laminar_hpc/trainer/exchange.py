@@ -38,6 +38,12 @@ class Exchange:
         self._bounded(lambda: dist.broadcast(box, 0, group=self._words), 0, "a word")
         return int(box)
 
+    def all_say(self, values: Sequence[int]) -> list[list[int]]:
+        """What each rank brought, in the order of `ranks`; as many values of all."""
+        said = [torch.zeros(len(values), dtype=torch.long) for _ in self.ranks]
+        self._bounded(lambda: dist.all_gather(said, torch.tensor(values, dtype=torch.long), group=self._words), 0, "its state")
+        return [each.tolist() for each in said]
+
     def _bounded(self, operation: Callable[[], object], peer: int, what: str) -> None:
         try:
             operation()

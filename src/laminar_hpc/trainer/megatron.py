@@ -27,6 +27,7 @@ from laminar_hpc.trainer.exchange import Exchange
 from laminar_hpc.trainer.logprobs import entropy, mask_padding, token_logprobs
 from laminar_hpc.trainer.microbatch import MicroBatch, Pack, make_pack
 from laminar_hpc.weights.hf import TensorReader, read_shape, save_directory
+from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.mapping import Piece, Shard, check_names, pieces
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.stream import Part
@@ -71,7 +72,8 @@ class MegatronPolicy:
             self.gpt.output_layer.register_forward_pre_hook(self._keep_selected)
         self.gpt.to(self.device)
         local = self._pieces()
-        self._canonical = Canonical(local, self.config.cluster.join_timeout_seconds, self.config.relay.publish_timeout_seconds)
+        relay = self.config.relay
+        self._canonical = Canonical(local, self.dtype, relay.lanes, self.config.cluster.join_timeout_seconds, relay.publish_timeout_seconds)
         self._load_hf(Path(self.config.model.path), local)
         self.model = wrap(self.transformer, self.gpt, self.config.trainer.distributed_optimizer)
         self.pieces = self._pieces()  # anew, because the distributed optimizer moves parameters into its buffers
@@ -219,14 +221,19 @@ class MegatronPolicy:
         """The trainer ranks that take part in `pack`, and their words to each other."""
         return self._canonical.publishing
 
-    @torch.no_grad()
-    def pack(self, parts: Sequence[Part], bucket: torch.Tensor | None) -> TensorSums:
-        """The live parameters' share of one chunk into rank 0's bucket (uint8, on `device`); None on other ranks. Not in step with the
-        other methods: the ranks of `publishing` may call it from a thread beside the training.
+    @property
+    def lanes(self) -> list[Lane]:
+        """Which rank sends which bytes."""
+        return self._canonical.lanes
 
-        Returns on rank 0 what gives each part's share of its tensor's checksums, as long as the bucket is not written again.
+    @torch.no_grad()
+    def pack(self, parts: Sequence[Part], bucket: torch.Tensor | None, lane: int = 0) -> TensorSums:
+        """The live parameters' share of one chunk of a lane into its sender's bucket (uint8, on `device`); None on other ranks. Not in step
+        with the other methods: the ranks of `publishing` may call it from a thread beside the training.
+
+        Returns on the sender what gives each part's share of its tensor's checksums, as long as the bucket is not written again.
         """
-        return self._canonical.pack(self.pieces, self.dtype, parts, bucket)
+        return self._canonical.pack(self.pieces, self.dtype, parts, bucket, lane)
 
     def save_hf(self, directory: Path) -> None:
         """A complete Hugging Face directory with the live weights, written by rank 0."""

@@ -8,11 +8,13 @@ the sending device: one is packed while the other is on its way. `fence`, before
 a relay that does not take them it waits relay.publish_timeout_seconds at most; then, or without a link, these weights are given up:
 skipping an id is legal, the next ones go out. Until the fence, a broken link's weights are sent again as soon as there is a new epoch.
 
-Every trainer rank that holds slices has such a thread. Rank 0's decides, and says by one word per bucket what the others do.
+Every trainer rank that holds slices, or sends a lane, has such a thread. Rank 0's decides, and says by one word per bucket what the others
+do: all lanes' buckets of one number are packed and sent before those of the next.
 Used by `trainer.loop` (publish, fence, close).
 """
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -24,21 +26,21 @@ import torch
 import torch.distributed as dist
 
 from laminar_hpc import messages as m
-from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.links import Link, LinkBroken, host_store
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.policies.chain import chunk_bytes
 from laminar_hpc.trainer.canonical import TensorSums
 from laminar_hpc.trainer.exchange import Exchange
-from laminar_hpc.weights.manifest import layout
-from laminar_hpc.weights.stream import Part, chunks, encode_header, encode_sums
-from laminar_hpc.weights.sums import add_sums
+from laminar_hpc.trainer.lanes import LaneSender
+from laminar_hpc.weights.lanes import Lane, lane_chunks, lane_manifest
+from laminar_hpc.weights.manifest import Manifest, layout
+from laminar_hpc.weights.stream import Part
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
-_WAIT, _RELEASE = -1, -2  # words beside the numbers of buckets; any other one below 0 is the size of the buckets that follow
+# Words beside the numbers of buckets; any other one below 0 is the size of the buckets that follow, with the weight id as the next word.
+_WAIT, _RELEASE, _STATE, _END = -1, -2, -3, -4
 
 
 class Publishable(Protocol):
@@ -48,8 +50,10 @@ class Publishable(Protocol):
 
     @property
     def publishing(self) -> Exchange: ...
+    @property
+    def lanes(self) -> list[Lane]: ...
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]: ...
-    def pack(self, parts: Sequence[Part], bucket: torch.Tensor | None) -> TensorSums: ...
+    def pack(self, parts: Sequence[Part], bucket: torch.Tensor | None, lane: int) -> TensorSums: ...
     def probe_logprobs(self) -> list[float]: ...
 
 
@@ -72,25 +76,30 @@ class Publisher:
     def __init__(self, context: RoleContext, model: Publishable) -> None:
         self._context, self._model = context, model
         self._config, self._seconds = context.config, context.config.relay.publish_timeout_seconds
-        self._lead, self._exchange = dist.get_rank() == 0, model.publishing
-        self._holder = dist.get_rank() in self._exchange.ranks
+        self._lead, self._exchange, rank = dist.get_rank() == 0, model.publishing, dist.get_rank()
+        self._holder = rank in self._exchange.ranks
+        self._shared = any(lane.sender != 0 for lane in model.lanes)  # other ranks send as well
         self.weight_id = -1
         self._live: Publication | None = None
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._doing = "nothing"  # of the thread, for errors
         self._closing = self._reading = False
+        self._mine: list[LaneSender] = []  # the lanes that this rank sends
         if not self._holder:
             return
-        self._layout = layout(model.canonical_metadata(), 0, 0)
-        self._bytes, self._most = self._layout.data_bytes, self._config.relay.chunk_megabytes << 20
-        if self._lead:
-            self._address = own_address(self._config.cluster.host)
-            size = min(self._most, self._bytes)
-            self._buckets = [torch.empty(size, dtype=torch.uint8, device=model.device) for _ in range(2)]
-            log.info("two staging buckets of %.1f MB on %s", size / 1e6, model.device)
-            self._epoch = 0
-            self._link: Link | None = None
+        self._most = self._config.relay.chunk_megabytes << 20
+        whole = layout(model.canonical_metadata(), 0, 0)
+        self._mine = [
+            LaneSender(context, lane, number, whole, model.device, self._seconds)
+            for number, lane in enumerate(model.lanes)
+            if lane.sender == rank
+        ]
+        self._proposed: dict[int, m.EpochProposed] = {}  # by lane, the newest that is not followed yet
+        self._proposals = threading.Lock()
+        self._resend = False  # a new link of this rank's wants what was sent last
+        if self._lead and len(model.lanes) > 1:
+            context.channel.send(m.LaneSenders([lane.sender for lane in model.lanes]))
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -125,7 +134,7 @@ class Publisher:
 
         Raises LaminarError if publishing has failed, or names who holds up the thread that reads when it does not let go.
         """
-        self._await_release(self._seconds if self._lead else 3 * self._seconds)
+        self._await_release(self._seconds if self._mine else 3 * self._seconds)
 
     def close(self) -> None:
         """Waits until the last weights are with the master relay. Raises LaminarError when they are not in time."""
@@ -150,7 +159,7 @@ class Publisher:
                 return
             live.fenced, live.waiting_since = True, time.monotonic()
             self._changed.notify_all()
-            if self._lead and len(self._exchange.ranks) == 1 and not self._reading and (live.read or self._link is None):
+            if self._lead and len(self._exchange.ranks) == 1 and not self._reading and (live.read or not self._linked):
                 self._let_go(live)
             if self._wait_until(lambda: self._live is not live, seconds):
                 return
@@ -185,8 +194,8 @@ class Publisher:
                 torch.cuda.set_device(self._model.device)
                 torch.cuda.set_stream(torch.cuda.Stream())
             while not self._closing:
+                self._follow_membership()
                 if self._lead:
-                    self._follow_membership()
                     self._turn()
                 else:
                     self._follow_the_lead()
@@ -204,148 +213,196 @@ class Publisher:
                 with contextlib.suppress(LaminarError):
                     self._exchange.word(_RELEASE)
 
+    # ---- links -----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _linked(self) -> bool:
+        """All lanes of this rank."""
+        return all(lane.link is not None for lane in self._mine)
+
+    def _take_proposals(self) -> None:
+        """From any thread. Raises StopReceived, and what else came in place of a message."""
+        while (proposed := self._context.channel.wait(m.EpochProposed, timeout=0)) is not None:
+            assert isinstance(proposed, m.EpochProposed)
+            with self._proposals:
+                lane = proposed.epoch % len(self._model.lanes)
+                self._proposed[lane] = max(proposed, self._proposed.get(lane, proposed), key=lambda p: p.epoch)
+
+    def _another_master(self, lane: LaneSender) -> bool:
+        """The controller wants another link in place of this lane's, or has sent what ends the publisher's thread."""
+        try:
+            self._take_proposals()
+        except Exception:
+            return True
+        return lane.number in self._proposed
+
+    def _follow_membership(self) -> None:
+        """Links to the master relays of the newest epochs."""
+        if self._mine:
+            self._take_proposals()
+        for lane in self._mine:
+            with self._proposals:
+                proposed = self._proposed.pop(lane.number, None)
+            if proposed is None:
+                continue
+            self._doing = f"relay {proposed.relays[0]} to link"
+            lane.follow(proposed, functools.partial(self._another_master, lane))
+            if lane.link is not None and proposed.resend:
+                self._resend = True
+
+    # ---- another rank than 0 ---------------------------------------------------------------------------------------------------
+
     def _follow_the_lead(self) -> None:
-        """Another rank: its slices of each bucket that rank 0 names, until the weights are released."""
+        """Another rank: its slices and lanes of each bucket that rank 0 names, until the weights are released."""
         with self._changed:
             live = self._live
             if live is None:
                 self._changed.wait(_POLL_SECONDS)
                 return
-        parts: list[list[Part]] = []
+        unfinished = False
         while (word := self._exchange.word()) != _RELEASE:
-            if word >= 0:
-                self._model.pack(parts[word], None)
+            if word == _STATE:
+                self._follow_membership()
+                self._state()
+            elif word == _END:
+                unfinished = False
+                self._end()
+            elif word >= 0:
+                self._pack(word)
             elif word != _WAIT:
-                parts = chunks(self._layout, -word)
+                self._begin(live, layout(self._model.canonical_metadata(), self._exchange.word(), live.step), -word)
+                unfinished = self._shared
         with self._changed:
             self._live = None
             self._changed.notify_all()
+        if unfinished:
+            self._end()
 
-    def _follow_membership(self) -> None:
-        """Links to the master relay of the newest epoch; the leader's store listens on the run's address only."""
-        proposed = self._context.channel.wait(m.EpochProposed, timeout=0)
-        if proposed is None:
-            return
-        while (newer := self._context.channel.wait(m.EpochProposed, timeout=0)) is not None:
-            proposed = newer
-        assert isinstance(proposed, m.EpochProposed)
-        if self._link is not None:
-            self._link.close()
-        self._epoch, self._link = proposed.epoch, None
-        store, port = host_store(self._address, self._seconds)
-        self._context.channel.send(m.StoreOpened(proposed.epoch, self._address, port))
-        peer = f"relay {proposed.relays[0]}"
-        self._doing = f"{peer} to link"
-        try:
-            link = Link(
-                store, proposed.epoch, 0, True, peer, self._address, self._model.device, self._seconds, given_up=self._another_master
-            )
-        except LinkBroken as error:
-            self._context.channel.send(m.LinkDown(proposed.epoch, str(error)))
-            return
-        log.info("epoch %d: linked to %s", proposed.epoch, peer)
-        with self._changed:
-            self._link = link
-            if proposed.resend and self._live is not None:
-                self._live.sent = False
+    # ---- what all ranks do -----------------------------------------------------------------------------------------------------
 
-    def _another_master(self) -> bool:
-        """The controller wants another link in place of this one."""
-        return self._context.channel.pending(m.EpochProposed)
+    def _state(self) -> tuple[bool, bool]:
+        """Whether all lanes of all ranks have a link, and whether a new one wants what was sent last."""
+        said = self._exchange.all_say([self._linked, self._resend])
+        self._resend = False
+        return all(linked for linked, _ in said), any(resend for _, resend in said)
+
+    def _begin(self, live: Publication, manifest: Manifest, chunk: int) -> None:
+        self._cut = [lane_chunks(lane_manifest(manifest, lane.begin, lane.end), chunk) for lane in self._model.lanes]
+        for lane in self._mine:
+            lane.begin(manifest, chunk, functools.partial(self._unwanted, live, lane))
+
+    def _unwanted(self, live: Publication, lane: LaneSender) -> bool:
+        return live.given_up or self._another_master(lane)
+
+    @torch.no_grad()
+    def _pack(self, number: int) -> None:
+        """Bucket `number` of every lane: this rank's slices to its sender, or all of it into a bucket that is then on its way."""
+        mine = {lane.number: lane for lane in self._mine}
+        for lane, cut in enumerate(self._cut):
+            if number >= len(cut):
+                continue
+            if lane not in mine:
+                self._model.pack(cut[number], None, lane)
+                continue
+            bucket = mine[lane].bucket()
+            mine[lane].post(bucket, cut[number], self._model.pack(cut[number], bucket, lane))
+
+    def _end(self) -> tuple[bool, int, int, float | None]:
+        """Of all lanes of all ranks: whether all is sent, the bytes that left for relays, those that would have left in full, and the
+        fraction of elements that changed, None if that is not known of all."""
+        for lane in self._mine:
+            lane.end()
+        mine = [[lane.sent, lane.bytes_sent, lane.full_bytes, *lane.bytes_changed] for lane in self._mine]
+        said = self._exchange.all_say([sum(each) for each in zip(*mine, strict=True)] or [0] * 5) if self._shared else mine
+        sent, count, full, known, changed = (sum(each) for each in zip(*said, strict=True))
+        lanes = self._model.lanes
+        return sent == len(lanes), count, full, changed / lanes[-1].end if known == len(lanes) else None
+
+    # ---- rank 0 ----------------------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         """Sends, releases or waits, whichever is due."""
         with self._changed:
             live = self._live
-            due = live is not None and not live.sent and self._link is not None
-            if live is None or not (due or live.fenced):
-                self._doing = "a relay to join" if self._link is None else "nothing"
-                self._changed.wait(_POLL_SECONDS)
-            if due:
-                assert live is not None
+            if live is not None and self._resend and not self._shared:
+                live.sent, self._resend = False, False
+            due = live is not None and not live.sent and self._linked
+            if due and not self._shared:
                 live.read, self._reading = False, True
+            if live is None or not (due or live.fenced):
+                self._doing = "nothing" if self._linked else "a relay to join"
+                self._changed.wait(_POLL_SECONDS)
         if live is None:
             return
+        if self._shared:
+            due = self._others_ready(live)
         if due:
             self._try_to_send(live)
         elif live.fenced:
             self._release(live)
-        else:
+        elif not self._shared:
             self._exchange.word(_WAIT)
+
+    def _others_ready(self, live: Publication) -> bool:
+        """Whether all lanes of all ranks have links, and something to send."""
+        self._exchange.word(_STATE)
+        linked, resend = self._state()
+        with self._changed:
+            live.sent = live.sent and not resend
+            if linked and not live.sent:
+                live.read, self._reading = False, True
+            elif not linked and not live.fenced:
+                self._doing = "a relay to join"
+                self._changed.wait(_POLL_SECONDS)
+        return linked and not live.sent
 
     def _try_to_send(self, live: Publication) -> None:
         try:
             self._send(live)
-        except LinkBroken as error:
-            link, self._link = self._link, None
-            self._context.channel.send(m.LinkDown(self._epoch, str(error)))
-            if link is not None:
-                link.close()
         finally:
             with self._changed:
-                self._reading = False
+                self._reading, live.read = False, live.read and live.sent
                 if live is not self._live and not live.sent:
-                    log.warning("the weights of step %d are lost with the link: they have changed since", live.step)
+                    log.warning("the weights of step %d are lost with a link: they have changed since", live.step)
                 self._changed.notify_all()
 
     def _send(self, live: Publication) -> None:
-        link, channel = self._link, self._context.channel
-        assert link is not None
-        started, before = time.time(), link.bytes_sent
+        channel = self._context.channel
+        started = time.time()
         self._doing = "a weight id of the controller"
         answer = channel.request(m.NewWeightId(live.step), m.WeightId, timeout=self._seconds, what="a weight id")
         assert isinstance(answer, m.WeightId)
-        self._doing = link.peer
-        manifest = layout(self._model.canonical_metadata(), answer.weight_id, live.step)
-        chunk = chunk_bytes(self._bytes, answer.relays, link.start_seconds, link.seconds_per_byte, self._most)
-        began = time.monotonic()
-        with link.closed_when(lambda: live.given_up or self._another_master()):
-            link.send_bytes(encode_header(manifest, chunk))
-            sums = self._send_buckets(link, live, chunk)
-            link.send_bytes(encode_sums(sums))
-        link.sent(self._bytes, -(-self._bytes // chunk), time.monotonic() - began)
+        first = self._mine[0].link
+        if first is None:
+            return
+        self._doing = self._mine[0].peer
+        size = max(lane.end - lane.begin for lane in self._model.lanes)
+        chunk = chunk_bytes(size, answer.relays, first.start_seconds, first.seconds_per_byte, self._most)
+        for word in (-chunk, answer.weight_id):
+            self._exchange.word(word)
+        self._begin(live, layout(self._model.canonical_metadata(), answer.weight_id, live.step), chunk)
+        buckets = max(len(cut) for cut in self._cut)
+        for number in range(buckets):
+            if not (self._shared or any(lane.link for lane in self._mine)):
+                break  # nobody is left to send to
+            self._exchange.word(number)
+            self._pack(number)
+            if number == buckets - 1:
+                self._all_read(live)
+        sent, count, full, changed = self._end()
+        if not sent:
+            return
         now = time.time()
         self._context.trace.record("send", started, now, step=live.step, weight_id=answer.weight_id)
         channel.send(
             m.Published(
-                answer.weight_id,
-                live.step,
-                live.stall_seconds,
-                live.probe_seconds,
-                now - started,
-                link.bytes_sent - before,
-                live.probe,
-                now,
+                answer.weight_id, live.step, live.stall_seconds, live.probe_seconds, now - started, count, live.probe, now, full, changed
             )
         )
         self.weight_id = answer.weight_id
         with self._changed:
             live.sent = True
             self._changed.notify_all()
-
-    @torch.no_grad()
-    def _send_buckets(self, link: Link, live: Publication, chunk: int) -> list[tuple[int, int]]:
-        """The live weights in buckets of `chunk` bytes, each packed while the other one is on its way; returns the sums of each tensor."""
-        sums = [(0, 0)] * len(self._layout.tensors)
-        on_the_way: list[tuple[dist.Work, torch.Tensor]] = []
-        self._exchange.word(-chunk)
-        cut = chunks(self._layout, chunk)
-        for number, parts in enumerate(cut):
-            if number >= 2:
-                link.finish(*on_the_way[number - 2])
-            self._exchange.word(number)
-            bucket = self._buckets[number % 2][: min(chunk, self._bytes - number * chunk)]
-            read = self._model.pack(parts, bucket)
-            if bucket.is_cuda:
-                torch.cuda.current_stream().synchronize()
-            if number == len(cut) - 1:
-                self._all_read(live)
-            on_the_way.append((link.post_send(bucket), bucket))
-            for part, both in zip(parts, read(), strict=True):
-                sums[part.tensor] = add_sums([sums[part.tensor], both])
-        for sent in on_the_way[-2:]:
-            link.finish(*sent)
-        return sums
 
     def _all_read(self, live: Publication) -> None:
         with self._changed:
@@ -355,6 +412,8 @@ class Publisher:
             self._changed.notify_all()
         if fenced:
             self._release(live)
+        elif self._shared:
+            self._exchange.word(_END)
 
     def _stood_still(self, live: Publication) -> None:
         """With the lock: the trainer goes on."""

@@ -29,13 +29,15 @@ class TensorEntry(msgspec.Struct):
     sum_indexed: int = 0
 
 
-class Manifest(msgspec.Struct):
-    """All tensors of one weight id, in file order."""
+class Manifest(msgspec.Struct, omit_defaults=True):
+    """All tensors of one weight id, in file order; a lane's lists flat parts of them (weights/lanes.py)."""
 
     weight_id: int
     step: int
     dtype: str
     tensors: list[TensorEntry]
+    begin: int = 0  # of a lane: bytes of the whole that lie before it
+    whole: "Manifest | None" = None  # of a lane: the layout of all
 
     @property
     def data_bytes(self) -> int:

@@ -24,6 +24,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.layout import clean_leftovers, slots_root
 from laminar_hpc.weights.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, decode_manifest, encode_manifest, safetensors_header
 
+LOCK_FILE = "lock"
 SIDE_FILES = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json merges.txt "
     "chat_template.jinja"
@@ -71,7 +72,7 @@ class SlotReader:
     def lease(self, handle: SlotHandle) -> Iterator[None]:
         """Keeps the slot from being rewritten while it is loaded. Raises SlotGone when it holds another id by now."""
         try:
-            descriptor = os.open(handle.directory / "lock", os.O_RDWR)
+            descriptor = os.open(handle.directory / LOCK_FILE, os.O_RDWR)
         except FileNotFoundError:
             raise SlotGone(f"{handle.directory} is gone") from None
         try:
@@ -98,6 +99,9 @@ class SlotWriter:
         self._held: tuple[int, int] | None = None  # (slot, lock descriptor) of the slot being written
         self._kept: list[int] = []  # slots that the relay itself still sends from
         self._lock = threading.Lock()
+        self._make_root(shm_dir)
+
+    def _make_root(self, shm_dir: str) -> None:
         clean_leftovers(shm_dir)
         shutil.rmtree(self.root, ignore_errors=True)  # of an earlier relay of this very run
         self.root.mkdir(mode=0o700, parents=True)
@@ -106,26 +110,30 @@ class SlotWriter:
     def _allocate(self, index: int, manifest: Manifest) -> np.ndarray:
         """The slot's data bytes, mapped; all its pages are taken at the first use, so that memory cannot run out later."""
         if index not in self._maps:
-            directory = self.root / f"slot{index}"
-            directory.mkdir(mode=0o700, exist_ok=True)
-            header = safetensors_header(manifest)
-            size = len(header) + manifest.data_bytes
-            with open(directory / WEIGHTS_FILE, "w+b") as file:
-                try:
-                    os.posix_fallocate(file.fileno(), 0, size)
-                except OSError:
-                    raise LaminarError(
-                        f"{self.root.parent} has no room for weight slot {index + 1} of {self.count} ({size / 1e6:.0f} MB each): "
-                        f"give it {self.count * size / 1e9:.1f} GB (containers: --shm-size) or set relay.shm_dir"
-                    ) from None
-                mapping = mmap.mmap(file.fileno(), size)
-            mapping[: len(header)] = header
-            for name in SIDE_FILES:
-                if (self.model_dir / name).exists():
-                    shutil.copy(self.model_dir / name, directory / name)
-            (directory / "lock").touch(mode=0o600)
+            directory, header = self.root / f"slot{index}", safetensors_header(manifest)
+            if not (directory / LOCK_FILE).exists():
+                self._create(directory, header, len(header) + manifest.data_bytes)
+            with open(directory / WEIGHTS_FILE, "r+b") as file:
+                mapping = mmap.mmap(file.fileno(), 0)
             self._maps[index] = (mapping, np.frombuffer(mapping, dtype=np.uint8, offset=len(header)))
         return self._maps[index][1]
+
+    def _create(self, directory: Path, header: bytes, size: int) -> None:
+        """Its files, the lock as the last of them."""
+        directory.mkdir(mode=0o700, exist_ok=True)
+        with open(directory / WEIGHTS_FILE, "w+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError:
+                raise LaminarError(
+                    f"{self.root.parent} has no room for one of {self.count} weight slots ({size / 1e6:.0f} MB each): "
+                    f"give it {self.count * size / 1e9:.1f} GB (containers: --shm-size) or set relay.shm_dir"
+                ) from None
+            file.write(header)
+        for name in SIDE_FILES:
+            if (self.model_dir / name).exists():
+                shutil.copy(self.model_dir / name, directory / name)
+        (directory / LOCK_FILE).touch(mode=0o600)
 
     def begin(self, manifest: Manifest) -> np.ndarray:
         """Takes a slot that nobody reads and that is not the newest one; returns its data bytes (uint8, `manifest.data_bytes` long) to
@@ -143,7 +151,7 @@ class SlotWriter:
             if index in self._kept or (index == newest and ids[index] >= 0 and self.count > 1):
                 continue
             data = self._allocate(index, manifest)
-            descriptor = os.open(self.root / f"slot{index}" / "lock", os.O_RDWR)
+            descriptor = os.open(self.root / f"slot{index}" / LOCK_FILE, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -181,12 +189,25 @@ class SlotWriter:
             self._kept.append(index)
             return index, manifest, self._maps[index][1]
 
+    def keep(self, weight_id: int) -> tuple[int, np.ndarray] | None:
+        """(slot, data bytes) of the complete one with these weights, kept like that; None where there is none."""
+        with self._lock:
+            index = next((index for index in self._maps if self._weight_id(index) == weight_id), None)
+            if index is None:
+                return None
+            self._kept.append(index)
+            return index, self._maps[index][1]
+
     def release(self, index: int) -> None:
         with self._lock:
             self._kept.remove(index)
 
-    def commit(self, manifest: Manifest) -> Path:
-        """The slot is complete: readers may see it from here on."""
+    def is_complete(self, index: int) -> bool:
+        """Whether readers see this slot."""
+        return self._manifest(index) is not None
+
+    def commit(self, manifest: Manifest) -> Path | None:
+        """The slot is complete: readers may see it from here on. Returns its folder."""
         assert self._held is not None
         index = self._held[0]
         directory = self.root / f"slot{index}"

@@ -1,6 +1,8 @@
 """How one weight id crosses a link: the layout, its data bytes in chunks, and behind them the sums, which are known only then.
 
-    size of a chunk, manifest without sums | chunk | chunk | ... | sums
+    size of a chunk, id that it changes or -1, manifest without sums | chunk | chunk | ... | sums
+
+A chunk is its data bytes, or in a stream of changes a frame of weights/delta.py.
 
 Used by trainer/publisher.py, which packs chunk by chunk, and by the relay, which passes on and checks. Imports no torch.
 """
@@ -24,18 +26,18 @@ class Part(NamedTuple):
     offset: int
 
 
-def encode_header(manifest: Manifest, chunk: int) -> bytes:
-    """What a stream begins with. The sender alone decides on the chunk's size, in bytes."""
-    return struct.pack("<Q", chunk) + encode_manifest(manifest)
+def encode_header(manifest: Manifest, chunk: int, base_id: int = -1) -> bytes:
+    """What a stream begins with. The sender alone decides on the chunk's size, in bytes, and on the weight id whose changes follow."""
+    return struct.pack("<Qq", chunk, base_id) + encode_manifest(manifest)
 
 
-def decode_header(frame: bytes) -> tuple[Manifest, int]:
-    """(manifest, bytes per chunk). Raises LaminarError on anything else than a header."""
+def decode_header(frame: bytes) -> tuple[Manifest, int, int]:
+    """(manifest, bytes per chunk, weight id that this one changes; -1 = in full). Raises LaminarError on anything else than a header."""
     try:
-        (chunk,) = struct.unpack_from("<Q", frame)
+        chunk, base_id = struct.unpack_from("<Qq", frame)
         if chunk < 1:
             raise LaminarError("a chunk of no bytes")
-        return decode_manifest(frame[8:]), chunk
+        return decode_manifest(frame[16:]), chunk, base_id
     except (struct.error, msgspec.MsgspecError, LaminarError) as error:
         raise LaminarError(f"a stream of weights began with no header ({error}); run the same version of laminar_hpc everywhere") from None
 

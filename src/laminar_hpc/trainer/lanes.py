@@ -1,0 +1,159 @@
+"""One lane's way out of the trainer: the link to the first relay of its chain, and two buckets that are filled and sent in turn; with
+relay.delta=auto as what changed in them, if the link's other end has what it changed from (weights/delta.py).
+
+Used by the publisher's thread of the rank that sends the lane. A link that breaks is reported, and the lane says no more until there is
+another one; the other lanes go on.
+"""
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from laminar_hpc import messages as m
+from laminar_hpc.cluster.address import own_address
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.links import Link, LinkBroken, host_store
+from laminar_hpc.trainer.canonical import TensorSums
+from laminar_hpc.weights.delta import Image, unit_bytes
+from laminar_hpc.weights.lanes import Lane, lane_chunks, lane_manifest, lane_sums
+from laminar_hpc.weights.manifest import Manifest
+from laminar_hpc.weights.stream import Part, encode_header, encode_sums
+from laminar_hpc.weights.sums import add_sums
+
+log = logging.getLogger(__name__)
+
+
+class LaneSender:
+    """A publication is `begin`, then `bucket` and `post` for each chunk in order, then `end`; after a LinkBroken they do nothing."""
+
+    def __init__(self, context: RoleContext, lane: Lane, number: int, whole: Manifest, device: torch.device, seconds: float) -> None:
+        self.number, self.link = number, None
+        self._context, self._lane, self._device, self._seconds = context, lane, device, seconds
+        self._address = own_address(context.config.cluster.host)
+        self.nbytes = lane.end - lane.begin
+        size = min(context.config.relay.chunk_megabytes << 20, self.nbytes)
+        self._buckets = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        log.info("lane %d: two staging buckets of %.1f MB on %s", number, size / 1e6, device)
+        self.image: Image | None = None  # of what was published last
+        if context.config.relay.delta == "auto":
+            self.image = Image(self.nbytes, unit_bytes(whole), device, context.config.relay.anchor_every)
+        self._epoch, self._base_id = 0, -1
+        self._on_the_way: deque[list[tuple[dist.Work, torch.Tensor]]] = deque()  # of the last two buckets
+        self._watch = contextlib.ExitStack()
+        self.sent = False  # the publication, whole
+        self.bytes_sent = self.full_bytes = 0  # of the publication, layout and sums included; and what it would have been in full
+        self.bytes_changed = (False, 0)  # whether that is known, and those of changed elements
+
+    link: Link | None
+
+    @property
+    def peer(self) -> str:
+        return "a relay to join" if self.link is None else self.link.peer
+
+    def follow(self, proposed: m.EpochProposed, given_up: Callable[[], bool]) -> None:
+        """Links to the master relay of this epoch; the leader's store listens on the run's address only."""
+        if self.link is not None:
+            self.link.close()
+        self._epoch, self.link = proposed.epoch, None
+        store, port = host_store(self._address, self._seconds)
+        self._context.channel.send(m.StoreOpened(proposed.epoch, self._address, port))
+        peer = f"relay {proposed.relays[0]}"
+        try:
+            self.link = Link(store, proposed.epoch, 0, True, peer, self._address, self._device, self._seconds, given_up=given_up)
+        except LinkBroken as error:
+            self._context.channel.send(m.LinkDown(proposed.epoch, str(error)))
+            return
+        log.info("lane %d, epoch %d: linked to %s", self.number, proposed.epoch, peer)
+
+    # ---- a publication ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, whole: Manifest, chunk: int, given_up: Callable[[], bool]) -> None:
+        """The link is closed as soon as `given_up()` holds."""
+        self._manifest = lane_manifest(whole, self._lane.begin, self._lane.end)
+        self._chunk, self._number, self._began = chunk, 0, time.monotonic()
+        self._sums, self._data_bytes = dict[int, tuple[int, int]](), 0
+        self._on_the_way.clear()
+        self.sent, self.bytes_sent, self.full_bytes, self.bytes_changed = False, 0, 0, (False, 0)
+        if self.link is not None:
+            self._watch.enter_context(self.link.closed_when(given_up))
+            self._base_id = self.image.begin(self.link.weight_id) if self.image is not None else -1
+            with self._careful(self.link) as link:
+                link.send_bytes(encode_header(self._manifest, chunk, self._base_id))
+
+    def chunks(self) -> list[list[Part]]:
+        return lane_chunks(self._manifest, self._chunk)
+
+    def bucket(self) -> torch.Tensor:
+        """To be filled with the next chunk, once what it held has left."""
+        number, self._number = self._number, self._number + 1
+        if len(self._on_the_way) == 2 and self.link is not None:
+            with self._careful(self.link) as link:
+                for sent in self._on_the_way.popleft():
+                    link.finish(*sent)
+        return self._buckets[number % 2][: min(self._chunk, self.nbytes - number * self._chunk)]
+
+    def post(self, bucket: torch.Tensor, parts: Sequence[Part], read: TensorSums) -> None:
+        """Begins to send the bucket, which holds `parts`; `read()` gives what they add to the sums of their tensors."""
+        if bucket.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        if self.link is None:
+            return
+        with self._careful(self.link) as link:
+            self._on_the_way.append(posted := [])
+            if self.image is not None and self._base_id >= 0:
+                taken = read()  # while the bucket is whole
+                for each in self.image.take(self._first(), bucket, True) or ():
+                    posted.append((link.post_send(each), each))
+            else:
+                posted.append((link.post_send(bucket), bucket))
+                taken = read()
+                if self.image is not None:
+                    self.image.take(self._first(), bucket, False)
+            self._data_bytes += sum(each.nbytes for _, each in posted)
+            for part, both in zip(parts, taken, strict=True):
+                self._sums[part.tensor] = add_sums([self._sums.get(part.tensor, (0, 0)), both])
+
+    def end(self) -> None:
+        """The last buckets leave, and the sums behind them."""
+        if self.link is not None:
+            with self._careful(self.link) as link:
+                for sent in [each for posted in self._on_the_way for each in posted]:
+                    link.finish(*sent)
+                link.send_bytes(encode_sums(lane_sums(self._manifest, self._sums)))
+                link.weight_id = self._manifest.weight_id
+                if self.image is not None:
+                    changed = self.image.complete(self._manifest.weight_id)
+                    self.bytes_changed = (changed is not None, round((changed or 0.0) * self.nbytes))
+                if self._base_id < 0:  # else the pace was that of comparing
+                    link.sent(self.nbytes, self._number, time.monotonic() - self._began)
+                self.sent = True
+        self.full_bytes = self.bytes_sent + self.nbytes - self._data_bytes
+        self._on_the_way.clear()
+        self._watch.close()
+
+    def _first(self) -> int:
+        """Where in the lane the bucket begins that `bucket` gave last."""
+        return (self._number - 1) * self._chunk
+
+    def close(self) -> None:
+        self._watch.close()
+        if self.link is not None:
+            self.link.close()
+
+    @contextlib.contextmanager
+    def _careful(self, link: Link):
+        before = link.bytes_sent
+        try:
+            yield link
+        except LinkBroken as error:
+            self.link = None
+            self._watch.close()
+            self._context.channel.send(m.LinkDown(self._epoch, str(error)))
+            link.close()
+        finally:
+            self.bytes_sent += link.bytes_sent - before

@@ -1,0 +1,116 @@
+"""One publication over a real gloo link: as changes to whoever has the base, in full to whoever has not, refused when it is damaged."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from laminar_hpc.cluster.links import Link, LinkBroken, host_store, reach_store
+from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream, send_stream
+from laminar_hpc.weights.delta import encode
+from laminar_hpc.weights.manifest import Manifest, layout
+from laminar_hpc.weights.stream import decode_header
+from laminar_hpc.weights.sums import tensor_sums
+
+CHUNK = 1 << 16
+TENSORS = [("a", (333, 77), "bfloat16"), ("b", (5,), "bfloat16"), ("c", (100_000,), "bfloat16")]  # chunks end inside tensors
+HOST, SECONDS = "127.0.0.1", 20.0
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[Link, Link]]:
+    """The two ends of a link."""
+    store, port = host_store(HOST, SECONDS)
+    ends: dict[bool, Link] = {}
+
+    def make(sender: bool) -> None:
+        here = store if sender else reach_store(HOST, port, SECONDS)
+        ends[sender] = Link(here, 1, 0, sender, "the other end", HOST, torch.device("cpu"), SECONDS, meet_seconds=SECONDS)
+
+    other = threading.Thread(target=make, args=(False,))
+    other.start()
+    make(True)
+    other.join()
+    yield ends[True], ends[False]
+    for end in ends.values():
+        end.close()
+
+
+def publication(density: float) -> tuple[torch.Tensor, Stream]:
+    """The bytes of weight id 4, and id 5 as changes to it, complete at a relay that has received it."""
+    generator = torch.Generator().manual_seed(0)
+    manifest = layout(TENSORS, 5, 2)
+    old = torch.randint(0, 256, (manifest.data_bytes,), dtype=torch.uint8, generator=generator)
+    new = old.clone()
+    new[torch.rand(new.shape, generator=generator) < density] ^= 1
+    new[:CHUNK] = old[:CHUNK]  # a chunk in which nothing changes
+    new[CHUNK : 2 * CHUNK] ^= 255  # and one in which all does
+    for entry in manifest.tensors:
+        entry.sum_words, entry.sum_indexed = tensor_sums(new[entry.offset : entry.offset + entry.nbytes])
+    stream = Stream(manifest, new, CHUNK, complete=True)
+    frames = {n: encode(new[at : at + CHUNK].clone(), old[at : at + CHUNK].clone(), 2) for n, at in enumerate(range(0, len(new), CHUNK))}
+    stream.changes = Changes(4, old, {number: frame for number, frame in frames.items() if int(frame.head[0])})
+    return old, stream
+
+
+def across(links: tuple[Link, Link], sent: Stream, old: torch.Tensor) -> tuple[Manifest, int, Stream]:
+    """What the other end makes of it: (manifest, base id, stream)."""
+    upstream, downstream = links
+    sender = threading.Thread(target=_send, args=(upstream, sent))
+    sender.start()
+    manifest, chunk, base_id = decode_header(downstream.receive_bytes())
+    received = Stream(manifest, torch.zeros_like(old), chunk)
+    received.passed_on = 1
+    if base_id >= 0:
+        received.changes = Changes(base_id, old)
+    try:
+        receive_stream(downstream, received)
+    finally:
+        if not received.complete:
+            downstream.close()
+        sender.join(SECONDS)
+    return manifest, base_id, received
+
+
+def _send(link: Link, stream: Stream) -> None:
+    with contextlib.suppress(LinkBroken):
+        send_stream(link, stream)
+
+
+@pytest.mark.parametrize("density", [0.005, 0.2])
+def test_changes_go_on_as_they_came(links: tuple[Link, Link], density: float) -> None:
+    old, sent = publication(density)
+    frames = dict(sent.changes.frames)
+    links[0].weight_id = 4
+    before = links[0].bytes_sent
+    _, base_id, received = across(links, sent, old)
+    assert base_id == 4 and received.complete and torch.equal(received.data, sent.data)
+    assert links[0].bytes_sent - before < len(old), "one chunk is full, one empty, the others are smaller than full ones"
+    assert not sent.changes.frames and received.changes.frames.keys() == frames.keys()
+    for number, frame in frames.items():
+        assert all(torch.equal(a, b) for a, b in zip(frame, received.changes.frames[number], strict=True))
+
+
+def test_who_has_not_had_the_base_from_here_gets_all(links: tuple[Link, Link]) -> None:
+    old, sent = publication(0.005)
+    links[0].weight_id = 3
+    _, base_id, received = across(links, sent, old)
+    assert base_id == -1 and received.complete and torch.equal(received.data, sent.data)
+    assert not sent.changes.frames, "they would be kept for nobody"
+
+
+@pytest.mark.parametrize("what", ["value", "places", "kind"])
+def test_damaged_changes_are_refused(links: tuple[Link, Link], what: str) -> None:
+    """A changed value by the sums; places and kinds that make no sense before anything is written outside the chunk."""
+    old, sent = publication(0.005)
+    links[0].weight_id = 4
+    frame = sent.changes.frames[2]
+    if what == "kind":
+        frame.head[0] = 9
+    else:
+        table = -(-int(frame.head[1]) * 2 // 4) * 4  # behind the values: first how many changed in the first block
+        frame.payload[0 if what == "value" else table] ^= 1
+    with pytest.raises(SumsDiffer):
+        across(links, sent, old)
