@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     while True:
         publisher.publish(step)
         script.wait_for(m.RelayHas, publish.RELAYS * (step + 1))
-        batch = store.trajectories(store.consumed_groups(step))
+        batch = [m.decode_trajectory(blob) for blob in store.payloads(store.consumed_groups(step))]
         if not batch or step == options.steps:
             break
         learner.train(batch, step, publisher.fence)
