@@ -28,6 +28,7 @@ def bytes_over_full(run: ChainRun) -> list[float]:
     return [line["bytes_over_full"] for line in lines if line["kind"] == "publish"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_changes_anchors_a_death_and_a_late_comer(chain):
     """Every relay's slot has what was sent (else `wait` fails); a publication in ANCHOR_EVERY is full; who comes late gets the newest

@@ -63,6 +63,7 @@ def test_deaths_a_standstill_and_late_comers(chain):
     assert chain.chains()[-1]["chain"] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_rollout_that_comes_late_is_told_of_the_newest_slot(chain):
     """No publication is needed: the controller names the weights that its machine's relay holds, and the slot is there to be loaded."""
     published(chain, [0, 1, 2], 60)

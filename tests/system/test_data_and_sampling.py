@@ -75,6 +75,7 @@ def test_parquet_two_evaluations_filter_and_rounds(tmp_path, monkeypatch):
     run.assert_gone()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_whose_every_group_is_filtered_ends_with_a_line(tmp_path):
     """Answers that nobody can give: a hundred groups are filtered in a row, then the run ends in order, with a checkpoint, and says why."""
