@@ -18,7 +18,7 @@ from laminar_hpc.cluster.channel import Channel
 from laminar_hpc.messages import Hello, WeightsAvailable
 
 MEGABYTE = 1 << 20
-FAILOVER_SECONDS = 20.0  # a relay that died is dropped and its neighbours are joined: takes 1 to 4 s, more beside other work
+FAILOVER_SECONDS = 5.0  # a relay that died is dropped and its neighbours are joined
 SURVIVORS_SECONDS = 10.0  # until every relay that can be reached has the newest weights, whatever happened
 KILLS = 100
 
@@ -32,7 +32,7 @@ def chain(tmp_path):
 
 def published(run: ChainRun, indices: list[int], seconds: float) -> float:
     run.publish()
-    assert run.stall < FAILOVER_SECONDS / 2, "the trainer waits for no relay"
+    assert run.stall < 2, "the trainer waits for no relay"
     return run.wait(indices, run.step, seconds)
 
 
@@ -47,7 +47,7 @@ def test_deaths_a_standstill_and_late_comers(chain):
 
     weight_id, step = chain.newest(1)
     chain.start_relay(0)
-    chain.wait([0], step, 60)
+    chain.wait([0], step, 20)
     assert chain.newest(0) == (weight_id, step), "the late comer has the very id that the others have, so it was not published anew"
     assert chain.chains()[-1]["chain"] == [1, 2, 0]
 

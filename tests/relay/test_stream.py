@@ -4,9 +4,8 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from laminar_hpc.cluster.links import Link, LinkBroken
+from laminar_hpc.cluster.links import LinkBroken
 from laminar_hpc.relay.chain import ArrivingSums, Stream, SumsDiffer, receive_stream, send_stream
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import decode_header
@@ -26,23 +25,6 @@ def publication():
     for entry in manifest.tensors:
         entry.sum_words, entry.sum_indexed = tensor_sums(data[entry.offset : entry.offset + entry.nbytes])
     return manifest, data
-
-
-@pytest.fixture
-def link():
-    """(sending end, receiving end)"""
-    store, ends = dist.HashStore(), {}
-
-    def meet(sender):
-        ends[sender] = Link(store, 1, 0, sender, "the peer", "127.0.0.1", torch.device("cpu"), 10)
-
-    other = threading.Thread(target=meet, args=(False,))
-    other.start()
-    meet(True)
-    other.join()
-    yield ends[True], ends[False]
-    for end in ends.values():
-        end.close()
 
 
 def pass_on(link, sent: Stream) -> Stream:

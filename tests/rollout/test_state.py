@@ -62,9 +62,6 @@ def test_weights_are_open_only_after_their_verification():
     state.begin_pull(1)
     with pytest.raises(WrongState):
         state.open(0)
-    state.pull_failed()
-    assert state.phase is Phase.UNVERIFIED
-    state.begin_pull(1)
     state.verified(2)  # a newer slot came while the pull went on
     state.open(weight_step=1)
     assert state.weight_id == 2
@@ -82,7 +79,6 @@ def test_invariants_over_all_short_histories():
     steps = {
         "pull": lambda s: s.begin_pull(s.weight_id + 1),
         "verified": lambda s: s.verified(s.weight_id + 1),
-        "failed": lambda s: s.pull_failed(),
         "open": lambda s: s.open(0),
         "grant": lambda s: s.grant(s.weight_id, 2),
         "finished": lambda s: s.finished(),

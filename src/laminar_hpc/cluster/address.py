@@ -5,7 +5,6 @@ The keys are CURVE pairs (ZeroMQ's authenticated encryption): whoever can read t
 
 import os
 import socket
-import time
 from pathlib import Path
 
 import msgspec
@@ -52,18 +51,6 @@ def read_address(run_dir: Path) -> ControllerAddress | None:
         return None
     except msgspec.DecodeError as error:
         raise LaminarError(f"{run_dir / ADDRESS_FILE} is not a controller's address ({error}); delete it and start again") from None
-
-
-def wait_for_address(run_dir: Path, seconds: float) -> ControllerAddress:
-    """The address once the controller has written it; bounded."""
-    deadline = time.monotonic() + seconds
-    while (address := read_address(run_dir)) is None:
-        if time.monotonic() > deadline:
-            raise LaminarError(
-                f"no controller after {seconds:.0f} s: {run_dir / ADDRESS_FILE} has not appeared; is the controller rank running?"
-            )
-        time.sleep(0.05)
-    return address
 
 
 def own_address(host: str) -> str:

@@ -22,8 +22,3 @@ def saturation_requests(curve: Sequence[tuple[int, float]]) -> int:
             return before + int((requests - before) * (limit - fast) / (seconds - fast))
         before, fast = requests, seconds
     return before
-
-
-def rollout_share(train_seconds: float, rollout_seconds: float) -> float:
-    """Share of the GPUs for rollouts at which both sides take equally long, from the seconds that all GPUs would need for either."""
-    return rollout_seconds / (train_seconds + rollout_seconds)

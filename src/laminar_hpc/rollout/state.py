@@ -1,9 +1,8 @@
 """The state of one replica as a pure machine: which weights it serves, and what it may do next. Owns no engine, no task and no clock.
 
     UNVERIFIED --begin_pull--> PULLING --verified--> VERIFIED --open--> OPEN(id) --grant--> DRAINING --last token--> OPEN(id)
-                                  |  ^                                    |
-                                  |  +-------------- begin_pull ----------+
-                                  +--pull_failed--> UNVERIFIED
+                                  ^                                     |
+                                  +--------------- begin_pull ----------+
 
 A reservation counts as a request in flight, so that a reserved replica cannot pull. An interrupted batch stays in flight over a pull.
 Invariants: a request is admitted only for the id that it names and that is open; weights are replaced only while nothing is in flight or
@@ -53,11 +52,6 @@ class ReplicaState:
         self._require(ready or (interrupted and self.phase is Phase.DRAINING), f"pulling weight id {weight_id}")
         self._require(weight_id > self.weight_id, f"going back to weight id {weight_id}")
         self.phase, self._pulling_id = Phase.PULLING, weight_id
-
-    def pull_failed(self) -> None:
-        """What the engine holds is unknown now."""
-        self._require(self.phase is Phase.PULLING, "a failed pull")
-        self.phase = Phase.UNVERIFIED
 
     def verified(self, weight_id: int) -> None:
         """`weight_id` is in the engine: the one that was asked for, or a newer one that came meanwhile."""

@@ -20,7 +20,7 @@ from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link, LinkBroken, host_store
 from laminar_hpc.trainer.canonical import TensorSums
 from laminar_hpc.weights.delta import Image, unit_bytes
-from laminar_hpc.weights.lanes import Lane, lane_chunks, lane_manifest, lane_sums
+from laminar_hpc.weights.lanes import Lane, lane_manifest, lane_sums
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.stream import Part, encode_header, encode_sums
 from laminar_hpc.weights.sums import add_sums
@@ -32,7 +32,8 @@ class LaneSender:
     """A publication is `begin`, then `bucket` and `post` for each chunk in order, then `end`; after a LinkBroken they do nothing."""
 
     def __init__(self, context: RoleContext, lane: Lane, number: int, whole: Manifest, device: torch.device, seconds: float) -> None:
-        self.number, self.link = number, None
+        self.number = number
+        self.link: Link | None = None
         self._context, self._lane, self._device, self._seconds = context, lane, device, seconds
         self._address = own_address(context.config.cluster.host)
         self.nbytes = lane.end - lane.begin
@@ -48,8 +49,6 @@ class LaneSender:
         self.sent = False  # the publication, whole
         self.bytes_sent = self.full_bytes = 0  # of the publication, layout and sums included; and what it would have been in full
         self.bytes_changed = (False, 0)  # whether that is known, and those of changed elements
-
-    link: Link | None
 
     @property
     def peer(self) -> str:
@@ -84,9 +83,6 @@ class LaneSender:
             self._base_id = self.image.begin(self.link.weight_id) if self.image is not None else -1
             with self._careful(self.link) as link:
                 link.send_bytes(encode_header(self._manifest, chunk, self._base_id))
-
-    def chunks(self) -> list[list[Part]]:
-        return lane_chunks(self._manifest, self._chunk)
 
     def bucket(self) -> torch.Tensor:
         """To be filled with the next chunk, once what it held has left."""
@@ -139,11 +135,6 @@ class LaneSender:
     def _first(self) -> int:
         """Where in the lane the bucket begins that `bucket` gave last."""
         return (self._number - 1) * self._chunk
-
-    def close(self) -> None:
-        self._watch.close()
-        if self.link is not None:
-            self.link.close()
 
     @contextlib.contextmanager
     def _careful(self, link: Link):

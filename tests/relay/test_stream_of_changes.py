@@ -2,12 +2,11 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from laminar_hpc.cluster.links import Link, LinkBroken, host_store, reach_store
+from laminar_hpc.cluster.links import Link, LinkBroken
 from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream, send_stream
 from laminar_hpc.weights.delta import encode
 from laminar_hpc.weights.manifest import Manifest, layout
@@ -16,26 +15,6 @@ from laminar_hpc.weights.sums import tensor_sums
 
 CHUNK = 1 << 16
 TENSORS = [("a", (333, 77), "bfloat16"), ("b", (5,), "bfloat16"), ("c", (100_000,), "bfloat16")]  # chunks end inside tensors
-HOST, SECONDS = "127.0.0.1", 20.0
-
-
-@pytest.fixture
-def links() -> Iterator[tuple[Link, Link]]:
-    """The two ends of a link."""
-    store, port = host_store(HOST, SECONDS)
-    ends: dict[bool, Link] = {}
-
-    def make(sender: bool) -> None:
-        here = store if sender else reach_store(HOST, port, SECONDS)
-        ends[sender] = Link(here, 1, 0, sender, "the other end", HOST, torch.device("cpu"), SECONDS, meet_seconds=SECONDS)
-
-    other = threading.Thread(target=make, args=(False,))
-    other.start()
-    make(True)
-    other.join()
-    yield ends[True], ends[False]
-    for end in ends.values():
-        end.close()
 
 
 def publication(density: float) -> tuple[torch.Tensor, Stream]:
@@ -55,9 +34,9 @@ def publication(density: float) -> tuple[torch.Tensor, Stream]:
     return old, stream
 
 
-def across(links: tuple[Link, Link], sent: Stream, old: torch.Tensor) -> tuple[Manifest, int, Stream]:
-    """What the other end makes of it: (manifest, base id, stream)."""
-    upstream, downstream = links
+def across(link: tuple[Link, Link], sent: Stream, old: torch.Tensor) -> tuple[Manifest, int, Stream]:
+    """What the peer makes of it: (manifest, base id, stream)."""
+    upstream, downstream = link
     sender = threading.Thread(target=_send, args=(upstream, sent))
     sender.start()
     manifest, chunk, base_id = decode_header(downstream.receive_bytes())
@@ -70,7 +49,7 @@ def across(links: tuple[Link, Link], sent: Stream, old: torch.Tensor) -> tuple[M
     finally:
         if not received.complete:
             downstream.close()
-        sender.join(SECONDS)
+        sender.join(10)
     return manifest, base_id, received
 
 
@@ -80,32 +59,32 @@ def _send(link: Link, stream: Stream) -> None:
 
 
 @pytest.mark.parametrize("density", [0.005, 0.2])
-def test_changes_go_on_as_they_came(links: tuple[Link, Link], density: float) -> None:
+def test_changes_go_on_as_they_came(link: tuple[Link, Link], density: float) -> None:
     old, sent = publication(density)
     frames = dict(sent.changes.frames)
-    links[0].weight_id = 4
-    before = links[0].bytes_sent
-    _, base_id, received = across(links, sent, old)
+    link[0].weight_id = 4
+    before = link[0].bytes_sent
+    _, base_id, received = across(link, sent, old)
     assert base_id == 4 and received.complete and torch.equal(received.data, sent.data)
-    assert links[0].bytes_sent - before < len(old), "one chunk is full, one empty, the others are smaller than full ones"
+    assert link[0].bytes_sent - before < len(old), "one chunk is full, one empty, the others are smaller than full ones"
     assert not sent.changes.frames and received.changes.frames.keys() == frames.keys()
     for number, frame in frames.items():
         assert all(torch.equal(a, b) for a, b in zip(frame, received.changes.frames[number], strict=True))
 
 
-def test_who_has_not_had_the_base_from_here_gets_all(links: tuple[Link, Link]) -> None:
+def test_who_has_not_had_the_base_from_here_gets_all(link: tuple[Link, Link]) -> None:
     old, sent = publication(0.005)
-    links[0].weight_id = 3
-    _, base_id, received = across(links, sent, old)
+    link[0].weight_id = 3
+    _, base_id, received = across(link, sent, old)
     assert base_id == -1 and received.complete and torch.equal(received.data, sent.data)
     assert not sent.changes.frames, "they would be kept for nobody"
 
 
 @pytest.mark.parametrize("what", ["value", "places", "kind"])
-def test_damaged_changes_are_refused(links: tuple[Link, Link], what: str) -> None:
+def test_damaged_changes_are_refused(link: tuple[Link, Link], what: str) -> None:
     """A changed value by the sums; places and kinds that make no sense before anything is written outside the chunk."""
     old, sent = publication(0.005)
-    links[0].weight_id = 4
+    link[0].weight_id = 4
     frame = sent.changes.frames[2]
     if what == "kind":
         frame.head[0] = 9
@@ -113,4 +92,4 @@ def test_damaged_changes_are_refused(links: tuple[Link, Link], what: str) -> Non
         table = -(-int(frame.head[1]) * 2 // 4) * 4  # behind the values: first how many changed in the first block
         frame.payload[0 if what == "value" else table] ^= 1
     with pytest.raises(SumsDiffer):
-        across(links, sent, old)
+        across(link, sent, old)
