@@ -82,8 +82,8 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
     chains = jsonl.Appender(run_dir / "chains.jsonl")
     while not (run_dir / "stop").exists():
         loop.turn()
-        if loop.chains[0].order != chain:
-            chain = loop.chains[0].order
+        if loop.weights.chains[0].order != chain:
+            chain = loop.weights.chains[0].order
             chains.write({"time": time.time(), "chain": chain})
     loop.tell_all_to_leave("done")
     until = time.monotonic() + 5

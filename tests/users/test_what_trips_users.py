@@ -25,7 +25,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import model_config
 from laminar_hpc.controller.evaluations import Evaluations
-from laminar_hpc.controller.loop import Controller
+from laminar_hpc.controller.probes import Probes
 from laminar_hpc.controller.prompts import Prompt
 
 REPOSITORY = Path(__file__).parents[2]
@@ -166,13 +166,12 @@ def test_memory_is_estimated_before_and_named_after(capsys, tmp_path):
 def test_engine_and_trainer_that_differ_are_noticed(dtype):
     """Each weight id is scored by both sides on a fixed probe: the gap is recorded, and beyond rounding a warning says where to look."""
     said, written = [], []
-    config = SimpleNamespace(model=SimpleNamespace(dtype=dtype))
     metrics = SimpleNamespace(write=lambda kind, **fields: written.append((kind, fields)))
-    controller = SimpleNamespace(probes={}, config=config, metrics=metrics, say=said.append)
+    probes = Probes(dtype, metrics, said.append)
     small, large = {"float32": (1e-5, 0.01), "bfloat16": (0.01, 0.2)}[dtype]
     for weight_id, gap in enumerate((small, large), 1):
-        Controller.compare_probe(controller, weight_id, weight_id, "rollout0", [-1.0 + gap, -2.0 - gap])
-        Controller.compare_probe(controller, weight_id, weight_id, "trainer", [-1.0, -2.0])
+        probes.scored(weight_id, weight_id, "rollout0", [-1.0 + gap, -2.0 - gap])
+        probes.scored(weight_id, weight_id, "trainer", [-1.0, -2.0])
     assert [round(fields["mean"], 6) for _, fields in written] == [small, large] and written[0][0] == "logprob_gap"
     assert len(said) == 1 and "log-prob gap of rollout0 at weight id 2" in said[0] and "rollout.engine_arguments" in said[0]
 

@@ -25,11 +25,12 @@ from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.book import Book, Group
-from laminar_hpc.controller.chain import TRAINER, Chain, Orders
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.mover import Mover
+from laminar_hpc.controller.probes import Probes
 from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.weights import Weights
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
@@ -47,7 +48,6 @@ _MEMORY_CURES = {
 _SPAN_SECONDS = 0.003  # shorter turns are not traced: there are thousands, and they hold nobody up
 _NOT_YET_SECONDS = 1.0
 _PROGRESS_SECONDS = 5.0
-_GAP_LIMIT = {"float32": 1e-3, "bfloat16": 5e-2}  # mean |engine - trainer| log-prob on the probe that is still rounding
 
 
 class Controller:
@@ -60,17 +60,11 @@ class Controller:
     ) -> None:  # fmt: skip
         self.config, self.derived, self.hub, self.store, self.book, self.evaluations = config, derived, hub, store, book, evaluations
         self.metrics, self.members, self.say, self.replay = metrics, members, say, replay
-        lanes = config.relay.lanes
-        self.chains = [Chain(max(1, relays // lanes), lane, lanes) for lane in range(lanes)]
-        self.senders = [0] if lanes == 1 else []  # trainer rank of each lane, as far as known
         self.restored_step, self.trace = restored_step, trace
         self.trainer_step = max(0, restored_step)
-        self.next_weight_id = store.next_ids()[0]
-        self.newest_weights = (-1, -1)  # (id, step) that some relay holds
+        self.weights = Weights(self, relays)
         self.open_weights: dict[int, int] = {}  # replica -> the id that it serves
         self.waiting: dict[int, m.RequestWork] = {}
-        self.weight_steps: dict[int, int] = {}
-        self.machine_weights: dict[str, tuple[int, int]] = {}
         self.loads: dict[int, m.ReplicaLoad] = {}  # by replica, from its pings
         self.take: m.TakeBatch | None = None
         self.taken = 0  # groups that the trainer has had of its present step
@@ -78,7 +72,7 @@ class Controller:
         self.last_not_yet = self.last_step_time = self.last_progress = 0.0
         self.step_seconds: list[float] = []
         self.seen_steps = 0
-        self.probes: dict[int, dict[str, list[float]]] = {}
+        self.probes = Probes(config.model.dtype, metrics, say)
         self.outbox: list[tuple[str, m.Message]] = []
         self.batches = 0
         self.stopping = ""
@@ -135,7 +129,8 @@ class Controller:
             if self.book.counts_as(message.trajectory_id, message.attempt):
                 self.mover.pool.add(message)
         else:
-            getattr(self, f"on_{type(message).__name__}")(member, message)
+            name = f"on_{type(message).__name__}"
+            getattr(self if hasattr(self, name) else self.weights, name)(member, message)
         return None
 
     def tick(self) -> None:
@@ -144,7 +139,7 @@ class Controller:
                 member, "has died" if member.hello.machine == self.members.machine else "has been silent for too long or has died"
             )
         if not self.ending:
-            self.form_chains()
+            self.weights.form()
             self.answer_trainer()
             self.dispatch()
             self.mover.tick(time.monotonic())
@@ -157,11 +152,11 @@ class Controller:
         if earlier and earlier.identity != identity:
             self.forget(earlier)
         if hello.role == "relay":
-            self.chain_of(hello.index).came(hello.index, time.monotonic())
+            self.weights.chain_of(hello.index).came(hello.index, time.monotonic())
         log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
-        self.outbox.append((identity, m.Welcome(self.hub.address.run_id, self.restored_step, self.trainer_step, self.newest_weights[0])))
-        if hello.role == "rollout" and hello.machine in self.machine_weights:
-            self.outbox.append((identity, m.WeightsAvailable(*self.machine_weights[hello.machine])))
+        self.outbox.append((identity, m.Welcome(self.hub.address.run_id, self.restored_step, self.trainer_step, self.weights.newest[0])))
+        if hello.role == "rollout" and hello.machine in self.weights.of_machine:
+            self.outbox.append((identity, m.WeightsAvailable(*self.weights.of_machine[hello.machine])))
 
     def on_stranger(self, identity: str, message: m.AnyMessage) -> None:
         """Who was taken for dead and is heard again may come back, unless another process has taken its place."""
@@ -200,7 +195,7 @@ class Controller:
     def forget(self, member: Member) -> None:
         """What a rollout had in hand goes to others; a relay's neighbours are joined."""
         if member.hello.role == "relay" and self.members.at("relay", member.hello.index) is None:
-            self.chain_of(member.hello.index).gone(member.hello.index)
+            self.weights.chain_of(member.hello.index).gone(member.hello.index)
         if member.hello.role != "rollout":
             return
         replica = member.hello.index
@@ -215,53 +210,6 @@ class Controller:
         if lost:
             self.metrics.write("regranted", replica=replica, trajectories=lost, reason="replica gone")
 
-    def chain_of(self, number: int) -> Chain:
-        """By the index of a relay or an epoch."""
-        return self.chains[number % len(self.chains)]
-
-    def form_chains(self) -> None:
-        """Links relays that have come, around those that have gone or are silent, and has the newest weights sent to who misses them."""
-        for chain in self.chains:
-            before = chain.order
-            relays = {each.hello.index: each.heard for each in self.members.all("relay") if self.chain_of(each.hello.index) is chain}
-            self.send_chain(chain, chain.update(relays, self.sender_of(chain) is not None, time.monotonic()))
-            if chain.order == before:
-                continue
-            name = "the chain of relays" if len(self.chains) == 1 else f"lane {chain.lane}'s chain of relays"
-            log.info("%s is now %s", name, chain.order)
-            for index in set(before) & relays.keys() - set(chain.order):
-                silent = time.monotonic() - relays[index]
-                text = (
-                    f"relay {index} is left out of the chain (silent for {silent:.1f} s, or out of its neighbours' reach) until it is heard"
-                )
-                log.warning(text)
-                if self.separate:
-                    self.say(console.line("warning", f"{text}; the others go on"))
-
-    def sender_of(self, chain: Chain) -> Member | None:
-        return self.members.at("trainer", self.senders[chain.lane]) if self.senders else None
-
-    def send_chain(self, chain: Chain, orders: Orders) -> None:
-        for who, message in orders:
-            self.send(self.sender_of(chain) if who == TRAINER else self.members.at("relay", who), message)
-
-    def on_LaneSenders(self, member: Member, senders: m.LaneSenders) -> None:
-        self.senders = senders.ranks
-
-    def on_StoreOpened(self, member: Member, opened: m.StoreOpened) -> None:
-        chain = self.chain_of(opened.epoch)
-        self.send_chain(chain, chain.store_opened(opened, self.place_in_chain(member)))
-
-    @staticmethod
-    def place_in_chain(member: Member) -> int:
-        return TRAINER if member.hello.role == "trainer" else member.hello.index
-
-    def on_LinkDown(self, member: Member, down: m.LinkDown) -> None:
-        if self.chain_of(down.epoch).link_down(down.epoch, self.place_in_chain(member), time.monotonic()) is not None:
-            log.warning("%s: %s; linking again", member.name, down.text)
-            if self.separate and not self.ending:  # in one torchrun a death ends the run, with a line of its own
-                self.say(console.line("warning", f"{member.name}: {down.text}; linking again"))
-
     def request_stop(self, reason: str) -> None:
         if not self.stopping:
             self.stopping = reason
@@ -271,37 +219,6 @@ class Controller:
 
     # ---- weights ---------------------------------------------------------------------------------------------------------------
 
-    def on_NewWeightId(self, member: Member, request: m.NewWeightId) -> None:
-        weight_id, self.next_weight_id = self.next_weight_id, self.next_weight_id + 1
-        self.store.add_weights(weight_id, self.store.get("restore_epoch", 0), request.step, time.time())
-        self.weight_steps[weight_id] = request.step
-        relays = max(chain.publication(weight_id) for chain in self.chains)
-        self.send(member, m.WeightId(weight_id, request.step, relays))
-
-    def on_Published(self, member: Member, p: m.Published) -> None:
-        self.metrics.write(
-            "publish", weight_id=p.weight_id, step=p.step, stall_seconds=p.stall_seconds, probe_seconds=p.probe_seconds,
-            seconds=p.seconds, bytes=p.bytes, changed_fraction=p.changed,
-            bytes_over_full=p.bytes / p.full_bytes if p.full_bytes else None,
-        )  # fmt: skip
-        self.compare_probe(p.weight_id, p.step, "trainer", p.probe_logprobs)
-
-    def on_RelayHas(self, member: Member, has: m.RelayHas) -> None:
-        if has.bytes:  # else it is what a relay that was taken for dead still holds
-            self.metrics.write(
-                "relay", index=member.hello.index, weight_id=has.weight_id, step=has.weight_step, seconds=has.seconds, bytes=has.bytes
-            )
-        self.chain_of(member.hello.index).relay_has(member.hello.index, has.weight_id, has.passed_on)
-        if not has.complete:
-            return
-        if has.weight_id > self.newest_weights[0] and self.config.pipeline.repack != "off":
-            self.mover.look_soon()
-        self.newest_weights = max(self.newest_weights, (has.weight_id, has.weight_step))
-        self.machine_weights[member.hello.machine] = (has.weight_id, has.weight_step)
-        for rollout in self.members.all("rollout"):
-            if rollout.hello.machine == member.hello.machine:
-                self.send(rollout, m.WeightsAvailable(has.weight_id, has.weight_step))
-
     def on_WeightsOpened(self, member: Member, opened: m.WeightsOpened) -> None:
         replica = member.hello.index
         if replica not in self.open_weights:
@@ -310,29 +227,7 @@ class Controller:
         self.metrics.write(
             "pull", replica=replica, weight_id=opened.weight_id, step=opened.weight_step, seconds=opened.seconds, parts=opened.parts
         )
-        self.compare_probe(opened.weight_id, opened.weight_step, f"rollout{replica}", opened.probe_logprobs)
-
-    def compare_probe(self, weight_id: int, step: int, who: str, logprobs: list[float]) -> None:
-        """|engine - trainer| over the fixed probe, as soon as both sides have scored it with the same weights."""
-        known = self.probes.setdefault(weight_id, {})
-        known[who] = logprobs
-        trainer = known.get("trainer")
-        if not trainer or not logprobs:  # an emulated trainer or engine scores nothing
-            return
-        for rollout in [name for name in known if name != "trainer"]:
-            gaps = [abs(a - b) for a, b in zip(trainer, known.pop(rollout), strict=True)]
-            mean, worst = sum(gaps) / len(gaps), max(gaps)
-            self.metrics.write("logprob_gap", weight_id=weight_id, step=step, replica=rollout, mean=mean, max=worst)
-            if mean > _GAP_LIMIT[self.config.model.dtype]:
-                self.say(
-                    console.line(
-                        "warning",
-                        f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}: engine and trainer do not compute the "
-                        "same model; look at rollout.engine_arguments (quantization, KV cache dtype) and model.dtype",
-                    )
-                )
-        for old in [i for i in self.probes if i < weight_id - 100]:
-            del self.probes[old]
+        self.probes.scored(opened.weight_id, opened.weight_step, f"rollout{replica}", opened.probe_logprobs)
 
     # ---- rollouts --------------------------------------------------------------------------------------------------------------
 
@@ -346,10 +241,10 @@ class Controller:
             self.evaluations.reset_stranded(set(self.open_weights.values()))
         for replica, request in list(self.waiting.items()):
             member = self.members.at("rollout", replica)
-            step = self.weight_steps.get(request.weight_id)
+            step = self.weights.steps.get(request.weight_id)
             if member is None or step is None or (self.stopping and not self.taken):  # a step that has begun shall end
                 continue
-            if self.machine_weights.get(member.hello.machine, (-1, -1))[0] > request.weight_id:
+            if self.weights.of_machine.get(member.hello.machine, (-1, -1))[0] > request.weight_id:
                 del self.waiting[replica]  # it has been told of newer weights: it pulls and asks again
                 continue
             grant = self.evaluations.grant(replica, request.weight_id, step, self.batches, time.time()) if self.evaluations else None
@@ -360,7 +255,7 @@ class Controller:
                 self.send(member, grant)
 
     def training_grant(self, replica: int, weight_id: int, step: int) -> m.Grant | None:
-        if self.trainer_done or (self.rounds and not self.rounds.may_begin(replica, self.idle(), self.newest_weights[0])):
+        if self.trainer_done or (self.rounds and not self.rounds.may_begin(replica, self.idle(), self.weights.newest[0])):
             return None
         size, bound = self.config.algorithm.prompts_per_step, self.config.pipeline.max_staleness
         quota = admission.quota(step, self.book.counted, size, self.config.steps, bound)

@@ -113,7 +113,7 @@ class Mover:
         """Whether admission would give a replica on the newest weights something to do."""
         c = self.c
         size, bound = c.config.algorithm.prompts_per_step, c.config.pipeline.max_staleness
-        return not c.stopping and admission.quota(c.newest_weights[1], c.book.counted, size, c.config.steps, bound) > 0
+        return not c.stopping and admission.quota(c.weights.newest[1], c.book.counted, size, c.config.steps, bound) > 0
 
     # ---- a move ----------------------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Mover:
         self.moves[move_id], self._of[trajectory_id], self._began[move_id] = move, move_id, now
         sampling, kv = c.config.sampling, c.config.pipeline.repack == "kv" and source != NOBODY
         self._send(destination, m.Reserve(
-            move_id, trajectory_id, c.book.bare_group(trajectory_id), weight_id, c.weight_steps[weight_id], tokens, kv,
+            move_id, trajectory_id, c.book.bare_group(trajectory_id), weight_id, c.weights.steps[weight_id], tokens, kv,
             sampling.temperature, sampling.max_response_tokens,
         ))  # fmt: skip
 

@@ -19,7 +19,7 @@ def status(controller: Controller) -> Status:
         step=c.trainer_step,
         steps=c.config.steps,
         stopping=c.stopping,
-        newest_weight_id=c.newest_weights[0],
+        newest_weight_id=c.weights.newest[0],
         ranks=[_rank(c, member) for member in sorted(c.members.by_place.values(), key=lambda m: (m.hello.role, m.hello.index))],
         queues=Queues(
             generating=len(c.book.groups) - finished,
@@ -39,8 +39,8 @@ def _rank(c: Controller, member: Member) -> Rank:
         rank.weight_id = c.open_weights.get(hello.index, -1)
         rank.load = c.loads.get(hello.index)
     elif hello.role == "relay":
-        rank.weight_id = c.machine_weights.get(hello.machine, (-1, -1))[0]
-    elif c.weight_steps:
-        rank.weight_id = max(c.weight_steps)
-    rank.weight_step = c.weight_steps.get(rank.weight_id, -1)
+        rank.weight_id = c.weights.of_machine.get(hello.machine, (-1, -1))[0]
+    elif c.weights.steps:
+        rank.weight_id = max(c.weights.steps)
+    rank.weight_step = c.weights.steps.get(rank.weight_id, -1)
     return rank

@@ -6,92 +6,54 @@ Times are seconds since the Unix epoch; weight ids are counters of the store (0 
 
 import msgspec
 
-
-class Message(msgspec.Struct, tag=True, omit_defaults=True):
-    """Base of everything that crosses between processes."""
-
-
-# ---- data carried by messages -------------------------------------------------------------------------------------------------
-
-
-class Sample(msgspec.Struct):
-    """One trajectory to be generated."""
-
-    trajectory_id: int
-    attempt: int
-
-
-class PromptGroup(msgspec.Struct):
-    """A prompt and the trajectories that are to answer it."""
-
-    group_id: int
-    prompt_tokens: list[int]
-    prompt: str
-    row: dict
-    samples: list[Sample]
-
-
-class VersionSpan(msgspec.Struct):
-    """Tokens [start, end) of a response were generated with weights `weight_id`, by the engine's own report."""
-
-    weight_id: int
-    start: int
-    end: int
-
-
-class Partial(msgspec.Struct):
-    """A response so far: what a replica needs to go on with it. Tokens and their log-probs, one each; moves that it has made."""
-
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    spans: list[VersionSpan] = []
-    time_started: float = 0.0
-    moves: int = 0
-
-
-class Trajectory(msgspec.Struct):
-    """A generated and scored response, as stored and as trained on.
-
-    `logprobs` are the engine's behaviour log-probs, one per response token.
-    """
-
-    trajectory_id: int
-    group_id: int
-    attempt: int
-    replica: int
-    weight_id: int
-    weight_step: int
-    prompt_tokens: list[int]
-    response_tokens: list[int]
-    logprobs: list[float]
-    loss_mask: list[int]  # one per response token; 0 = given by the environment, not by the policy
-    finish_reason: str  # stop | length
-    version_spans: list[VersionSpan]
-    time_started: float
-    time_finished: float
-    step_finished: int = -1  # trainer step when the last token was generated, stamped by the controller
-    time_scored: float = 0.0
-    reward: float = 0.0
-    reward_parts: dict[str, float] = {}
-    reward_error: str = ""
-    turns: int = 1
-    moves: int = 0
-
-
-class ReplicaLoad(msgspec.Struct, omit_defaults=True):
-    """What a replica is doing, as seen when it was last heard. The engine's own numbers are at most a second old."""
-
-    phase: str  # of rollout/state.py
-    weight_id: int
-    in_flight: int  # trajectories of the local batch without their last token
-    scoring: int  # trajectories whose reward is being computed
-    running: int = 0  # requests that the engine decodes
-    queued: int = 0  # requests that wait in the engine
-    kv_tokens: int = 0  # of the KV cache in use
-    kv_capacity: int = 0  # 0 = the engine has not said yet
-    tokens_per_second: float = 0.0  # response tokens of the trajectories that ended in the last half minute
-    batch_max: int = 0  # requests at which decode stops being memory-bound (B of policies/repack.py); 0 = not measured
-
+from laminar_hpc.messages.data import (
+    Message as Message,
+)
+from laminar_hpc.messages.data import (
+    Partial as Partial,
+)
+from laminar_hpc.messages.data import (
+    PromptGroup as PromptGroup,
+)
+from laminar_hpc.messages.data import (
+    ReplicaLoad as ReplicaLoad,
+)
+from laminar_hpc.messages.data import (
+    Sample as Sample,
+)
+from laminar_hpc.messages.data import (
+    Trajectory as Trajectory,
+)
+from laminar_hpc.messages.data import (
+    VersionSpan as VersionSpan,
+)
+from laminar_hpc.messages.moves import (
+    Import as Import,
+)
+from laminar_hpc.messages.moves import (
+    Imported as Imported,
+)
+from laminar_hpc.messages.moves import (
+    MoveAbort as MoveAbort,
+)
+from laminar_hpc.messages.moves import (
+    MoveCommit as MoveCommit,
+)
+from laminar_hpc.messages.moves import (
+    MoveFailed as MoveFailed,
+)
+from laminar_hpc.messages.moves import (
+    MoveOrder as MoveOrder,
+)
+from laminar_hpc.messages.moves import (
+    MoveReady as MoveReady,
+)
+from laminar_hpc.messages.moves import (
+    Reserve as Reserve,
+)
+from laminar_hpc.messages.moves import (
+    Reserved as Reserved,
+)
 
 # ---- all roles <-> controller -------------------------------------------------------------------------------------------------
 
@@ -228,81 +190,6 @@ class WeightsAvailable(Message):
     weight_step: int
 
 
-# ---- moves of trajectories between rollouts: policies/moves.py --------------------------------------------------------------
-
-
-class Reserve(Message):
-    """To the destination: make room for this trajectory. Answer: Reserved or MoveFailed. A reserved replica may not pull."""
-
-    move_id: str
-    trajectory_id: int
-    group: PromptGroup  # without samples
-    weight_id: int
-    weight_step: int
-    tokens: int  # room for its KV cache
-    kv: bool  # the KV cache comes too; false = it is prefilled again
-    temperature: float
-    max_response_tokens: int
-
-
-class Reserved(Message):
-    """`address`: where the destination's engine takes the KV cache; empty = nowhere. Said again until Import or MoveAbort comes."""
-
-    move_id: str
-    address: str
-
-
-class MoveOrder(Message):
-    """To the source: send the KV cache to `address` (empty = none), then stop the request. Answer: MoveReady or MoveFailed."""
-
-    move_id: str
-    trajectory_id: int
-    attempt: int
-    address: str
-
-
-class MoveReady(Message):
-    """From the source: the request stands still and all is sent. Said again until MoveCommit or MoveAbort comes."""
-
-    move_id: str
-    partial: Partial
-
-
-class Import(Message):
-    """To the destination: this is what you have received. Answer: Imported."""
-
-    move_id: str
-    partial: Partial
-
-
-class Imported(Message):
-    """The destination has it for good, and of its KV cache `prefix_tokens`. Said again until MoveCommit or MoveAbort comes."""
-
-    move_id: str
-    prefix_tokens: int
-
-
-class MoveCommit(Message):
-    """The destination owns the trajectory now, under `attempt`: it goes on there; the source lets go."""
-
-    move_id: str
-    attempt: int
-
-
-class MoveAbort(Message):
-    """The move is off: the source goes on with its request, the destination lets go."""
-
-    move_id: str
-    reason: str
-
-
-class MoveFailed(Message):
-    """From either side: it cannot do what it was asked, and goes on as if it had not been."""
-
-    move_id: str
-    reason: str
-
-
 # ---- trainer <-> controller (rank 0 of the trainer world only, but for Hello and Failure) --------------------------------------
 
 
@@ -349,7 +236,7 @@ class StepDone(Message):
 
     step: int
     metrics: dict[str, float]
-    gaps: dict[int, tuple[float, int]] = {}
+    gaps: dict[int, tuple[float, int]] = msgspec.field(default_factory=dict)
 
 
 class Continue(Message):

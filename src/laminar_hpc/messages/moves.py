@@ -1,0 +1,75 @@
+"""Moves of trajectories between rollouts: what the controller and the two replicas say; policies/moves.py has the order."""
+
+from laminar_hpc.messages.data import Message, Partial, PromptGroup
+
+
+class Reserve(Message):
+    """To the destination: make room for this trajectory. Answer: Reserved or MoveFailed. A reserved replica may not pull."""
+
+    move_id: str
+    trajectory_id: int
+    group: PromptGroup  # without samples
+    weight_id: int
+    weight_step: int
+    tokens: int  # room for its KV cache
+    kv: bool  # the KV cache comes too; false = it is prefilled again
+    temperature: float
+    max_response_tokens: int
+
+
+class Reserved(Message):
+    """`address`: where the destination's engine takes the KV cache; empty = nowhere. Said again until Import or MoveAbort comes."""
+
+    move_id: str
+    address: str
+
+
+class MoveOrder(Message):
+    """To the source: send the KV cache to `address` (empty = none), then stop the request. Answer: MoveReady or MoveFailed."""
+
+    move_id: str
+    trajectory_id: int
+    attempt: int
+    address: str
+
+
+class MoveReady(Message):
+    """From the source: the request stands still and all is sent. Said again until MoveCommit or MoveAbort comes."""
+
+    move_id: str
+    partial: Partial
+
+
+class Import(Message):
+    """To the destination: this is what you have received. Answer: Imported."""
+
+    move_id: str
+    partial: Partial
+
+
+class Imported(Message):
+    """The destination has it for good, and of its KV cache `prefix_tokens`. Said again until MoveCommit or MoveAbort comes."""
+
+    move_id: str
+    prefix_tokens: int
+
+
+class MoveCommit(Message):
+    """The destination owns the trajectory now, under `attempt`: it goes on there; the source lets go."""
+
+    move_id: str
+    attempt: int
+
+
+class MoveAbort(Message):
+    """The move is off: the source goes on with its request, the destination lets go."""
+
+    move_id: str
+    reason: str
+
+
+class MoveFailed(Message):
+    """From either side: it cannot do what it was asked, and goes on as if it had not been."""
+
+    move_id: str
+    reason: str
