@@ -23,7 +23,8 @@ esac
 exec 9<requirements
 flock -w 900 9 || die "another set-up of this folder has run for 15 minutes; wait for it or end it"
 key=$({ cat requirements/* setup.py csrc/* src/laminar_hpc/__init__.py; echo "$CUDA $TORCH_INDEX $KERNEL_INDEX $PWD"; } | sha256sum | cut -c1-64)
-if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$key" ]; then exit 0; fi
+built() { local n; n=$(find src/laminar_hpc -name "*.so" | wc -l); [ "$n" -ge 2 ]; }  # `git clean` takes the extensions and leaves .venv
+if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$key" ] && built; then exit 0; fi
 
 # ---- a Python and its venv ---------------------------------------------------------------------
 fits() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }
