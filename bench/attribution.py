@@ -102,7 +102,7 @@ def row(run: Run, what: str, name: str, scale: float) -> dict:
 def main() -> None:
     options = common.parser(__doc__ or "")
     options.add_argument("--scale", type=float, default=20.0, help="emulated seconds per second (default 20)")
-    options.add_argument("--per-process", type=int, default=4, help="emulated replicas per process (default 8)")
+    options.add_argument("--per-process", type=int, default=4, help="emulated replicas per process (default 4)")
     options.add_argument("--only", choices=("emulated", "real"), help="one of the two halves")
     options = options.parse_args()
     rows: list[dict] = []

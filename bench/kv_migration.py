@@ -73,6 +73,7 @@ def receiver(connection, tokens: int, threads: int, slots: torch.Tensor) -> None
     torch.set_num_threads(threads)
     tensors = [torch.ones(2 * tokens + 1, HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2 * LAYERS)]
     target = Pool.of(tensors[:LAYERS], tensors[LAYERS:], 1)
+    kv_pool.use_huge_pages(target)
     connection.send("ready")
     while path := connection.recv():
         if path == "tcp":
@@ -99,6 +100,8 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict]:
     tokens, draw = options.tokens, torch.Generator().manual_seed(0)
     source, target = stock_pool(tokens), stock_pool(tokens)
     ours, theirs = Pool.of(source.k_buffer, source.v_buffer, 1), Pool.of(target.k_buffer, target.v_buffer, 1)
+    for pool in (ours, theirs):
+        kv_pool.use_huge_pages(pool)
     there, here = (torch.randperm(2 * tokens, generator=draw)[:tokens] for _ in range(2))
     size = 2 * LAYERS * tokens * ours.shape.row_bytes
     records = aligned(ours.shape.record_bytes(GATHER_BYTES) * ours.shape.chunks(tokens, GATHER_BYTES)).zero_()

@@ -68,6 +68,7 @@ __attribute__((target("avx512f"))) Sums copy_avx512(const Rows& rows, int64_t fi
     const uint8_t* from = kGather ? slot : inside;
     uint8_t* to = kGather ? inside : slot;
     const char* later = reinterpret_cast<const char*>(walk.later());
+#pragma GCC unroll 4
     for (int64_t i = 0; i < rows.row_bytes; i += kLine) {
       const __m512i v = _mm512_loadu_si512(from + i);
       if (kGather) _mm_prefetch(later + i, _MM_HINT_T1);
@@ -93,80 +94,6 @@ __attribute__((target("avx512f"))) Sums copy_avx512(const Rows& rows, int64_t fi
     const uint64_t a = lanes[word % 2][word / 2], b = lanes[2 + word % 2][word / 2];
     sums.words += a;
     sums.indexed += (word + 1) * a + 16 * sum_times_index(a, b, steps);
-  }
-  return sums;
-}
-
-constexpr int kWays = 4;   // rows read side by side: more of the memory is asked for at once than by one row after the other
-constexpr int kBurst = 4;  // lines of a row before the next row's turn
-
-// a * factor in each 64-bit lane; factor < 2**32.
-__attribute__((target("avx512f"))) inline __m512i times(__m512i a, __m512i factor) {
-  return _mm512_add_epi64(_mm512_mul_epu32(a, factor), _mm512_slli_epi64(_mm512_mul_epu32(_mm512_srli_epi64(a, 32), factor), 32));
-}
-
-// copy_avx512<true, true> for rows of whole bursts. Rows k, k + kWays, ... have accumulators of their own; in the time between two of them the
-// running sum stands still, so it is added as often as there are steps in the rows between.
-__attribute__((target("avx512f"))) Sums gather_wide(const Rows& rows, int64_t first, int64_t count, uint8_t* image) {
-  const __m512i low = _mm512_set1_epi64(0xffffffff);
-  const int64_t lines = rows.row_bytes / kLine;
-  const __m512i pause = _mm512_set1_epi64((kWays - 1) * lines);
-  __m512i ae[kWays], ao[kWays], be[kWays], bo[kWays];
-  for (int k = 0; k < kWays; ++k) ae[k] = ao[k] = be[k] = bo[k] = _mm512_setzero_si512();
-  Walk walk(rows, first);
-  for (int64_t r = 0; r < count; r += kWays) {
-    const int ways = static_cast<int>(std::min<int64_t>(kWays, count - r));
-    const uint8_t* from[kWays];
-    const char* later[kWays];
-    for (int k = 0; k < kWays; ++k) {
-      if (k < ways) {
-        from[k] = walk.row(), later[k] = reinterpret_cast<const char*>(walk.later());
-        walk.step();
-      }
-      be[k] = _mm512_add_epi64(be[k], times(ae[k], pause));
-      bo[k] = _mm512_add_epi64(bo[k], times(ao[k], pause));
-    }
-    uint8_t* const to = image + r * rows.row_bytes;
-    const auto burst = [&](int k, int64_t i) __attribute__((target("avx512f"), always_inline)) {
-      for (int64_t j = i; j < i + kBurst * kLine; j += kLine) {
-        const __m512i v = _mm512_loadu_si512(from[k] + j);
-        _mm_prefetch(later[k] + j, _MM_HINT_T1);
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(to + k * rows.row_bytes + j), v);
-        ae[k] = _mm512_add_epi64(ae[k], _mm512_and_si512(v, low));
-        ao[k] = _mm512_add_epi64(ao[k], _mm512_srli_epi64(v, 32));
-        be[k] = _mm512_add_epi64(be[k], ae[k]);
-        bo[k] = _mm512_add_epi64(bo[k], ao[k]);
-      }
-    };
-    if (ways == kWays) {
-      for (int64_t i = 0; i < rows.row_bytes; i += kBurst * kLine) {
-        burst(0, i);
-        burst(1, i);
-        burst(2, i);
-        burst(3, i);
-      }
-    } else {
-      for (int k = 0; k < ways; ++k)
-        for (int64_t i = 0; i < rows.row_bytes; i += kBurst * kLine) burst(k, i);
-    }
-  }
-  _mm_sfence();
-  Sums sums;
-  const int64_t groups = (count + kWays - 1) / kWays;
-  for (int k = 0; k < kWays; ++k) {
-    alignas(64) uint64_t lanes[4][8];
-    _mm512_store_si512(lanes[0], ae[k]);
-    _mm512_store_si512(lanes[1], ao[k]);
-    _mm512_store_si512(lanes[2], be[k]);
-    _mm512_store_si512(lanes[3], bo[k]);
-    // A way whose last group had no row for it has paused before it, and its time ends there.
-    const bool full = (groups - 1) * kWays + k < count;
-    const uint64_t steps = static_cast<uint64_t>(((groups - 1) * kWays + k + (full ? 1 : 0)) * lines);
-    for (uint64_t word = 0; word < 16; ++word) {
-      const uint64_t a = lanes[word % 2][word / 2], b = lanes[2 + word % 2][word / 2];
-      sums.words += a;
-      sums.indexed += (word + 1) * a + 16 * sum_times_index(a, b, steps);
-    }
   }
   return sums;
 }
@@ -229,7 +156,6 @@ Sums copy(const Rows& rows, int64_t first, int64_t count, uint8_t* image, Isa is
   isa = usable(isa);
   if (isa != Isa::kPortable && rows.row_bytes % kLine == 0) {
     const bool stream = streaming && aligned<kGather>(rows, image);
-    if (kGather && stream && isa == Isa::kAvx512 && rows.row_bytes % (kBurst * kLine) == 0) return gather_wide(rows, first, count, image);
     if (isa == Isa::kAvx512)
       return stream ? copy_avx512<kGather, true>(rows, first, count, image) : copy_avx512<kGather, false>(rows, first, count, image);
     return stream ? copy_avx2<kGather, true>(rows, first, count, image) : copy_avx2<kGather, false>(rows, first, count, image);

@@ -8,7 +8,7 @@
 #   PYTHON=PROGRAM     the Python to use: by default python3.11, else a python3 that is 3.11 or 3.12
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-VENV=$PWD/.venv; STAMP=$VENV/.laminar-setup; LOG=$VENV/setup.log
+VENV=$PWD/.venv; STAMP=$VENV/.laminar-setup; BUILT=$VENV/.laminar-built; LOG=$VENV/setup.log
 CUDA=${CUDA:-}; TORCH_INDEX=${TORCH_INDEX:-}; KERNEL_INDEX=${KERNEL_INDEX:-}
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
@@ -23,7 +23,7 @@ esac
 exec 9<requirements
 flock -w 900 9 || die "another set-up of this folder has run for 15 minutes; wait for it or end it"
 key=$({ cat requirements/* setup.py csrc/* src/laminar_hpc/__init__.py; echo "$CUDA $TORCH_INDEX $KERNEL_INDEX $PWD"; } | sha256sum | cut -c1-64)
-built() { local n; n=$(find src/laminar_hpc -name "*.so" | wc -l); [ "$n" -ge 2 ]; }  # `git clean` takes the extensions and leaves .venv
+built() { while read -r name; do [ -e "$name" ] || return 1; done <"$BUILT"; }  # `git clean` takes the extensions and leaves .venv
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$key" ] && built; then exit 0; fi
 
 # ---- a Python and its venv ---------------------------------------------------------------------
@@ -80,5 +80,6 @@ done
   echo "setup: no C++ compiler, so no KV-cache migration: 'apt-get install g++', rm $STAMP, then make setup"; }
 stage "laminar" pip install --no-deps --no-build-isolation -e .
 
+find src/laminar_hpc -name "*.so" >"$BUILT"
 echo "$key" >"$STAMP"
 echo "setup: ready in $SECONDS s: .venv with $("$VENV/bin/python" -c 'import importlib.metadata as m; print("torch", m.version("torch"))')"

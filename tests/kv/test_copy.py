@@ -1,6 +1,9 @@
 """Gather and scatter against torch's own indexing, over shapes, page sizes, dtypes, threads and instruction sets."""
 
+import os
+import re
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from pools import bits, make, same, slots_of
 from laminar_hpc import _kv
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import CHUNK_HEAD_BYTES
-from laminar_hpc.kv.pool import Pool, gather, scatter
+from laminar_hpc.kv.pool import Pool, gather, scatter, use_huge_pages
 from laminar_hpc.weights.sums import tensor_sums
 
 
@@ -132,3 +135,20 @@ def test_pools_of_another_kind_are_refused(keys, values, page):
     """Promise: MLA pools, other dtypes, other layouts and other page sizes are refused in one line."""
     with pytest.raises(KvRefused, match=r"^KV pool refused"):
         Pool.of(keys, values, page)
+
+
+def test_huge_pages_change_where_rows_lie_and_nothing_else():
+    """Where Linux gives huge pages most of the pool is on them; anywhere its bits and the next copies are the same."""
+    huge = lambda: int(re.search(r"AnonHugePages:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024  # noqa: E731
+    source, target = (make(heads=4, head_dim=128, layers=4, pages=8193, seed=seed) for seed in (0, 1))
+    before, size = [bits(tensor).clone() for tensor in source.tensors], sum(tensor.nbytes for tensor in source.tensors)
+    had = huge()
+    use_huge_pages(source)
+    allowed = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if allowed.exists() and "[never]" not in allowed.read_text() and tuple(int(n) for n in os.uname().release.split(".")[:2]) >= (6, 1):
+        assert huge() - had > 0.5 * size
+    assert all(torch.equal(a, bits(b)) for a, b in zip(before, source.tensors, strict=True))
+    slots, there = slots_of(4096, pages=8193), slots_of(4096, pages=8193, seed=1)
+    records = gather(source, slots, 1 << 19, 1)
+    scatter(target, there, records, 1 << 19, 1)
+    assert same(source, slots, target, there)

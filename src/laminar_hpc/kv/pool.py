@@ -1,5 +1,6 @@
 """One engine's KV pool as the extension sees it, and the plan of one request's copy from or into it."""
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,9 @@ from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import CHUNK_HEAD_BYTES, DTYPES, Shape
 from laminar_hpc.kv.native import extension
 
+HUGE_PAGE = 1 << 21  # bytes, on x86-64 and on arm64 with pages of 4 KiB
+HEADER_GAP = 1 << 16  # bytes between two tensors that the allocator laid side by side
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # linux/mman.h
 NATIVE_PLAN = tuple[np.ndarray, np.ndarray, tuple[int, int, int, int, int, int, bool]]
 
 
@@ -61,6 +65,24 @@ class Pool:
         planes = np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.uint64)
         stride, rows = first.stride(0) * first.element_size(), self.shape.rows_per_chunk(chunk_bytes)
         return planes, places, (len(first), stride, self.shape.row_bytes, rows, threads, isa, streaming)
+
+
+def use_huge_pages(pool: Pool) -> None:
+    """Puts a pool in host memory on huge pages, as far as Linux has them and allows it (MADV_COLLAPSE is of 6.1): rows lie in random slots,
+    and with small pages nearly each costs a walk through the page table. What is refused stays as it was."""
+    if pool.tensors[0].device.type != "cpu":
+        return
+    spans: list[list[int]] = []
+    for start, size in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in pool.tensors):
+        if spans and start - spans[-1][1] <= HEADER_GAP:
+            spans[-1][1] = start + size
+        else:
+            spans.append([start, start + size])
+    libc = ctypes.CDLL(None)
+    for start, end in spans:
+        first, last = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+        for advice in (MADV_HUGEPAGE, MADV_COLLAPSE) if first < last else ():
+            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
 
 
 def gather(pool: Pool, slots: torch.Tensor, chunk_bytes: int, threads: int, **options: bool | int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from laminar_hpc.kv.device import Stage
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import model_fingerprint
-from laminar_hpc.kv.pool import Pool
+from laminar_hpc.kv.pool import Pool, use_huge_pages
 
 NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 _reserved = 0  # tokens of this process
@@ -79,6 +79,7 @@ class KvCache:
             raise KvRefused(f"KV move refused: the engine's prefix cache is {kind}, or off; a plain unified radix cache is needed")
         self.page_size = self.allocator.page_size
         self.pool = pool_of(self.allocator.get_kvcache(), self.page_size)
+        use_huge_pages(self.pool)
         self.fingerprint = model_fingerprint(scheduler.tp_worker.model_runner.model_config.hf_config.to_dict())
 
     # ---- requests ----------------------------------------------------------------------------------------------------------------------
