@@ -35,7 +35,7 @@ SHAPE = {
 SETTINGS = {
     "steps": 1, "model.dtype": "bfloat16", "algorithm.prompts_per_step": 2, "algorithm.samples_per_prompt": 2,
     "algorithm.minibatches_per_step": 1, "sampling.max_response_tokens": 8, "trainer.tokens_per_microbatch": 64,
-    "rollout.kv_cache_tokens": 2048, "rollout.max_concurrent": 4, "evaluation.file": "", "relay.slots": 2,
+    "rollout.kv_cache_tokens": 2048, "rollout.max_concurrent": 4, "evaluation.files": "[]", "relay.slots": 2,
     "relay.publish_timeout_seconds": 600, "rollout.engine_start_seconds": 900, "cluster.join_timeout_seconds": 900,
     "cluster.heartbeat_timeout_seconds": 120,
 }  # fmt: skip

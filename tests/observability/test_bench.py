@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import synthetic
 
+from laminar_hpc.config.load import load_config
 from laminar_hpc.observability import rundata
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -117,3 +118,12 @@ def test_the_kernels_bench_says_that_it_needs_a_gpu():
     done = subprocess.run([sys.executable, str(BENCH / "kernels.py")], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.splitlines() == ["bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has one"]
+
+
+def test_what_the_benches_set_is_in_the_configuration(load):
+    """Promise: a key renamed does not first show itself when a bench is run."""
+    half_billion, attribution = load("half_billion"), load("attribution")
+    repack = {f"pipeline.{key}": value for _, changes in attribution.LADDER.values() for key, value in changes.items()}
+    for settings in (half_billion.SETTINGS, attribution.REAL | attribution.REAL_REPACK | repack):
+        config = load_config(["experiment=demo", *(f"{key}={value}" for key, value in settings.items())])
+        assert config.evaluation.files == []
