@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from laminar_hpc.compat.optional import leave_out
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.rollout.sglang_plugin import cpu_hooks, kv_cache, protocol
 from laminar_hpc.rollout.sglang_plugin.kv_cache import tensor_parallel
@@ -187,6 +188,7 @@ def register() -> None:
     """Entry point: hooks the port into the scheduler where the environment names a socket; a plain SGLang is left alone."""
     if not os.environ.get(protocol.SOCKET_VARIABLE):
         return
+    leave_out("megatron")  # SGLang's debugging dumper would import it, and Weights & Biases with it, in every scheduler
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.process_input_requests", before_requests, HookType.BEFORE)
