@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.adam import fuse_on_cpu, prime
-from laminar_hpc.trainer.attention import PackedCausalAttention, PackedRotary
+from laminar_hpc.trainer.attention import PackedCausalAttention
+from laminar_hpc.trainer.head import to_float32
 from laminar_hpc.weights.hf import ModelShape, RopeScaling
 
 # The padded vocabulary is a multiple of this at every tensor-parallel size that divides it, so a checkpoint fits all of them.
@@ -94,8 +95,8 @@ def _layer_spec(shape: ModelShape) -> ModuleSpec:
     return spec
 
 
-def build_gpt(transformer: TransformerConfig, shape: ModelShape) -> GPTModel:
-    """This rank's part of the model, its weights yet to be loaded; `rotary_pos_emb` is a PackedRotary."""
+def build_gpt(transformer: TransformerConfig, shape: ModelShape, float32_head: bool) -> GPTModel:
+    """This rank's part of the model, its weights yet to be loaded. It has no RoPE of its own: trainer/attention.py's is used."""
     gpt = GPTModel(
         transformer,
         _layer_spec(shape),
@@ -103,18 +104,22 @@ def build_gpt(transformer: TransformerConfig, shape: ModelShape) -> GPTModel:
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+        position_embedding_type="none",
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
     )
     for name, parameter in gpt.named_parameters():
         # Megatron's initialization would note this. Without the note the gradient norm counts the first tensor-parallel rank's shards only.
         parameter.tensor_model_parallel = "norm" not in name
-    if shape.rope_scaling is not None:  # Megatron's own knows the factor only
-        gpt.rotary_pos_emb.inv_freq = scaled_frequencies(gpt.rotary_pos_emb.inv_freq, shape.rope_scaling)
-    gpt.rotary_pos_emb = PackedRotary(gpt.rotary_pos_emb)
+    if float32_head and gpt.post_process and transformer.bf16:
+        to_float32(gpt.output_layer)
     return gpt
+
+
+def rope_frequencies(shape: ModelShape) -> torch.Tensor:
+    """Radians per token of each pair of a head's dimensions, [head_dim / 2] float32."""
+    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
+    return frequencies if shape.rope_scaling is None else scaled_frequencies(frequencies, shape.rope_scaling)
 
 
 def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
