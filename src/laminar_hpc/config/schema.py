@@ -12,6 +12,7 @@ class ModelConfig:
 
     path: str = ""
     dtype: str = "float32"  # of the served weights: float32 | bfloat16
+    float32_head: bool = True  # of bfloat16: trainer and engine do not round the logits to it
 
 
 @dataclass

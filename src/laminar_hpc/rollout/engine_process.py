@@ -65,6 +65,7 @@ def _cpu_variables(ranks: int) -> dict[str, str]:
     return {
         # A group of cores per rank must be named for more ranks than NUMA nodes; nothing is bound without SGLang's own CPU kernels.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * ranks),
+        "SGLANG_ROPE_CACHE_FP32": "1",  # as on CUDA; else the cosines and sines are rounded to the model's dtype
         "TORCH_COMPILE_DISABLE": "1",  # a compiler would be at work for half a minute, for one small function of the embedding
     }
 

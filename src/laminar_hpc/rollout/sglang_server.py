@@ -125,6 +125,8 @@ class SglangServer(KvEngine):
             "skip-server-warmup": "true",  # it sleeps a second first; the probe of the first verification warms up as well
             "sleep-on-idle": "true",
         }
+        if self.config.model.float32_head and self.config.model.dtype != "float32":
+            values["enable-fp32-lm-head"] = "true"
         if rollout.increment_tokens:
             values["incremental-streaming-output"] = "true"
         if not has_cuda():

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -20,7 +19,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch.nn.attention.varlen import varlen_attn
 
-_TABLE_ROWS = 1024  # RoPE tables grow in such steps
 _STEP = 1.25  # of a bucket's longest sequence to its shortest: under a quarter of padding, few buckets
 
 
@@ -91,34 +89,44 @@ class _Unpad(torch.autograd.Function):
 
 @dataclass
 class PackLayout(PackedSeqParams):
-    """Megatron's description of a pack, and ours beside it.
-
-    `cu_seqlens_*_padded` name the whole pack as one segment: Megatron's RoPE goes by them, and so makes one call with the pack's own
-    position table (PackedRotary) instead of a Python loop over sequences.
-    """
+    """Megatron's description of a pack, and ours beside it. `rotation`: RoPE's factors of the pack's tokens, see `rotation_of`."""
 
     buckets: Buckets | None = None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def pack_layout(lengths: list[int], device: torch.device) -> PackLayout:
     """The layout of sequences of these lengths, one after the other."""
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-    whole = torch.tensor([0, sum(lengths)], dtype=torch.int32, device=device)
     return PackLayout(
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=whole,
-        cu_seqlens_kv_padded=whole,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         buckets=make_buckets(lengths, device),
     )
 
 
+def rotation_of(frequencies: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """RoPE's two factors at `positions` [tokens], float32 [tokens, 1, head_dim]: the cosine, and the sine with the sign of its half.
+    frequencies [head_dim / 2] float32."""
+    angles = torch.outer(positions.to(frequencies.dtype), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+
+
+def rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """x [tokens, heads, head_dim] of any dtype, rotated in float32 and rounded once, as the engines do; Megatron's own RoPE rounds the
+    factors and each product to x's dtype."""
+    cos, sin = rotation
+    wide = x.float()
+    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
 class PackedCausalAttention(MegatronModule):
-    """Megatron's core_attention for PackLayout: causal within each sequence, nothing between them. Takes no other mask, no bias, no
-    dropout."""
+    """Megatron's core_attention for PackLayout: RoPE, then causal within each sequence, nothing between them. Takes no other mask, no
+    bias, no dropout."""
 
     def __init__(
         self,
@@ -152,8 +160,9 @@ class PackedCausalAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [tokens, heads, d], key and value [tokens, kv_heads, d] -> [tokens, heads * d]."""
         layout = packed_seq_params
-        if attention_mask is not None or attention_bias is not None or not isinstance(layout, PackLayout):
-            raise ValueError("PackedCausalAttention takes a PackLayout and no mask")
+        if attention_mask is not None or attention_bias is not None or not isinstance(layout, PackLayout) or layout.rotation is None:
+            raise ValueError("PackedCausalAttention takes a PackLayout with its rotation and no mask")
+        query, key = rotated(query, layout.rotation), rotated(key, layout.rotation)
         if self.grouped and query.is_cuda:  # torch's fused kernels for CUDA want as many key as query heads
             key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
@@ -172,22 +181,3 @@ class PackedCausalAttention(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         return {}
-
-
-class PackedRotary(torch.nn.Module):
-    """Megatron's rotary embedding for a pack: its table, gathered at each token's position in its own sequence."""
-
-    def __init__(self, table: RotaryEmbedding) -> None:
-        super().__init__()
-        self._table = [table]  # in a list, so that it is no submodule and no part of the state dict
-        self.positions: torch.Tensor | None = None  # [tokens], of the pack being forwarded
-
-    def get_rotary_seq_len(
-        self, inference_context: object, decoder: object, decoder_input: object, config: object, packed_seq_params: PackLayout
-    ) -> int:
-        """Rows of the table; in steps, because Megatron caches one table per length."""
-        return math.ceil(packed_seq_params.max_seqlen_q / _TABLE_ROWS) * _TABLE_ROWS
-
-    def forward(self, max_seq_len: int, packed_seq: bool = False, cp_group: object = None) -> torch.Tensor:
-        """[tokens, 1, 1, head_dim]."""
-        return self._table[0](max_seq_len, packed_seq=packed_seq, cp_group=cp_group).index_select(0, self.positions)

@@ -21,7 +21,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.adam import fuse_on_cpu, prime
-from laminar_hpc.trainer.attention import PackedCausalAttention, PackedRotary
+from laminar_hpc.trainer.attention import PackedCausalAttention
+from laminar_hpc.trainer.linear import bias_before_rounding, float32_output
+from laminar_hpc.trainer.residual import normalize_last_sum, sum_in_float32
 from laminar_hpc.weights.hf import ModelShape, RopeScaling
 
 # The padded vocabulary is a multiple of this at every tensor-parallel size that divides it, so a checkpoint fits all of them.
@@ -32,6 +34,11 @@ _FOREVER = 10**12  # steps of a constant schedule
 def _installed(module: str) -> bool:
     """Whether a library that only GPUs can use is there, on a machine that has one."""
     return torch.cuda.is_available() and importlib.util.find_spec(module) is not None
+
+
+def _rounds_as_sglang(dtype: torch.dtype) -> bool:
+    """Whether Megatron's own layers must be told where to round: Transformer Engine's cannot, and nothing is rounded in float32."""
+    return dtype is torch.bfloat16 and not _installed("transformer_engine")
 
 
 def first_stage_layers(layers: int, stages: int) -> int | None:
@@ -63,7 +70,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         attention_dropout=0.0,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        pipeline_dtype=torch.float32 if _rounds_as_sglang(dtype) else dtype,
         tensor_model_parallel_size=config.trainer.tensor_parallel,
         pipeline_model_parallel_size=config.trainer.pipeline_parallel,
         num_layers_in_first_pipeline_stage=first_stage_layers(shape.layers, config.trainer.pipeline_parallel),
@@ -82,7 +89,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
     )
 
 
-def _layer_spec(shape: ModelShape) -> ModuleSpec:
+def _layer_spec(shape: ModelShape, dtype: torch.dtype) -> ModuleSpec:
     if _installed("transformer_engine"):
         from laminar_hpc.trainer.te_attention import TransformerEngineAttention
 
@@ -91,30 +98,41 @@ def _layer_spec(shape: ModelShape) -> ModuleSpec:
         return spec
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.family.qk_norm)
     spec.submodules.self_attention.submodules.core_attention = PackedCausalAttention
+    if _rounds_as_sglang(dtype):
+        sum_in_float32(spec)
     return spec
 
 
-def build_gpt(transformer: TransformerConfig, shape: ModelShape) -> GPTModel:
-    """This rank's part of the model, its weights yet to be loaded; `rotary_pos_emb` is a PackedRotary."""
+def build_gpt(transformer: TransformerConfig, shape: ModelShape, float32_head: bool) -> GPTModel:
+    """This rank's part of the model, its weights yet to be loaded. It has no RoPE of its own: trainer/attention.py's is used."""
     gpt = GPTModel(
         transformer,
-        _layer_spec(shape),
+        _layer_spec(shape, transformer.params_dtype),
         vocab_size=math.ceil(shape.vocab / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+        position_embedding_type="none",
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
     )
+    if _rounds_as_sglang(transformer.params_dtype):
+        normalize_last_sum(gpt, transformer)
+        for layer in gpt.decoder.layers:
+            if transformer.add_qkv_bias:
+                bias_before_rounding(layer.self_attention.linear_qkv)
     for name, parameter in gpt.named_parameters():
         # Megatron's initialization would note this. Without the note the gradient norm counts the first tensor-parallel rank's shards only.
         parameter.tensor_model_parallel = "norm" not in name
-    if shape.rope_scaling is not None:  # Megatron's own knows the factor only
-        gpt.rotary_pos_emb.inv_freq = scaled_frequencies(gpt.rotary_pos_emb.inv_freq, shape.rope_scaling)
-    gpt.rotary_pos_emb = PackedRotary(gpt.rotary_pos_emb)
+    if float32_head and gpt.post_process and transformer.bf16:
+        float32_output(gpt.output_layer)
     return gpt
+
+
+def rope_frequencies(shape: ModelShape) -> torch.Tensor:
+    """Radians per token of each pair of a head's dimensions, [head_dim / 2] float32."""
+    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
+    return frequencies if shape.rope_scaling is None else scaled_frequencies(frequencies, shape.rope_scaling)
 
 
 def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

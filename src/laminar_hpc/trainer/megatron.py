@@ -10,6 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.trainer.building import build_gpt, build_optimizer, transformer_config, wrap
+from laminar_hpc.trainer.attention import rotation_of
+from laminar_hpc.trainer.building import build_gpt, build_optimizer, rope_frequencies, transformer_config, wrap
 from laminar_hpc.trainer.canonical import Canonical, TensorSums
 from laminar_hpc.trainer.cpu import cuda_as_cpu, native_calls
 from laminar_hpc.trainer.exchange import Exchange
@@ -66,7 +68,8 @@ class MegatronPolicy:
 
     def _build_model(self) -> None:
         self.transformer = transformer_config(self.shape, self.config, self.dtype)
-        self.gpt = build_gpt(self.transformer, self.shape)
+        self.gpt = build_gpt(self.transformer, self.shape, self.config.model.float32_head)
+        self._frequencies = rope_frequencies(self.shape).to(self.device)
         self._selected: torch.Tensor | None = None
         if self.gpt.post_process:
             self.gpt.output_layer.register_forward_pre_hook(self._keep_selected)
@@ -91,9 +94,10 @@ class MegatronPolicy:
 
     def _forward(self, pack: Pack) -> torch.Tensor:
         """The last stage's logits [1, selected, vocabulary / TP] float32; another stage's hidden states."""
-        self._selected, self.gpt.rotary_pos_emb.positions = pack.selected, pack.positions
+        self._selected = pack.selected
         with native_calls():
-            return self.model(pack.tokens[None], pack.positions[None], None, packed_seq_params=pack.layout)
+            layout = replace(pack.layout, rotation=rotation_of(self._frequencies, pack.positions))
+            return self.model(pack.tokens[None], pack.positions[None], None, packed_seq_params=layout)
 
     def _logprobs(
         self, output: torch.Tensor, pack: Pack, temperature: float, with_entropy: bool

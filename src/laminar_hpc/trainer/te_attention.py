@@ -6,13 +6,16 @@ import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from laminar_hpc.trainer.attention import PackLayout
+from laminar_hpc.trainer.attention import PackLayout, rotated
 
 
 class TransformerEngineAttention(TEDotProductAttention):
-    """Megatron's TEDotProductAttention, given the sequences' own ends: a PackLayout names the whole pack as one padded segment for RoPE."""
+    """RoPE by the PackLayout's factors, then Megatron's TEDotProductAttention, which passes on all fields of what it is given."""
 
-    def forward(self, *args: object, packed_seq_params: PackLayout, **keywords: object) -> torch.Tensor:
-        known = {f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)}
-        plain = PackedSeqParams(**{**known, "cu_seqlens_q_padded": None, "cu_seqlens_kv_padded": None})
-        return super().forward(*args, packed_seq_params=plain, **keywords)
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, *args: object, packed_seq_params: PackLayout, **keywords: object
+    ) -> torch.Tensor:
+        assert packed_seq_params.rotation is not None
+        query, key = rotated(query, packed_seq_params.rotation), rotated(key, packed_seq_params.rotation)
+        plain = PackedSeqParams(**{f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)})
+        return super().forward(query, key, *args, packed_seq_params=plain, **keywords)

@@ -29,28 +29,29 @@ def rotate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hook around RotaryEmbedding.forward_native. positions: [tokens]; query, key: [tokens, heads * head_size].
 
-    Whole heads in the NeoX order are x * [cos, cos] + swapped(x) * [-sin, sin], with the two factors made once per embedding.
+    Whole heads in the NeoX order are x * [cos, cos] + swapped(x) * [-sin, sin], with the two factors made once per embedding; in float32
+    and rounded once, as SGLang's kernels for CUDA do.
     """
     special = any(rest) or any(value is not None for value in options.values())
     if special or not rope.is_neox_style or rope.rotary_dim != rope.head_size:
         return original(rope, positions, query, key, *rest, **options)
-    factors = rotation(rope, positions, query.dtype)
+    factors = rotation(rope, positions)
     return rotated(query, factors), rotated(key, factors)
 
 
-def rotation(rope: Any, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[tokens, 1, 2 * head_size]: the two factors of each position."""
+def rotation(rope: Any, positions: torch.Tensor) -> torch.Tensor:
+    """float32 [tokens, 1, 2 * head_size]: the two factors of each position."""
     if len(getattr(rope, "laminar_factors", ())) != len(rope.cos_sin_cache):  # made at first, and when SGLang lengthens its cache
-        cos, sin = rope.cos_sin_cache.chunk(2, dim=-1)
+        cos, sin = rope.cos_sin_cache.float().chunk(2, dim=-1)
         rope.laminar_factors = torch.cat((cos, cos, -sin, sin), dim=-1)
-    return rope.laminar_factors.index_select(0, positions.flatten())[:, None].to(dtype)
+    return rope.laminar_factors.index_select(0, positions.flatten())[:, None]
 
 
 def rotated(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """x: [tokens, heads * head_size], any mixture of query and key heads."""
     cos, sin = factors.chunk(2, dim=-1)
-    heads = x.view(len(x), -1, cos.shape[-1])
-    return torch.addcmul(heads * cos, heads.roll(cos.shape[-1] // 2, -1), sin).view(x.shape)
+    heads = x.view(len(x), -1, cos.shape[-1]).float()
+    return torch.addcmul(heads * cos, heads.roll(cos.shape[-1] // 2, -1), sin).to(x.dtype).view(x.shape)
 
 
 def register() -> None:

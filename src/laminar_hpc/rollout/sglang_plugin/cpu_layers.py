@@ -49,7 +49,7 @@ def decoder_layer(
     x = _norm(parts["input_layernorm"], residual)
     x = _linear(attention.qkv_proj, x)
     qk, v = x.split([attention.q_size + attention.kv_size, attention.kv_size], dim=-1)
-    qk = rotated(qk.contiguous(), rotation(attention.rotary_emb, positions, qk.dtype))
+    qk = rotated(qk.contiguous(), rotation(attention.rotary_emb, positions))
     q, k = qk.split([attention.q_size, attention.kv_size], dim=-1)
     x = _linear(attention.o_proj, attention.attn(q.contiguous(), k, v, forward_batch))
     residual = residual + x
