@@ -167,8 +167,8 @@ def test_engine_and_trainer_that_differ_are_noticed(dtype):
     """Each weight id is scored by both sides on a fixed probe: the gap is recorded, and beyond rounding a warning says where to look."""
     said, written = [], []
     metrics = SimpleNamespace(write=lambda kind, **fields: written.append((kind, fields)))
-    probes = Probes(dtype, metrics, said.append)
-    small, large = {"float32": (1e-5, 0.01), "bfloat16": (0.01, 0.2)}[dtype]
+    probes = Probes(dtype, 3, metrics, said.append)
+    small, large = {"float32": (1e-5, 0.01), "bfloat16": (0.003, 0.06)}[dtype]
     for weight_id, gap in enumerate((small, large), 1):
         probes.scored(weight_id, weight_id, "rollout0", [-1.0 + gap, -2.0 - gap])
         probes.scored(weight_id, weight_id, "trainer", [-1.0, -2.0])

@@ -23,6 +23,7 @@ from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import oom_kills
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.book import Book, Group
 from laminar_hpc.controller.evaluations import Evaluations
@@ -72,7 +73,7 @@ class Controller:
         self.last_not_yet = self.last_step_time = self.last_progress = 0.0
         self.step_seconds: list[float] = []
         self.seen_steps = 0
-        self.probes = Probes(config.model.dtype, metrics, say)
+        self.probes = Probes(config.model.dtype, model_config(config.model.path)["num_hidden_layers"], metrics, say)
         self.outbox: list[tuple[str, m.Message]] = []
         self.batches = 0
         self.stopping = ""

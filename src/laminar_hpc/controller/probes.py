@@ -1,27 +1,29 @@
 """The log-prob gap: engine and trainer score a fixed probe at each weight id; |engine - trainer| is reported, and warned of."""
 
+import math
 import statistics
 from collections.abc import Callable
 
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 
-# The mean |engine - trainer| log-prob on the probe that is still rounding. That of bfloat16 (8 bits) grows with how far logits are apart:
-# to 1 or 2 units of spread / 256 at 3 layers, 6 at 48. Weights in fp8, or a temperature that is 5% off, make 8 and more.
+# The mean |engine - trainer| log-prob on the probe that is still rounding. That of bfloat16 (8 bits) grows with how far logits are apart and
+# with depth: two sides that round at other places differ by 1 to 2 units of spread / 256 at 3 layers, by 6 at 48.
 _FLOAT32_LIMIT = 1e-3
-_BFLOAT16_UNITS = 8
+_BFLOAT16_UNITS = 1.15  # times the root of the layers: 2 at 3 layers, 8 at 48
 
 
-def gap_limit(dtype: str, trainer: list[float]) -> float:
+def gap_limit(dtype: str, layers: int, trainer: list[float]) -> float:
     """In nats. `trainer`: its log-probs of the probe; their standard deviation is the spread."""
-    return _FLOAT32_LIMIT if dtype == "float32" else max(_FLOAT32_LIMIT, _BFLOAT16_UNITS * statistics.pstdev(trainer) / 256)
+    rounding = _BFLOAT16_UNITS * math.sqrt(layers) * statistics.pstdev(trainer) / 256
+    return _FLOAT32_LIMIT if dtype == "float32" else max(_FLOAT32_LIMIT, rounding)
 
 
 class Probes:
-    """`dtype`: of the served weights; `say` prints a line for the user."""
+    """`dtype`: of the served weights; `layers`: of the model; `say` prints a line for the user."""
 
-    def __init__(self, dtype: str, metrics: MetricsWriter, say: Callable[[str], None]) -> None:
-        self._dtype, self._metrics, self._say = dtype, metrics, say
+    def __init__(self, dtype: str, layers: int, metrics: MetricsWriter, say: Callable[[str], None]) -> None:
+        self._dtype, self._layers, self._metrics, self._say = dtype, layers, metrics, say
         self._known: dict[int, dict[str, list[float]]] = {}
 
     def scored(self, weight_id: int, step: int, who: str, logprobs: list[float]) -> None:
@@ -34,7 +36,7 @@ class Probes:
         for rollout in [name for name in known if name != "trainer"]:
             gaps = [abs(a - b) for a, b in zip(trainer, known.pop(rollout), strict=True)]
             mean, worst = sum(gaps) / len(gaps), max(gaps)
-            limit = gap_limit(self._dtype, trainer)
+            limit = gap_limit(self._dtype, self._layers, trainer)
             self._metrics.write("logprob_gap", weight_id=weight_id, step=step, replica=rollout, mean=mean, max=worst, limit=limit)
             if mean > limit:
                 self._say(
