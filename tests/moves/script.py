@@ -69,7 +69,8 @@ class Script:
             start = len(grant.parts[sample.trajectory_id].tokens) if sample.trajectory_id in grant.parts else 0
             new = [(sample.trajectory_id + place) % 50 for place in range(start, start + tokens)]
             spans = [m.VersionSpan(grant.weight_id, start, start + tokens)]
-            self.hear("rollout", index, m.Increment(sample.trajectory_id, sample.attempt, start, new, [-1.0] * tokens, spans, 1.0), life=life)
+            more = m.Increment(sample.trajectory_id, sample.attempt, start, new, [-1.0] * tokens, spans, 1.0)
+            self.hear("rollout", index, more, life=life)
         load = m.ReplicaLoad("draining", grant.weight_id, len(samples_of(grant)), 0, kv_capacity=10_000, kv_tokens=9_999)
         self.hear("rollout", index, m.Ping(load), life=life)
 

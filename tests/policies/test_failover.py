@@ -1,4 +1,4 @@
-"""Failover: trajectories of a dead replica go on with their own weights only, within the room, or back to their prompts; none is forgotten."""
+"""Failover: a dead replica's trajectories go on with their own weights only, within the room, or back to their prompts; none is lost."""
 
 from hypothesis import given
 from hypothesis import strategies as st

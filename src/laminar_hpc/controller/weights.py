@@ -111,7 +111,7 @@ class Weights:
         self.newest = max(self.newest, (has.weight_id, has.weight_step))
         self.of_machine[member.hello.machine] = (has.weight_id, has.weight_step)
         held = self._held.setdefault(member.hello.machine, [])
-        held[:] = [i for i in held if i != has.weight_id][1 - self.c.config.relay.slots :] + [has.weight_id]
+        held[:] = [*[i for i in held if i != has.weight_id][1 - self.c.config.relay.slots :], has.weight_id]
         for rollout in self.c.members.all("rollout"):
             if rollout.hello.machine == member.hello.machine:
                 self.c.send(rollout, m.WeightsAvailable(has.weight_id, has.weight_step))

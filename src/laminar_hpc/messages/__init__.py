@@ -149,7 +149,7 @@ class Grant(Message):
     temperature: float
     max_response_tokens: int
     evaluation: str = ""
-    parts: dict[int, Partial] = {}
+    parts: dict[int, Partial] = msgspec.field(default_factory=dict)
 
 
 class NotLoaded(Message):
@@ -366,8 +366,8 @@ class RelayHas(Message):
 
 AnyMessage = (
     Hello | Welcome | Ping | Pong | Failure | Goodbye | Stop | Rejoin | StopRequest | WeightsOpened | RequestWork | Grant | Generated
-    | Scored | Lost | NotLoaded | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | LaneSenders | NewWeightId | WeightId
-    | Increment | Reserve | Reserved | MoveOrder | MoveReady | Import | Imported | MoveCommit | MoveAbort | MoveFailed
+    | Scored | Lost | NotLoaded | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | LaneSenders | NewWeightId
+    | WeightId | Increment | Reserve | Reserved | MoveOrder | MoveReady | Import | Imported | MoveCommit | MoveAbort | MoveFailed
     | Published | Checkpointed | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | SendAgain | LinkDown | RelayHas
 )  # fmt: skip
 

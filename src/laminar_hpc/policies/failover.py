@@ -30,7 +30,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Idle:
-    """A replica without work: it asks for some, on `weight_id`, or is starting (-1), and can load what its machine's slots still hold."""
+    """A replica without work: it asks for some, on `weight_id`, or is starting (-1); and what the slots of its machine still hold."""
 
     replica: int
     weight_id: int
@@ -39,7 +39,7 @@ class Idle:
     tokens_per_load: float  # that a replica generates in the time of a load
 
     def price(self, weight_id: int) -> float:
-        """In tokens, of the loads that it would do without otherwise: there and back, or only back where it has to load something anyway."""
+        """In tokens, of the loads that it would not do otherwise: there and back, or one where it has to load something anyway."""
         starting = self.weight_id < 0
         if weight_id == self.weight_id or (starting and weight_id == max(self.loadable)):
             return 0.0
