@@ -57,13 +57,16 @@ class Rescuer:
         """Gives them to replicas without work, or back to their prompts, as failover.load says."""
         if not self._waiting or self.c.trainer_done or (self.c.stopping and not self.c.taken):
             return
-        parts = {i: self.pool.get(i, attempt) for i, (attempt, _) in self._waiting.items()}
-        loads, again = failover.load([self.c.mover.orphan(i, part) for i, part in parts.items() if part], self._idle())
-        for load in loads:
-            self._grant(load)
+        loads, again = failover.load(self._orphans(), self._idle())
+        while loads:  # one at a time: what is loadable then is less
+            self._grant(loads[0])
+            loads, again = failover.load(self._orphans(), self._idle())
         for trajectory_id in again:
             attempt, _ = self._waiting.pop(trajectory_id)
             self.c.mover.begin_anew(trajectory_id, attempt)
+
+    def _orphans(self) -> list[failover.Orphan]:
+        return [self.c.mover.orphan(i, part) for i, (attempt, _) in self._waiting.items() if (part := self.pool.get(i, attempt))]
 
     def _idle(self) -> list[failover.Idle]:
         """Replicas that ask for work, but for those that will pull first, and those that are starting and have been given nothing yet."""
@@ -88,7 +91,7 @@ class Rescuer:
         member = c.members.at("rollout", load.replica)
         assert member is not None
         waited = {i: self._waiting.pop(i) for i in load.trajectory_ids}
-        known = {i: self.pool.get(i, attempt) for i, (attempt, _) in waited.items()}
+        known = {i: part for i, (attempt, _) in waited.items() if (part := self.pool.get(i, attempt))}
         groups = c.book.regrant({i: attempt for i, (attempt, _) in waited.items()}, load.replica, load.weight_id)
         rescue = _Rescue(c.batches, load.weight_id, member.hello.machine, {})
         parts = {}
