@@ -329,8 +329,8 @@ def test_it_says_so_when_the_older_weights_are_in_no_slot(replica):
 
 
 def test_older_weights_are_kept_from_the_grant_on(replica, monkeypatch):
-    """Newer ones come before the replica has loaded them, as many as there are slots: none takes their place. And a relay that starts anew
-    at the very moment takes them all away: nothing is lost, the newest weights are pulled."""
+    """Newer ones come before the replica has loaded them, as many as there are slots: none takes their place. And if the slot
+    is taken away all the same, by a relay that starts anew: nothing is generated, it is said, and the newest weights are pulled."""
     controller, worker = replica.controller, replica.worker
     wait = worker._pull
 
