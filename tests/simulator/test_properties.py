@@ -162,7 +162,7 @@ def test_work_of_dead_replicas_is_saved_by_loads_of_older_weights():
         engines = tuple(dataclasses.replace(kind, costs=dataclasses.replace(kind.costs, restart=5.0)) for kind in one.engines)
         made.append(simulate(dataclasses.replace(one, engines=engines)).figures)
     totals = {name: sum(figures[f"trajectories_{name}"] for figures in made) for name in ("rescued_by_load", "redirected", "restarted")}
-    assert totals["rescued_by_load"] > 100 and totals["restarted"] < totals["redirected"], totals
+    assert totals["rescued_by_load"] > 30 > totals["restarted"], totals
 
 
 @SLOW
