@@ -22,6 +22,7 @@ def run(tmp_path, most: int, slots: int) -> tuple[Killer, list[dict], dict]:
     moves = [move for move in rundata.load(tmp_path / "run").records.get("move", []) if move["source"] < 0]
     for move in moves:
         assert found[move["trajectory_id"]].attempt > 0
+    killer.killed = [(w, {i: n for i, n in known.items() if found[i].attempt}) for w, known in killer.killed]  # others had just ended
     return killer, moves, summary.build(tmp_path / "run")
 
 
