@@ -105,7 +105,8 @@ def _saved(orphans: list[Orphan]) -> int:
 
 def _split(orphans: list[Orphan], kv_tokens_free: float, kv_tokens_reserved: float) -> tuple[list[Orphan], list[Orphan]]:
     """(those that fit, the others)."""
-    taken, rest = [], []
+    taken: list[Orphan] = []
+    rest: list[Orphan] = []
     for orphan in orphans:
         need = orphan.tokens + kv_tokens_reserved
         fits = need <= kv_tokens_free
