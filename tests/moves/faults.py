@@ -1,10 +1,14 @@
-"""Faults that hit moves under way, at a phase and in a way drawn by a seed: the engine refuses, hangs or dies, a message is lost."""
+"""Faults that hit moves under way, at a phase and in a way drawn by a seed: the engine refuses, hangs or dies, a message is lost. And a
+killer of engines that are alone with older weights."""
 
 import asyncio
 import random
+import time
 from collections import Counter
+from collections.abc import Callable
 
 from laminar_hpc import messages as m
+from laminar_hpc.controller.loop import Controller
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.rollout.worker import RolloutWorker
 
@@ -73,3 +77,26 @@ def sabotaged(saboteur: Saboteur, engine: type) -> type[RolloutWorker]:
                 super()._arrived(item)
 
     return Worker
+
+
+class Killer:
+    """After every turn of the controller: kills the engine of a replica that is the only one to generate with the id before the newest,
+    once `tokens` of its responses are known; `most` times, `every` seconds at most. `kill(replica)` does it."""
+
+    def __init__(self, kill: Callable[[int], None], most: int, tokens: int, every: float) -> None:
+        self.kill, self.most, self.tokens, self.every = kill, most, tokens, every
+        self.killed: list[tuple[int, dict[int, int]]] = []  # weight id, response tokens by trajectory, as far as they were known
+        self._next = 0.0
+
+    def __call__(self, controller: Controller) -> None:
+        if len(self.killed) >= self.most or time.monotonic() < self._next or controller.trainer_done:
+            return
+        owned, ids = controller.book.in_progress(), controller.open_weights
+        for replica, mine in owned.items():
+            weight_id = ids.get(replica, -1)
+            known = {i: len(p.tokens) for _, i, sample in mine if (p := controller.mover.pool.get(i, sample.attempt))}
+            alone = all(ids.get(other) != weight_id for other in owned if other != replica)
+            if alone and weight_id == controller.weights.newest[0] - 1 >= 0 and sum(known.values()) >= self.tokens:
+                self.killed.append((weight_id, known))
+                self._next = time.monotonic() + self.every
+                return self.kill(replica)

@@ -75,7 +75,7 @@ class Stand:
     def __init__(
         self, config: RunConfig, worker: type[RolloutWorker] = RolloutWorker, each_turn: Callable[[Controller], None] = lambda _: None
     ) -> None:
-        self.config, self._worker, self._each_turn = config, worker, each_turn
+        self.config, self._worker, self.each_turn = config, worker, each_turn
         self.lines: list[str] = []
         self.error: BaseException | None = None
         self.loop = LoopThread()
@@ -105,7 +105,7 @@ class Stand:
             deadline = time.monotonic() + seconds
             while not controller.finished:
                 controller.turn()
-                self._each_turn(controller)
+                self.each_turn(controller)
                 assert time.monotonic() < deadline, f"the run hangs: {controller.take_reason}; {self.lines[-3:]}"
             self.ending = True
             controller.tell_all_to_leave("done")

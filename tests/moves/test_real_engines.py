@@ -1,26 +1,30 @@
 """Promise 5, and 2 over moves, on real SGLang engines: what test_faults.py pins on emulated ones, and that what moved is the model's own.
 
-Three replicas serve a tiny random model, whose responses are long; the stage publishes the same weights under each new id.
+Two or three replicas serve a tiny random model, whose responses are long; the stage publishes its weights under each new id.
 """
 
 import os
+import queue
 import signal
 import sqlite3
+from pathlib import Path
 
 import pytest
 import torch
-from faults import Saboteur, sabotaged
+from faults import Killer, Saboteur, sabotaged
 from stand import Shuffler, Stand, small_config
 
-from engines import make_model, reference
+from engines import fill_slot, make_model, reference
+from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import mover
 from laminar_hpc.emulation import stage
-from laminar_hpc.messages import Trajectory, decode_trajectory
-from laminar_hpc.observability import rundata
+from laminar_hpc.messages import RelayHas, Stop, Trajectory, decode_trajectory
+from laminar_hpc.observability import rundata, summary
 from laminar_hpc.rollout import moving
 from laminar_hpc.rollout.sglang_server import SglangServer
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout
+from laminar_hpc.weights.slots import SlotWriter
 from laminar_hpc.weights.sums import tensor_sums
 
 FAULTS, PHASE_SECONDS, AGAIN_SECONDS, HANG_SECONDS = 20, 6.0, 0.5, 8.0
@@ -108,3 +112,60 @@ def test_20_faults_on_real_engines(tmp_path, monkeypatch):
     where = {place for place, _ in saboteur.struck}
     assert saboteur.struck.total() == FAULTS and len(where) >= 8, saboteur.struck
     assert any(t.moves for t in found)
+
+
+def relay_of(models: list[Path]):
+    """A relay whose odd ids are other weights than the even ones, with true sums."""
+
+    def relay(config: RunConfig, handed: queue.SimpleQueue) -> None:
+        channel = stage._join(config, "relay")
+        writer = SlotWriter(config.relay.shm_dir, channel.welcome.run_id, config.relay.slots, models[0])
+        try:
+            while True:
+                channel.wait(Stop, timeout=0.0)
+                try:
+                    given = handed.get(timeout=0.1)
+                except queue.Empty:
+                    continue
+                _, manifest = fill_slot(writer, models[given.weight_id % 2], given.weight_id, given.step)
+                channel.send(RelayHas(given.weight_id, given.step, manifest.data_bytes, 0.1, 0.0))
+        except StopReceived:
+            channel.close()
+        finally:
+            writer.close()
+
+    return relay
+
+
+def test_the_work_of_a_killed_engine_goes_on_with_older_weights(tmp_path, monkeypatch):
+    """Engines are killed while their trajectories are on an older id that nobody else generates with: a replica loads that id from a slot,
+    and every token of what it finishes is of that id's own model, those from before the death included. The odd ids are another model."""
+    config = real_config(tmp_path, 8, "off")
+    config.rollout.replicas, config.algorithm.prompts_per_step, config.rollout.increment_tokens = 2, 8, 10
+    models = [Path(config.model.path), make_model(tmp_path / "other", 1)]
+    monkeypatch.setattr(stage, "relay", relay_of(models))
+    stand = Stand(config, sabotaged(Saboteur(0, 0, 0.0, 0.0), Mortal))
+    killer = stand.each_turn = Killer(lambda replica: stand.engine(replica).die(), most=2, tokens=800, every=5.0)
+    stand.run(840)
+    found = {t.trajectory_id: t for t in assert_every_one_ended_once(config)}
+    records, references = rundata.load(tmp_path / "run"), [reference(model) for model in models]
+    moves = [move for move in records.records.get("move", []) if move["source"] < 0]
+    by_load = [move for move in moves if move["loaded"]]
+    figures = summary.build(tmp_path / "run")
+    tokens = sum(move["tokens"] for move in by_load)
+    print(f"killed {[(w, len(known), sum(known.values())) for w, known in killer.killed]}, rescued {len(moves)}, of these by a load "
+          f"{len(by_load)} with {tokens} tokens, {figures['tokens_discarded']} tokens discarded")  # fmt: skip
+    assert killer.killed and by_load
+    whole = [found[move["trajectory_id"]] for move in by_load if found[move["trajectory_id"]].weight_id == move["weight_id"]]
+    assert whole
+    for t in whole:
+        assert t.attempt >= 1 and t.moves >= 1
+        assert_is_the_models(references[t.weight_id % 2], t)
+    for t in list(found.values())[::10]:
+        assert_is_the_models(references[t.weight_id % 2], t)
+    kept = {(move["trajectory_id"], move["weight_id"]) for move in moves}
+    lost = [tokens for weight_id, known in killer.killed for i, tokens in known.items() if (i, weight_id) not in kept and found[i].attempt]
+    assert figures["tokens_discarded"] >= sum(lost) and figures["max_versions_per_trajectory"] == 1
+    for move in by_load:
+        pulls = [pull["weight_id"] for pull in records.records["pull"] if pull["replica"] == move["destination"]]
+        assert move["weight_id"] in pulls

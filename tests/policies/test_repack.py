@@ -1,9 +1,8 @@
-"""Repack: consolidates the tail inside one weight id, never beyond the limits; failover: nobody goes to other weights."""
+"""Repack: consolidates the tail inside one weight id, never beyond the limits."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_hpc.policies.failover import Orphan, Room, redirect
 from laminar_hpc.policies.repack import Move, ReplicaLoad, plan, saturation_batch
 
 
@@ -55,20 +54,6 @@ def test_request_limit_passes_over_the_fullest():
 def test_saturation_batch_of_an_h800():
     """About 295 tokens per step."""
     assert saturation_batch(989e12, 3.35e12) == 295
-
-
-@given(
-    orphans=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 50)), max_size=30),
-    rooms=st.lists(st.tuples(st.integers(0, 2), st.floats(0, 200)), max_size=8),
-)
-def test_orphans_go_to_their_own_weights_within_the_room(orphans, rooms):
-    """Section 6: to a healthy replica on the same version, or back to the prompt."""
-    mine = [Orphan(i, *row) for i, row in enumerate(orphans)]
-    free = {i: row[1] for i, row in enumerate(rooms)}
-    for trajectory, replica in redirect(mine, [Room(i, *row) for i, row in enumerate(rooms)], 1.0).items():
-        assert rooms[replica][0] == mine[trajectory].weight_id
-        free[replica] -= mine[trajectory].tokens + 1.0
-    assert all(value > -1e-6 for value in free.values())
 
 
 def test_a_filled_replica_still_serves_later_sources():

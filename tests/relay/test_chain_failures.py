@@ -1,6 +1,7 @@
 """Relays die, stand still, are cut off and come late, with real processes and real gloo (only the trainer is a stand-in that publishes
 random bytes): nobody hangs, nothing unverified is ever to be seen in a slot, and whoever can be reached has the newest weights soon."""
 
+import contextlib
 import os
 import random
 import signal
@@ -12,10 +13,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import network
-from chain_roles import ChainRun
+from chain_roles import RUN_ID, ChainRun
 
 from laminar_hpc.cluster.channel import Channel
 from laminar_hpc.messages import Hello, WeightsAvailable
+from laminar_hpc.weights.slots import SlotReader
 
 MEGABYTE = 1 << 20
 FAILOVER_SECONDS = 5.0  # a relay that died is dropped and its neighbours are joined
@@ -76,6 +78,33 @@ def test_a_rollout_that_comes_late_is_told_of_the_newest_slot(chain):
         channel.close()
     assert isinstance(told, WeightsAvailable) and (told.weight_id, told.weight_step) == chain.newest(1)
     assert told.weight_step == chain.step
+
+
+@pytest.mark.timeout(120)
+def test_a_publication_waits_while_every_slot_is_read(tmp_path):
+    """Replicas may go back to older weights while others still load the newest: the relay keeps its link, and goes on with the first slot
+    that is let go; what is read is not touched."""
+    run = ChainRun(tmp_path, 1, MEGABYTE)
+    reader, leases = SlotReader(str(run.relay_memory(0)), RUN_ID), []
+    try:
+        for _ in range(3):
+            published(run, [0], 60)
+            leases.append(contextlib.ExitStack())
+            leases[-1].enter_context(reader.lease(reader.newest()))
+        handles = [reader.find(weight_id) for weight_id in sorted({handle.weight_id for handle in reader._complete()})]
+        run.publish()
+        time.sleep(1.5)
+        assert run.newest(0)[1] == 3
+        for handle in handles:
+            run.check(handle)
+        leases[1].close()
+        run.wait([0], 4, 10)
+        assert {handle.step for handle in reader._complete()} == {1, 3, 4} and "linking again" not in run.said()
+        run.check(handles[0])
+    finally:
+        for lease in leases:
+            lease.close()
+        run.close()
 
 
 class Damage:

@@ -67,11 +67,37 @@ def test_weights_are_open_only_after_their_verification():
     assert state.weight_id == 2
 
 
-def test_an_id_never_goes_back():
+def test_an_id_goes_back_only_where_that_is_asked_for():
+    """For trajectories that began with it elsewhere, and never under work."""
     state = opened(3)
     for old in (3, 2):
         with pytest.raises(WrongState):
             state.begin_pull(old)
+    state.grant(3, requests=1)
+    with pytest.raises(WrongState):
+        state.begin_pull(2, back=True)
+    state.finished()
+    state.begin_pull(2, back=True)
+    with pytest.raises(WrongState):
+        state.verified(1)
+    state.verified(2)
+    state.open(weight_step=1)
+    state.grant(2, requests=1)
+    assert (state.weight_id, state.weight_step, state.phase) == (2, 1, Phase.DRAINING)
+
+
+def test_after_a_pull_that_failed_nothing_is_open():
+    """Promise 4: what is in the engine then is not known; any newer weights are due."""
+    state = opened(3)
+    with pytest.raises(WrongState):
+        state.failed()
+    state.begin_pull(2, back=True)
+    state.failed()
+    assert (state.phase, state.weight_id) == (Phase.UNVERIFIED, -1)
+    with pytest.raises(WrongState):
+        state.grant(3, requests=1)
+    state.begin_pull(3)
+    state.verified(3)
 
 
 def test_invariants_over_all_short_histories():

@@ -22,10 +22,13 @@ from laminar_hpc.messages import (
     Grant,
     Lost,
     Message,
+    NotLoaded,
+    Partial,
     PromptGroup,
     RequestWork,
     Sample,
     Scored,
+    VersionSpan,
     WeightsAvailable,
     WeightsOpened,
     Welcome,
@@ -237,7 +240,6 @@ def test_a_grant_for_other_weights_is_refused(replica):
 
 def test_more_than_one_version_is_lost(replica, monkeypatch):
     """Promise 1: a response that the engine reports under two ids is given back with the reason, and is never Generated."""
-    from laminar_hpc.messages import VersionSpan
     from laminar_hpc.rollout import sglang_server
 
     def two_versions(reply: dict, parse=sglang_server.parse_generation):
@@ -277,6 +279,83 @@ def test_a_pull_that_fails_is_mended_by_a_fresh_engine(replica, monkeypatch):
     assert {m.trajectory.weight_id for m in replica.controller.collect(8, Generated)} == {7}
 
 
+def orphans_of(replica, weight_id: int, model: torch.nn.Module, length: int) -> Grant:
+    """A grant whose trajectories go on from five tokens, with the log-probs of `model` for them."""
+    controller = replica.controller
+    controller.batches += 1
+    grant = Grant(controller.batches, weight_id, weight_id, [], 1.0, length)
+    for g in range(2):
+        group = PromptGroup(g, [(g * 31 + j) % 200 for j in range(6)], "prompt", {"kind": "", "prompt": "prompt"}, [])
+        grant.groups.append(group)
+        for i in range(2):
+            group.samples.append(Sample(controller.batches * 1000 + 10 * g + i, 1))
+            tokens = [(7 * i + 3 * j) % 200 for j in range(5)]
+            logprobs = hf_logprobs(model, group.prompt_tokens, tokens).tolist()
+            grant.parts[group.samples[-1].trajectory_id] = Partial(tokens, logprobs, [VersionSpan(weight_id, 0, 5)], 1.0, 1)
+    return grant
+
+
+def test_it_goes_back_to_older_weights_for_trajectories_that_began_with_them(replica):
+    """Promise 1: what a dead replica left goes on from its tokens under its own policy, loaded from a slot that still holds it and verified
+    like any other; then the newest weights are pulled again."""
+    controller = replica.controller
+    controller.until_asked(7)
+    models = [reference(path) for path in replica.models]
+    grant = orphans_of(replica, 5, models[1], length=12)
+    controller.tell(grant)
+    opened = controller.get(WeightsOpened, Generated, NotLoaded)
+    assert isinstance(opened, WeightsOpened) and (opened.weight_id, opened.weight_step) == (5, 5) and "start" not in opened.parts
+    expected = torch.cat([hf_logprobs(models[1], sequence[:1], sequence[1:]) for sequence in probe_sequences(500)])
+    torch.testing.assert_close(torch.tensor(opened.probe_logprobs), expected, atol=1e-4, rtol=0)
+    for t in (message.trajectory for message in controller.collect(4, Generated)):
+        n = len(t.response_tokens)
+        assert t.response_tokens[:5] == grant.parts[t.trajectory_id].tokens and 5 < n <= 12 and (t.moves, t.attempt) == (1, 1)
+        assert [(s.weight_id, s.start, s.end) for s in t.version_spans] == [(5, 0, n)] and t.weight_id == t.weight_step == 5
+        expected = hf_logprobs(models[1], t.prompt_tokens, t.response_tokens)
+        torch.testing.assert_close(torch.tensor(t.logprobs), expected, atol=1e-4, rtol=0)
+    again = controller.get(WeightsOpened)
+    assert again.weight_id == 7
+    controller.until_asked(7)
+
+
+def test_it_says_so_when_the_older_weights_are_in_no_slot(replica):
+    """Nothing is generated, and the replica asks again, with the number of the grant that came to nothing."""
+    grant = orphans_of(replica, 1, reference(replica.models[0]), length=12)
+    replica.controller.tell(grant)
+    said = replica.controller.get(NotLoaded, Generated, Lost, WeightsOpened)
+    assert isinstance(said, NotLoaded) and said.batch_id == grant.batch_id and "weight id 1 is in no slot" in said.reason
+    while replica.controller.requests.get(timeout=60) != RequestWork(7, grant.batch_id):
+        pass
+
+
+def test_older_weights_are_kept_from_the_grant_on(replica, monkeypatch):
+    """Newer ones come before the replica has loaded them, as many as there are slots: none takes their place. And if the slot
+    is taken away all the same, by a relay that starts anew: nothing is generated, it is said, and the newest weights are pulled."""
+    controller, worker = replica.controller, replica.worker
+    wait = worker._pull
+
+    async def late(*words, **settings):
+        if settings.get("back_to") == 5:
+            for weight_id in (8, 9, 10):
+                replica.publish(0, weight_id)
+        elif settings.get("back_to") == 9:
+            (worker.reader.find(9).directory / "manifest.json").unlink()
+        await wait(*words, **settings)
+
+    monkeypatch.setattr(worker, "_pull", late)
+    controller.tell(orphans_of(replica, 5, reference(replica.models[1]), length=8))
+    assert controller.get(WeightsOpened, NotLoaded).weight_id == 5
+    assert {message.trajectory.weight_id for message in controller.collect(4, Generated, NotLoaded)} == {5}
+    assert controller.get(WeightsOpened).weight_id == 10
+    controller.until_asked(10)
+    gone = orphans_of(replica, 9, reference(replica.models[0]), length=8)
+    controller.tell(gone)
+    said = controller.get(NotLoaded, WeightsOpened)
+    assert isinstance(said, NotLoaded) and said.batch_id == gone.batch_id
+    assert controller.get(WeightsOpened).weight_id == 10
+    controller.until_asked(10)
+
+
 def test_the_death_of_an_idle_engine_is_one_line(replica):
     """It is noticed at once, not at the next request; the error says how it died and where its log is; nothing stays behind."""
     engine = psutil.Process(replica.worker.puller.engine.process.pid)
@@ -297,7 +376,7 @@ def test_what_the_replica_did_is_in_its_trace(replica):
     spans = read_spans(replica.folder)["rollout0"]
     kinds = [span.kind for span in spans]
     assert {"load", "pull", "generate", "score", "wait"} <= set(kinds)
-    assert [span.fields["weight_id"] for span in spans if span.kind == "pull"] == [0, 5, 7]
-    assert [span.fields["restarts"] for span in spans if span.kind == "pull"] == [0, 0, 1]
+    assert [span.fields["weight_id"] for span in spans if span.kind == "pull"] == [0, 5, 7, 5, 7, 5, 10, 10]
+    assert [span.fields["restarts"] for span in spans if span.kind == "pull"] == [0, 0, 1, 0, 0, 0, 0, 0]
     batches = [span for span in spans if span.kind == "generate"]
     assert batches[0].fields["trajectories"] == 24 and batches[0].fields["tokens"] > 24

@@ -131,6 +131,41 @@ def test_one_policy_per_trajectory_and_the_bound(made):
 
 
 @SLOW
+@given(made=setups(("laminar", "laminar_no_repack", "laminar_reprefill", "laminar_unbounded")), mtbf=st.sampled_from([15.0, 60.0]))
+def test_deaths_mix_no_weights(made, mtbf):
+    """With replicas that die all the time and work that goes on where older weights are loaded: every request runs on those that it began
+    with, the bound holds, and all steps end."""
+    engines = tuple(dataclasses.replace(kind, mtbf=mtbf) for kind in made.engines)
+    fill = Replica.fill
+
+    def watched(self: Replica) -> None:
+        fill(self)
+        assert all(request.weight_step == self.weight_id for request in self.running.values())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replica, "fill", watched)
+        figures = simulate(dataclasses.replace(made, engines=engines, trainer_mtbf=None)).figures
+    assert figures["versions_max"] == 1
+    assert made.rules.max_staleness is None or figures["staleness_training_max"] <= made.rules.max_staleness
+
+
+def test_work_of_dead_replicas_is_saved_by_loads_of_older_weights():
+    """Long responses on three replicas, each dead every minute or so: some of them only a load can save."""
+    work = WorkloadConfig(
+        prompts_per_step=12, samples_per_prompt=4, updates_per_step=2, prompt_tokens=50, mean_response_tokens=800, max_response_tokens=2000,
+        sigma=1.5,
+    )  # fmt: skip
+    gpu, made = GPUS["H800"], []
+    for seed in range(8):
+        one = setup(PIPELINES["laminar_no_repack"], MODELS["7B"], gpu, 4, [(gpu, 3, 1, 60.0)], work, DEFAULT, steps=12, warmup_steps=1,
+                    seed=seed)  # fmt: skip
+        engines = tuple(dataclasses.replace(kind, costs=dataclasses.replace(kind.costs, restart=5.0)) for kind in one.engines)
+        made.append(simulate(dataclasses.replace(one, engines=engines)).figures)
+    totals = {name: sum(figures[f"trajectories_{name}"] for figures in made) for name in ("rescued_by_load", "redirected", "restarted")}
+    assert totals["rescued_by_load"] > 30 > totals["restarted"], totals
+
+
+@SLOW
 @given(made=setups(), factor=st.sampled_from([2.0, 4.0]))
 def test_doubling_every_rate_halves_the_time(made, factor):
     """Powers of two are exact in floating point, so the histories are the same but for the unit of time."""

@@ -24,7 +24,7 @@ _NOBODY, _ON_ITS_WAY = -1, -2
 class SampleState:
     attempt: int
     weight_step: int
-    replica: int  # _NOBODY: waits to be given out again; _ON_ITS_WAY: its owner is dead and a move takes it to another
+    replica: int  # _NOBODY: waits to be given out again; _ON_ITS_WAY: its owner is dead and it shall go on at another
     finished: bool = False
     generated: Trajectory | None = None  # complete but not yet scored
     reward: float = 0.0
@@ -254,8 +254,16 @@ class Book:
         self._store.grant_again(trajectory_id, sample.attempt, replica, weight_id, sample.weight_step)
         return True
 
+    def regrant(self, attempts: dict[int, int], replica: int, weight_id: int) -> list[PromptGroup]:
+        """As `move`, of trajectories and attempts without an owner: their groups, with the samples that still count."""
+        by_group: dict[int, list[int]] = {}
+        for trajectory_id, attempt in attempts.items():
+            if self.move(trajectory_id, attempt, replica, weight_id):
+                by_group.setdefault(self._group_of[trajectory_id], []).append(trajectory_id)
+        return [self._message(self.groups[group_id], ids) for group_id, ids in by_group.items()]
+
     def hold(self, trajectory_id: int) -> None:
-        """Its owner is dead; it is not given out while a move takes it elsewhere."""
+        """Its owner is dead; it is not given out before a move or a grant takes it elsewhere, or `discard`."""
         self.groups[self._group_of[trajectory_id]].samples[trajectory_id].replica = _ON_ITS_WAY
 
     def discard(self, trajectory_id: int, attempt: int, tokens: int) -> None:

@@ -66,6 +66,7 @@ class Controller:
         self.weights = Weights(self, relays)
         self.open_weights: dict[int, int] = {}  # replica -> the id that it serves
         self.waiting: dict[int, m.RequestWork] = {}
+        self.granted: dict[int, int] = {}  # replica -> the newest batch of its present life
         self.loads: dict[int, m.ReplicaLoad] = {}  # by replica, from its pings
         self.take: m.TakeBatch | None = None
         self.taken = 0  # groups that the trainer has had of its present step
@@ -73,6 +74,7 @@ class Controller:
         self.last_not_yet = self.last_step_time = self.last_progress = 0.0
         self.step_seconds: list[float] = []
         self.seen_steps = 0
+        self.pull_seconds = 0.0  # of the newest pull
         self.probes = Probes(config.model.dtype, model_config(config.model.path)["num_hidden_layers"], metrics, say)
         self.outbox: list[tuple[str, m.Message]] = []
         self.batches = 0
@@ -154,6 +156,7 @@ class Controller:
             self.forget(earlier)
         if hello.role == "relay":
             self.weights.chain_of(hello.index).came(hello.index, time.monotonic())
+            self.weights.gone_from(hello.machine)
         log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
         self.outbox.append((identity, m.Welcome(self.hub.address.run_id, self.restored_step, self.trainer_step, self.weights.newest[0])))
         if hello.role == "rollout" and hello.machine in self.weights.of_machine:
@@ -201,6 +204,7 @@ class Controller:
             return
         replica = member.hello.index
         self.waiting.pop(replica, None)
+        self.granted.pop(replica, None)
         self.open_weights.pop(replica, None)
         self.loads.pop(replica, None)
         if self.rounds:
@@ -224,7 +228,8 @@ class Controller:
         replica = member.hello.index
         if replica not in self.open_weights:
             self.say(console.setup_line(f"replica {replica} serves weight id {opened.weight_id}", time.time() - self.started))
-        self.open_weights[replica] = opened.weight_id
+        self.open_weights[replica], self.pull_seconds = opened.weight_id, opened.seconds
+        self.mover.rescuer.opened(replica, opened.weight_id)
         self.metrics.write(
             "pull", replica=replica, weight_id=opened.weight_id, step=opened.weight_step, seconds=opened.seconds, parts=opened.parts
         )
@@ -233,13 +238,26 @@ class Controller:
     # ---- rollouts --------------------------------------------------------------------------------------------------------------
 
     def on_RequestWork(self, member: Member, request: m.RequestWork) -> None:
-        self.waiting[member.hello.index] = request
-        self.open_weights[member.hello.index] = request.weight_id  # known anew of a replica that was taken for dead
+        replica = member.hello.index
+        self.open_weights[replica] = request.weight_id  # known anew of a replica that was taken for dead
+        if request.seen >= self.granted.get(replica, -1):
+            self.waiting[replica] = request
+
+    def on_NotLoaded(self, member: Member, message: m.NotLoaded) -> None:
+        self.mover.not_loaded(member, message)
+
+    def grant(self, member: Member, grant: m.Grant) -> None:
+        """`grant` has the number `batches`."""
+        self.batches += 1
+        self.granted[member.hello.index] = grant.batch_id
+        self.waiting.pop(member.hello.index, None)
+        self.send(member, grant)
 
     def dispatch(self) -> None:
-        """Local batches for idle replicas: evaluations first, then what admission allows."""
+        """Local batches for idle replicas: what dead ones left behind, evaluations, then what admission allows."""
         if self.evaluations:
             self.evaluations.reset_stranded(set(self.open_weights.values()))
+        self.mover.rescuer.dispatch()
         for replica, request in list(self.waiting.items()):
             member = self.members.at("rollout", replica)
             step = self.weights.steps.get(request.weight_id)
@@ -251,9 +269,7 @@ class Controller:
             grant = self.evaluations.grant(replica, request.weight_id, step, self.batches, time.time()) if self.evaluations else None
             grant = grant or self.training_grant(replica, request.weight_id, step)
             if grant is not None:
-                self.batches += 1
-                del self.waiting[replica]
-                self.send(member, grant)
+                self.grant(member, grant)
 
     def training_grant(self, replica: int, weight_id: int, step: int) -> m.Grant | None:
         if self.trainer_done or (self.rounds and not self.rounds.may_begin(replica, self.idle(), self.weights.newest[0])):
@@ -315,7 +331,7 @@ class Controller:
             self.evaluations.lost(lost)
         else:
             if self.book.lost(lost.trajectory_id, lost.attempt):
-                self.mover.ended(lost.trajectory_id)
+                self.book.counts.tokens_discarded += self.mover.ended(lost.trajectory_id)
             self.metrics.write("lost", trajectory_id=lost.trajectory_id, attempt=lost.attempt, reason=lost.reason)
 
     def show_progress(self) -> None:

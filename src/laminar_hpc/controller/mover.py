@@ -1,7 +1,7 @@
 """Moves of trajectories: repack's plan and the rescue of a dead replica's work, carried out side by side as policies/moves.py says.
 
     tick, publication -> [repack.plan] -> Reserve ... Imported -> book.move (one transaction) -> MoveCommit to both
-    a replica is gone -> what the partial-response pool holds -> [failover.redirect] -> the same, without a source; the rest starts again
+    a replica is gone -> what the partial-response pool holds -> [failover.redirect] -> the same, without a source; or rescuer.py, or again
 
 Owns the moves and the pool; the controller's loop owns everything else. A side that says its last word again is answered again.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from laminar_hpc import messages as m
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.partials import PartialPool
+from laminar_hpc.controller.rescuer import Rescuer
 from laminar_hpc.policies import admission, failover, repack
 from laminar_hpc.policies.moves import NOBODY, Action, Move, Phase, room
 
@@ -32,6 +33,7 @@ class Mover:
     def __init__(self, controller: "Controller") -> None:
         self.c = controller
         self.pool = PartialPool()
+        self.rescuer = Rescuer(controller, self.pool)
         self.moves: dict[str, Move] = {}
         self._over: deque[str] = deque()
         self._of: dict[int, str] = {}  # trajectory -> its move under way
@@ -205,17 +207,20 @@ class Mover:
 
     # ---- ends ------------------------------------------------------------------------------------------------------------------
 
-    def ended(self, trajectory_id: int) -> None:
-        """It has its last token, or was lost at its owner."""
-        self.pool.drop(trajectory_id)
+    def ended(self, trajectory_id: int) -> int:
+        """It has its last token, or was lost at its owner. Returns how many tokens of it were known here."""
+        tokens = self.pool.drop(trajectory_id)
         self._tries.pop(trajectory_id, None)
+        self.rescuer.ended(trajectory_id)
         if trajectory_id in self._of:
             move = self.moves[self._of[trajectory_id]]
             self._act(move, move.call_off("its trajectory has ended"))
+        return tokens
 
     def replica_gone(self, replica: int) -> int:
         """Its moves end or go on without it; its work goes on elsewhere on the same weights or starts again. Returns how many it had."""
         self._kv_before.pop(replica, None)
+        self.rescuer.replica_gone(replica)
         for move in [move for move in self.moves.values() if not move.over]:
             self._act(move, move.gone(replica))
         left = self.c.book.in_progress(generated=True).get(replica, [])
@@ -225,23 +230,37 @@ class Mover:
         self._redirect([(i, sample.attempt) for _, i, sample in left if i not in self._of])
         return len(left)
 
+    def not_loaded(self, member: Member, message: m.NotLoaded) -> None:
+        self._redirect(self.rescuer.not_loaded(member, message))
+
+    def orphan(self, trajectory_id: int, part: m.Partial) -> failover.Orphan:
+        prompt, response = len(self.c.book.bare_group(trajectory_id).prompt_tokens), len(part.tokens)
+        return failover.Orphan(trajectory_id, part.spans[0].weight_id, prompt + response, response)
+
     def _redirect(self, orphans: list[tuple[int, int]]) -> None:
-        """(trajectory, attempt) without an owner: to replicas on the same weights from what the pool holds, else back to the prompt."""
-        known = {i: part for i, attempt in orphans if (part := self.pool.get(i, attempt)) and part.spans}
-        one_policy = {i: part.spans[0].weight_id for i, part in known.items() if len(part.spans) == 1}
-        wanted = [failover.Orphan(i, w, len(known[i].tokens)) for i, w in one_policy.items() if self._tries.get(i, 0) < TRIES]
-        placed = failover.redirect(wanted, self._rooms())
+        """(trajectory, attempt) without an owner: to replicas on the same weights from what the pool holds, now or when one without work
+        has loaded them, else back to the prompt."""
+        known = {i: part for i, attempt in orphans if (part := self.pool.get(i, attempt)) and len(part.spans) == 1}
+        wanted = {i: self.orphan(i, part) for i, part in known.items() if self._tries.get(i, 0) < TRIES}
+        placed = failover.redirect(list(wanted.values()), self._rooms())
         for trajectory_id, attempt in orphans:
-            if trajectory_id in placed:
-                self._tries[trajectory_id] = self._tries.get(trajectory_id, 0) + 1
-                self.c.book.hold(trajectory_id)
-                part = known[trajectory_id]
-                destination, weight_id = placed[trajectory_id], one_policy[trajectory_id]
-                self.begin(trajectory_id, attempt, NOBODY, destination, weight_id, len(part.tokens), time.monotonic())
-                self._parts[self._of[trajectory_id]] = part
-            else:
-                self._tries.pop(trajectory_id, None)
-                self.c.book.discard(trajectory_id, attempt, self.pool.drop(trajectory_id))
+            if trajectory_id not in wanted or (trajectory_id not in placed and self.c.config.pipeline.refresh != "drained"):
+                self.begin_anew(trajectory_id, attempt)
+                continue
+            self._tries[trajectory_id] = self._tries.get(trajectory_id, 0) + 1
+            if trajectory_id not in placed:
+                self.rescuer.wait(trajectory_id, attempt)
+                continue
+            self.c.book.hold(trajectory_id)
+            part = known[trajectory_id]
+            destination, weight_id = placed[trajectory_id], wanted[trajectory_id].weight_id
+            self.begin(trajectory_id, attempt, NOBODY, destination, weight_id, len(part.tokens), time.monotonic())
+            self._parts[self._of[trajectory_id]] = part
+
+    def begin_anew(self, trajectory_id: int, attempt: int) -> None:
+        """From its prompt; what is known of it is thrown away, and counted."""
+        self._tries.pop(trajectory_id, None)
+        self.c.book.discard(trajectory_id, attempt, self.pool.drop(trajectory_id))
 
     def _rooms(self) -> list[failover.Room]:
         """Replicas that generate: they can take more of their weights."""

@@ -30,6 +30,7 @@ class Weights:
         self.newest = (-1, -1)  # (id, step) that some relay holds
         self.steps: dict[int, int] = {}  # by id
         self.of_machine: dict[str, tuple[int, int]] = {}
+        self._held: dict[str, list[int]] = {}  # by machine, oldest first: what its slots hold, if the oldest has not just been given up
 
     # ---- chains ----------------------------------------------------------------------------------------------------------------
 
@@ -109,6 +110,20 @@ class Weights:
             self.c.mover.look_soon()
         self.newest = max(self.newest, (has.weight_id, has.weight_step))
         self.of_machine[member.hello.machine] = (has.weight_id, has.weight_step)
+        held = self._held.setdefault(member.hello.machine, [])
+        held[:] = [*[i for i in held if i != has.weight_id][1 - self.c.config.relay.slots :], has.weight_id]
         for rollout in self.c.members.all("rollout"):
             if rollout.hello.machine == member.hello.machine:
                 self.c.send(rollout, m.WeightsAvailable(has.weight_id, has.weight_step))
+
+    def loadable(self, machine: str, loading: set[int]) -> frozenset[int]:
+        """What a replica there could load while others there are `loading`: of older ids no more at a time than leave the relay, beside
+        the newest one, a slot to write to."""
+        held = self._held.get(machine, [])
+        older = set(held[:-1])
+        most = self.c.config.relay.slots - 2
+        return frozenset(held[-1:]) | (older if len(older & loading) < most else older & loading)
+
+    def gone_from(self, machine: str, weight_id: int | None = None) -> None:
+        """Its slots have been rewritten, as a replica found, or all of them by a relay that has just come."""
+        self._held[machine] = [i for i in self._held.get(machine, []) if weight_id not in (i, None)]

@@ -128,13 +128,19 @@ class WeightsOpened(Message):
 
 
 class RequestWork(Message):
-    """An idle replica at this id asks for a local batch; it supersedes an earlier request of the same replica."""
+    """An idle replica at this id asks for a local batch; it supersedes an earlier request of the same replica. `seen`: the newest batch
+    that it was granted in this life; a request that a grant crossed on its way is void."""
 
     weight_id: int
+    seen: int = -1
 
 
 class Grant(Message):
-    """A local batch: a closed set of groups on one weight id. `evaluation` names the evaluation it belongs to, "" for training."""
+    """A local batch: a closed set of groups on one weight id. `evaluation` names the evaluation it belongs to, "" for training.
+
+    `parts`: responses so far, by trajectory, of those that go on from a replica that is dead. Then the replica may serve other weights, or
+    none yet: it loads these from a slot that still holds them. Answer if there is none: NotLoaded.
+    """
 
     batch_id: int
     weight_id: int
@@ -143,6 +149,14 @@ class Grant(Message):
     temperature: float
     max_response_tokens: int
     evaluation: str = ""
+    parts: dict[int, Partial] = msgspec.field(default_factory=dict)
+
+
+class NotLoaded(Message):
+    """The weights of this grant are in no slot any more; nothing of it was begun, and the replica asks for work again."""
+
+    batch_id: int
+    reason: str
 
 
 class Generated(Message):
@@ -352,8 +366,8 @@ class RelayHas(Message):
 
 AnyMessage = (
     Hello | Welcome | Ping | Pong | Failure | Goodbye | Stop | Rejoin | StopRequest | WeightsOpened | RequestWork | Grant | Generated
-    | Scored | Lost | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | LaneSenders | NewWeightId | WeightId
-    | Increment | Reserve | Reserved | MoveOrder | MoveReady | Import | Imported | MoveCommit | MoveAbort | MoveFailed
+    | Scored | Lost | NotLoaded | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | LaneSenders | NewWeightId
+    | WeightId | Increment | Reserve | Reserved | MoveOrder | MoveReady | Import | Imported | MoveCommit | MoveAbort | MoveFailed
     | Published | Checkpointed | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | SendAgain | LinkDown | RelayHas
 )  # fmt: skip
 

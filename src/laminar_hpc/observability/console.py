@@ -134,6 +134,10 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
                           + (f"   (sampled {number(sampled)})" if sampled is not None else "") + f"   {file}"))  # fmt: skip
     if summary["groups_filtered"]:
         lines.append(line("filtered", f"{summary['groups_filtered']:,} groups whose rewards were all equal"))
+    if summary["trajectories_rescued"]:
+        by_load = summary["trajectories_rescued_by_load"]
+        lines.append(line("rescued", f"{summary['trajectories_rescued']:,} trajectories of dead replicas went on elsewhere"
+                          + (f", {by_load:,} of them where their weights were loaded" if by_load else "")))  # fmt: skip
     if summary["tokens_discarded"]:
         lines.append(line("discarded", f"{count(summary['tokens_discarded'])} response tokens of trajectories that were lost and redone"))
     if summary["tokens_saved"]:

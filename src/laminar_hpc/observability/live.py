@@ -46,7 +46,7 @@ class View:
     steps: deque[dict] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     evaluations: dict[str, dict] = field(default_factory=dict)  # the newest of each file
     newest: dict[str, dict] = field(default_factory=dict)  # kind -> its newest record
-    counts: dict[str, int] = field(default_factory=dict)  # of lost, regranted, given_up, move, move_off
+    counts: dict[str, int] = field(default_factory=dict)  # of lost, regranted, given_up, move, move_off; and of moves: rescued, loaded
     processes: list[Process] = field(default_factory=list)
     wanted_steps: int | None = None
 
@@ -114,6 +114,9 @@ class Follower:
             view.newest[kind] = record
             if kind in ("lost", "regranted", "given_up", "move", "move_off"):
                 view.counts[kind] = view.counts.get(kind, 0) + 1
+            if kind == "move":
+                view.counts["rescued"] = view.counts.get("rescued", 0) + (record["source"] < 0)
+                view.counts["loaded"] = view.counts.get("loaded", 0) + record.get("loaded", False)
 
 
 def _decoded(line: bytes) -> dict | None:

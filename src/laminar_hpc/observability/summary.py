@@ -80,6 +80,8 @@ def moves(run: Run) -> dict:
     found = run.records.get("move", [])
     return {
         "trajectories_moved": len(found),
+        "trajectories_rescued": sum(move["source"] < 0 for move in found),
+        "trajectories_rescued_by_load": sum(move.get("loaded", False) for move in found),
         "tokens_moved": sum(move["tokens"] for move in found),
         "prefill_tokens_saved": sum(move["prefix_tokens"] for move in found),
         "move_seconds_mean": _mean(found, "seconds"),

@@ -162,10 +162,12 @@ def _moves(view: View) -> Text | None:
     move, plan = view.newest.get("move"), view.newest.get("repack")
     if move is None:
         return None
+    rescued = view.counts["rescued"]
     parts = [
         f"{view.counts['move']} trajectories moved, {view.counts.get('move_off', 0)} called off",
-        f"last {move['source']} to {move['destination']} on id {move['weight_id']} in {move['seconds']:.2f} s: {move['tokens']} tokens, "
-        f"{move['prefix_tokens']} of prefill saved",
+        *([f"{rescued} from dead replicas, {view.counts['loaded']} by loading their weights"] if rescued else []),
+        f"last {'a dead one' if move['source'] < 0 else move['source']} to {move['destination']} on id {move['weight_id']} "
+        f"in {move['seconds']:.2f} s: {move['tokens']} tokens, {move['prefix_tokens']} of prefill saved",
     ]
     if plan:
         parts.append(f"last plan emptied {len(plan['sources'])} of {plan['replicas']} replicas")

@@ -23,14 +23,15 @@ from laminar_hpc.cluster.links import MEET_SECONDS, Link, LinkBroken, host_store
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream
 from laminar_hpc.relay.ends import Receiver, Sender
-from laminar_hpc.weights.lane_slots import LaneWriter, SlotsBusy
+from laminar_hpc.weights.lane_slots import LaneWriter
 from laminar_hpc.weights.manifest import Manifest
-from laminar_hpc.weights.slots import SlotWriter
+from laminar_hpc.weights.slots import SlotsBusy, SlotWriter
 from laminar_hpc.weights.stream import decode_header
 
 log = logging.getLogger(__name__)
 _WAIT_SECONDS = 1.0
 _IDLE_SECONDS = 30 * 86400.0  # a publication may be long in coming; a neighbour that dies, or `close`, ends the wait at once
+_POLL_SECONDS = 0.02  # between two looks for a slot that nobody reads
 _MOST_WRONG = 2  # receptions in a row whose sums differ
 
 
@@ -170,20 +171,7 @@ class Relay:
         """One publication, from its header to RelayHas. Raises LaminarError when what comes is again and again not what was sent."""
         manifest, chunk, base_id = decode_header(link.receive_bytes(idle_seconds=_IDLE_SECONDS))
         started = time.time()
-        with self._lock:
-            if link.closed:
-                raise LinkBroken(f"the link to {link.peer} was replaced")
-            try:
-                base = self._base(manifest, base_id)
-                stream = self._arriving = self._begin(manifest, chunk)
-            except LaminarError as error:
-                self._let_go()
-                if isinstance(error, SlotsBusy):
-                    raise LinkBroken(str(error)) from None
-                raise
-            if base is not None:
-                stream.changes = Changes(base_id, torch.from_numpy(base)[: manifest.data_bytes])
-            self._pass_on(stream)
+        stream = self._into_a_slot(link, manifest, chunk, base_id)
         try:
             receive_stream(link, stream)
             with self._lock:
@@ -206,6 +194,30 @@ class Relay:
             m.RelayHas(manifest.weight_id, manifest.step, manifest.data_bytes, now - started, now, stream.passed_on, complete)
         )
 
+    def _into_a_slot(self, link: Link, manifest: Manifest, chunk: int, base_id: int) -> Stream:
+        """As soon as there is one: readers may hold all of them for a while. With lanes not even then, as those of newer ids stay taken.
+        Raises LinkBroken after half of the time that the sender waits."""
+        until = time.monotonic() + (self._seconds / 2 if self._context.config.relay.lanes == 1 else 0.0)
+        while True:
+            with self._lock:
+                if link.closed:
+                    raise LinkBroken(f"the link to {link.peer} was replaced")
+                try:
+                    base = self._base(manifest, base_id)
+                    stream = self._arriving = self._begin(manifest, chunk)
+                    if base is not None:
+                        stream.changes = Changes(base_id, torch.from_numpy(base)[: manifest.data_bytes])
+                    self._pass_on(stream)
+                    return stream
+                except SlotsBusy as busy:
+                    self._let_go()
+                    if time.monotonic() > until:
+                        raise LinkBroken(str(busy)) from None
+                except LaminarError:
+                    self._let_go()
+                    raise
+            time.sleep(_POLL_SECONDS)
+
     def _base(self, manifest: Manifest, base_id: int) -> np.ndarray | None:
         """The bytes that the changes to come are to, in a slot kept until `_let_go`; None for a stream in full. Raises LinkBroken without
         them: the relay before, or the trainer, sends in full over the next link."""
@@ -222,7 +234,7 @@ class Relay:
         sender = self._downstream
         try:
             data = self._writer.begin(manifest)
-        except LaminarError:
+        except SlotsBusy:
             if sender is None or not sender.busy:
                 raise
             sender.break_off(f"it is more than {self._writer.count - 2} publications behind")

@@ -52,7 +52,7 @@ def works(grant: Grant) -> list[Work]:
     def work(group: PromptGroup, sample: Sample) -> Work:
         return Work(
             sample.trajectory_id, sample.attempt, group, grant.weight_id, grant.weight_step, grant.temperature, grant.max_response_tokens,
-            grant.evaluation,
+            grant.evaluation, grant.parts.get(sample.trajectory_id) or Partial(),
         )  # fmt: skip
 
     return [work(group, sample) for group in grant.groups for sample in group.samples]

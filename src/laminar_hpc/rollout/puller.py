@@ -6,6 +6,7 @@ sums (ARCHITECTURE 4, promise 4).
 """
 
 import asyncio
+import contextlib
 import logging
 import struct
 import time
@@ -96,9 +97,19 @@ class Puller:
         self.seed = seed
         self.engine = new_engine()
         self._layout: list[TensorLayout] | None = None  # of the running engine
+        self._held = contextlib.ExitStack()
 
-    async def pull(self, paused: bool = False) -> Pulled:
-        """Gives the engine the newest slot and verifies it. Raises SlotRefused, or LaminarError when TRIES fresh engines fail as well.
+    def hold(self, weight_id: int) -> None:
+        """Keeps the slot of these weights from being rewritten until `let_go`: they are to be pulled soon. Raises SlotGone."""
+        self.let_go()
+        self._held.enter_context(self.reader.lease(self.reader.find(weight_id)))
+
+    def let_go(self) -> None:
+        self._held.close()
+
+    async def pull(self, paused: bool = False, weight_id: int | None = None) -> Pulled:
+        """Gives the engine the newest slot, or that of `weight_id`, and verifies it. Raises SlotRefused, or LaminarError when TRIES fresh
+        engines fail as well; SlotGone only with `weight_id`.
 
         `paused`: its requests stand still in it and go on as soon as the sums are equal; if it must be restarted they fail.
         """
@@ -107,7 +118,7 @@ class Puller:
         deadline = time.monotonic() + LEASE_SECONDS
         while True:
             try:
-                handle = self.reader.newest()
+                handle = self.reader.newest() if weight_id is None else self.reader.find(weight_id)
                 if handle is None:  # a relay that has been started again writes its slots anew
                     raise SlotGone(f"there is no complete one under {self.reader.root}")
                 with self.reader.lease(handle):
@@ -121,6 +132,8 @@ class Puller:
                 clock.lap("probe")
                 break
             except SlotGone as gone:
+                if weight_id is not None:
+                    raise
                 if time.monotonic() > deadline:
                     raise LaminarError(f"no weight slot could be read for {LEASE_SECONDS:g} s, the last because {gone}") from None
                 await asyncio.sleep(0.01)

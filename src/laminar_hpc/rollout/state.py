@@ -1,13 +1,13 @@
 """The state of one replica as a pure machine: which weights it serves, and what it may do next. Owns no engine, no task and no clock.
 
     UNVERIFIED --begin_pull--> PULLING --verified--> VERIFIED --open--> OPEN(id) --grant--> DRAINING --last token--> OPEN(id)
-                                  ^                                     |
-                                  +--------------- begin_pull ----------+
+                   ^              ^                                     |
+                   '--- failed ---+--------------- begin_pull ----------+
 
 A reservation counts as a request in flight, so that a reserved replica cannot pull. An interrupted batch stays in flight over a pull.
 Invariants: a request is admitted only for the id that it names and that is open; weights are replaced only while nothing is in flight or
-all of it stands still; an id never goes back. Any step that would break one raises WrongState and changes nothing. Driven by worker.py and
-moving.py, tested with plain values.
+all of it stands still; an id goes back only for trajectories that began with it elsewhere (`back`). Any step that would break one raises
+WrongState and changes nothing. Driven by worker.py and moving.py, tested with plain values.
 
     >>> state = ReplicaState()
     >>> state.begin_pull(3); state.verified(3); state.open(weight_step=2)
@@ -46,12 +46,17 @@ class ReplicaState:
 
     # ---- weights ---------------------------------------------------------------------------------------------------------------------
 
-    def begin_pull(self, weight_id: int, interrupted: bool = False) -> None:
-        """The engine is about to be given other weights, newer than any that it served. `interrupted`: what is in flight stands still."""
+    def begin_pull(self, weight_id: int, interrupted: bool = False, back: bool = False) -> None:
+        """The engine is about to be given other weights, newer ones unless `back`. `interrupted`: what is in flight stands still."""
         ready = self.phase in (Phase.UNVERIFIED, Phase.OPEN) and self.in_flight == 0
         self._require(ready or (interrupted and self.phase is Phase.DRAINING), f"pulling weight id {weight_id}")
-        self._require(weight_id > self.weight_id, f"going back to weight id {weight_id}")
+        self._require(weight_id > self.weight_id or back, f"going back to weight id {weight_id}")
         self.phase, self._pulling_id = Phase.PULLING, weight_id
+
+    def failed(self) -> None:
+        """The slot was gone: nobody knows what the engine holds, and the newest weights are due."""
+        self._require(self.phase is Phase.PULLING and self.in_flight == 0, "a pull that failed")
+        self.phase, self.weight_id, self.weight_step = Phase.UNVERIFIED, -1, -1
 
     def verified(self, weight_id: int) -> None:
         """`weight_id` is in the engine: the one that was asked for, or a newer one that came meanwhile."""

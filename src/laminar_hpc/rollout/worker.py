@@ -4,6 +4,7 @@
     forever: a newer slot is there   -> pull, verify, WeightsOpened (refresh=interrupt: also in the middle of a local batch)
              RequestWork -> wait for a Grant, or for newer weights (then pull and ask again)
              Grant -> all its requests at once; Generated as each ends; scores go out behind and delay nothing
+             Grant with parts -> the same, of trajectories whose replica has died; on their weights, which are pulled from an older slot
 
 What is allowed when stands in state.py, how weights are replaced in puller.py, how a local batch is generated in batch.py, and how parts of
 it go to other replicas in moving.py. Waits for: the relay's first slot (bounded), a Grant
@@ -28,6 +29,7 @@ from laminar_hpc.messages import (
     Grant,
     Lost,
     Message,
+    NotLoaded,
     Ping,
     PromptGroup,
     ReplicaLoad,
@@ -46,7 +48,7 @@ from laminar_hpc.rollout.sglang_server import SglangServer
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.tokens import TextDecoder, model_config, stop_token_ids
 from laminar_hpc.weights.probe import probe_sequences
-from laminar_hpc.weights.slots import SlotReader
+from laminar_hpc.weights.slots import SlotGone, SlotReader
 
 logger = logging.getLogger(__name__)
 LOAD_SECONDS = 1.0
@@ -83,6 +85,7 @@ class RolloutWorker:
         self.batch_max = 0  # requests that saturate the engine; 0 = not measured
         self.tokens = 0  # of the responses of this local batch
         self.grants: deque[Grant] = deque()
+        self.seen = -1  # the newest batch that was granted
         self.wake = asyncio.Event()  # a grant or newer weights
         self.ask_again = False
         self.scoring: set[asyncio.Task] = set()
@@ -121,6 +124,7 @@ class RolloutWorker:
             await asyncio.gather(reporting, return_exceptions=True)
             if self.own_pool:
                 await self.pool.close()
+            self.puller.let_go()
             await self.puller.engine.stop()
 
     async def _report_load(self) -> None:
@@ -147,7 +151,7 @@ class RolloutWorker:
             if not self.leaving.done():
                 self.leaving.set_exception(item)
         elif isinstance(item, Grant):
-            self.grants.append(item)
+            self._granted(item)
             self.wake.set()
         elif isinstance(item, WeightsAvailable):
             self.wake.set()
@@ -156,6 +160,23 @@ class RolloutWorker:
             self.wake.set()
         else:
             self.moving.arrived(item)
+
+    def _granted(self, grant: Grant) -> None:
+        """Its weights are held from here on where they are older ones: the engine may have to start first, while newer weights come."""
+        self.seen = grant.batch_id
+        try:
+            if self._goes_back(grant):
+                self.puller.hold(grant.weight_id)
+            self.grants.append(grant)
+        except SlotGone as gone:
+            self._not_loaded(grant, gone)
+
+    def _goes_back(self, grant: Grant) -> bool:
+        return bool(grant.parts) and grant.weight_id != self.state.weight_id
+
+    def _not_loaded(self, grant: Grant, gone: SlotGone) -> None:
+        self.context.channel.send(NotLoaded(grant.batch_id, str(gone)))
+        self.ask_again = True
 
     async def _guarded(self, work: Coroutine) -> None:
         """Runs `work` until it ends, the engine dies, or the controller says Stop or falls silent; raises in the latter cases."""
@@ -195,10 +216,11 @@ class RolloutWorker:
     # ---- one turn: weights, then work ------------------------------------------------------------------------------------------------
 
     async def _turn(self) -> None:
-        if self._newer_weights():
-            await self._pull()
-        self.ask_again = False
-        self.context.channel.send(RequestWork(self.state.weight_id))
+        if not self.grants:  # else there is work already, on older weights perhaps
+            if self._newer_weights():
+                await self._pull()
+            self.ask_again = False
+            self.context.channel.send(RequestWork(self.state.weight_id, self.seen))
         grant = await self._next_grant()
         if grant is not None:
             await self._local_batch(grant)
@@ -207,10 +229,16 @@ class RolloutWorker:
         newest = self.reader.newest()
         return newest is not None and newest.weight_id > self.state.weight_id
 
-    async def _pull(self, interrupted: bool = False) -> None:
+    async def _pull(self, interrupted: bool = False, back_to: int | None = None) -> None:
+        """The newest weights, or those of `back_to`. Raises SlotGone only with the latter."""
         newest = self.reader.newest()
-        self.state.begin_pull(newest.weight_id if newest else self.state.weight_id + 1, interrupted)
-        pulled = await self.puller.pull(self.batch.keep_kv if interrupted else False)
+        ahead = newest.weight_id if newest else self.state.weight_id + 1
+        self.state.begin_pull(ahead if back_to is None else back_to, interrupted, back=back_to is not None)
+        try:
+            pulled = await self.puller.pull(self.batch.keep_kv if interrupted else False, back_to)
+        except SlotGone:
+            self.state.failed()
+            raise
         if self.batch_max == 0 and self.config.pipeline.repack != "off" and self.config.pipeline.repack_requests is None:
             curve = await self.puller.engine.decode_curve(min(CURVE_MOST, self.config.rollout.max_concurrent), CURVE_CONTEXT)
             self.batch_max = saturation_requests(curve)
@@ -243,11 +271,18 @@ class RolloutWorker:
         """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there. Scores may still be pending."""
         begun = works(grant)
         try:
+            if self._goes_back(grant):
+                await self._pull(back_to=grant.weight_id)
             self.state.grant(grant.weight_id, len(begun))
+        except SlotGone as gone:
+            return self._not_loaded(grant, gone)
         except WrongState as refusal:
             for work in begun:
                 self._lost(work, str(refusal))
-            return
+            return None
+        finally:
+            if grant.parts:
+                self.puller.let_go()
         self.tokens = 0
         with self.context.trace.span("generate", batch_id=grant.batch_id, weight_id=grant.weight_id, step=grant.weight_step) as fields:
             fields |= {"trajectories": len(begun), "evaluation": grant.evaluation}
@@ -259,6 +294,7 @@ class RolloutWorker:
                 f"rollout {self.context.index} lost all trajectories of {MOST_FRUITLESS} local batches in a row: "
                 f"see its log and {self.puller.engine.log}"
             )
+        return None
 
     async def _interruptible(self, begun: list[Work]) -> None:
         """A local batch into which newer weights come as soon as they are there."""

@@ -2,10 +2,12 @@
 
 import random
 
-from laminar_hpc.policies.failover import Orphan, Room, redirect
+from laminar_hpc.policies.failover import Idle, Orphan, Room, load, redirect
 from laminar_hpc.policies.repack import ReplicaLoad, plan
 from laminar_hpc.simulator.replica import Replica, Request
 from laminar_hpc.simulator.rollouts import Rollouts
+
+SLOTS = 3  # ids that a relay holds (relay.slots)
 
 
 class Repacker:
@@ -79,7 +81,9 @@ class Failures:
     def __init__(self, rollouts: Rollouts, seed: int, trainer_mtbf: float | None) -> None:
         self.rollouts, self.random = rollouts, random.Random(f"failures:{seed}")
         self.trainer_mtbf = trainer_mtbf
-        self.replica_deaths = self.trainer_deaths = self.redirected = self.restarted = 0
+        self.replica_deaths = self.trainer_deaths = self.redirected = self.restarted = self.loaded = 0
+        self.stranded: dict[int, Request] = {}  # nobody generates with their weights: they wait for a replica to ask
+        rollouts.rescue = self.rescue
         for replica in rollouts.replicas:
             self._next(replica)
         if trainer_mtbf:
@@ -130,7 +134,8 @@ class Failures:
                 replica.advance(r.clock.now)
                 held = replica.kv + replica.parked_kv + sum(q.context for q in replica.waiting)
                 rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
-        views = [Orphan(i, dead.weight_id, int(q.context)) for i, q in orphans.items()]
+        drained = r.rules.refresh == "drained"
+        views = [self._orphan(q, q.weight_step if drained else dead.weight_id) for q in orphans.values()]
         placed = redirect(views, rooms, dead.admission.least * dead.admission.clip)
         dead.waiting.clear()
         dead.parked.clear()
@@ -147,10 +152,45 @@ class Failures:
                     r.settle(replica)
             else:
                 request.home = None
-                self.restarted += 1
-                r.book.lost.append(request)
-        if r.book.lost:
+                if drained and not request.away:
+                    self.stranded[i] = request
+                else:
+                    self._begin_anew(request)
+        if r.book.lost or self.stranded:
             r.feed_hungry()
+
+    @staticmethod
+    def _orphan(q: Request, weight_id: int) -> Orphan:
+        return Orphan(q.trajectory_id, weight_id, int(q.context), int(sum(q.turns[: q.turn]) + q.turns[q.turn] - q.remaining))
+
+    def _begin_anew(self, request: Request) -> None:
+        self.restarted += 1
+        self.rollouts.book.lost.append(request)
+
+    def rescue(self, replica: Replica) -> bool:
+        """Whether one that asks for work goes on with stranded trajectories: it loads their weights first, if it serves others."""
+        if not self.stranded:
+            return False
+        r, now = self.rollouts, self.rollouts.clock.now
+        loadable = frozenset(range(max(0, r.newest - SLOTS + 1), r.newest + 1))
+        mine = Idle(replica.index, replica.weight_id, loadable, replica.capacity, replica.generated / now * replica.costs.pull)
+        reserved = replica.admission.least * replica.admission.clip
+        loads, again = load([self._orphan(q, q.weight_step) for q in self.stranded.values()], [mine], reserved)
+        for i in again:
+            self._begin_anew(self.stranded.pop(i))
+        for each in loads:
+            for i in each.trajectory_ids:
+                request = self.stranded.pop(i)
+                request.uncached = request.context
+                r.give(replica, request)
+            if each.weight_id != replica.weight_id:
+                self.loaded += len(each.trajectory_ids)
+                r.pull(replica, replica.costs.pull, each.weight_id)
+            else:
+                self.redirected += len(each.trajectory_ids)
+                replica.state = "generate"
+                r.settle(replica)
+        return bool(loads)
 
     def _all_down(self, seconds: float) -> None:
         """The whole job starts again: everything in progress goes back to its prompt, on the replica where it was."""

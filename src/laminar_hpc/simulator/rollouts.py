@@ -8,6 +8,7 @@ the environment              environment     its answer
 """
 
 import math
+from collections.abc import Callable
 
 from laminar_hpc.policies import admission
 from laminar_hpc.simulator.book import Book
@@ -37,6 +38,7 @@ class Rollouts:
         self.paused = False
         self.global_sync_seconds = max(replica.costs.global_sync for replica in replicas)
         self.latencies: list[float] = []
+        self.rescue: Callable[[Replica], bool] = lambda replica: False  # whether one that asks goes on with a dead one's trajectories
         trainer.rollouts = self
 
     def start(self) -> None:
@@ -131,6 +133,9 @@ class Rollouts:
         if replica.weight_step < self.newest:
             self.pull(replica, replica.costs.pull)
             return
+        if self.rescue(replica):
+            self.hungry.pop(replica.index, None)
+            return
         most = self.local_batch[replica.index]
         given = 0
         for request in self.book.lost[: most * self.samples]:
@@ -216,11 +221,12 @@ class Rollouts:
         for index in list(self.hungry):
             self.ask(self.replicas[index])
 
-    def pull(self, replica: Replica, seconds: float) -> None:
+    def pull(self, replica: Replica, seconds: float, step: int | None = None) -> None:
+        """The newest weights, or those of `step`."""
         replica.state = "pull"
         replica.prompts.clear()
         replica.pulls += 1
-        self.clock.after(seconds, self.pulled, replica, self.newest, replica.pulls)
+        self.clock.after(seconds, self.pulled, replica, self.newest if step is None else step, replica.pulls)
 
     def pulled(self, replica: Replica, step: int, pull: int) -> None:
         replica.advance(self.clock.now)
@@ -234,7 +240,7 @@ class Rollouts:
         else:
             replica.state = "generate"
             self.hungry.pop(replica.index, None)
-            if self.rules.refresh == "interrupt":
+            if self.rules.refresh == "interrupt" or replica.pending:
                 self.settle(replica)
             else:
                 self.ask(replica)

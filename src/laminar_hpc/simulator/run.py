@@ -191,6 +191,7 @@ def _simulate(setup: Setup) -> Outcome:
         "replica_deaths": failures.replica_deaths,
         "trainer_deaths": failures.trainer_deaths,
         "trajectories_redirected": failures.redirected,
+        "trajectories_rescued_by_load": failures.loaded,
         "trajectories_restarted": failures.restarted,
     }
     if setup.watch:

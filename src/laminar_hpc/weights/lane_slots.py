@@ -23,15 +23,11 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.lanes import join
 from laminar_hpc.weights.layout import clean_leftovers
 from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, decode_manifest, encode_manifest
-from laminar_hpc.weights.slots import LOCK_FILE, SlotWriter, write_atomically
+from laminar_hpc.weights.slots import LOCK_FILE, SlotsBusy, SlotWriter, write_atomically
 
 _TURN_SECONDS = 60.0  # the first turn of a slot takes its memory
 _POLL_SECONDS = 0.005
 _WRITING_FILE = "writing"
-
-
-class SlotsBusy(LaminarError):
-    """No slot can be taken now."""
 
 
 class LaneWriter(SlotWriter):

@@ -35,6 +35,10 @@ class SlotGone(Exception):
     """The slot was rewritten between the look and the lease; look again."""
 
 
+class SlotsBusy(LaminarError):
+    """No slot can be taken now."""
+
+
 @dataclass(frozen=True)
 class SlotHandle:
     """A complete slot as it was when looked at."""
@@ -58,15 +62,22 @@ class SlotReader:
     def __init__(self, shm_dir: str, run_id: str) -> None:
         self.root = slots_root(shm_dir, run_id)
 
-    def newest(self) -> SlotHandle | None:
-        """The complete slot with the highest weight id, or None."""
-        best = None
+    def _complete(self) -> Iterator[SlotHandle]:
         for path in self.root.glob(f"slot*/{MANIFEST_FILE}"):
             with contextlib.suppress(FileNotFoundError):  # taken away between glob and read
                 manifest = decode_manifest(path.read_bytes())
-                if best is None or manifest.weight_id > best.weight_id:
-                    best = SlotHandle(manifest.weight_id, manifest.step, path.parent, manifest)
-        return best
+                yield SlotHandle(manifest.weight_id, manifest.step, path.parent, manifest)
+
+    def newest(self) -> SlotHandle | None:
+        """The complete slot with the highest weight id, or None."""
+        return max(self._complete(), key=lambda handle: handle.weight_id, default=None)
+
+    def find(self, weight_id: int) -> SlotHandle:
+        """The complete slot with these weights. Raises SlotGone where there is none."""
+        for handle in self._complete():
+            if handle.weight_id == weight_id:
+                return handle
+        raise SlotGone(f"weight id {weight_id} is in no slot under {self.root}")
 
     @contextlib.contextmanager
     def lease(self, handle: SlotHandle) -> Iterator[None]:
@@ -139,7 +150,7 @@ class SlotWriter:
         """Takes a slot that nobody reads and that is not the newest one; returns its data bytes (uint8, `manifest.data_bytes` long) to
         be filled.
 
-        Raises LaminarError when readers hold all of them (more readers than slots, each on another id).
+        Raises SlotsBusy while readers hold all of them (more readers than slots, each on another id).
         """
         with self._lock:
             return self._begin(manifest)
@@ -160,7 +171,7 @@ class SlotWriter:
             (self.root / f"slot{index}" / MANIFEST_FILE).unlink(missing_ok=True)
             self._held = (index, descriptor)
             return data
-        raise LaminarError(f"all {self.count} weight slots under {self.root} are being read; raise relay.slots")
+        raise SlotsBusy(f"all {self.count} weight slots under {self.root} are being read; raise relay.slots")
 
     def _manifest(self, index: int) -> Manifest | None:
         try:

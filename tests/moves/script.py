@@ -1,0 +1,109 @@
+"""The real controller against workers that say what the test says, message by message: no process, no socket, no clock but heartbeats."""
+
+import os
+from types import SimpleNamespace
+
+from laminar_hpc import messages as m
+from laminar_hpc.config.check import check
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller import run as controller_run
+from laminar_hpc.controller.rundir import Start
+
+
+class Hub:
+    """In the place of the sockets; messages are encoded on their way, as there."""
+
+    def __init__(self) -> None:
+        self.address = SimpleNamespace(run_id="script")
+        self.arrived: list[tuple[str, m.AnyMessage]] = []
+        self.left: dict[str, list[m.AnyMessage]] = {}
+
+    def poll(self, seconds: float) -> list[tuple[str, m.AnyMessage]]:
+        arrived, self.arrived = self.arrived, []
+        return [(identity, m.decode(m.encode(message))) for identity, message in arrived]
+
+    def send(self, identity: str, message: m.Message) -> None:
+        self.left.setdefault(identity, []).append(m.decode(m.encode(message)))
+
+
+class Script:
+    """Trainer 0, relay 0 on `machine`, and rollouts as the test brings them in."""
+
+    def __init__(self, config: RunConfig, machine: str = "one") -> None:
+        self.hub = Hub()
+        os.makedirs(config.run_dir, exist_ok=True)
+        self.controller = controller_run.build(config, check(config), Start(-1, None), self.hub, 1, "apart", lambda _: None)
+        self.hear("trainer", 0, m.Hello("trainer", 0, "", os.getpid(), "apart"))
+        self.relay(0, machine)
+
+    def relay(self, index: int, machine: str, life: str = "") -> None:
+        self.hear("relay", index, m.Hello("relay", index, life, os.getpid(), machine), life=life)
+
+    def hear(self, role: str, index: int, *messages: m.Message, life: str = "") -> None:
+        """Says them, each in a turn of its own."""
+        for message in messages:
+            self.hub.arrived.append((f"{role}:{index}:{life}", message))
+            self.controller.turn()
+
+    def publish(self, step: int, *relays: int) -> int:
+        """New weights of the trainer, which these relays then hold; returns their id."""
+        self.hear("trainer", 0, m.NewWeightId(step))
+        weight_id = max(self.controller.weights.steps)
+        for relay in relays:
+            self.hear("relay", relay, m.RelayHas(weight_id, step, 1, 0.1, 0.0))
+        return weight_id
+
+    def rollout(self, index: int, machine: str = "one", life: str = "", phase: str = "unverified") -> None:
+        hello = m.Hello("rollout", index, life, os.getpid(), machine)
+        self.hear("rollout", index, hello, m.Ping(m.ReplicaLoad(phase, -1, 0, 0)), life=life)
+
+    def asks(self, index: int, weight_id: int, seen: int = -1, life: str = "") -> None:
+        """It has pulled these weights and wants work."""
+        step = self.controller.weights.steps[weight_id]
+        opened = m.WeightsOpened(weight_id, step, 0.1, {}, [], 0.0)
+        self.hear("rollout", index, opened, m.RequestWork(weight_id, seen), life=life)
+
+    def works(self, index: int, grant: m.Grant, tokens: int, life: str = "") -> None:
+        """It generates so many tokens more of all of a grant, and says so."""
+        for sample in (sample for group in grant.groups for sample in group.samples):
+            start = len(grant.parts[sample.trajectory_id].tokens) if sample.trajectory_id in grant.parts else 0
+            new = [(sample.trajectory_id + place) % 50 for place in range(start, start + tokens)]
+            spans = [m.VersionSpan(grant.weight_id, start, start + tokens)]
+            more = m.Increment(sample.trajectory_id, sample.attempt, start, new, [-1.0] * tokens, spans, 1.0)
+            self.hear("rollout", index, more, life=life)
+        load = m.ReplicaLoad("draining", grant.weight_id, len(samples_of(grant)), 0, kv_capacity=10_000, kv_tokens=9_999)
+        self.hear("rollout", index, m.Ping(load), life=life)
+
+    def ends(self, index: int, grant: m.Grant, tokens: int, life: str = "") -> None:
+        """It generates the rest of a grant, so many tokens each, and scores it."""
+        for group in grant.groups:
+            for sample in group.samples:
+                part = grant.parts.get(sample.trajectory_id, m.Partial())
+                whole = part.tokens + [(sample.trajectory_id + place) % 50 for place in range(len(part.tokens), len(part.tokens) + tokens)]
+                spans = [m.VersionSpan(grant.weight_id, 0, len(whole))]
+                trajectory = m.Trajectory(
+                    sample.trajectory_id, group.group_id, sample.attempt, index, grant.weight_id, grant.weight_step, group.prompt_tokens,
+                    whole, [-1.0] * len(whole), [1] * len(whole), "stop", spans, 1.0, 2.0, moves=part.moves,
+                )  # fmt: skip
+                scored = m.Scored(sample.trajectory_id, sample.attempt, 1.0, {}, "", 3.0)
+                self.hear("rollout", index, m.Generated(trajectory), scored, life=life)
+
+    def dies(self, index: int, life: str = "") -> None:
+        self.hear("rollout", index, m.Failure("its engine died"), life=life)
+
+    def granted(self, index: int, life: str = "") -> m.Grant | None:
+        """The newest grant that it was sent and that the test has not seen yet."""
+        sent = self.hub.left.setdefault(f"rollout:{index}:{life}", [])
+        grants = [message for message in sent if isinstance(message, m.Grant)]
+        sent.clear()
+        assert len(grants) <= 1
+        return grants[0] if grants else None
+
+    @property
+    def discarded(self) -> int:
+        return self.controller.book.counts.tokens_discarded
+
+
+def samples_of(grant: m.Grant) -> dict[int, int]:
+    """Trajectory -> attempt."""
+    return {sample.trajectory_id: sample.attempt for group in grant.groups for sample in group.samples}

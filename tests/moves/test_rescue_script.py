@@ -1,0 +1,186 @@
+"""What the controller does with trajectories of a dead replica whose weights nobody else generates with, message by message."""
+
+import pytest
+from script import Script, samples_of
+from stand import small_config
+
+from laminar_hpc import messages as m
+from laminar_hpc.controller import mover
+from laminar_hpc.messages import decode_trajectory
+
+TOKENS = 100
+
+
+def new(tmp_path, replicas: int = 2, slots: int = 3, increments: int = 50) -> Script:
+    config = small_config(tmp_path, replicas=replicas, steps=8)
+    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 2 * replicas, 2
+    config.rollout.increment_tokens, config.relay.slots = increments, slots
+    return Script(config)
+
+
+def alone_on_older_weights(script: Script, tokens: int = TOKENS) -> m.Grant:
+    """Replica 0 generates on id 0; id 1 has come, and replica 1 waits on it: admission has nothing for it."""
+    script.publish(0, 0)
+    for index in (0, 1):
+        script.rollout(index)
+    script.asks(0, 0)
+    grant = script.granted(0)
+    assert grant is not None and grant.parts == {}
+    if tokens:
+        script.works(0, grant, tokens)
+    script.controller.book.counted += 1000  # nothing new is granted from here on
+    script.publish(1, 0)
+    script.asks(1, 1)
+    assert script.granted(1) is None
+    return grant
+
+
+def test_a_waiting_replica_loads_the_older_weights_and_every_trajectory_ends_once(tmp_path):
+    """Promises 1 and 2: it gets the tokens so far under the next attempt; a report of the dead replica counts for nothing any more."""
+    script = new(tmp_path)
+    first = alone_on_older_weights(script)
+    script.dies(0)
+    rescue = script.granted(1)
+    assert rescue is not None and (rescue.weight_id, rescue.weight_step) == (0, 0)
+    assert samples_of(rescue) == {i: attempt + 1 for i, attempt in samples_of(first).items()}
+    assert {i: part.tokens for i, part in rescue.parts.items()} == {i: [(i + k) % 50 for k in range(TOKENS)] for i in samples_of(first)}
+    assert {part.moves for part in rescue.parts.values()} == {1} and {g.group_id: g.prompt_tokens for g in rescue.groups} == {
+        g.group_id: g.prompt_tokens for g in first.groups
+    }
+    script.hear("rollout", 1, m.WeightsOpened(0, 0, 0.1, {}, [], 0.0))
+    script.works(1, rescue, 50)
+    script.rollout(0, life="late")
+    script.ends(0, first, 7, life="late")
+    assert script.controller.book.ready_groups == 0
+    script.ends(1, rescue, 200)
+    assert script.controller.book.ready_groups == len(first.groups) and script.discarded == 0
+    ended = [decode_trajectory(blob) for blob in script.controller.book.consume(list(script.controller.book.groups), 0)]
+    assert sorted(t.trajectory_id for t in ended) == sorted(samples_of(first))
+    assert {(t.replica, t.weight_id, t.attempt, t.moves, len(t.response_tokens)) for t in ended} == {(1, 0, 1, 1, TOKENS + 200)}
+
+
+def test_a_request_that_crossed_the_grant_is_void(tmp_path):
+    """The replica asked on its newer weights before it had the grant: nothing else is given to it until it asks again."""
+    script = new(tmp_path)
+    alone_on_older_weights(script)
+    script.dies(0)
+    rescue = script.granted(1)
+    script.controller.book.counted -= 1000
+    script.asks(1, 1, seen=-1)
+    assert script.granted(1) is None
+    script.hear("rollout", 1, m.WeightsOpened(0, 0, 0.1, {}, [], 0.0))
+    script.ends(1, rescue, 5)
+    script.asks(1, 1, seen=rescue.batch_id)
+    more = script.granted(1)
+    assert more is not None and more.weight_id == 1 and more.parts == {}
+
+
+@pytest.mark.parametrize("how", ["two slots", "another machine", "relay anew", "nothing known"])
+def test_what_cannot_be_loaded_starts_again_from_its_prompt(tmp_path, how):
+    """With two slots the older one is being written; the other machine never had it; a relay that starts anew has empty slots. What was
+    known is counted as discarded, once."""
+    script = new(tmp_path, slots=2 if how == "two slots" else 3)
+    if how == "another machine":
+        script.relay(1, "two")
+    first = alone_on_older_weights(script, tokens=0 if how == "nothing known" else TOKENS)
+    if how == "another machine":
+        script.hear("relay", 1, m.RelayHas(1, 1, 1, 0.1, 0.0))
+        script.dies(1)
+        script.rollout(1, machine="two", life="moved")
+        script.asks(1, 1, life="moved")
+    if how == "relay anew":
+        script.relay(0, "one", life="anew")
+        script.hear("relay", 0, m.RelayHas(1, 1, 1, 0.1, 0.0), life="anew")
+    script.dies(0)
+    again = script.granted(1, life="moved" if how == "another machine" else "")
+    assert again is not None and again.weight_id == 1 and again.parts == {}
+    assert samples_of(again) == {i: attempt + 1 for i, attempt in samples_of(first).items()}
+    assert script.discarded == (0 if how == "nothing known" else TOKENS * len(samples_of(first)))
+    assert len(script.controller.mover.pool) == 0
+
+
+def test_a_slot_that_is_gone_meanwhile(tmp_path):
+    """The replica finds it rewritten: the trajectories are with nobody again, and its next request settles them. No hang, no loss."""
+    script = new(tmp_path)
+    first = alone_on_older_weights(script)
+    script.dies(0)
+    rescue = script.granted(1)
+    script.hear("rollout", 1, m.NotLoaded(rescue.batch_id, "weight id 0 is in no slot"), m.NotLoaded(rescue.batch_id, "said twice"))
+    assert script.granted(1) is None and script.discarded == 0
+    script.hear("rollout", 1, m.RequestWork(1, rescue.batch_id))
+    again = script.granted(1)
+    assert again is not None and again.weight_id == 1 and again.parts == {} and script.discarded == TOKENS * len(samples_of(first))
+    script.ends(1, again, 5)
+    assert script.controller.book.ready_groups == len(first.groups)
+
+
+def test_the_replica_dies_while_it_loads_and_one_that_is_starting_takes_over(tmp_path):
+    """The one that has just been started again has to load something anyway; it is told before its engine is up. What the one before it
+    had added counts."""
+    script = new(tmp_path)
+    first = alone_on_older_weights(script)
+    script.dies(0)
+    rescue = script.granted(1)
+    script.works(1, rescue, 50)
+    script.dies(1)
+    script.rollout(0, life="again", phase="draining")
+    assert script.granted(0, life="again") is None, "a replica that is taken for dead and heard again is at work"
+    script.dies(0, life="again")
+    script.rollout(0, life="new")
+    second = script.granted(0, life="new")
+    assert second is not None and second.weight_id == 0 and {len(part.tokens) for part in second.parts.values()} == {TOKENS + 50}
+    assert samples_of(second) == {i: attempt + 2 for i, attempt in samples_of(first).items()}
+    script.rollout(1, life="new")
+    assert script.granted(1, life="new") is None
+    script.hear("rollout", 0, m.WeightsOpened(0, 0, 0.1, {}, [], 0.0), life="new")
+    script.ends(0, second, 5, life="new")
+    assert script.controller.book.ready_groups == len(first.groups) and script.discarded == 0
+
+
+def test_one_that_serves_the_weights_gets_its_batch_along_with_them(tmp_path):
+    """No load: its local batch is what is left of the dead replica's and what admission gives."""
+    script = new(tmp_path, replicas=3)
+    script.publish(0, 0)
+    for index in (0, 1):
+        script.rollout(index)
+    script.asks(0, 0)
+    first = script.granted(0)
+    script.works(0, first, TOKENS)
+    script.controller.book.counted += 1000
+    script.asks(1, 0)
+    script.controller.book.counted -= 1000
+    script.dies(0)
+    both = script.granted(1)
+    fresh = {group.group_id for group in both.groups} - {group.group_id for group in first.groups}
+    assert both.weight_id == 0 and both.parts.keys() == samples_of(first).keys() and len(fresh) == len(first.groups) == 2
+    script.ends(1, both, 5)
+    assert script.controller.book.ready_groups == 4
+
+
+def test_after_some_tries_it_starts_again(tmp_path):
+    script = new(tmp_path)
+    first = alone_on_older_weights(script)
+    script.dies(0)
+    for life in range(mover.TRIES - 1):
+        assert script.granted(1, life=str(life) if life else "") is not None
+        script.dies(1, life=str(life) if life else "")
+        script.rollout(1, life=str(life + 1))
+    life = str(mover.TRIES - 1)
+    assert script.granted(1, life=life).parts
+    script.dies(1, life=life)
+    assert script.discarded == TOKENS * len(samples_of(first))
+    script.rollout(1, life="last")
+    assert script.granted(1, life="last") is None
+    script.asks(1, 1, life="last")
+    again = script.granted(1, life="last")
+    assert again.parts == {} and samples_of(again).keys() == samples_of(first).keys()
+
+
+def test_only_one_older_id_at_a_time_is_loaded_from_three_slots(tmp_path):
+    """Or the relay would have none to write to."""
+    script = new(tmp_path)
+    weights = script.controller.weights
+    for step in range(5):
+        script.publish(step, 0)
+    assert weights.loadable("one", set()) == {2, 3, 4} and weights.loadable("one", {4}) == {2, 3, 4}
+    assert weights.loadable("one", {3}) == {3, 4} and weights.loadable("two", set()) == frozenset()
