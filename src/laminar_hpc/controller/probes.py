@@ -7,8 +7,8 @@ from collections.abc import Callable
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 
-# The mean |engine - trainer| log-prob on the probe that is still rounding. That of bfloat16 (8 bits) grows with how far logits are apart and
-# with depth: two sides that round at other places differ by 1 to 2 units of spread / 256 at 3 layers, by 6 at 48.
+# The mean |engine - trainer| log-prob on the probe that is still rounding. That of bfloat16 (8 bits) grows with how far logits are apart,
+# and with depth: two sides that round at other places differ by 1 to 2 units of spread / 256 at 3 layers, by 6 at 48.
 _FLOAT32_LIMIT = 1e-3
 _BFLOAT16_UNITS = 1.15  # times the root of the layers: 2 at 3 layers, 8 at 48
 
