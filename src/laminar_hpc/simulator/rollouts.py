@@ -8,6 +8,7 @@ the environment              environment     its answer
 """
 
 import math
+from array import array
 
 from laminar_hpc.policies import admission
 from laminar_hpc.simulator.book import Book
@@ -36,7 +37,7 @@ class Rollouts:
         self.down: set[int] = set()
         self.paused = False
         self.global_sync_seconds = max(replica.costs.global_sync for replica in replicas)
-        self.latencies: list[float] = []
+        self.latencies = array("d")  # seconds from grant to end of each trajectory, in order
         trainer.rollouts = self
 
     def start(self) -> None:
@@ -62,14 +63,16 @@ class Rollouts:
         replica.advance(self.clock.now, at_event=True)
         for request in replica.pop_finished():
             self.turn_done(replica, request)
-        replica.make_room()
+        if replica.kv + replica.parked_kv >= replica.full:
+            replica.make_room()
         self.settle(replica)
 
     def settle(self, replica: Replica) -> None:
         """After any change: admit what fits, ask for more work if there is none, enter the next event."""
         if replica.index in self.down or self.paused or replica.state == "pull":
             return
-        replica.fill()
+        if replica.waiting:
+            replica.fill()
         if self.rules.refresh == "interrupt":
             self.top_up(replica)
         if replica.pending == 0 and replica.state not in ("pull", "move", "admission", "barrier", "weights"):

@@ -113,7 +113,7 @@ def setup(
 class _Window:
     """Ledgers at the end of the warm-up, subtracted at the end."""
 
-    def __init__(self, replicas: list[Replica], trainer: Trainer, book: Book, latencies: list[float], clock: Clock) -> None:
+    def __init__(self, replicas: list[Replica], trainer: Trainer, book: Book, latencies: Sequence[float], clock: Clock) -> None:
         for replica in replicas:
             replica.advance(clock.now)
         self.start = clock.now
