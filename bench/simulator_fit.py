@@ -22,8 +22,9 @@ def synchronous(c: Constants) -> tuple[float, float, float]:
     work = WorkloadConfig(mean_response_tokens=c.mean_response_tokens_dora, max_response_tokens=CAP, sigma=SIGMA_DORA)
     for seed in SEEDS:
         run = setup(
-            PIPELINES["sync"], model, gpu, 64, [(gpu, 64, model.tensor_parallel, None)], work, c, steps=STEPS, warmup_steps=1, seed=seed
-        )
+            PIPELINES["sync"], model, gpu, 64, [(gpu, 64, model.tensor_parallel, None)], work, c,
+            engine="vllm", steps=STEPS, warmup_steps=1, seed=seed,
+        )  # fmt: skip
         f = simulate(run).figures
         rows.append((f["trainer_wait_share"] * f["step_seconds"], (1 - f["trainer_wait_share"]) * f["step_seconds"], f["tokens_per_step"]))
     rollout, rest, tokens = (sum(column) / len(rows) for column in zip(*rows, strict=True))

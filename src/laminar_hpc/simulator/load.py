@@ -14,6 +14,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, Constants
 from laminar_hpc.simulator.cost import kv_capacity
+from laminar_hpc.simulator.replica import ENGINES
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import PlanConfig, SimulationConfig, WorkloadConfig
 from laminar_hpc.simulator.workload import mu_of_mean
@@ -89,6 +90,7 @@ def check(config: SimulationConfig) -> None:
     _known("model", config.model, MODELS)
     _known("trainer_gpu", config.trainer_gpu, GPUS)
     _known("rollout_gpu", config.rollout_gpu, GPUS)
+    _known("engine", config.engine, ENGINES)
     for pipeline in config.pipelines:
         _known("pipelines", pipeline, PIPELINES)
     for name in config.constants:

@@ -20,23 +20,33 @@ INFINITY = math.inf
 
 @dataclass(frozen=True)
 class Admission:
-    """When an engine admits a request: all running ones are expected to grow by `ratio` of `clip` tokens, the new one by all of `clip`.
-    `ratio` starts at `start`, falls to `least` within `steps` decode steps, and is set by a preemption. As SGLang; constants.py.
+    """When an engine admits a request, and which one it preempts when the KV is full.
+
+    SGLang: all running ones are expected to grow by `ratio` of `clip` tokens, the new one by all of `clip`. `ratio` starts at `start`, falls
+    to `least` within `steps` decode steps, and is set by a preemption (constants.py). The request that has generated least goes to the end
+    of the queue. vLLM (v1/core/sched/scheduler.py): what fits now is admitted, `clip` is 0; the one admitted last goes back to the head of
+    the queue.
 
     `longest`: tokens of a response at most.
     """
 
     longest: int
     clip: float
-    start: float
-    least: float
-    steps: float
-    retract_steps: float
+    start: float = 0.0
+    least: float = 0.0
+    steps: float = 1.0
+    retract_steps: float = 0.0
+    newest_back: bool = False
 
     @staticmethod
-    def of(longest: int, c: Constants) -> "Admission":
+    def of(longest: int, c: Constants, engine: str = "sglang") -> "Admission":
+        if engine == "vllm":
+            return Admission(longest, 0.0, newest_back=True)
         clip = min(c.admission_clip_tokens, longest)
         return Admission(longest, clip, c.new_token_ratio, c.new_token_ratio_least, c.new_token_ratio_steps, c.retract_steps)
+
+
+ENGINES = ("sglang", "vllm")
 
 
 class Request:
@@ -250,19 +260,24 @@ class Replica:
         return done
 
     def make_room(self) -> None:
-        """At the KV limit: parked KV goes first, then the request that has generated least goes to the end of the queue and will be
-        prefilled again; the rest of the batch tells how much growth is expected from now on."""
+        """At the KV limit: parked KV goes first, then requests go back to the queue and will be prefilled again; the rest of the batch tells
+        how much growth is expected from now on."""
         order: list[Request] = []
+        newest_back = self.admission.newest_back
         while len(self.running) + len(self.parked) > 1 and self.kv + self.parked_kv >= self.full:
             if self.parked:
                 self._evict()
                 continue
-            order = order or sorted(self.running.values(), key=lambda r: (r.end - r.turns[r.turn], r.ticket))  # last: generated least
-            request = order.pop()
+            if newest_back:
+                request = self.running[next(reversed(self.running))]
+                self.waiting.appendleft(request)
+            else:
+                order = order or sorted(self.running.values(), key=lambda r: (r.end - r.turns[r.turn], r.ticket))  # last: generated least
+                request = order.pop()
+                self.waiting.append(request)
             self.stop(request)
             request.uncached = request.context
             self.preemptions += 1
-            self.waiting.append(request)
         if order:
             generated = sum(r.turns[r.turn] - r.end + self.steps + self.admission.retract_steps for r in order)
             self.ratio, self.ratio_steps = min(1.0, generated / (self.admission.longest * len(order))), self.steps

@@ -95,7 +95,7 @@ def engines(model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, mtbf: float
 
 def setup(
     rules: Rules, model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollouts: Sequence[tuple[Gpu, int, int, float | None]],
-    workload: WorkloadConfig, c: Constants, **settings: object,
+    workload: WorkloadConfig, c: Constants, engine: str = "sglang", **settings: object,
 ) -> Setup:  # fmt: skip
     """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same GPUs as the trainer's."""
     colocated = rules.placement == "colocated"
@@ -106,7 +106,7 @@ def setup(
     job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
     return Setup(
         rules, kinds, job, trainer_gpus, layout, workload,
-        admission=Admission.of(workload.max_response_tokens, c), repack_kv_share=c.repack_kv_share, **settings,
+        admission=Admission.of(workload.max_response_tokens, c, engine), repack_kv_share=c.repack_kv_share, **settings,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -254,6 +254,7 @@ def _outcome(
         "generated_per_second": (sum(r.generated for r in replicas) - window.generated) / length,
         "generated_tokens": sum(r.generated for r in replicas),
         "finished_tokens": book.finished_tokens,
+        "finished_trajectories": sum(book.generation_staleness.values()),
         "prefilled_tokens": sum(r.prefilled for r in replicas),
         "events": clock.calls,
         "seconds": clock.now,
