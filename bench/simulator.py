@@ -1,7 +1,7 @@
 """The simulator against published figures, and how fast it is.
 
     python bench/simulator.py --json simulator.json                  everything: some ten minutes on one core
-    python bench/simulator.py --only dora,repack                     parts of it; `sensitivity` only when named
+    python bench/simulator.py --only dora,repack --json simulator.json   parts of it, the others are kept; `sensitivity` only when named
 
 dora      eight rows of DORA's table (arXiv 2604.26256), Qwen2.5-32B. Fitted on one of them: 64 GPUs, sync. Goal: tokens/s within 20%, and
           partial and consistent asynchrony at 128 GPUs within 15% (`dora_128_async_error`).
@@ -17,6 +17,8 @@ live      the demo, run --repeats times, each beside its simulation with the dec
 import argparse
 import dataclasses
 import itertools
+import json
+import math
 import statistics
 import sys
 import time
@@ -27,13 +29,14 @@ import common
 from laminar_hpc.observability import rundata
 from laminar_hpc.policies.sizing import trainer_splits
 from laminar_hpc.simulator import measured
-from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, Constants
+from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, SIGMA_DORA, Constants
 from laminar_hpc.simulator.load import load, load_plan
 from laminar_hpc.simulator.plan import Candidate, describe, evaluate, search
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import Outcome, setup, simulate
 from laminar_hpc.simulator.schema import SimulationConfig, WorkloadConfig
 from laminar_hpc.simulator.sweep import point, rules_of, split
+from laminar_hpc.simulator.workload import capped_mean
 
 # Tokens/s; the two marked ~ in the source are rounded there.
 DORA = {
@@ -66,12 +69,27 @@ def over_seeds(config: SimulationConfig, pipeline: str, gpus: int, seeds: tuple[
     return {key: statistics.fmean(f[key] for f in found) for key in found[0]}
 
 
+def over_rules(config: SimulationConfig, gpus: int, **changes: object) -> float:
+    """Tokens/s of DORA with other rules."""
+    before = PIPELINES["dora"]
+    PIPELINES["dora"] = dataclasses.replace(before, **changes)  # type: ignore[arg-type]
+    try:
+        return over_seeds(config, "dora", gpus)["tokens_per_second"]
+    finally:
+        PIPELINES["dora"] = before
+
+
 def dora(rows: list[dict], config: SimulationConfig) -> dict[str, float]:
     found = {key: over_seeds(config, key[1], key[0])["tokens_per_second"] for key in DORA}
     for (gpus, pipeline), published in DORA.items():
         rows.append(
             row("dora", f"{pipeline} {gpus}", published, found[gpus, pipeline], "fitted" if (gpus, pipeline) == (64, "sync") else "")
         )
+    for gpus in (64, 128):  # the paper's equation 4 read alone, and without its Algorithm 1, step 4
+        published = DORA[gpus, "dora"]
+        rows.append(row("dora readings", f"{gpus}, three steps", published, over_rules(config, gpus, max_staleness=3)))
+        rows.append(row("dora readings", f"{gpus}, no legacy filling", published, over_rules(config, gpus, fill_legacy=False)))
+        rows.append(row("dora readings", f"{gpus}, both", published, over_rules(config, gpus, max_staleness=3, fill_legacy=False)))
     errors = {key: abs(found[key] / DORA[key] - 1) for key in DORA if key != (64, "sync")}
     return {
         "dora_worst_error": max(errors.values()),
@@ -79,21 +97,35 @@ def dora(rows: list[dict], config: SimulationConfig) -> dict[str, float]:
     }
 
 
-def repack(rows: list[dict], config: SimulationConfig, seeds: tuple[int, ...] = SEEDS) -> dict[str, float]:
+def repack(rows: list[dict], config: SimulationConfig, seeds: tuple[int, ...] = SEEDS, prefix: str = "") -> dict[str, float]:
     without, with_ = (over_seeds(config, name, 128, seeds) for name in ("laminar_unbounded_no_repack", "laminar_unbounded"))
     gain = with_["generated_per_second"] / without["generated_per_second"]
-    rows.append(row("repack", "gain in generation", 1.26, gain))
+    rows.append(row("repack", f"{prefix}gain in generation", 1.26, gain))
     for key, a, b in (("kv_use", 0.716, 0.822), ("latency_mean", 296, 290), ("latency_max", 826, 828)):
-        rows += [row("repack", f"{key} without", a, without[key]), row("repack", f"{key} with", b, with_[key])]
+        rows += [row("repack", f"{prefix}{key} without", a, without[key]), row("repack", f"{prefix}{key} with", b, with_[key])]
+    for key in ("latency_admitted_mean", "latency_admitted_max"):
+        rows += [row("repack", f"{prefix}{key} without", None, without[key]), row("repack", f"{prefix}{key} with", None, with_[key])]
     return {"repack_gain": gain, "kv_use_without": without["kv_use"], "kv_use_with": with_["kv_use"]}
 
 
-def repack_lengths(rows: list[dict], config: SimulationConfig) -> None:
-    """The mean length of the ablation is not published: what others would give."""
-    for mean in (2650, 4000, 8000):
-        other = dataclasses.replace(config, workload=dataclasses.replace(config.workload, mean_response_tokens=mean))
-        for name, value in repack([], other, (0,)).items():
-            rows.append(row("repack", f"{name}, mean {mean}", None, value))
+def repack_alternatives(rows: list[dict], config: SimulationConfig) -> None:
+    """The ablation with what others have published, and with what the paper leaves open, each alone: one seed."""
+    same_data = {"sigma": SIGMA_DORA, "mean_response_tokens": capped_mean(math.log(1097), SIGMA_DORA, 16384)}
+    half = {"prompts_per_step": 256}  # local batches of 256: every pipeline here ignores what the trainer does
+    changes: dict[str, tuple[dict, dict]] = {
+        **{f"mean {mean}": ({}, {"mean_response_tokens": mean}) for mean in (2650, 4000, 8000)},
+        "DORA's lengths": ({}, same_data),
+        "DORA's sigma": ({}, {"sigma": SIGMA_DORA}),
+        "independent samples": ({}, {"group_correlation": 0.0}),
+        "local batch 256": ({"steps": 2 * config.steps, "warmup_steps": 2 * config.warmup_steps}, half),
+        "local batch 256, DORA's lengths": ({"steps": 2 * config.steps, "warmup_steps": 2 * config.warmup_steps}, half | same_data),
+        "1024 requests": ({"max_concurrent": 1024}, {}),
+        "vllm": ({"engine": "vllm"}, {}),
+        "C_max = capacity": ({"constants": {"repack_kv_share": 1.0}}, {}),
+    }
+    for name, (settings, work) in changes.items():
+        other = dataclasses.replace(config, **settings, workload=dataclasses.replace(config.workload, **work))
+        repack(rows, other, (0,), f"{name}: ")
 
 
 def best_rate(config: SimulationConfig, name: str, gpus: int) -> tuple[float, int]:
@@ -217,20 +249,27 @@ def sensitivity(rows: list[dict], dora_config: SimulationConfig, repack_config: 
                 rows.append(row("sensitivity", f"{field.name} x {factor}: {key}", base[key], found[key]))
 
 
+def kept(path: Path | None, parts: list[str]) -> tuple[dict, list[dict]]:
+    """Figures and rows of an earlier file, without the rows of the parts that are run again."""
+    if path is None or not path.exists():
+        return {}, []
+    earlier = json.loads(path.read_text())
+    return earlier["figures"], [found for found in earlier["rows"] if found["part"].partition(" ")[0] not in parts]
+
+
 def main() -> None:
     options = common.parser(__doc__ or "")
     options.add_argument("--only", default="dora,repack,headline,tools,speed,plan,live", help="parts, separated by commas")
     options.add_argument("--live", type=Path, nargs="+", metavar="RUN_DIR", help="finished runs to predict instead of new runs of the demo")
     options = options.parse_args()
     parts = options.only.split(",")
-    rows: list[dict] = []
-    figures: dict[str, float | None] = {}
+    figures, rows = kept(options.json, parts)
     dora_config, repack_config = load("dora", []), load("repack", [])
     if "dora" in parts:
         figures |= dora(rows, dora_config)
     if "repack" in parts:
         figures |= repack(rows, repack_config)
-        repack_lengths(rows, repack_config)
+        repack_alternatives(rows, repack_config)
     if "headline" in parts:
         figures |= headline(rows, "headline", WorkloadConfig(), SCALES, PUBLISHED)
     if "tools" in parts:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from laminar_hpc.policies.admission import GroupView
-from laminar_hpc.simulator.replica import Request
+from laminar_hpc.simulator.request import Request
 from laminar_hpc.simulator.workload import Workload
 
 

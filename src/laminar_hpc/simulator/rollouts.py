@@ -13,7 +13,8 @@ from array import array
 from laminar_hpc.policies import admission
 from laminar_hpc.simulator.book import Book
 from laminar_hpc.simulator.clock import Clock
-from laminar_hpc.simulator.replica import INFINITY, Replica, Request
+from laminar_hpc.simulator.replica import INFINITY, Replica
+from laminar_hpc.simulator.request import Request
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.trainer import Trainer
 
@@ -33,11 +34,13 @@ class Rollouts:
         self.samples = book.workload.config.samples_per_prompt
         self.newest = 0
         self.hungry: dict[int, None] = {}  # replicas that asked and got nothing; in order
+        self.admitted_latencies = array("d")  # the same from its first admission to an engine
         self.barrier: set[int] = set()
         self.down: set[int] = set()
         self.paused = False
         self.global_sync_seconds = max(replica.costs.global_sync for replica in replicas)
         self.latencies = array("d")  # seconds from grant to end of each trajectory, in order
+        self.admitted_latencies = array("d")  # the same from its first admission to an engine
         trainer.rollouts = self
 
     def start(self) -> None:
@@ -85,6 +88,7 @@ class Rollouts:
             replica.pending -= 1
             request.home = None
             self.latencies.append(self.clock.now - request.granted)
+            self.admitted_latencies.append(self.clock.now - request.started)
             if self.book.finish(request, self.trainer.step):
                 self.clock.at(self.clock.now, self.trainer.poke)
             return

@@ -14,7 +14,8 @@ from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.constants import Constants, Gpu, Model
 from laminar_hpc.simulator.cost import EngineCosts, JobCosts, Layout, engine_costs, faster, job_costs, kv_capacity, trainer_layout
 from laminar_hpc.simulator.fleet_moves import Failures, Repacker
-from laminar_hpc.simulator.replica import Admission, Replica
+from laminar_hpc.simulator.replica import Replica
+from laminar_hpc.simulator.request import Admission
 from laminar_hpc.simulator.rollouts import Rollouts
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import WorkloadConfig
@@ -229,6 +230,7 @@ def _outcome(
     generation = book.generation_staleness - window.generation
     training = book.training_staleness - window.training
     latencies = np.array(rollouts.latencies[window.finished :] or [0.0])
+    admitted = np.array(rollouts.admitted_latencies[window.finished :] or [0.0])
     idle = sum(value for kind, value in seconds.items() if kind in IDLE)
     steps = len(trainer.step_ends) - skip
     figures = {
@@ -244,6 +246,8 @@ def _outcome(
         "requests_mean": sum(r.request_seconds - b for r, b in zip(replicas, window.busy, strict=True)) / (length * len(replicas)),
         "latency_mean": float(latencies.mean()),
         "latency_max": float(latencies.max()),
+        "latency_admitted_mean": float(admitted.mean()),
+        "latency_admitted_max": float(admitted.max()),
         "staleness_generation_mean": _mean(generation),
         "staleness_generation_max": max(generation, default=0),
         "staleness_training_mean": _mean(training),
