@@ -43,6 +43,15 @@ DORA = {
     (64, "sync"): 14_143, (64, "one_step"): 14_141, (64, "partial_colocated"): 19_872, (64, "dora"): 23_327,
     (128, "sync"): 16_070, (128, "one_step"): 23_200, (128, "partial_colocated"): 30_800, (128, "dora"): 34_135,
 }  # fmt: skip
+# Share of a step in which the trainer waits for rollouts ("rollout only"); that of the fitted row is fitted as well.
+DORA_WAITS = {
+    (64, "sync"): 0.65,
+    (64, "one_step"): 0.33,
+    (64, "partial_colocated"): 0.46,
+    (64, "dora"): 0.12,
+    (128, "sync"): 0.73,
+    (128, "dora"): 0.24,
+}
 SEEDS = (0, 1)
 SCALES = {"32B": (32, 128, 512), "72B": (64, 256, 1024), "7B": (16, 64, 256)}
 TOOLS_SCALES = {"7B": (16, 64, 256)}
@@ -80,11 +89,15 @@ def over_rules(config: SimulationConfig, gpus: int, **changes: object) -> float:
 
 
 def dora(rows: list[dict], config: SimulationConfig) -> dict[str, float]:
-    found = {key: over_seeds(config, key[1], key[0])["tokens_per_second"] for key in DORA}
+    runs = {key: over_seeds(config, key[1], key[0]) for key in DORA}
+    found = {key: figures["tokens_per_second"] for key, figures in runs.items()}
     for (gpus, pipeline), published in DORA.items():
         rows.append(
             row("dora", f"{pipeline} {gpus}", published, found[gpus, pipeline], "fitted" if (gpus, pipeline) == (64, "sync") else "")
         )
+    for (gpus, pipeline), figures in runs.items():
+        what, share = f"{pipeline} {gpus}: trainer waits", DORA_WAITS.get((gpus, pipeline))
+        rows.append(row("dora waits", what, share, figures["trainer_wait_share"], f"step {figures['step_seconds']:.0f} s"))
     for gpus in (64, 128):  # the paper's equation 4 read alone, and without its Algorithm 1, step 4
         published = DORA[gpus, "dora"]
         rows.append(row("dora readings", f"{gpus}, three steps", published, over_rules(config, gpus, max_staleness=3)))
