@@ -218,20 +218,6 @@ class Rollouts:
             self.try_round()
         else:
             self.feed_hungry()
-            if self.rules.fill_legacy:
-                self.fill_legacy()
-
-    def fill_legacy(self) -> None:
-        """Whole groups to replicas in progress on older weights, while their engines admit them at once."""
-        for replica in self.replicas:
-            if not replica.pending or replica.weight_step >= self.newest or replica.index in self.down or replica.state in ("pull", "move"):
-                continue
-            replica.advance(self.clock.now)
-            while not replica.waiting and len(replica.running) + self.samples <= replica.max_concurrent and self.quota(replica.weight_step):
-                for request in self.book.new_group(replica.weight_step).requests:
-                    self.give(replica, request)
-                replica.fill()
-            self.settle(replica)
 
     def feed_hungry(self) -> None:
         for index in list(self.hungry):

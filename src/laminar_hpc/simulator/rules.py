@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Rules:
     """`refresh`: drained (a replica pulls when its local batch is done), barrier (all wait for each other), interrupt (new weights come
     into running trajectories). `consumption`: batch or stream (mini-batches). `placement`: split GPUs, or colocated (all do both
-    in turns). `fill_legacy`: after an update, replicas that still generate on older weights get new groups up to their room."""
+    in turns)."""
 
     refresh: str
     max_staleness: int | None
@@ -17,7 +17,6 @@ class Rules:
     interrupted_kv: str = "reprefill"  # reprefill | stale
     relays: bool = False  # weights through the relay tier; else a global synchronisation
     isolated: bool = False  # a failure stops one role; else it restarts the job
-    fill_legacy: bool = False
 
 
 PIPELINES = {
@@ -35,7 +34,7 @@ PIPELINES = {
     "laminar_unbounded": Rules("drained", None, repack="kv", relays=True, isolated=True),
     "laminar_unbounded_no_repack": Rules("drained", None, relays=True, isolated=True),
     # DORA (arXiv 2604.26256), K = 3. Section 4.2: at most K versions generate, and the next enters when all of the oldest have been
-    # forwarded to training, so staleness is two steps at most; training begins as soon as a batch is complete. Algorithm 1: KV moves
-    # between replicas of one version, then requests on older versions fill what is left of their replicas.
-    "dora": Rules("drained", 2, repack="kv", relays=True, isolated=True, fill_legacy=True),
+    # forwarded to training, so staleness is two steps at most; training begins as soon as a batch is complete; KV moves between replicas
+    # of one version.
+    "dora": Rules("drained", 2, repack="kv", relays=True, isolated=True),
 }
