@@ -57,6 +57,7 @@ def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
         (["dora", "modle=32B"], "modle"),
         (["dora", "model=33B"], "model=33B: use one of 7B, 32B, 72B"),
         (["dora", "pipelines=[async]"], "pipelines=async: use one of sync"),
+        (["dora", "engine=tgi"], "engine=tgi: use one of sglang, vllm"),
         (["dora", "constants.mfu=1"], "constants=mfu: use one of"),
         (["dora", "gpus=[4]"], "gpus=4: at least 8"),
         (["dora", "tensor_parallel=1"], "raise tensor_parallel"),

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS
 from laminar_hpc.simulator.cost import Layout, engine_costs, job_costs, trainer_layout
-from laminar_hpc.simulator.replica import Admission, Replica, Request
+from laminar_hpc.simulator.replica import Replica
+from laminar_hpc.simulator.request import Admission, Request
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.trainer import updates_seconds
 from laminar_hpc.simulator.workload import Workload
@@ -81,6 +82,19 @@ def test_at_the_limit_the_least_generated_goes_to_the_end_of_the_queue():
     assert math.isclose(engine.reserve(), 4096 * (engine.ratio - 300 * (0.7 - 0.098) / 600))
     engine.steps = steps + 3000
     assert math.isclose(engine.reserve(), 4096 * 0.098)
+
+
+def test_vllm_admits_what_fits_now_and_puts_the_newest_back_at_the_head():
+    """vLLM keeps nothing free for growth; the last one admitted is preempted first and is the next to come back."""
+    engine = Replica(0, engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT), 1020, 999, Admission.of(16384, DEFAULT, "vllm"), 4)
+    engine.waiting.extend(Request(i, None, [9000], [], 100, 0) for i in range(12))
+    engine.fill()
+    assert [r.trajectory_id for r in engine.running.values()] == list(range(10))
+    engine.advance(engine.next_time(), at_event=True)  # full: ten of 102
+    engine.make_room()
+    assert [r.trajectory_id for r in engine.waiting] == [9, 10, 11] and engine.preemptions == 1
+    engine.fill()
+    assert len(engine.running) == 9, "its own room is too little for it and the growth of the others"
 
 
 def test_the_lengths_of_the_paper_have_a_p99_of_ten_medians():

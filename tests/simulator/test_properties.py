@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from laminar_hpc.simulator.book import Book
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS
 from laminar_hpc.simulator.cost import engine_costs
-from laminar_hpc.simulator.replica import Admission, Replica, Request
+from laminar_hpc.simulator.replica import Replica
+from laminar_hpc.simulator.request import Admission, Request
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import Setup, setup, simulate
 from laminar_hpc.simulator.schema import WorkloadConfig

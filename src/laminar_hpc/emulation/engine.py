@@ -25,7 +25,8 @@ from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
 from laminar_hpc.rollout.sglang_server import EngineLoad, Generation
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS
 from laminar_hpc.simulator.cost import engine_costs
-from laminar_hpc.simulator.replica import INFINITY, Admission, Replica, Request
+from laminar_hpc.simulator.replica import INFINITY, Replica
+from laminar_hpc.simulator.request import Admission, Request
 from laminar_hpc.weights.manifest import MANIFEST_FILE, decode_manifest
 
 _ALMOST = 1e-7  # steps before its end at which the replica ends a request

@@ -3,16 +3,19 @@
 from collections import Counter
 
 from laminar_hpc.policies.admission import GroupView
-from laminar_hpc.simulator.replica import Request
+from laminar_hpc.simulator.request import Request
 from laminar_hpc.simulator.workload import Workload
 
 
 class Group:
-    __slots__ = ("group_id", "number", "order", "prompt_tokens", "requests", "unfinished", "view", "weight_step")
+    """`requests` until all are finished; from then on `finished`: response tokens and weight step of each."""
+
+    __slots__ = ("finished", "group_id", "number", "order", "prompt_tokens", "requests", "unfinished", "view", "weight_step")
 
     def __init__(self, group_id: int, number: int, weight_step: int, prompt_tokens: int) -> None:
         self.group_id, self.number, self.weight_step, self.prompt_tokens = group_id, number, weight_step, prompt_tokens
         self.requests: list[Request] = []
+        self.finished: list[tuple[int, int]] = []
         self.unfinished = self.order = 0
         self.view = GroupView(group_id, number, weight_step, False)
 
@@ -56,6 +59,8 @@ class Book:
         self.moved += request.moves
         if group.unfinished:
             return False
+        group.finished = [(sum(r.turns), r.weight_step) for r in group.requests]
+        group.requests = []  # a buffer that grows holds many groups
         self.order += 1
         self.finished += 1
         group.view = self.views[group.group_id] = GroupView(group.group_id, group.number, group.weight_step, True, self.order)
@@ -67,10 +72,10 @@ class Book:
         for group_id in group_ids:
             group = self.live.pop(group_id)
             del self.views[group_id]
-            for request in group.requests:
-                tokens.append(sum(request.turns) + group.prompt_tokens)
-                self.training_staleness[step - request.weight_step] += 1
-            self.consumed_trajectories += len(group.requests)
+            for response_tokens, weight_step in group.finished:
+                tokens.append(response_tokens + group.prompt_tokens)
+                self.training_staleness[step - weight_step] += 1
+            self.consumed_trajectories += len(group.finished)
         self.finished -= len(group_ids)
         self.consumed_tokens += sum(tokens)
         return tokens

@@ -15,7 +15,7 @@ class Clock:
     def at(self, time: float, call: Callable, *arguments: object) -> None:
         """Calls `call(*arguments)` at `time`, now or later."""
         self._entered += 1
-        heapq.heappush(self._heap, (max(time, self.now), self._entered, call, arguments))
+        heapq.heappush(self._heap, (time if time > self.now else self.now, self._entered, call, arguments))
 
     def after(self, seconds: float, call: Callable, *arguments: object) -> None:
         self.at(self.now + seconds, call, *arguments)

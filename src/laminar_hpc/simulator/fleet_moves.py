@@ -4,7 +4,8 @@ import random
 
 from laminar_hpc.policies.failover import Idle, Orphan, Room, load, redirect
 from laminar_hpc.policies.repack import ReplicaLoad, plan
-from laminar_hpc.simulator.replica import Replica, Request
+from laminar_hpc.simulator.replica import Replica
+from laminar_hpc.simulator.request import Request
 from laminar_hpc.simulator.rollouts import Rollouts
 
 SLOTS = 3  # ids that a relay holds (relay.slots)

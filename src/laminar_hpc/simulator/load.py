@@ -14,11 +14,20 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, Constants
 from laminar_hpc.simulator.cost import kv_capacity
+from laminar_hpc.simulator.request import ENGINES
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import PlanConfig, SimulationConfig, WorkloadConfig
 from laminar_hpc.simulator.workload import mu_of_mean
 
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
+
+
+def take_apart(arguments: list[str], command: str, what: str, names: list[str]) -> tuple[str, list[str], bool]:
+    """`NAME [key=value ...] [--json]`: the name, the overrides, and whether JSON is asked for. Raises LaminarError with the usage."""
+    words = [word for word in arguments if word != "--json"]
+    if not words or words[0].startswith("-") or "=" in words[0]:
+        raise LaminarError(f"usage: laminar {command} {what.upper()} [key=value ...] [--json]; {what}s: {', '.join(names)}")
+    return words[0], words[1:], len(words) < len(arguments)
 
 
 def experiments() -> list[str]:
@@ -89,6 +98,7 @@ def check(config: SimulationConfig) -> None:
     _known("model", config.model, MODELS)
     _known("trainer_gpu", config.trainer_gpu, GPUS)
     _known("rollout_gpu", config.rollout_gpu, GPUS)
+    _known("engine", config.engine, ENGINES)
     for pipeline in config.pipelines:
         _known("pipelines", pipeline, PIPELINES)
     for name in config.constants:

@@ -17,7 +17,7 @@ from laminar_hpc.observability.rundata import Run
 from laminar_hpc.observability.trace import Span
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import EngineCosts, JobCosts, Layout
-from laminar_hpc.simulator.replica import Admission
+from laminar_hpc.simulator.request import Admission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.run import Engines, Setup
 from laminar_hpc.simulator.schema import WorkloadConfig

@@ -6,9 +6,8 @@ import math
 import sys
 from pathlib import Path
 
-from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.simulator.constants import GPUS_PER_MACHINE
-from laminar_hpc.simulator.load import load_plan, questions
+from laminar_hpc.simulator.load import load_plan, questions, take_apart
 from laminar_hpc.simulator.plan import Candidate, Plan, describe, explain, layout_of, search
 from laminar_hpc.simulator.schema import PlanConfig
 
@@ -70,16 +69,14 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    words = [word for word in arguments if word != "--json"]
-    if not words or words[0].startswith("-") or "=" in words[0]:
-        raise LaminarError(f"usage: laminar plan QUESTION [key=value ...] [--json]; questions: {', '.join(questions())}")
-    config = load_plan(words[0], words[1:])
+    name, overrides, as_json = take_apart(arguments, "plan", "question", questions())
+    config = load_plan(name, overrides)
     plan = search(config, lambda line: print(line, file=sys.stderr, flush=True))
     folder = Path(config.out_dir or f"runs/plan-{config.name}")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{config.name}.yaml").write_text(experiment(config, plan.best.candidate))
     (folder / f"{config.name}.sbatch").write_text(sbatch_header(config, plan.best.candidate))
-    if "--json" in arguments:
+    if as_json:
         second = plan.runner_up and dataclasses.asdict(plan.runner_up)
         print(json.dumps({"best": dataclasses.asdict(plan.best), "runner_up": second, "simulated": plan.simulated}, indent=1))
     else:

@@ -8,62 +8,12 @@ a quadratic in s and both directions have closed forms. Steps are real numbers. 
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
 
-from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import EngineCosts
+from laminar_hpc.simulator.request import Admission, Request
 
 _EPSILON = 1e-7  # steps; closer completions count as one
 INFINITY = math.inf
-
-
-@dataclass(frozen=True)
-class Admission:
-    """When an engine admits a request: all running ones are expected to grow by `ratio` of `clip` tokens, the new one by all of `clip`.
-    `ratio` starts at `start`, falls to `least` within `steps` decode steps, and is set by a preemption. As SGLang; constants.py.
-
-    `longest`: tokens of a response at most.
-    """
-
-    longest: int
-    clip: float
-    start: float
-    least: float
-    steps: float
-    retract_steps: float
-
-    @staticmethod
-    def of(longest: int, c: Constants) -> "Admission":
-        clip = min(c.admission_clip_tokens, longest)
-        return Admission(longest, clip, c.new_token_ratio, c.new_token_ratio_least, c.new_token_ratio_steps, c.retract_steps)
-
-
-class Request:
-    """A trajectory on its way. `context`: its tokens so far, `uncached`: those without KV; both are meaningful only while not running."""
-
-    __slots__ = (
-        "away", "context", "end", "granted", "group", "home", "moves",
-        "offset", "remaining", "ticket", "trajectory_id", "turn", "turns", "uncached", "versions", "waits", "weight_step",
-    )  # fmt: skip
-
-    def __init__(self, trajectory_id: int, group: Any, turns: list[int], waits: list[float], prompt_tokens: int, weight_step: int) -> None:
-        self.trajectory_id, self.group, self.turns, self.waits, self.weight_step = trajectory_id, group, turns, waits, weight_step
-        self.turn = 0
-        self.remaining = float(turns[0])
-        self.context = self.uncached = float(prompt_tokens)
-        self.end = self.offset = 0.0
-        self.ticket = -1
-        self.away = False  # with the environment
-        self.moves, self.versions, self.granted = 0, 1, 0.0
-        self.home: Any = None  # the replica that it belongs to; None = with nobody, waits to be given out again
-
-    def restart(self, prompt_tokens: int, weight_step: int) -> float:
-        """Back to the prompt, on other weights; gives the generated tokens that are thrown away."""
-        lost = sum(self.turns[: self.turn]) + self.turns[self.turn] - self.remaining
-        self.turn, self.remaining, self.weight_step = 0, float(self.turns[0]), weight_step
-        self.context = self.uncached = float(prompt_tokens)
-        return lost
 
 
 class Replica:
@@ -76,6 +26,7 @@ class Replica:
         self.index, self.costs, self.capacity, self.max_concurrent, self.admission, self.gpus = (
             index, costs, capacity, max_concurrent, admission, gpus,
         )  # fmt: skip
+        self.full = capacity * (1 - 1e-9)
         self.mtbf = mtbf
         self.clock = self.steps = self.kv = self.parked_kv = 0.0
         self.running: dict[int, Request] = {}  # by ticket, in order of admission
@@ -95,7 +46,6 @@ class Replica:
         self.kv_seconds = self.generated = self.prefilled = self.request_seconds = 0.0
         self.preemptions = 0
         self.ratio, self.ratio_steps = admission.start, 0.0  # as it was set, and when
-        self.kv_peak = 0.0
         self.spans: list[tuple[str, float, float]] | None = None
 
     # ---- time ------------------------------------------------------------------------------------------------------------------
@@ -140,7 +90,6 @@ class Replica:
             self.request_seconds += n * rest
             self.generated += grown
             self.kv += grown
-            self.kv_peak = max(self.kv_peak, self.kv)
             self.steps = self.target if at_event else self.steps + steps
             self._book("generate", rest)
         elif rest > 0:
@@ -158,23 +107,26 @@ class Replica:
 
     def next_time(self) -> float:
         """When a request ends or the KV is full, unless something comes from outside; sets `target`."""
-        if not self.running:
+        running, ends, steps = self.running, self.ends, self.steps
+        if not running:
             return INFINITY
-        while self.ends[0][1] not in self.running:
-            heapq.heappop(self.ends)
-        target = self.ends[0][0]
-        if len(self.running) > 1 or self.parked_kv:
-            target = min(target, self.steps + (self.capacity - self.kv - self.parked_kv) / len(self.running))
-        self.target = max(target, self.steps)
-        return max(self.clock, self.stall_until) + self.seconds_of(self.target - self.steps)
+        while ends[0][1] not in running:
+            heapq.heappop(ends)
+        target = ends[0][0]
+        if len(running) > 1 or self.parked_kv:
+            full = steps + (self.capacity - self.kv - self.parked_kv) / len(running)
+            target = full if full < target else target
+        self.target = target if target > steps else steps
+        start = self.clock if self.clock > self.stall_until else self.stall_until
+        return start + self.seconds_of(self.target - steps)
 
     # ---- requests --------------------------------------------------------------------------------------------------------------
 
     def reserve(self) -> float:
         """Tokens that are kept free for the growth of each running request."""
         a = self.admission
-        ratio = max(a.least, self.ratio - (self.steps - self.ratio_steps) * (a.start - a.least) / a.steps)
-        return max(1.0, ratio * a.clip)
+        ratio = self.ratio - (self.steps - self.ratio_steps) * (a.start - a.least) / a.steps
+        return max(1.0, (ratio if ratio > a.least else a.least) * a.clip)
 
     def fill(self) -> None:
         """Admits waiting requests while their KV and some growth fit; their prefill holds up decoding."""
@@ -183,19 +135,22 @@ class Replica:
         if not self.running:
             self.ratio, self.ratio_steps = self.admission.start, self.steps
         tokens = seconds = 0.0
-        reserve = self.reserve()
-        while self.waiting and len(self.running) < self.max_concurrent:
-            request = self.waiting[0]
-            growth = min(self.admission.clip, self.admission.longest - request.turns[request.turn] + request.remaining)
-            need = self.kv + request.context + reserve * len(self.running) + max(1.0, growth)
-            if self.running and need > self.capacity:
+        reserve, running, waiting = self.reserve(), self.running, self.waiting
+        clip, longest = self.admission.clip, self.admission.longest
+        while waiting and len(running) < self.max_concurrent:
+            request = waiting[0]
+            growth = longest - request.turns[request.turn] + request.remaining
+            growth = growth if growth < clip else clip
+            need = self.kv + request.context + reserve * len(running) + (growth if growth > 1.0 else 1.0)
+            if running and need > self.capacity:
                 break
             while self.parked and need + self.parked_kv > self.capacity:
                 self._evict()
-            self.waiting.popleft()
+            waiting.popleft()
             uncached = self._admit(request)
-            tokens += uncached
-            seconds += self.costs.prefill(request.context, request.context - uncached)
+            if uncached:
+                tokens += uncached
+                seconds += self.costs.prefill(request.context, request.context - uncached)
         if tokens:
             self.prefilled += tokens
             if self.stall_until <= self.clock:
@@ -207,24 +162,25 @@ class Replica:
         uncached = request.uncached
         group = request.group
         if group is not None and uncached == request.context and request.turn == 0 and request.remaining == request.turns[0]:
+            request.started = self.clock
             if group.group_id in self.prompts:
                 uncached = 0.0  # an earlier sample of the group has left the prompt in the prefix cache
             self.prompts.add(group.group_id)
         self.kv += request.context
-        self.kv_peak = max(self.kv_peak, self.kv)
         request.offset = request.context - self.steps
-        request.end = self.steps + request.remaining
-        request.ticket = self.tickets = self.tickets + 1
+        request.end = end = self.steps + request.remaining
+        request.ticket = self.tickets = ticket = self.tickets + 1
         request.uncached = 0.0
-        self.running[request.ticket] = request
-        heapq.heappush(self.ends, (request.end, request.ticket))
+        self.running[ticket] = request
+        heapq.heappush(self.ends, (end, ticket))
         return uncached
 
     def stop(self, request: Request) -> None:
         """Takes a running request out; its fields hold the present again."""
         del self.running[request.ticket]
         request.context = request.offset + self.steps
-        request.remaining = max(0.0, request.end - self.steps)
+        remaining = request.end - self.steps
+        request.remaining = remaining if remaining > 0.0 else 0.0
         self.kv = self.kv - request.context if self.running else 0.0
 
     def _evict(self) -> None:
@@ -235,8 +191,9 @@ class Replica:
     def pop_finished(self) -> list[Request]:
         """Requests whose turn has ended by now, out of the batch."""
         done = []
-        while self.ends and self.ends[0][0] <= self.steps + _EPSILON:
-            request = self.running.get(heapq.heappop(self.ends)[1])
+        ends, last = self.ends, self.steps + _EPSILON
+        while ends and ends[0][0] <= last:
+            request = self.running.get(heapq.heappop(ends)[1])
             if request is not None:
                 self.stop(request)
                 request.remaining = 0.0
@@ -244,19 +201,24 @@ class Replica:
         return done
 
     def make_room(self) -> None:
-        """At the KV limit: parked KV goes first, then the request that has generated least goes to the end of the queue and will be
-        prefilled again; the rest of the batch tells how much growth is expected from now on."""
+        """At the KV limit: parked KV goes first, then requests go back to the queue and will be prefilled again; the rest of the batch
+        tells how much growth is expected from now on."""
         order: list[Request] = []
-        while len(self.running) + len(self.parked) > 1 and self.kv + self.parked_kv >= self.capacity * (1 - 1e-9):
+        newest_back = self.admission.newest_back
+        while len(self.running) + len(self.parked) > 1 and self.kv + self.parked_kv >= self.full:
             if self.parked:
                 self._evict()
                 continue
-            order = order or sorted(self.running.values(), key=lambda r: (r.end - r.turns[r.turn], r.ticket))  # last: generated least
-            request = order.pop()
+            if newest_back:
+                request = self.running[next(reversed(self.running))]
+                self.waiting.appendleft(request)
+            else:
+                order = order or sorted(self.running.values(), key=lambda r: (r.end - r.turns[r.turn], r.ticket))  # last: generated least
+                request = order.pop()
+                self.waiting.append(request)
             self.stop(request)
             request.uncached = request.context
             self.preemptions += 1
-            self.waiting.append(request)
         if order:
             generated = sum(r.turns[r.turn] - r.end + self.steps + self.admission.retract_steps for r in order)
             self.ratio, self.ratio_steps = min(1.0, generated / (self.admission.longest * len(order))), self.steps

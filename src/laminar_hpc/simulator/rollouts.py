@@ -8,12 +8,14 @@ the environment              environment     its answer
 """
 
 import math
+from array import array
 from collections.abc import Callable
 
 from laminar_hpc.policies import admission
 from laminar_hpc.simulator.book import Book
 from laminar_hpc.simulator.clock import Clock
-from laminar_hpc.simulator.replica import INFINITY, Replica, Request
+from laminar_hpc.simulator.replica import INFINITY, Replica
+from laminar_hpc.simulator.request import Request
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.trainer import Trainer
 
@@ -33,12 +35,14 @@ class Rollouts:
         self.samples = book.workload.config.samples_per_prompt
         self.newest = 0
         self.hungry: dict[int, None] = {}  # replicas that asked and got nothing; in order
+        self.admitted_latencies = array("d")  # the same from its first admission to an engine
         self.barrier: set[int] = set()
         self.down: set[int] = set()
         self.paused = False
         self.global_sync_seconds = max(replica.costs.global_sync for replica in replicas)
-        self.latencies: list[float] = []
         self.rescue: Callable[[Replica], bool] = lambda replica: False  # whether one that asks goes on with a dead one's trajectories
+        self.latencies = array("d")  # seconds from grant to end of each trajectory, in order
+        self.admitted_latencies = array("d")  # the same from its first admission to an engine
         trainer.rollouts = self
 
     def start(self) -> None:
@@ -64,14 +68,16 @@ class Rollouts:
         replica.advance(self.clock.now, at_event=True)
         for request in replica.pop_finished():
             self.turn_done(replica, request)
-        replica.make_room()
+        if replica.kv + replica.parked_kv >= replica.full:
+            replica.make_room()
         self.settle(replica)
 
     def settle(self, replica: Replica) -> None:
         """After any change: admit what fits, ask for more work if there is none, enter the next event."""
         if replica.index in self.down or self.paused or replica.state == "pull":
             return
-        replica.fill()
+        if replica.waiting:
+            replica.fill()
         if self.rules.refresh == "interrupt":
             self.top_up(replica)
         if replica.pending == 0 and replica.state not in ("pull", "move", "admission", "barrier", "weights"):
@@ -84,6 +90,7 @@ class Rollouts:
             replica.pending -= 1
             request.home = None
             self.latencies.append(self.clock.now - request.granted)
+            self.admitted_latencies.append(self.clock.now - request.started)
             if self.book.finish(request, self.trainer.step):
                 self.clock.at(self.clock.now, self.trainer.poke)
             return

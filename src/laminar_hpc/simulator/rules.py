@@ -33,6 +33,8 @@ PIPELINES = {
     # As the paper: no bound on staleness, first finished first trained.
     "laminar_unbounded": Rules("drained", None, repack="kv", relays=True, isolated=True),
     "laminar_unbounded_no_repack": Rules("drained", None, relays=True, isolated=True),
-    # DORA (arXiv 2604.26256): several versions at once, streamed mini-batches, KV moves between replicas of one version, K = 3.
-    "dora": Rules("drained", 3, consumption="stream", repack="kv", relays=True, isolated=True),
+    # DORA (arXiv 2604.26256), K = 3. Section 4.2: at most K versions generate, and the next enters when all of the oldest have been
+    # forwarded to training, so staleness is two steps at most; training begins as soon as a batch is complete; KV moves between replicas
+    # of one version.
+    "dora": Rules("drained", 2, repack="kv", relays=True, isolated=True),
 }

@@ -14,7 +14,8 @@ from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.constants import Constants, Gpu, Model
 from laminar_hpc.simulator.cost import EngineCosts, JobCosts, Layout, engine_costs, faster, job_costs, kv_capacity, trainer_layout
 from laminar_hpc.simulator.fleet_moves import Failures, Repacker
-from laminar_hpc.simulator.replica import Admission, Replica
+from laminar_hpc.simulator.replica import Replica
+from laminar_hpc.simulator.request import Admission
 from laminar_hpc.simulator.rollouts import Rollouts
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import WorkloadConfig
@@ -95,7 +96,7 @@ def engines(model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, mtbf: float
 
 def setup(
     rules: Rules, model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollouts: Sequence[tuple[Gpu, int, int, float | None]],
-    workload: WorkloadConfig, c: Constants, **settings: object,
+    workload: WorkloadConfig, c: Constants, engine: str = "sglang", **settings: object,
 ) -> Setup:  # fmt: skip
     """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same GPUs as the trainer's."""
     colocated = rules.placement == "colocated"
@@ -106,14 +107,14 @@ def setup(
     job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
     return Setup(
         rules, kinds, job, trainer_gpus, layout, workload,
-        admission=Admission.of(workload.max_response_tokens, c), repack_kv_share=c.repack_kv_share, **settings,
+        admission=Admission.of(workload.max_response_tokens, c, engine), repack_kv_share=c.repack_kv_share, **settings,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
 class _Window:
     """Ledgers at the end of the warm-up, subtracted at the end."""
 
-    def __init__(self, replicas: list[Replica], trainer: Trainer, book: Book, latencies: list[float], clock: Clock) -> None:
+    def __init__(self, replicas: list[Replica], trainer: Trainer, book: Book, latencies: Sequence[float], clock: Clock) -> None:
         for replica in replicas:
             replica.advance(clock.now)
         self.start = clock.now
@@ -230,6 +231,7 @@ def _outcome(
     generation = book.generation_staleness - window.generation
     training = book.training_staleness - window.training
     latencies = np.array(rollouts.latencies[window.finished :] or [0.0])
+    admitted = np.array(rollouts.admitted_latencies[window.finished :] or [0.0])
     idle = sum(value for kind, value in seconds.items() if kind in IDLE)
     steps = len(trainer.step_ends) - skip
     figures = {
@@ -245,6 +247,8 @@ def _outcome(
         "requests_mean": sum(r.request_seconds - b for r, b in zip(replicas, window.busy, strict=True)) / (length * len(replicas)),
         "latency_mean": float(latencies.mean()),
         "latency_max": float(latencies.max()),
+        "latency_admitted_mean": float(admitted.mean()),
+        "latency_admitted_max": float(admitted.max()),
         "staleness_generation_mean": _mean(generation),
         "staleness_generation_max": max(generation, default=0),
         "staleness_training_mean": _mean(training),
@@ -255,6 +259,7 @@ def _outcome(
         "generated_per_second": (sum(r.generated for r in replicas) - window.generated) / length,
         "generated_tokens": sum(r.generated for r in replicas),
         "finished_tokens": book.finished_tokens,
+        "finished_trajectories": sum(book.generation_staleness.values()),
         "prefilled_tokens": sum(r.prefilled for r in replicas),
         "events": clock.calls,
         "seconds": clock.now,

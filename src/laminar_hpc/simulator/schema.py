@@ -43,6 +43,7 @@ class SimulationConfig:
     gpus: list[int] = field(default_factory=lambda: [64, 128])
     trainer_gpu: str = "H800"
     rollout_gpu: str = "H800"
+    engine: str = "sglang"  # whose admission and preemption: sglang or vllm
     tensor_parallel: int | None = None  # GPUs of a replica; null = the model's own
     trainer_share: float | None = None  # of the GPUs, for pipelines that split them; null = the best of a few
     splits: dict[str, float] = field(default_factory=dict)  # known trainer shares by PIPELINE or PIPELINE@GPUS; they go before the search

@@ -30,7 +30,7 @@ def point(config: SimulationConfig, pipeline: str, gpus: int, trainer_gpus: int,
         setup(
             rules, model, GPUS[config.trainer_gpu], trainer_gpus,
             [(GPUS[config.rollout_gpu], rollout_gpus, config.tensor_parallel or model.tensor_parallel, replica_mtbf)], config.workload, c,
-            steps=steps, warmup_steps=config.warmup_steps, seed=config.seed, max_concurrent=config.max_concurrent,
+            engine=config.engine, steps=steps, warmup_steps=config.warmup_steps, seed=config.seed, max_concurrent=config.max_concurrent,
             checkpoint_every=config.checkpoint_every, watch=watch, trainer_mtbf=trainer_mtbf,
         )
     )  # fmt: skip
