@@ -96,6 +96,12 @@ def slots(pair, tmp_path):
     writer.close()
 
 
+def test_an_engine_imports_no_megatron(pair):
+    """SGLang's debugging dumper would, and Weights & Biases with it: half a minute of each scheduler's start, for nothing."""
+    log = (pair.models[0].parent / "logs/engine0.log").read_text()
+    assert "server_args=" in log and "Megatron" not in log
+
+
 # ---- the port ----------------------------------------------------------------------------------------------------------------------------
 
 
