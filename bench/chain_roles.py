@@ -7,6 +7,7 @@ The stand-in trainer publishes random bytes; everything else is the code of a ru
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -165,6 +166,7 @@ def trainer(words: list[str], size: int, commands: Connection, namespace: str | 
 def relay(words: list[str], index: int, namespace: str | None) -> None:
     """The real relay rank, as torchrun would start it; it takes itself for a machine of its own."""
     enter(namespace)
+    gc.freeze()  # a collection would touch, and so copy, every page that the forked process shares
     faulthandler.register(signal.SIGUSR1)  # what each thread does goes to the log
     socket.gethostname = lambda: f"host{index}"
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
