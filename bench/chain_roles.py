@@ -136,6 +136,7 @@ def trainer(words: list[str], size: int, commands: Connection, namespace: str | 
     """A stand-in for the trainer: the real publisher, told by `commands` when to publish. Answers how fast its link is."""
     die_with_parent()
     enter(namespace)
+    faulthandler.register(signal.SIGUSR1)
     config = load_config([*words, "role=trainer"])
     run_dir = Path(config.run_dir)
     hello = Hello("trainer", 0, "stand-in", os.getpid(), "trainer")
@@ -269,8 +270,8 @@ class ChainRun:
             if all(each >= step for each in steps.values()):
                 return took
             if took > seconds:
-                for index in indices:
-                    os.kill(self.relays[index].pid, signal.SIGUSR1)
+                for process in (self._others[1], *(self.relays[index] for index in indices)):
+                    os.kill(process.pid, signal.SIGUSR1)
                 raise AssertionError(f"after {seconds:.0f} s relays hold steps {steps} instead of {step}; chain {self.chains()[-1:]}")
             time.sleep(0.02)
 
