@@ -2,12 +2,15 @@
 
 import multiprocessing
 import os
+import signal
+import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from laminar_hpc.cluster.links import Link, LinkBroken, host_store, reach_store
+from laminar_hpc.cluster.links import Link, LinkBroken, host_store, made_unless, reach_store
 
 
 def receiver(port, die):
@@ -45,3 +48,52 @@ def test_nobody_joins():
     with pytest.raises(LinkBroken, match="no link to relay 3 within 1 s: it did not join epoch 5"):
         Link(store, 5, 0, True, "relay 3", "127.0.0.1", torch.device("cpu"), 1)
     assert time.monotonic() - started < 10
+
+
+def taker(port):
+    link = Link(reach_store("127.0.0.1", port, 20), 1, 0, False, "the trainer", "127.0.0.1", torch.device("cpu"), 20)
+    while True:
+        link.receive(torch.empty(8 << 20, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("hit", [signal.SIGSTOP, signal.SIGKILL])
+def test_who_waits_leaves_a_closed_link_even_in_mid_message(hit):
+    """Gloo never wakes the sender of a message whose first part only has left: it would sit out the whole time limit."""
+    store, port = host_store("127.0.0.1", 20)
+    peer = multiprocessing.get_context("spawn").Process(target=taker, args=(port,))
+    peer.start()
+    link = Link(store, 1, 0, True, "relay 0", "127.0.0.1", torch.device("cpu"), 60, meet_seconds=20, leave=True)
+    closed = []
+
+    def close_soon():
+        time.sleep(0.3)
+        os.kill(peer.pid, hit)
+        time.sleep(0.3)
+        closed.append(time.monotonic())
+        link.close()
+
+    threading.Thread(target=close_soon).start()
+    with pytest.raises(LinkBroken, match="relay 0"):
+        while True:
+            link.send(torch.zeros(8 << 20, dtype=torch.uint8))
+    assert not closed or time.monotonic() - closed[0] < 2
+    for _ in range(2):  # nothing is awaited on it any more
+        with pytest.raises(LinkBroken, match="relay 0"):
+            link.send(torch.zeros(8))
+    peer.kill()
+    peer.join(20)
+
+
+def test_a_link_that_is_no_longer_wanted_is_not_awaited():
+    """The other end has come to the store, and no further."""
+    store, port = host_store("127.0.0.1", 20)
+    there = reach_store("127.0.0.1", port, 20)
+    dist.PrefixStore("laminar/7/0", there).set("here", "")
+    started = time.monotonic()
+
+    def make():
+        return Link(store, 7, 0, True, "relay 3", "127.0.0.1", torch.device("cpu"), 60, meet_seconds=20)
+
+    with pytest.raises(LinkBroken, match="another link takes its place"):
+        made_unless(lambda: time.monotonic() - started > 0.5, make)
+    assert time.monotonic() - started < 3

@@ -58,6 +58,32 @@ def test_a_leased_slot_is_not_rewritten(tmp_path, writer):
         pass
 
 
+def test_who_loads_goes_on_while_the_relay_is_started_again(tmp_path, writer):
+    """What the dead relay left is not offered any more, and is not touched before it has been let go."""
+    reader = SlotReader(str(tmp_path), "run")
+    for weight_id in range(3):
+        write(writer, weight_id, 1.0)
+    handle = reader.newest()
+    with reader.lease(handle):
+        again = SlotWriter(str(tmp_path), "run", 3, tmp_path)
+        assert reader.newest() is None and again.keep_newest() is None
+        for weight_id in range(3, 8):
+            write(again, weight_id, 2.0)
+            assert reader.newest().weight_id == weight_id
+        assert (load_file(handle.directory / "model.safetensors")["a"] == 1.0).all()
+    for weight_id in range(8, 11):
+        write(again, weight_id, 3.0)
+    assert all((load_file(path)["a"] == 3.0).all() for path in tmp_path.glob("laminar-run/slot*/model.safetensors"))
+
+
+def test_slots_of_another_layout_are_made_anew(tmp_path, writer):
+    write(writer, 0, 1.0)
+    again, manifest = SlotWriter(str(tmp_path), "run", 3, tmp_path), layout([*TENSORS, ("c", (2,), torch.float32)], 1, 1)
+    torch.from_numpy(again.begin(manifest)).view(torch.float32).fill_(4.0)
+    again.commit(manifest)
+    assert set(load_file(SlotReader(str(tmp_path), "run").newest().directory / "model.safetensors")) == {"a", "b", "c"}
+
+
 def test_all_slots_read_is_said(tmp_path, writer):
     reader = SlotReader(str(tmp_path), "run")
     for weight_id in range(3):

@@ -5,6 +5,7 @@ on the run's own address (loopback unless configured); gloo binds to the same ad
 """
 
 import contextlib
+import queue
 import re
 import socket
 import threading
@@ -56,15 +57,19 @@ class Link:
 
     def __init__(
         self, store: dist.Store, epoch: int, number: int, sender: bool, peer: str, address: str, device: torch.device, seconds: float,
-        meet_seconds: float = MEET_SECONDS, given_up: Callable[[], bool] = lambda: False,
+        meet_seconds: float = MEET_SECONDS, given_up: Callable[[], bool] = lambda: False, leave: bool = False,
     ) -> None:  # fmt: skip
-        """Raises LinkBroken when the other end does not come, or as soon as `given_up()` holds before it has come."""
+        """Raises LinkBroken when the other end does not come, or as soon as `given_up()` holds before it has come.
+
+        `leave`: whoever waits on it leaves as soon as it is closed, in every case; costs a change of threads for each wait.
+        """
         self.peer, self.seconds, self.device = peer, seconds, device
         self._me, self._other = (0, 1) if sender else (1, 0)
         self._store = store  # lives as long as the link
         self.closed = False  # from this end
         self.bytes_sent = 0  # of all frames and tensors
         self.weight_id = -1  # the newest that went over it whole, so that the receiver has it
+        self._waiter = _Waiter() if leave else None
         prefix = dist.PrefixStore(f"laminar/{epoch}/{number}", store)
         limit = min(seconds, meet_seconds)
         try:
@@ -82,6 +87,7 @@ class Link:
                 self._data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", prefix), self._me, 2, nccl)
             self._measure(limit if self._data is self._frames else seconds)  # NCCL gets ready at the first use
         except (dist.DistError, RuntimeError) as error:
+            self._leave()
             raise LinkBroken(f"no link to {peer} within {limit:.0f} s: it did not join epoch {epoch} ({_first_line(error)})") from None
 
     # ---- tensors ---------------------------------------------------------------------------------------------------------------
@@ -128,13 +134,22 @@ class Link:
     # ---- the end ---------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Breaks the link: whoever waits on it, here or at the other end, gets LinkBroken at once. From any thread, any number of times."""
+        """Breaks the link: whoever waits on it, here or at the other end, gets LinkBroken. From any thread, any number of times.
+
+        At once, but for one whose message was cut in the middle, whom gloo does not wake: with `leave` that one as well, else after
+        `seconds`. Nothing is read from or written to its tensor any more.
+        """
         self.closed = True
         with contextlib.suppress(dist.DistError, RuntimeError):
             if self._data is not self._frames:
                 self._data.abort()
         with contextlib.suppress(dist.DistError, RuntimeError):  # gloo's abort() does not wake a waiter; a wait that runs out closes all
             self._frames.recv([torch.zeros(1)], self._other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._waiter is not None:
+            self._waiter.leave()
 
     @contextlib.contextmanager
     def closed_when(self, condition: Callable[[], bool]) -> Iterator[None]:
@@ -185,12 +200,78 @@ class Link:
             raise LinkBroken(f"the link to {self.peer} broke ({_first_line(error)})") from None
 
     def _finish(self, work: dist.Work, tensor: torch.Tensor, seconds: float | None = None) -> None:
+        limit = timedelta(seconds=seconds or self.seconds)
         try:
-            work.wait(timedelta(seconds=seconds or self.seconds))
+            if self._waiter is None or tensor.is_cuda:
+                work.wait(limit)
+            else:
+                self._waiter.wait(work, limit)
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
         except (dist.DistError, RuntimeError) as error:
             raise LinkBroken(f"the link to {self.peer} broke ({_first_line(error)})") from None
+
+
+class _Waiter:
+    """A thread that waits in another one's place, which can leave it behind."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[tuple[dist.Work, timedelta] | None] = queue.SimpleQueue()
+        self._ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._error: Exception | None = None  # that ended a wait: there is none after it
+        threading.Thread(target=self._run, name="link-wait", daemon=True).start()
+
+    def _run(self) -> None:
+        while (asked := self._works.get()) is not None:
+            work, limit = asked
+            try:
+                work.wait(limit)
+                self._ends.put(None)
+            except Exception as error:
+                self._ends.put(error)
+
+    def wait(self, work: dist.Work, limit: timedelta) -> None:
+        """As `work.wait(limit)`. Raises RuntimeError once `leave` was called."""
+        if self._error is None:
+            self._works.put((work, limit))
+            self._error = self._ends.get()
+        if self._error is not None:
+            raise self._error
+
+    def leave(self) -> None:
+        self._ends.put(RuntimeError("it was closed"))
+        self._works.put(None)
+
+
+def made_unless(given_up: Callable[[], bool], make: Callable[[], Link]) -> Link:
+    """What `make()` returns or raises; LinkBroken as soon as `given_up()` holds. Gloo's attempt cannot be called off: it ends by itself, on
+    a thread of its own, and what it makes is closed."""
+    results: queue.SimpleQueue[Link | Exception] = queue.SimpleQueue()
+    late = threading.Event()
+
+    def run() -> None:
+        try:
+            results.put(link := make())
+            if late.is_set():
+                link.close()
+        except Exception as error:
+            results.put(error)
+
+    threading.Thread(target=run, name="link-make", daemon=True).start()
+    while True:
+        try:
+            result = results.get(timeout=_WATCH_SECONDS)
+        except queue.Empty:
+            if not given_up():
+                continue
+            late.set()
+            with contextlib.suppress(queue.Empty):
+                if isinstance(made := results.get_nowait(), Link):
+                    made.close()
+            raise LinkBroken("another link takes its place") from None
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 def _await_peer(store: dist.Store, seconds: float, given_up: Callable[[], bool]) -> None:

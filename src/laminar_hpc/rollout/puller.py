@@ -8,6 +8,7 @@ sums (ARCHITECTURE 4, promise 4).
 import asyncio
 import contextlib
 import logging
+import os
 import struct
 import time
 from collections.abc import Callable
@@ -67,12 +68,17 @@ def check_layout(engine: list[TensorLayout], manifest: Manifest) -> None:
 
 
 def check_file(handle: SlotHandle) -> None:
-    """Raises SlotRefused unless the file is laid out as its manifest says: SGLang takes what it finds, and a wrong shape ends it."""
+    """Raises SlotRefused unless the file is laid out as its manifest says: SGLang takes what it finds, and a wrong shape ends it. Raises
+    SlotGone when it has left with its relay."""
     path, expected = handle.directory / WEIGHTS_FILE, safetensors_header(handle.manifest)
-    with open(path, "rb") as file:
-        header = file.read(8)
-        header += file.read(min(struct.unpack("<Q", header)[0], len(expected))) if len(header) == 8 else b""
-    if header != expected or path.stat().st_size != len(expected) + handle.manifest.data_bytes:
+    try:
+        with open(path, "rb") as file:
+            header = file.read(8)
+            header += file.read(min(struct.unpack("<Q", header)[0], len(expected))) if len(header) == 8 else b""
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise SlotGone(f"{path} is gone") from None
+    if header != expected or size != len(expected) + handle.manifest.data_bytes:
         raise SlotRefused(f"weight id {handle.weight_id}: {path} is not laid out as its manifest says")
 
 

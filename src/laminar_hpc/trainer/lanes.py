@@ -17,7 +17,7 @@ import torch.distributed as dist
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.links import Link, LinkBroken, host_store
+from laminar_hpc.cluster.links import Link, LinkBroken, host_store, made_unless
 from laminar_hpc.trainer.canonical import TensorSums
 from laminar_hpc.weights.delta import Image, unit_bytes
 from laminar_hpc.weights.lanes import Lane, lane_manifest, lane_sums
@@ -62,8 +62,13 @@ class LaneSender:
         store, port = host_store(self._address, self._seconds)
         self._context.channel.send(m.StoreOpened(proposed.epoch, self._address, port))
         peer = f"relay {proposed.relays[0]}"
+
+        def make() -> Link:
+            place = (store, proposed.epoch, 0, True, peer, self._address, self._device, self._seconds)
+            return Link(*place, given_up=given_up, leave=True)
+
         try:
-            self.link = Link(store, proposed.epoch, 0, True, peer, self._address, self._device, self._seconds, given_up=given_up)
+            self.link = made_unless(given_up, make)
         except LinkBroken as error:
             self._context.channel.send(m.LinkDown(proposed.epoch, str(error)))
             return

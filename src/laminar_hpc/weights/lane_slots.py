@@ -44,8 +44,7 @@ class LaneWriter(SlotWriter):
         with self._turn():
             self._present = os.open(self.root / "present", os.O_RDWR | os.O_CREAT, 0o600)
             if _locked(self._present, fcntl.LOCK_EX):
-                for directory in self.root.glob("slot*"):
-                    shutil.rmtree(directory)
+                self._void(MANIFEST_FILE, "lane*.json", _WRITING_FILE)
             _locked(self._present, fcntl.LOCK_SH)
             claim(self.root)
         clean_leftovers(shm_dir)

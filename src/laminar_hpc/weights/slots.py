@@ -99,6 +99,15 @@ class SlotReader:
             os.close(descriptor)
 
 
+def _is_usable(directory: Path, header: bytes, size: int) -> bool:
+    """There is a slot for weights of this layout, all of it."""
+    file = directory / WEIGHTS_FILE
+    if not (directory / LOCK_FILE).exists() or file.stat().st_size != size:
+        return False
+    with open(file, "rb") as there:
+        return there.read(len(header)) == header
+
+
 class SlotWriter:
     """A relay's side: owns the folder of its machine, hands out one slot at a time to be written."""
 
@@ -113,16 +122,22 @@ class SlotWriter:
         self._make_root(shm_dir)
 
     def _make_root(self, shm_dir: str) -> None:
+        """Slots of an earlier relay of this run hold nothing from now on, but who still loads from one goes on."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        claim(self.root)  # before the cleaning, which takes it for the dead relay's
         clean_leftovers(shm_dir)
-        shutil.rmtree(self.root, ignore_errors=True)  # of an earlier relay of this very run
-        self.root.mkdir(mode=0o700, parents=True)
-        claim(self.root)
+        self._void(MANIFEST_FILE)
+
+    def _void(self, *patterns: str) -> None:
+        for pattern in patterns:
+            for path in self.root.glob(f"slot*/{pattern}"):
+                path.unlink(missing_ok=True)
 
     def _allocate(self, index: int, manifest: Manifest) -> np.ndarray:
         """The slot's data bytes, mapped; all its pages are taken at the first use, so that memory cannot run out later."""
         if index not in self._maps:
             directory, header = self.root / f"slot{index}", safetensors_header(manifest)
-            if not (directory / LOCK_FILE).exists():
+            if not _is_usable(directory, header, len(header) + manifest.data_bytes):
                 self._create(directory, header, len(header) + manifest.data_bytes)
             with open(directory / WEIGHTS_FILE, "r+b") as file:
                 mapping = mmap.mmap(file.fileno(), 0)
@@ -131,7 +146,8 @@ class SlotWriter:
 
     def _create(self, directory: Path, header: bytes, size: int) -> None:
         """Its files, the lock as the last of them."""
-        directory.mkdir(mode=0o700, exist_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(mode=0o700)
         with open(directory / WEIGHTS_FILE, "w+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
