@@ -15,6 +15,7 @@ from laminar_hpc import _kv
 from laminar_hpc.kv import device
 from laminar_hpc.kv.device import Shared, Stage, Ticket, take_shared
 from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.kv.inbox import Expected, Inbox
 from laminar_hpc.kv.pool import Pool, gather, scatter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +102,41 @@ take_shared(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Ticket), poo
 source, ours = make(layers=3, seed=1), slots_of(40, seed=3)
 print(all(torch.equal(a.view(torch.int16)[ours], b.cpu().view(torch.int16)[slots]) for a, b in zip(source.tensors, pool.tensors)))
 """
+
+
+SENDER = """
+import sys
+sys.path.insert(0, {folder!r})
+from pools import make, slots_of
+from test_device import on_gpu
+from laminar_hpc.kv import device
+from laminar_hpc.kv.frames import Header
+from laminar_hpc.kv.transfer import chunk_bytes, send_part
+if {shares!r}:
+    device.Stage.of = None
+else:
+    device.can_share = lambda pool: False
+pool, slots, address = on_gpu(make(layers=3, seed=1)), slots_of(40, seed=3), sys.stdin.read()
+for first, end in ((0, 30), (30, 40)):
+    header = Header.of("model", 3, pool.shape, list(range(first, end)), chunk_bytes(address, "here"), first, end == 40)
+    send_part(address, header, pool, slots[first:end], machine="here", folder="/dev/shm")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_move_between_gpu_pools_of_two_processes(shares):
+    """Promise: both ways of a move, without the host and through it, carry the rows bit by bit."""
+    source, ours = make(layers=3, seed=1), slots_of(40, seed=3)
+    target, theirs = on_gpu(make(layers=3, seed=2)), slots_of(40, seed=4)
+    inbox = Inbox(Expected("model", 3, target, theirs), "127.0.0.1", "here")
+    program = SENDER.format(folder=str(Path(__file__).parent), shares=shares)
+    try:
+        subprocess.run([sys.executable, "-c", program], input=inbox.address, text=True, timeout=120, check=True)
+    finally:
+        inbox.close()
+    assert inbox.complete
+    assert all(torch.equal(bits(a)[ours], bits(b).cpu()[theirs]) for a, b in zip(source.tensors, target.tensors, strict=True))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import zmq
 from pools import make, same, slots_of
 
-from laminar_hpc.kv import transfer
+from laminar_hpc.kv import device, transfer
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header, encode_header
 from laminar_hpc.kv.inbox import Expected, Inbox
@@ -151,3 +152,87 @@ def test_slots_not_named_stay_as_they_were(move):
     before = [tensor.view(torch.int16)[untouched].clone() for tensor in move.target.tensors]
     move.send(move.header())
     assert all(torch.equal(t.view(torch.int16)[untouched], old) for t, old in zip(move.target.tensors, before, strict=True))
+
+
+@dataclass
+class SharedRows:
+    rows: dict
+    ticket: device.Ticket
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        del self.rows[self.ticket.handle]
+
+
+class Pretended:
+    """CUDA IPC within this process, of rows in host memory: `takes` and `gives` are what CUDA says to either end."""
+
+    def __init__(self, monkeypatch, gives=None, takes=None) -> None:
+        self.shared, self.taken, self.gives, self.takes = {}, 0, gives, takes
+        monkeypatch.setattr(device, "can_share", lambda pool: True)
+        monkeypatch.setattr(device, "on_gpu", lambda pool: True)
+        monkeypatch.setattr(device, "Shared", self.share)
+        monkeypatch.setattr(device, "take_shared", self.take)
+
+    def share(self, pool, slots):
+        if self.gives:
+            raise self.gives
+        ticket = device.Ticket(bytes([len(self.shared)]) * 64, len(slots), [])
+        self.shared[ticket.handle] = [tensor[slots] for tensor in pool.tensors]
+        return SharedRows(self.shared, ticket)
+
+    def take(self, ticket, pool, slots):
+        if self.takes:
+            raise self.takes
+        for tensor, rows in zip(pool.tensors, self.shared[ticket.handle], strict=True):
+            tensor[slots] = rows
+        self.taken += 1
+
+
+def test_rows_of_a_gpu_pass_through_host_memory(move, monkeypatch):
+    """Promise: what stands for a GPU's pool in host memory carries every part, over both transports."""
+    monkeypatch.setattr(device, "on_gpu", lambda pool: True)
+    move.send(move.header(0, 320, last=False))
+    move.send(move.header(320))
+    assert move.inbox.complete and same(move.source, move.ours, move.target, move.theirs)
+
+
+@pytest.mark.parametrize(
+    ("gives", "takes"), [(None, None), (RuntimeError("CUDA error 2: out of memory"), None), (None, RuntimeError("CUDA error 217: no peer"))]
+)
+def test_gpus_that_cannot_share_rows_go_through_the_host(tmp_path, monkeypatch, gives, takes):
+    """Promise: between processes of one machine rows stay on the GPU, and what CUDA refuses at either end costs a way, not the move."""
+    cuda = Pretended(monkeypatch, gives, takes)
+    move = Move(tmp_path, "here")
+    move.send(move.header(0, 320, last=False))
+    move.send(move.header(320))
+    assert move.inbox.complete and same(move.source, move.ours, move.target, move.theirs)
+    assert cuda.taken == (0 if gives or takes else 2) and not cuda.shared and not list(tmp_path.iterdir())
+    move.inbox.close()
+    assert move.inbox.ended(5)
+
+
+def test_shared_rows_are_refused_and_other_machines_get_none(tmp_path, monkeypatch):
+    """Promise: a wrong sum, or a ticket that is none, ends the move with the destination's line; the rows are let go in any case."""
+    cuda = Pretended(monkeypatch, takes=KvRefused("KV chunk 2 refused: its checksum differs"))
+    for machine, kept in (("here", False), ("elsewhere", True)):
+        move = Move(tmp_path, machine)
+        if kept:
+            move.send(move.header())
+        else:
+            with pytest.raises(KvRefused, match="KV chunk 2 refused: its checksum differs"):
+                move.send(move.header())
+        assert move.inbox.complete == kept and not cuda.shared
+        move.inbox.close()
+    move = Move(tmp_path, "here")
+    with zmq.Context() as context, transfer._connect(context, transfer.decode_address(move.inbox.address), 5.0) as stream:
+        stream.linger = 0
+        stream.send_multipart([b"part", encode_header(move.header())])
+        assert stream.poll(5000) and stream.recv_multipart() == [b"go"]
+        stream.send_multipart([b"gpu", b"no ticket"])
+        assert stream.poll(5000)
+        kind, line = stream.recv_multipart()
+    assert kind == b"no" and b"\n" not in line
+    move.inbox.close()

@@ -1,16 +1,18 @@
-"""Pools in a GPU's memory. A move takes rows that were gathered into pinned host memory for the pool, and they are scattered from there.
+"""Pools in a GPU's memory: their rows go straight into another process's pool, else through pinned host memory.
+
+    with Shared(pool, slots) as shared: ...           source: gathered into memory that another process of this machine may map (CUDA IPC)
+    take_shared(shared.ticket, pool, slots)           destination: scattered from there, checked chunk by chunk
 
     stage = Stage.of(pool, tokens)                    a pool of `tokens` slots in host memory; stage.slots are all of them, in order
     stage.fill(pool, slots)                           source: one kernel for all layers, then one copy
     stage.empty(pool, slots)                          destination: the reverse
 
-    with Shared(pool, slots) as shared: ...           between processes of one machine, without the host: CUDA IPC
-    take_shared(shared.ticket, pool, slots)           in the other process, checked chunk by chunk
-
 Everything runs in a CUDA stream of its own and has ended on return. Where the extension was built without csrc/device.cu, torch's indexing
-does the same, a layer at a time; Shared needs the extension.
+does the same as Stage, a layer at a time; Shared needs the extension.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -21,6 +23,15 @@ from laminar_hpc.kv.native import extension
 from laminar_hpc.kv.pool import Pool
 
 CHUNK_BYTES = 1 << 19  # a block of threads each; some hundreds of them keep a GPU busy
+
+
+def on_gpu(pool: Pool) -> bool:
+    return pool.tensors[0].is_cuda
+
+
+def can_share(pool: Pool) -> bool:
+    """Whether another process's rows could be mapped for this pool, and its own for another."""
+    return on_gpu(pool) and hasattr(extension(), "device_share")
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ def gather(pool: Pool, slots: torch.Tensor, image: torch.Tensor) -> None:
     """The rows of `slots` into `image` [planes, tokens, heads, head_dim] on the host."""
     device = pool.tensors[0].device
     if device.type == "cuda" and hasattr(extension(), "device_gather"):
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()) as _:
+        with _own_stream(pool):
             staged = torch.empty(image.shape, dtype=image.dtype, device=device)
             _run("device_gather", pool, slots, staged)
             image.copy_(staged, non_blocking=True)
@@ -66,7 +77,7 @@ def scatter(pool: Pool, slots: torch.Tensor, image: torch.Tensor) -> None:
     """The reverse of `gather`."""
     device = pool.tensors[0].device
     if device.type == "cuda" and hasattr(extension(), "device_scatter"):
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()) as _:
+        with _own_stream(pool):
             _run("device_scatter", pool, slots, image.to(device, non_blocking=True).contiguous())
             torch.cuda.current_stream().synchronize()
         return
@@ -98,12 +109,17 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class Shared:
-    """The rows of `slots`, gathered into GPU memory that another process may map, as long as this object is open."""
+    """The rows of `slots`, gathered into GPU memory that another process may map, as long as this object is open. Raises RuntimeError where
+    CUDA has no such memory."""
 
     def __init__(self, pool: Pool, slots: torch.Tensor) -> None:
-        self._address, handle = extension().device_share(len(pool.tensors) * len(slots) * pool.shape.row_bytes)
-        with torch.cuda.device(pool.tensors[0].device):
-            self.ticket = Ticket(handle, len(slots), _run("device_gather", pool, slots, self._address))
+        with _own_stream(pool):
+            self._address, handle = extension().device_share(len(pool.tensors) * len(slots) * pool.shape.row_bytes)
+            try:
+                self.ticket = Ticket(handle, len(slots), _run("device_gather", pool, slots, self._address))
+            except Exception:
+                extension().device_unshare(self._address)
+                raise
 
     def __enter__(self) -> "Shared":
         return self
@@ -113,10 +129,11 @@ class Shared:
 
 
 def take_shared(ticket: Ticket, pool: Pool, slots: torch.Tensor) -> None:
-    """Scatters what another process shares. Raises KvRefused, with the slots written, where a chunk's sums differ."""
+    """Scatters what another process shares. Raises KvRefused, with the slots written, where a chunk's sums differ, and RuntimeError where
+    CUDA cannot map it: the GPUs may not reach one another."""
     if ticket.tokens != len(slots):
         raise KvRefused(f"KV move refused: {ticket.tokens} tokens are shared, {len(slots)} slots were reserved")
-    with torch.cuda.device(pool.tensors[0].device):
+    with _own_stream(pool):
         address = extension().device_map(ticket.handle)
         try:
             sums = _run("device_scatter", pool, slots, address)
@@ -125,3 +142,10 @@ def take_shared(ticket: Ticket, pool: Pool, slots: torch.Tensor) -> None:
     if sums != ticket.sums:
         number = next(i for i, (a, b) in enumerate(zip(sums, ticket.sums, strict=True)) if a != b) // 2
         raise KvRefused(f"KV chunk {number} refused: its checksum differs")
+
+
+@contextlib.contextmanager
+def _own_stream(pool: Pool) -> Iterator[None]:
+    device = pool.tensors[0].device
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield

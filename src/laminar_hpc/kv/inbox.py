@@ -1,5 +1,6 @@
 """The destination of a move: an encrypted socket and a thread that scatters what comes into reserved slots. Protocol: transfer.py."""
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from laminar_hpc.kv import device
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header, Shape, check_fits, decode_header
 from laminar_hpc.kv.native import extension
@@ -17,22 +19,25 @@ from laminar_hpc.kv.pool import NATIVE_PLAN, Pool
 from laminar_hpc.kv.shm import Taken
 from laminar_hpc.kv.transfer import QUEUED, STREAMS, Place
 
+log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
 
 
 @dataclass
 class _Part:
-    """What comes at present, and of whom."""
+    """What comes at present, of whom, and where to; `stage` if it comes through the host for a GPU."""
 
     sender: bytes
     header: Header
-    plan: NATIVE_PLAN
+    slots: torch.Tensor
     missing: set[int]
+    stage: device.Stage | None = None
+    plan: NATIVE_PLAN | None = None  # of chunks that come one by one
 
 
 @dataclass
 class Expected:
-    """What a reservation takes: KV of this model and these weights, into these slots (int64 [tokens], whole pages)."""
+    """What a reservation takes: KV of this model and these weights, into these slots (int64 [tokens] on the CPU, whole pages)."""
 
     fingerprint: str
     weight_id: int
@@ -81,7 +86,8 @@ class Inbox:
             self._context.destroy(0)
             raise KvRefused(f"KV move refused: the destination cannot listen at {self.host} ({error})") from None
         port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
-        place = Place(self.host, port, self.machine, server_public.decode(), client_public.decode(), client_secret.decode())
+        gpu = device.can_share(self.expected.pool)
+        place = Place(self.host, port, self.machine, gpu, server_public.decode(), client_public.decode(), client_secret.decode())
         self.address = msgspec.json.encode(place).decode()
         threading.Thread(target=self._run, name="kv-inbox", daemon=True).start()
 
@@ -124,13 +130,15 @@ class Inbox:
             match bytes(kind), len(rest):
                 case (b"part", 1):
                     self._begin(bytes(sender), rest[0].buffer)
+                case (b"gpu", 1) if self._part is not None:
+                    self._from_gpu(self._part, rest[0].buffer)
                 case (b"shm", 1) if self._part is not None:
                     self._from_memory(self._part, bytes(rest[0]).decode())
                 case (b"rows", 1) if self._part is not None:
                     self._rows(self._part, rest[0].buffer)
                 case _:
                     raise KvRefused("KV move failed: a message that belongs to no part")
-        except (KvRefused, UnicodeDecodeError) as error:
+        except (KvRefused, UnicodeDecodeError, msgspec.DecodeError) as error:
             to = self._part.sender if self._part is not None else bytes(sender)
             self._part, self.complete = None, False
             self._refused = self._refused or str(error)
@@ -145,13 +153,27 @@ class Inbox:
             there = f"{len(self.tokens)} tokens are there and {len(expected.slots)} reserved"
             raise KvRefused(f"KV part refused: tokens {header.first} to {end} do not fit where {there}")
         self.tokens, self.complete = self.tokens[: header.first], False  # a part sent anew replaces the old one
-        plan = expected.pool.plan(expected.slots[header.first : end], header.chunk_bytes, expected.threads, distinct=True)
         chunks = expected.shape.chunks(header.tokens, header.chunk_bytes)
-        self._part = _Part(sender, header, plan, set(range(chunks)))
+        self._part = _Part(sender, header, expected.slots[header.first : end], set(range(chunks)))
         self._router.send_multipart([sender, b"go"])
 
+    def _host(self, part: _Part) -> tuple[Pool, torch.Tensor]:
+        """Where the part goes in host memory: the pool itself, or what stands for a GPU's until all of the part is there."""
+        if not device.on_gpu(self.expected.pool):
+            return self.expected.pool, part.slots
+        part.stage = part.stage or device.Stage.of(self.expected.pool, len(part.slots))
+        return part.stage.pool, part.stage.slots
+
+    def _from_gpu(self, part: _Part, ticket: memoryview) -> None:
+        try:
+            device.take_shared(msgspec.msgpack.decode(ticket, type=device.Ticket), self.expected.pool, part.slots)
+        except RuntimeError as error:
+            log.info("KV comes through the host: %s", error)
+            self._router.send_multipart([part.sender, b"host"])
+        else:
+            self._done(part)
+
     def _from_memory(self, part: _Part, path: str) -> None:
-        first, expected = part.header.first, self.expected
         with Taken(path) as taken:
             if taken.header != part.header:
                 raise KvRefused("KV part refused: the offer is of another part")
@@ -159,13 +181,16 @@ class Inbox:
             try:
                 if self._closing:
                     raise KvRefused("KV move failed: the destination gave it up")
-                taken.receive(expected.pool, expected.slots[first : first + part.header.tokens], expected.threads)
+                taken.receive(*self._host(part), self.expected.threads)
                 taken.accept()
             finally:
                 self._taken = None
         self._done(part)
 
     def _rows(self, part: _Part, record: memoryview) -> None:
+        if part.plan is None:
+            pool, slots = self._host(part)
+            part.plan = pool.plan(slots, part.header.chunk_bytes, self.expected.threads, distinct=True)
         number = int.from_bytes(record[4:8], "little")
         if number not in part.missing or not extension().unpack_chunk(*part.plan, number, record):
             raise KvRefused(f"KV chunk {number} refused: it is not one of those expected, or its checksum differs")
@@ -174,6 +199,8 @@ class Inbox:
             self._done(part)
 
     def _done(self, part: _Part) -> None:
+        if part.stage is not None:
+            part.stage.empty(self.expected.pool, part.slots)
         self.tokens, self.complete = self.tokens + part.header.ids(), part.header.last
         self._part = None
         self._router.send_multipart([part.sender, b"ok"])

@@ -1,4 +1,5 @@
-"""One part of a move, from a source's pool to a destination's inbox: through shared memory where both see the same, else over TCP.
+"""One part of a move, from a source's pool to a destination's inbox: between GPUs of one machine without the host, through shared memory
+where both see the same, else over TCP.
 
     inbox = Inbox(...)                                      destination: listens, in a thread of its own; inbox.address goes to the source
     send_part(inbox.address, header, pool, slots, ...)      source: returns when all of the part is there and checked, else raises KvRefused
@@ -7,22 +8,26 @@ Both sides first meet over TCP: a ROUTER here, DEALERs there, with CURVE keys ma
 between the roles), of which the address holds the source's pair. So whoever holds the address may send, and nobody else.
 
     source -> "part", header        "go" or "no", reason <- destination
+    source -> "gpu", ticket         rows that it shares on its GPU; "host" if they cannot be mapped: the source goes on with one of the next
     source -> "shm", path           the file of shm.py; or for each chunk, over the streams in turn: "rows", record as of frames.py
                                     "ok" or "no", reason <- destination
 """
 
+import logging
 import time
 
 import msgspec
 import torch
 import zmq
 
+from laminar_hpc.kv import device
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header, Shape, encode_header
 from laminar_hpc.kv.native import extension
 from laminar_hpc.kv.pool import NATIVE_PLAN, Pool, aligned
 from laminar_hpc.kv.shm import CHUNK_BYTES, WAIT_SECONDS, Offer
 
+log = logging.getLogger(__name__)
 STREAMS = 4  # TCP connections of a move; one seldom fills a fast network, and each is encrypted by another thread
 TCP_CHUNK_BYTES = 1 << 19  # a message's overhead is small beside it
 QUEUED = 8  # chunks on their way per stream: bounds the memory of a move
@@ -34,6 +39,7 @@ class Place(msgspec.Struct, frozen=True):
     host: str
     port: int
     machine: str  # as of cluster.processes.machine_name: whose shared memory the destination sees
+    gpu: bool  # rows that another process shares on a GPU can be taken
     server_public: str
     client_public: str
     client_secret: str
@@ -62,23 +68,29 @@ def send_part(
     threads: int = 1,
     seconds: float = WAIT_SECONDS,
 ) -> None:
-    """Sends the KV of `slots` (int64 [tokens]). `folder` is shared memory's, used where the destination's machine is `machine`.
+    """Sends the KV of `slots` (int64 [tokens], on the CPU). `folder` is shared memory's, used where the destination's machine is `machine`.
 
     Blocks; every wait for the destination ends after `seconds`. Raises KvRefused for whatever goes wrong.
     """
     place = decode_address(address)
     local = place.machine == machine
-    plan = pool.plan(slots, header.chunk_bytes, threads, distinct=False, streaming=False)
     with zmq.Context(io_threads=1 if local else STREAMS) as context:
         streams = [_connect(context, place, seconds) for _ in range(1 if local else STREAMS)]
         try:
             streams[0].send_multipart([b"part", encode_header(header)])
-            _answer(streams[0], b"go", place, seconds)
+            _answer(streams[0], place, seconds, b"go")
+            if local and place.gpu and device.can_share(pool) and _share(streams[0], pool, slots, place, seconds):
+                return
+            if device.on_gpu(pool):
+                stage = device.Stage.of(pool, len(slots))
+                stage.fill(pool, slots)
+                pool, slots = stage.pool, stage.slots
             if local:
                 _offer(streams[0], header, pool, slots, folder, threads, seconds)
             else:
+                plan = pool.plan(slots, header.chunk_bytes, threads, distinct=False, streaming=False)
                 _stream(streams, plan, pool.shape, header, place, seconds)
-            _answer(streams[0], b"ok", place, seconds)
+            _answer(streams[0], place, seconds, b"ok")
         except zmq.Again:
             raise KvRefused(f"KV move failed: the destination at {place.host}:{place.port} took nothing for {seconds:g} s") from None
         finally:
@@ -95,12 +107,25 @@ def _connect(context: zmq.Context, place: Place, seconds: float) -> zmq.Socket:
     return stream
 
 
-def _answer(stream: zmq.Socket, wanted: bytes, place: Place, seconds: float) -> None:
+def _answer(stream: zmq.Socket, place: Place, seconds: float, *wanted: bytes) -> bytes:
     if not stream.poll(seconds * 1000):
         raise KvRefused(f"KV move failed: the destination at {place.host}:{place.port} said nothing for {seconds:g} s")
     kind, *rest = stream.recv_multipart()
-    if kind != wanted:
+    if kind not in wanted:
         raise KvRefused(rest[0].decode(errors="replace") if rest else "KV move failed: the destination speaks another protocol")
+    return kind
+
+
+def _share(stream: zmq.Socket, pool: Pool, slots: torch.Tensor, place: Place, seconds: float) -> bool:
+    """Whether the destination has taken the rows from this GPU. False where CUDA cannot, at either end."""
+    try:
+        shared = device.Shared(pool, slots)
+    except RuntimeError as error:
+        log.info("KV goes through the host: %s", error)
+        return False
+    with shared:
+        stream.send_multipart([b"gpu", msgspec.msgpack.encode(shared.ticket)])
+        return _answer(stream, place, seconds, b"ok", b"host") == b"ok"
 
 
 def _offer(stream: zmq.Socket, header: Header, pool: Pool, slots: torch.Tensor, folder: str, threads: int, seconds: float) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from laminar_hpc.kv.device import Stage
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import model_fingerprint
 from laminar_hpc.kv.pool import Pool, use_huge_pages
@@ -128,10 +127,6 @@ class KvCache:
         self.allocator.free(pages)
         _reserved -= len(pages)
         self._room()
-
-    def stage(self, tokens: int) -> Stage | None:
-        """Host memory that stands for a GPU's pool while its rows travel; None for a pool in host memory."""
-        return Stage.of(self.pool, tokens) if self.pool.tensors[0].is_cuda else None
 
     def insert(self, tokens: list[int], namespace: str, pages: torch.Tensor) -> Hold:
         """Reserved `pages`, of which the first len(tokens) are filled, become a prefix in the tree; what is over is given back."""

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from laminar_hpc.cluster.processes import machine_name
-from laminar_hpc.kv.device import Stage
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header
 from laminar_hpc.kv.inbox import Expected, Inbox
@@ -55,7 +54,6 @@ class Incoming:
     seconds: float
     inbox: Inbox
     pages: torch.Tensor | None
-    stage: Stage | None  # of a GPU
     hold: Hold | None = None
 
 
@@ -87,14 +85,13 @@ class KvMoves:
             raise KvRefused(f"KV move refused: {request.tokens} tokens do not fill a page of {cache.page_size}")
         pages = cache.reserve(request.tokens)
         try:
-            stage = cache.stage(len(pages))
-            pool, slots = (stage.pool, stage.slots) if stage else (cache.pool, pages.to(torch.int64))
-            expected = Expected(cache.fingerprint, request.weight_id, pool, slots, torch.get_num_threads())
+            slots = pages.to(device="cpu", dtype=torch.int64)
+            expected = Expected(cache.fingerprint, request.weight_id, cache.pool, slots, torch.get_num_threads())
             inbox = Inbox(expected, request.host, machine_name(request.folder), self.wake)
         except Exception:
             cache.give_back(pages)
             raise
-        self.moves[request.move_id] = Incoming(request.weight_id, _after(request.seconds), request.seconds, inbox, pages, stage)
+        self.moves[request.move_id] = Incoming(request.weight_id, _after(request.seconds), request.seconds, inbox, pages)
         yield protocol.KvReserved(inbox.address)
 
     def take(self, request: protocol.KvImport) -> Steps:
@@ -109,8 +106,6 @@ class KvMoves:
         if move.weight_id != (served := kv_cache.served_weight_id()):
             raise KvRefused(f"KV import refused: it is of weight id {move.weight_id}, this engine serves {served}")
         move.inbox.close()
-        if move.stage is not None:
-            move.stage.empty(self.cache.pool, move.pages[: len(tokens)])
         move.hold, move.pages = self.cache.insert(tokens, str(move.weight_id), move.pages), None
         move.expires = _after(move.seconds)
         if len(move.hold.slots) < len(tokens):
@@ -191,7 +186,7 @@ class KvMoves:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MOST_THREADS, "kv-send")
         options = {"machine": machine, "folder": move.folder, "threads": torch.get_num_threads(), "seconds": move.seconds}
-        move.sending = self._threads.submit(_send, cache, move.address, header, slots[first:tokens], options)
+        move.sending = self._threads.submit(send_part, move.address, header, cache.pool, slots[first:tokens], **options)
         move.sending.add_done_callback(lambda _: self.wake())
         try:
             while not move.sending.done():
@@ -240,15 +235,6 @@ class KvMoves:
             move.inbox.ended(CLOSE_SECONDS)
         self.leaving.clear()
         kv_cache.forget_reserved()
-
-
-def _send(cache: KvCache, address: str, header: Header, slots: torch.Tensor, options: dict) -> None:
-    """In a thread."""
-    if (stage := cache.stage(len(slots))) is not None:
-        stage.fill(cache.pool, slots)
-        send_part(address, header, stage.pool, stage.slots, **options)
-    else:
-        send_part(address, header, cache.pool, slots, **options)
 
 
 def _after(seconds: float) -> float:
