@@ -3,11 +3,19 @@
 The engine is killed while its trajectories are on the id before the newest and nobody else generates with that.
 """
 
+from collections import Counter
+
 import pytest
 from faults import Killer
 from stand import Stand, assert_every_one_ended_once, small_config
 
 from laminar_hpc.observability import rundata, summary
+
+
+def refusals(tmp_path) -> int:
+    """The most that replicas refused of one trajectory."""
+    records = rundata.load(tmp_path / "run").records.get("move_off", [])
+    return max(Counter(record["trajectory_id"] for record in records if record["source"] < 0).values(), default=0)
 
 
 def run(tmp_path, most: int, slots: int) -> tuple[Killer, list[dict], dict]:
@@ -34,6 +42,7 @@ def test_work_goes_on_with_weights_that_are_loaded_from_an_older_slot(tmp_path):
     assert figures["trajectories_rescued_by_load"] == len(by_load) and figures["trajectories_rescued"] == len(moves)
     kept = {(move["trajectory_id"], move["weight_id"]) for move in moves}
     lost = [tokens for weight_id, known in killer.killed for i, tokens in known.items() if (i, weight_id) not in kept]
+    assert refusals(tmp_path) <= len(killer.killed), "what a replica last reported is no reason to ask it again and again"
     assert figures["tokens_discarded"] >= sum(lost) and figures["max_versions_per_trajectory"] == 1
 
 

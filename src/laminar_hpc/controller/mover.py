@@ -149,6 +149,8 @@ class Mover:
             self._prefix[move.move_id] = message.prefix_tokens
             self._act(move, move.imported(), replica)
         else:
+            if move.phase is Phase.RESERVE and move.source == NOBODY:
+                self._kv_before.pop(replica, None)  # its report was out of date: nothing more for it before the next one
             self._act(move, move.call_off(message.reason), replica)
 
     def _act(self, move: Move, actions: list[Action], asker: int = NOBODY) -> None:
@@ -263,9 +265,9 @@ class Mover:
         self.c.book.discard(trajectory_id, attempt, self.pool.drop(trajectory_id))
 
     def _rooms(self) -> list[failover.Room]:
-        """Replicas that generate: they can take more of their weights."""
+        """Replicas that generate: they can take more of their weights. Their last report may be older than what they serve by now."""
         return [
             failover.Room(replica, load.weight_id, float(load.kv_capacity - load.kv_tokens))
             for replica, (load, _) in self._kv_before.items()
-            if load.phase == "draining" and self.c.members.at("rollout", replica) is not None
+            if load.phase == "draining" and load.weight_id == self.c.open_weights.get(replica) and replica not in self.c.waiting
         ]
