@@ -1,5 +1,6 @@
 """Two-member links: bytes arrive, a dead peer breaks its own link only, every wait is bounded and names the peer."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from laminar_hpc.cluster import links
 from laminar_hpc.cluster.links import Link, LinkBroken, host_store, made_unless, reach_store
+from laminar_hpc.cluster.window import Window, mapped
 
 
 def receiver(port, die):
@@ -97,3 +100,62 @@ def test_a_link_that_is_no_longer_wanted_is_not_awaited():
     with pytest.raises(LinkBroken, match="another link takes its place"):
         made_unless(lambda: time.monotonic() - started > 0.5, make)
     assert time.monotonic() - started < 3
+
+
+def window_taker(port, reaches, says):
+    if not reaches:
+        links.mapped = lambda ticket: None
+    link = Link(reach_store("127.0.0.1", port, 20), 1, 0, False, "the trainer", "127.0.0.1", torch.device("cpu"), 20)
+    for size in (1000, 700):
+        target = torch.zeros(size, dtype=torch.uint8)
+        with link.taken(link.take(target), target) as there:
+            says.put((there is not target, there.tolist()))
+    try:
+        target = torch.zeros(8, dtype=torch.uint8)
+        with link.taken(link.take(target), target):
+            pass
+    except LinkBroken as error:
+        says.put(str(error))
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_chunks_stay_in_a_window_that_the_receiver_maps(reaches):
+    """The other process copies from where they lie; one that cannot map it gets them over the link, from the same calls."""
+    store, port = host_store("127.0.0.1", 20)
+    context = multiprocessing.get_context("spawn")
+    says = context.SimpleQueue()
+    peer = context.Process(target=window_taker, args=(port, reaches, says))
+    peer.start()
+    window = Window(3000)
+    link = Link(store, 1, 0, True, "relay 0", "127.0.0.1", torch.device("cpu"), 20, meet_seconds=20, window=window)
+    before = link.bytes_sent
+    for first, size in ((100, 1000), (2000, 700)):
+        chunk = window.tensor[first : first + size]
+        chunk.random_(0, 255)
+        work = link.give(chunk)
+        assert says.get() == (reaches, chunk.tolist())
+        link.given(work, chunk)
+    assert 1700 <= link.bytes_sent - before < 1800
+    if reaches:
+        with pytest.raises(ValueError, match="outside the window"):
+            link.give(torch.zeros(8, dtype=torch.uint8))
+        link.send(torch.tensor([2996, 8]))  # a place that is none
+        assert "in place of a chunk of 8" in says.get()
+    link.close()
+    peer.kill()
+    peer.join(20)
+
+
+def test_a_window_is_known_by_its_secret():
+    """The same process and descriptor on another machine would be something else."""
+    window = Window(100)
+    window.tensor.fill_(7)
+    assert torch.equal(mapped(window.ticket), window.tensor)
+    ticket = json.loads(window.ticket)
+    for wrong in ({"secret": "AAAAAAAAAAAAAAAAAAAAAA=="}, {"size": 99}, {"pid": 1 << 22}, {"descriptor": 9999}):
+        assert mapped(json.dumps(ticket | wrong).encode()) is None
+    assert mapped(b"") is None and mapped(b"{}") is None
+    with open("/dev/zero", "rb") as other:
+        assert mapped(json.dumps(ticket | {"descriptor": other.fileno()}).encode()) is None
+    del window
+    assert mapped(json.dumps(ticket).encode()) is None

@@ -11,11 +11,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from laminar_hpc.cluster.window import Window, mapped
 from laminar_hpc.config.errors import LaminarError
 
 MEET_SECONDS = 4.0  # for both ends of a new link to be there
@@ -48,6 +50,16 @@ def reach_store(host: str, port: int, seconds: float) -> dist.TCPStore:
         raise LinkBroken(f"the store of this epoch at {host}:{port} was not reached within {seconds:.0f} s ({error})") from None
 
 
+@dataclass
+class _Placed:
+    """A chunk in the sender's window: where it is, and the receiver's word that it has been copied."""
+
+    note: torch.Tensor  # int64 [2]: first byte, number of bytes
+    answer: torch.Tensor
+    noted: dist.Work
+    answered: dist.Work
+
+
 class Link:
     """One direction: the sender has rank 0, the receiver rank 1. Every operation is bounded by `seconds`, the meeting by `meet_seconds`.
 
@@ -58,10 +70,12 @@ class Link:
     def __init__(
         self, store: dist.Store, epoch: int, number: int, sender: bool, peer: str, address: str, device: torch.device, seconds: float,
         meet_seconds: float = MEET_SECONDS, given_up: Callable[[], bool] = lambda: False, leave: bool = False,
+        window: Window | None = None,
     ) -> None:  # fmt: skip
         """Raises LinkBroken when the other end does not come, or as soon as `given_up()` holds before it has come.
 
         `leave`: whoever waits on it leaves as soon as it is closed, in every case; costs a change of threads for each wait.
+        `window`: of the sender; where the receiver can map it, chunks that lie in it stay there until they are copied to where they go.
         """
         self.peer, self.seconds, self.device = peer, seconds, device
         self._me, self._other = (0, 1) if sender else (1, 0)
@@ -86,6 +100,7 @@ class Link:
                 nccl._timeout = timedelta(seconds=seconds)
                 self._data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", prefix), self._me, 2, nccl)
             self._measure(limit if self._data is self._frames else seconds)  # NCCL gets ready at the first use
+            self._window, self._there = self._meet_window(sender, window, limit)
         except (dist.DistError, RuntimeError) as error:
             self._leave()
             raise LinkBroken(f"no link to {peer} within {limit:.0f} s: it did not join epoch {epoch} ({_first_line(error)})") from None
@@ -113,7 +128,63 @@ class Link:
         """Receives into a contiguous tensor on this link's device."""
         return self.finish(self.post(tensor), tensor)
 
-    # ---- frames of bytes -------------------------------------------------------------------------------------------------------
+    # ---- chunks, which may lie in the sender's window ----------------------------------------------------------------------------
+
+    def give(self, chunk: torch.Tensor) -> "dist.Work | _Placed":
+        """As `post_send`, for a receiver that uses `take`."""
+        place = self._window.place(chunk) if self._window is not None else None
+        if self._window is None:
+            return self.post_send(chunk)
+        if place is None:
+            raise ValueError("a chunk outside the window that the receiver has mapped")
+        note, answer = torch.tensor([place, chunk.nbytes]), torch.zeros(1, dtype=torch.int64)
+        work = _Placed(note, answer, self._start(self._frames, True, note), self._start(self._frames, False, answer))
+        self.bytes_sent += chunk.nbytes - note.nbytes  # as it would be without a window
+        return work
+
+    def given(self, work: "dist.Work | _Placed", chunk: torch.Tensor) -> None:
+        """As `finish`: the chunk may be overwritten."""
+        if isinstance(work, _Placed):
+            self._finish(work.noted, work.note)
+            self._finish(work.answered, work.answer)
+        else:
+            self._finish(work, chunk)
+
+    def take(self, target: torch.Tensor) -> "dist.Work | _Placed":
+        """As `post`, for what comes by `give`."""
+        if self._there is None:
+            return self.post(target)
+        note = torch.zeros(2, dtype=torch.int64)
+        work = self._start(self._frames, False, note)
+        return _Placed(note, torch.zeros(1, dtype=torch.int64), work, work)
+
+    @contextlib.contextmanager
+    def taken(self, work: "dist.Work | _Placed", target: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Where the chunk is once it is there: `target`, or the sender's window, which holds it until the block ends."""
+        if self._there is None or not isinstance(work, _Placed):
+            assert isinstance(work, dist.Work)
+            yield self.finish(work, target)
+            return
+        self._finish(work.noted, work.note)
+        first, size = work.note.tolist()
+        if size != target.nbytes or not 0 <= first <= self._there.numel() - size:
+            raise LinkBroken(f"{self.peer} gave bytes {first} to {first + size} of its window in place of a chunk of {target.nbytes}")
+        yield self._there[first : first + size]
+        self._finish(self._start(self._frames, True, work.answer), work.answer)
+
+    def _meet_window(self, sender: bool, window: Window | None, seconds: float) -> tuple[Window | None, torch.Tensor | None]:
+        """The sender's, if the receiver has mapped it, and what the receiver has mapped."""
+        answer = torch.zeros(1, dtype=torch.int64)
+        if sender:
+            self.send_bytes(window.ticket if window is not None else b"")
+            self._finish(self._start(self._frames, False, answer), answer, seconds)
+            return (window if answer.item() else None), None
+        there = mapped(self.receive_bytes(idle_seconds=seconds))
+        answer[0] = there is not None
+        self._finish(self._start(self._frames, True, answer), answer, seconds)
+        return None, there
+
+    # ---- frames of bytes ---------------------------------------------------------------------------------------------------------
 
     def send_bytes(self, content: bytes) -> None:
         """A length, then the bytes."""

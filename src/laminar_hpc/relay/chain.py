@@ -137,13 +137,13 @@ def _in_full(link: Link, stream: Stream) -> Iterator[int]:
         while first < size and len(posted) <= _POSTED_AHEAD:
             part = stream.data[first : first + stream.chunk]
             target = part if link.device.type == "cpu" else torch.empty_like(part, device=link.device)
-            posted.append((link.post(target), target, part))
+            posted.append((link.take(target), target, part))
             first += part.numel()
         work, target, part = posted.popleft()
-        link.finish(work, target)
-        if target is not part:
-            with stream.writing():
-                part.copy_(target)
+        with link.taken(work, target) as there:
+            if there is not part:
+                with stream.writing():
+                    part.copy_(there)
         yield stream.there + part.numel()
 
 
@@ -184,7 +184,8 @@ def send_stream(link: Link, stream: Stream) -> None:
             for tensor in frame or full:
                 link.send(tensor.to(link.device) if tensor.dtype == torch.uint8 else tensor)
         else:
-            link.send(part.to(link.device))
+            there = part.to(link.device)
+            link.given(link.give(there), there)
     stream.wait(manifest.data_bytes, True, link.seconds)
     link.send_bytes(encode_sums((entry.sum_words, entry.sum_indexed) for entry in manifest.tensors))
     if complete:  # else the pace may have been that of the link before

@@ -6,18 +6,19 @@ another one; the other lanes go on.
 """
 
 import contextlib
+import functools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link, LinkBroken, host_store, made_unless
+from laminar_hpc.cluster.window import Window
 from laminar_hpc.trainer.canonical import TensorSums
 from laminar_hpc.weights.delta import Image, unit_bytes
 from laminar_hpc.weights.lanes import Lane, lane_manifest, lane_sums
@@ -38,13 +39,15 @@ class LaneSender:
         self._address = own_address(context.config.cluster.host)
         self.nbytes = lane.end - lane.begin
         size = min(context.config.relay.chunk_megabytes << 20, self.nbytes)
-        self._buckets = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._window = Window(2 * size) if device.type == "cpu" else None
+        both = self._window.tensor if self._window is not None else torch.empty(2 * size, dtype=torch.uint8, device=device)
+        self._buckets = [both[:size], both[size:]]
         log.info("lane %d: two staging buckets of %.1f MB on %s", number, size / 1e6, device)
         self.image: Image | None = None  # of what was published last
         if context.config.relay.delta == "auto":
             self.image = Image(self.nbytes, unit_bytes(whole), device, context.config.relay.anchor_every)
         self._epoch, self._base_id = 0, -1
-        self._on_the_way: deque[list[tuple[dist.Work, torch.Tensor]]] = deque()  # of the last two buckets
+        self._on_the_way: deque[list[Callable[[], object]]] = deque()  # waits for what is sent of the last two buckets
         self._watch = contextlib.ExitStack()
         self.sent = False  # the publication, whole
         self.bytes_sent = self.full_bytes = 0  # of the publication, layout and sums included; and what it would have been in full
@@ -65,7 +68,7 @@ class LaneSender:
 
         def make() -> Link:
             place = (store, proposed.epoch, 0, True, peer, self._address, self._device, self._seconds)
-            return Link(*place, given_up=given_up, leave=True)
+            return Link(*place, given_up=given_up, leave=True, window=self._window)
 
         try:
             self.link = made_unless(given_up, make)
@@ -93,9 +96,9 @@ class LaneSender:
         """To be filled with the next chunk, once what it held has left."""
         number, self._number = self._number, self._number + 1
         if len(self._on_the_way) == 2 and self.link is not None:
-            with self._careful(self.link) as link:
-                for sent in self._on_the_way.popleft():
-                    link.finish(*sent)
+            with self._careful(self.link):
+                for left in self._on_the_way.popleft():
+                    left()
         return self._buckets[number % 2][: min(self._chunk, self.nbytes - number * self._chunk)]
 
     def post(self, bucket: torch.Tensor, parts: Sequence[Part], read: TensorSums) -> None:
@@ -109,13 +112,14 @@ class LaneSender:
             if self.image is not None and self._base_id >= 0:
                 taken = read()  # while the bucket is whole
                 for each in self.image.take(self._first(), bucket, True) or ():
-                    posted.append((link.post_send(each), each))
+                    posted.append(functools.partial(link.finish, link.post_send(each), each))
+                    self._data_bytes += each.nbytes
             else:
-                posted.append((link.post_send(bucket), bucket))
+                posted.append(functools.partial(link.given, link.give(bucket), bucket))
+                self._data_bytes += bucket.nbytes
                 taken = read()
                 if self.image is not None:
                     self.image.take(self._first(), bucket, False)
-            self._data_bytes += sum(each.nbytes for _, each in posted)
             for part, both in zip(parts, taken, strict=True):
                 self._sums[part.tensor] = add_sums([self._sums.get(part.tensor, (0, 0)), both])
 
@@ -123,8 +127,8 @@ class LaneSender:
         """The last buckets leave, and the sums behind them."""
         if self.link is not None:
             with self._careful(self.link) as link:
-                for sent in [each for posted in self._on_the_way for each in posted]:
-                    link.finish(*sent)
+                for left in [each for posted in self._on_the_way for each in posted]:
+                    left()
                 link.send_bytes(encode_sums(lane_sums(self._manifest, self._sums)))
                 link.weight_id = self._manifest.weight_id
                 if self.image is not None:
