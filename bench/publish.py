@@ -164,6 +164,7 @@ def relay_main(config: object, index: int, pipe: object, folder: Path) -> None:
 
     die_with_parent()
     run.run(context(config, "relay", index, Line(pipe.send, pipe), folder))
+    os._exit(0)  # a thread that waits in gloo must not wake while the interpreter ends
 
 
 class Script:
