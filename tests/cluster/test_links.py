@@ -152,7 +152,7 @@ def test_a_window_is_known_by_its_secret():
     window.tensor.fill_(7)
     assert torch.equal(mapped(window.ticket), window.tensor)
     ticket = json.loads(window.ticket)
-    for wrong in ({"secret": "AAAAAAAAAAAAAAAAAAAAAA=="}, {"size": 99}, {"pid": 1 << 22}, {"descriptor": 9999}):
+    for wrong in ({"secret": "AAAAAAAAAAAAAAAAAAAAAA=="}, {"size": 99}, {"pid": 1 << 22}, {"descriptor": 9999}, {"network": 1}):
         assert mapped(json.dumps(ticket | wrong).encode()) is None
     assert mapped(b"") is None and mapped(b"{}") is None
     with open("/dev/zero", "rb") as other:

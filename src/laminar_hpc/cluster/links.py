@@ -101,6 +101,9 @@ class Link:
                 self._data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", prefix), self._me, 2, nccl)
             self._measure(limit if self._data is self._frames else seconds)  # NCCL gets ready at the first use
             self._window, self._there = self._meet_window(sender, window, limit)
+        except LinkBroken:
+            self._leave()
+            raise
         except (dist.DistError, RuntimeError) as error:
             self._leave()
             raise LinkBroken(f"no link to {peer} within {limit:.0f} s: it did not join epoch {epoch} ({_first_line(error)})") from None

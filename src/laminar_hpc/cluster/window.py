@@ -1,7 +1,8 @@
 """Memory of one process that another one of the same machine maps, so that a chunk crosses a link as its place and is copied once.
 
 It has no name in any folder and ends with its owner. Whoever is given its ticket finds it through the owner's process, and knows by the
-secret at its end that it is the one: on another machine, or in another container, the same numbers would name something else.
+secret at its end that it is the one: on another machine, or in another container, the same numbers would name something else. Processes in
+different network namespaces count as machines of their own.
 """
 
 import mmap
@@ -20,6 +21,7 @@ class _Ticket(msgspec.Struct, frozen=True):
     descriptor: int
     size: int
     secret: bytes
+    network: int
 
 
 class Window:
@@ -32,7 +34,7 @@ class Window:
         whole[size:] = secret
         self.tensor = torch.frombuffer(whole, dtype=torch.uint8, count=size)
         weakref.finalize(self, os.close, descriptor)
-        self.ticket = msgspec.json.encode(_Ticket(os.getpid(), descriptor, size, secret))
+        self.ticket = msgspec.json.encode(_Ticket(os.getpid(), descriptor, size, secret, _network()))
 
     def place(self, part: torch.Tensor) -> int | None:
         """The byte at which a contiguous tensor begins here; None for one that lies elsewhere."""
@@ -40,10 +42,16 @@ class Window:
         return first if 0 <= first <= self.tensor.numel() - part.nbytes else None
 
 
+def _network() -> int:
+    return os.stat("/proc/self/ns/net").st_ino
+
+
 def mapped(ticket: bytes) -> torch.Tensor | None:
     """Another process's window, uint8 [size]; None where it is out of reach."""
     try:
         there = msgspec.json.decode(ticket, type=_Ticket)
+        if there.network != _network():
+            return None
         descriptor = os.open(f"/proc/{there.pid}/fd/{there.descriptor}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, msgspec.DecodeError):
         return None
