@@ -271,7 +271,8 @@ class ChainRun:
                 return took
             if took > seconds:
                 for process in (self._others[1], *(self.relays[index] for index in indices)):
-                    os.kill(process.pid, signal.SIGUSR1)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGUSR1)
                 raise AssertionError(f"after {seconds:.0f} s relays hold steps {steps} instead of {step}; chain {self.chains()[-1:]}")
             time.sleep(0.02)
 
