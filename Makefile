@@ -9,8 +9,9 @@ help:
 	@echo 'make demo        set up .venv and run the main job: laminar train experiment=demo'
 	@echo 'make test        set up .venv and run the tests (those marked slow are left out)'
 	@echo 'make test-slow   the tests marked slow: long runs, process deaths, a real two-node Slurm'
-	@echo 'make bench-gpu   the kernels on a GPU, against a plain copy and torch.compile (BENCH_ARGS="--json kernels.json"), and'
-	@echo '                 KV gather and scatter against a device copy (KV_BENCH_ARGS="--json kv.json")'
+	@echo 'make bench-gpu   on a GPU: the kernels against a plain copy and torch.compile (BENCH_ARGS), KV gather and scatter (KV_BENCH_ARGS),'
+	@echo "                 a 7B's weights over NCCL to a relay that dies (HAND_OVER_ARGS), KV moves between two 7B engines (KV_ENGINES_ARGS);"
+	@echo '                 for example BENCH_ARGS="--json kernels.json"'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make setup       set up .venv only; a second call installs nothing'
 	@echo "make apex        build NVIDIA's apex into .venv (machines with CUDA's compiler)"
@@ -36,6 +37,8 @@ test-slow: setup
 bench-gpu: setup
 	@$(BIN)/python bench/kernels.py $(BENCH_ARGS)
 	@$(BIN)/python bench/kv_device.py $(KV_BENCH_ARGS)
+	@$(BIN)/python bench/hand_over.py $(HAND_OVER_ARGS)
+	@$(BIN)/python bench/kv_engines.py --model 7b --lengths 1024,8192 $(KV_ENGINES_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check --output-format concise .

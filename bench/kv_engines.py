@@ -2,6 +2,7 @@
 
     python bench/kv_engines.py --json kv_engines.json       prompts of 512 to 4,096 tokens, 3 repeats each
     python bench/kv_engines.py --lengths 1024,4096
+    python bench/kv_engines.py --model 7b --lengths 1024,8192      all of Qwen2.5-7B's weights, at random, twice on one GPU of 80 GB or more
 
 The model has the KV cache of Qwen2.5-7B (28 layers, 4 heads of 128, bf16) but a hundredth of its weights, so that two cores can serve it:
 a real 7B's prefill takes far longer, its move as long. A move is all from the reservation to the first token that the destination draws;
@@ -31,16 +32,22 @@ COLUMNS = ("tokens", "repeat", "move ms", "prefill ms", "prefill / move", "stall
 START_SECONDS = 600.0
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, model: str) -> None:
     """A random Qwen2 in bf16."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+    sizes = {
+        "narrow": {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4},
+        "7b": {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28},
+    }
     config = Qwen2Config(
-        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=28, num_attention_heads=4, num_key_value_heads=4,
-        head_dim=128, max_position_embeddings=8192, eos_token_id=2, tie_word_embeddings=False,
+        **sizes[model], num_hidden_layers=28, num_key_value_heads=4, head_dim=128, max_position_embeddings=32768, eos_token_id=2,
+        tie_word_embeddings=False, dtype=torch.bfloat16,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        made = Qwen2ForCausalLM._from_config(config)
+    made.to(torch.bfloat16).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))).save_pretrained(folder)
 
 
@@ -95,8 +102,8 @@ def break_even(ratios: dict[int, float]) -> float | None:
     return None
 
 
-async def run(folder: Path, lengths: list[int], repeats: int) -> list[dict]:
-    make_model(folder / "model")
+async def run(folder: Path, model: str, lengths: list[int], repeats: int) -> list[dict]:
+    make_model(folder / "model", model)
     config = RunConfig()
     config.model.path, config.model.dtype = str(folder / "model"), "bfloat16"
     config.rollout.kv_cache_tokens, config.rollout.engine_start_seconds = 4 * max(lengths) + 2048, START_SECONDS
@@ -111,9 +118,10 @@ async def run(folder: Path, lengths: list[int], repeats: int) -> list[dict]:
 def main() -> None:
     options = common.parser(__doc__ or "")
     options.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[512, 1024, 2048, 4096])
+    options.add_argument("--model", choices=("narrow", "7b"), default="narrow", help="default narrow")
     options = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-        rows = asyncio.run(run(Path(folder), options.lengths, options.repeats))
+        rows = asyncio.run(run(Path(folder), options.model, options.lengths, options.repeats))
     ratios = {n: common.median([row["prefill / move"] for row in rows if row["tokens"] == n]) for n in options.lengths}
     figures = {
         "reprefill_over_move_4k": ratios[max(options.lengths)],

@@ -1,0 +1,188 @@
+"""Weights of a 7B's shape from a GPU to a relay in another process and from its slot back to a GPU, and a relay that is killed meanwhile.
+
+    python bench/hand_over.py --json hand_over.json         Qwen2.5-7B in bf16, 15.2 GB; `make bench-gpu` does the same
+    python bench/hand_over.py --device cpu --layers 1       the same way over gloo, to try it
+
+Link, stream, slot and load are those of a run; sums are compared at either end. On one GPU each process has its own NCCL_HOSTID, so
+that NCCL takes them for two hosts. In the second part the relay is killed when a third has left: the sender must leave its link, as it
+would when the controller proposes another one, and hand over all of it to the next relay.
+
+Figures: `pull_over_pinned_copy`, the load's rate over that of a plain copy of as many bytes from pinned memory (goal: at least 0.8);
+`hand_over_gb_per_second`; `leave_seconds`, from the kill until the sender has left the link; `next_relay_seconds`, until the next one
+has all of it.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import common
+import torch
+
+from laminar_hpc.cluster.links import Link, LinkBroken, host_store, reach_store
+from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.relay.chain import Stream, receive_stream
+from laminar_hpc.rollout.sglang_plugin.live_weights import View
+from laminar_hpc.rollout.sglang_plugin.load import load_slot
+from laminar_hpc.weights.manifest import Manifest, layout
+from laminar_hpc.weights.slots import SlotWriter
+from laminar_hpc.weights.stream import decode_header, encode_header, encode_sums
+from laminar_hpc.weights.sums import tensor_sums
+
+HOST, SECONDS, RUN_ID = "127.0.0.1", 60.0, "hand-over"
+HIDDEN, FEED_FORWARD, KV, VOCABULARY = 3584, 18944, 512, 152064  # Qwen2.5-7B
+CHUNK = 64 << 20
+
+
+def tensors(layers: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Names and shapes of the model."""
+    of_layer = {
+        "self_attn.q_proj.weight": (HIDDEN, HIDDEN), "self_attn.q_proj.bias": (HIDDEN,), "self_attn.k_proj.weight": (KV, HIDDEN),
+        "self_attn.k_proj.bias": (KV,), "self_attn.v_proj.weight": (KV, HIDDEN), "self_attn.v_proj.bias": (KV,),
+        "self_attn.o_proj.weight": (HIDDEN, HIDDEN), "mlp.gate_proj.weight": (FEED_FORWARD, HIDDEN),
+        "mlp.up_proj.weight": (FEED_FORWARD, HIDDEN), "mlp.down_proj.weight": (HIDDEN, FEED_FORWARD), "input_layernorm.weight": (HIDDEN,),
+        "post_attention_layernorm.weight": (HIDDEN,),
+    }  # fmt: skip
+    names = [(f"model.layers.{number}.{name}", shape) for number in range(layers) for name, shape in of_layer.items()]
+    outer = [
+        ("model.embed_tokens.weight", (VOCABULARY, HIDDEN)),
+        ("lm_head.weight", (VOCABULARY, HIDDEN)),
+        ("model.norm.weight", (HIDDEN,)),
+    ]
+    return [(name, shape, torch.bfloat16) for name, shape in [*names, *outer]]
+
+
+def relay(index: int, device: str, folder: Path, pipe: Connection) -> None:
+    """Takes ports of stores; receives what comes over the link into a slot, and says where it is."""
+    die_with_parent()
+    os.environ["NCCL_HOSTID"] = f"relay{index}"
+    writer = SlotWriter(str(folder), f"{RUN_ID}{index}", 1, folder)
+    link = Link(reach_store(HOST, pipe.recv(), SECONDS), 1, 0, False, "the trainer", HOST, torch.device(device), SECONDS, SECONDS)
+    while True:
+        manifest, chunk, _ = decode_header(link.receive_bytes(idle_seconds=SECONDS * 10))
+        stream = Stream(manifest, torch.from_numpy(writer.begin(manifest)), chunk)
+        receive_stream(link, stream)
+        pipe.send(writer.commit(manifest))
+
+
+def start(index: int, device: torch.device, folder: Path) -> tuple[multiprocessing.Process, Connection, Link]:
+    """A relay, and the sender's link to it."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=relay, args=(index, str(device), folder, theirs))
+    process.start()
+    theirs.close()
+    store, port = host_store(HOST, SECONDS)
+    ours.send(port)
+    return process, ours, Link(store, 1, 0, True, f"relay {index}", HOST, device, SECONDS, SECONDS, leave=True)
+
+
+def send(link: Link, manifest: Manifest, image: torch.Tensor, killer: threading.Thread | None = None) -> None:
+    """The whole stream; `killer` is started when a third of it has left."""
+    link.send_bytes(encode_header(manifest, CHUNK))
+    for first in range(0, len(image), CHUNK):
+        if killer is not None and 3 * first >= len(image) and killer.ident is None:
+            killer.start()
+        part = image[first : first + CHUNK]
+        link.given(link.give(part), part)
+    link.send_bytes(encode_sums((entry.sum_words, entry.sum_indexed) for entry in manifest.tensors))
+
+
+def seconds(device: torch.device, work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic() - began
+
+
+def pull(manifest: Manifest, slot: Path, device: torch.device, repeats: int) -> tuple[list[float], list[float]]:
+    """Seconds of verified loads of the slot, and of plain copies of as many bytes from pinned memory beside them."""
+    live = torch.zeros(manifest.data_bytes, dtype=torch.uint8, device=device)
+    pinned = torch.zeros(manifest.data_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    views = [
+        View(e.name, live[e.offset : e.offset + e.nbytes].view(torch.bfloat16).view(e.shape), tuple(e.shape)) for e in manifest.tensors
+    ]
+    loads, copies, sums = [], [], {}
+    for _ in range(repeats + 1):
+        loads.append(seconds(device, lambda: sums.update(load_slot(views, slot))))
+        if any(sums[entry.name] != (entry.sum_words, entry.sum_indexed) for entry in manifest.tensors):
+            raise SystemExit("what was loaded has other sums than what was sent")
+        copies.append(seconds(device, lambda: live.copy_(pinned, non_blocking=True)))
+    return loads[1:], copies[1:]
+
+
+def killed_meanwhile(process: multiprocessing.Process, link: Link, manifest: Manifest, image: torch.Tensor) -> float:
+    """Seconds from the relay's death until the sender has left the link."""
+    killed = []
+
+    def kill() -> None:
+        process.kill()
+        killed.append(time.monotonic())
+        link.close()
+
+    try:
+        send(link, manifest, image, threading.Thread(target=kill))
+    except LinkBroken as broke:
+        print(f"  the sender left the link: {broke}", flush=True)
+        return time.monotonic() - killed[0]
+    raise SystemExit("the relay was killed, and the sender did not notice")
+
+
+def main() -> None:
+    options = common.parser(__doc__ or "")
+    options.add_argument("--device", default="cuda:0", help="default cuda:0")
+    options.add_argument("--layers", type=int, default=28, help="default 28")
+    options = options.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("bench/hand_over.py needs an NVIDIA GPU, and torch sees none here; --device cpu tries the same way over gloo")
+    os.environ["NCCL_HOSTID"] = "trainer"
+    manifest = layout(tensors(options.layers), 0, 0)
+    gigabytes = manifest.data_bytes / 1e9
+    image = torch.empty(manifest.data_bytes // 8, dtype=torch.int64, device=device).random_().view(torch.uint8)
+    for entry in manifest.tensors:
+        entry.sum_words, entry.sum_indexed = tensor_sums(image[entry.offset : entry.offset + entry.nbytes])
+    with tempfile.TemporaryDirectory(prefix="laminar-bench-", dir="/dev/shm") as folder:
+        process, pipe, link = start(0, device, Path(folder))
+        handed = []
+        for _ in range(options.repeats + 1):
+            began = time.monotonic()
+            send(link, manifest, image)
+            slot = pipe.recv()
+            handed.append(time.monotonic() - began)
+        loads, copies = pull(manifest, slot, device, options.repeats)
+        left = killed_meanwhile(process, link, manifest, image)
+        began = time.monotonic()
+        other, pipe, again = start(1, device, Path(folder))
+        send(again, manifest, image)
+        pipe.recv()
+        recovered = time.monotonic() - began
+        for each in (process, other):
+            each.kill()
+            each.join(10)
+    times = {
+        "hand-over": common.median(handed[1:]), "pull, verified": common.median(loads), "copy from pinned memory": common.median(copies)
+    }  # fmt: skip
+    rows = [{"what": what, "seconds": took, "GB/s": gigabytes / took} for what, took in times.items()]
+    rows += [
+        {"what": "from the kill until the link is left", "seconds": left},
+        {"what": "a new relay's process, link and all bytes", "seconds": recovered},
+    ]
+    figures = {
+        "hand_over_gb_per_second": gigabytes / times["hand-over"],
+        "pull_over_pinned_copy": common.median([copy / load for copy, load in zip(copies, loads, strict=True)]),
+        "leave_seconds": left, "next_relay_seconds": recovered,
+    }  # fmt: skip
+    common.finish(options, figures, rows, ("what", "seconds", "GB/s"))
+    sys.stdout.flush()
+    os._exit(0)  # a thread that waits in gloo must not wake while the interpreter ends
+
+
+if __name__ == "__main__":
+    main()
