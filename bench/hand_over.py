@@ -89,7 +89,7 @@ def send(link: Link, manifest: Manifest, image: torch.Tensor, killer: threading.
         if killer is not None and 3 * first >= len(image) and killer.ident is None:
             killer.start()
         part = image[first : first + CHUNK]
-        link.given(link.give(part), part)
+        link.finish(link.give(part), part)
     link.send_bytes(encode_sums((entry.sum_words, entry.sum_indexed) for entry in manifest.tensors))
 
 

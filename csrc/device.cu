@@ -83,8 +83,8 @@ int launch(const DeviceRows& rows, void* image, uint64_t* sums, void* stream) {
   return cudaGetLastError();
 }
 
-// What is returned shall not be found again by whoever looks for the last error of a launch.
-int said(cudaError_t error) {
+// An error that is returned shall not be found again by whoever looks for the last error of a launch.
+int cleared(cudaError_t error) {
   if (error) cudaGetLastError();
   return error;
 }
@@ -98,11 +98,11 @@ int device_scatter(const DeviceRows& rows, const void* image, uint64_t* sums, vo
 }
 
 int device_share(size_t bytes, void** memory, uint8_t* handle) {
-  if (const cudaError_t error = cudaMalloc(memory, bytes)) return said(error);
+  if (const cudaError_t error = cudaMalloc(memory, bytes)) return cleared(error);
   cudaIpcMemHandle_t made;
   if (const cudaError_t error = cudaIpcGetMemHandle(&made, *memory)) {
     cudaFree(*memory);
-    return said(error);
+    return cleared(error);
   }
   std::memcpy(handle, &made, sizeof made);
   return cudaSuccess;
@@ -113,7 +113,7 @@ int device_unshare(void* memory) { return cudaFree(memory); }
 int device_map(const uint8_t* handle, void** memory) {
   cudaIpcMemHandle_t given;
   std::memcpy(&given, handle, sizeof given);
-  return said(cudaIpcOpenMemHandle(memory, given, cudaIpcMemLazyEnablePeerAccess));
+  return cleared(cudaIpcOpenMemHandle(memory, given, cudaIpcMemLazyEnablePeerAccess));
 }
 
 int device_unmap(void* memory) { return cudaIpcCloseMemHandle(memory); }

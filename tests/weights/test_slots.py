@@ -76,6 +76,21 @@ def test_who_loads_goes_on_while_the_relay_is_started_again(tmp_path, writer):
     assert all((load_file(path)["a"] == 3.0).all() for path in tmp_path.glob("laminar-run/slot*/model.safetensors"))
 
 
+def test_what_an_earlier_relay_left_is_brought_up_to_date(tmp_path):
+    """Fewer slots, and another tokenizer: nothing of before is kept or offered."""
+    (tmp_path / "tokenizer.json").write_text("old")
+    writer = SlotWriter(str(tmp_path), "run", 4, tmp_path)
+    for weight_id in range(4):
+        write(writer, weight_id, 1.0)
+    (tmp_path / "tokenizer.json").write_text("new")
+    again = SlotWriter(str(tmp_path), "run", 2, tmp_path)
+    for weight_id in range(4, 6):
+        write(again, weight_id, 2.0)
+    assert {path.name for path in again.root.glob("slot*")} == {"slot0", "slot1"}
+    assert {path.read_text() for path in again.root.glob("slot*/tokenizer.json")} == {"new"}
+    again.close()
+
+
 def test_slots_of_another_layout_are_made_anew(tmp_path, writer):
     write(writer, 0, 1.0)
     again, manifest = SlotWriter(str(tmp_path), "run", 3, tmp_path), layout([*TENSORS, ("c", (2,), torch.float32)], 1, 1)

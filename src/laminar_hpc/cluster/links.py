@@ -55,9 +55,12 @@ class _Placed:
     """A chunk in the sender's window: where it is, and the receiver's word that it has been copied."""
 
     note: torch.Tensor  # int64 [2]: first byte, number of bytes
-    answer: torch.Tensor
     noted: dist.Work
-    answered: dist.Work
+    answer: torch.Tensor
+    answered: dist.Work | None = None  # the sender's wait for it
+
+
+Posted = dist.Work | _Placed  # what `Link.finish` waits for
 
 
 class Link:
@@ -122,50 +125,42 @@ class Link:
         """Gets ready to receive into a contiguous tensor where the sender has it, behind those posted before; `finish` waits for it."""
         return self._start(self._data if tensor.is_cuda else self._frames, False, tensor)
 
-    def finish(self, work: dist.Work, tensor: torch.Tensor) -> torch.Tensor:
-        """Waits until what was posted is there, or has left."""
-        self._finish(work, tensor)
+    def finish(self, work: Posted, tensor: torch.Tensor) -> torch.Tensor:
+        """Waits until what was posted is there, or has left and may be overwritten."""
+        if isinstance(work, _Placed):
+            assert work.answered is not None, "what was taken ends with `taken`"
+            self._finish(work.noted, work.note)
+            self._finish(work.answered, work.answer)
+        else:
+            self._finish(work, tensor)
         return tensor
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Receives into a contiguous tensor on this link's device."""
         return self.finish(self.post(tensor), tensor)
 
-    # ---- chunks, which may lie in the sender's window ----------------------------------------------------------------------------
+    # ---- chunks, which may lie in the sender's window --------------------------------------------------------------------------
 
-    def give(self, chunk: torch.Tensor) -> "dist.Work | _Placed":
+    def give(self, chunk: torch.Tensor) -> Posted:
         """As `post_send`, for a receiver that uses `take`."""
-        place = self._window.place(chunk) if self._window is not None else None
         if self._window is None:
             return self.post_send(chunk)
-        if place is None:
-            raise ValueError("a chunk outside the window that the receiver has mapped")
-        note, answer = torch.tensor([place, chunk.nbytes]), torch.zeros(1, dtype=torch.int64)
-        work = _Placed(note, answer, self._start(self._frames, True, note), self._start(self._frames, False, answer))
+        note, answer = torch.tensor([self._window.place(chunk), chunk.nbytes]), torch.zeros(1, dtype=torch.int64)
+        work = _Placed(note, self._start(self._frames, True, note), answer, self._start(self._frames, False, answer))
         self.bytes_sent += chunk.nbytes - note.nbytes  # as it would be without a window
         return work
 
-    def given(self, work: "dist.Work | _Placed", chunk: torch.Tensor) -> None:
-        """As `finish`: the chunk may be overwritten."""
-        if isinstance(work, _Placed):
-            self._finish(work.noted, work.note)
-            self._finish(work.answered, work.answer)
-        else:
-            self._finish(work, chunk)
-
-    def take(self, target: torch.Tensor) -> "dist.Work | _Placed":
-        """As `post`, for what comes by `give`."""
+    def take(self, target: torch.Tensor) -> Posted:
+        """As `post`, for what comes by `give`; `taken` ends it."""
         if self._there is None:
             return self.post(target)
         note = torch.zeros(2, dtype=torch.int64)
-        work = self._start(self._frames, False, note)
-        return _Placed(note, torch.zeros(1, dtype=torch.int64), work, work)
+        return _Placed(note, self._start(self._frames, False, note), torch.zeros(1, dtype=torch.int64))
 
     @contextlib.contextmanager
-    def taken(self, work: "dist.Work | _Placed", target: torch.Tensor) -> Iterator[torch.Tensor]:
+    def taken(self, work: Posted, target: torch.Tensor) -> Iterator[torch.Tensor]:
         """Where the chunk is once it is there: `target`, or the sender's window, which holds it until the block ends."""
         if self._there is None or not isinstance(work, _Placed):
-            assert isinstance(work, dist.Work)
             yield self.finish(work, target)
             return
         self._finish(work.noted, work.note)
@@ -187,7 +182,7 @@ class Link:
         self._finish(self._start(self._frames, True, answer), answer, seconds)
         return None, there
 
-    # ---- frames of bytes ---------------------------------------------------------------------------------------------------------
+    # ---- frames of bytes -------------------------------------------------------------------------------------------------------
 
     def send_bytes(self, content: bytes) -> None:
         """A length, then the bytes."""

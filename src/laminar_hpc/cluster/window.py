@@ -36,10 +36,12 @@ class Window:
         weakref.finalize(self, os.close, descriptor)
         self.ticket = msgspec.json.encode(_Ticket(os.getpid(), descriptor, size, secret, _network()))
 
-    def place(self, part: torch.Tensor) -> int | None:
-        """The byte at which a contiguous tensor begins here; None for one that lies elsewhere."""
+    def place(self, part: torch.Tensor) -> int:
+        """The byte at which a contiguous tensor begins here. Raises ValueError for one that lies elsewhere."""
         first = part.data_ptr() - self.tensor.data_ptr()
-        return first if 0 <= first <= self.tensor.numel() - part.nbytes else None
+        if not 0 <= first <= self.tensor.numel() - part.nbytes:
+            raise ValueError(f"{part.nbytes} bytes that do not lie in the window of {self.tensor.numel()}")
+        return first
 
 
 def _network() -> int:

@@ -168,7 +168,7 @@ class Inbox:
         try:
             device.take_shared(msgspec.msgpack.decode(ticket, type=device.Ticket), self.expected.pool, part.slots)
         except RuntimeError as error:
-            log.info("KV comes through the host: %s", error)
+            log.warning("KV comes through the host: %s", error)
             self._router.send_multipart([part.sender, b"host"])
         else:
             self._done(part)

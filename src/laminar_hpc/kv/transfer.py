@@ -121,7 +121,7 @@ def _share(stream: zmq.Socket, pool: Pool, slots: torch.Tensor, place: Place, se
     try:
         shared = device.Shared(pool, slots)
     except RuntimeError as error:
-        log.info("KV goes through the host: %s", error)
+        log.warning("KV goes through the host: %s", error)
         return False
     with shared:
         stream.send_multipart([b"gpu", msgspec.msgpack.encode(shared.ticket)])

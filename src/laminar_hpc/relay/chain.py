@@ -185,7 +185,7 @@ def send_stream(link: Link, stream: Stream) -> None:
                 link.send(tensor.to(link.device) if tensor.dtype == torch.uint8 else tensor)
         else:
             there = part.to(link.device)
-            link.given(link.give(there), there)
+            link.finish(link.give(there), there)
     stream.wait(manifest.data_bytes, True, link.seconds)
     link.send_bytes(encode_sums((entry.sum_words, entry.sum_indexed) for entry in manifest.tensors))
     if complete:  # else the pace may have been that of the link before

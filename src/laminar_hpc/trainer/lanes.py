@@ -6,7 +6,6 @@ another one; the other lanes go on.
 """
 
 import contextlib
-import functools
 import logging
 import time
 from collections import deque
@@ -17,7 +16,7 @@ import torch
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.links import Link, LinkBroken, host_store, made_unless
+from laminar_hpc.cluster.links import Link, LinkBroken, Posted, host_store, made_unless
 from laminar_hpc.cluster.window import Window
 from laminar_hpc.trainer.canonical import TensorSums
 from laminar_hpc.weights.delta import Image, unit_bytes
@@ -47,7 +46,7 @@ class LaneSender:
         if context.config.relay.delta == "auto":
             self.image = Image(self.nbytes, unit_bytes(whole), device, context.config.relay.anchor_every)
         self._epoch, self._base_id = 0, -1
-        self._on_the_way: deque[list[Callable[[], object]]] = deque()  # waits for what is sent of the last two buckets
+        self._on_the_way: deque[list[tuple[Posted, torch.Tensor]]] = deque()  # of the last two buckets
         self._watch = contextlib.ExitStack()
         self.sent = False  # the publication, whole
         self.bytes_sent = self.full_bytes = 0  # of the publication, layout and sums included; and what it would have been in full
@@ -96,9 +95,9 @@ class LaneSender:
         """To be filled with the next chunk, once what it held has left."""
         number, self._number = self._number, self._number + 1
         if len(self._on_the_way) == 2 and self.link is not None:
-            with self._careful(self.link):
-                for left in self._on_the_way.popleft():
-                    left()
+            with self._careful(self.link) as link:
+                for sent in self._on_the_way.popleft():
+                    link.finish(*sent)
         return self._buckets[number % 2][: min(self._chunk, self.nbytes - number * self._chunk)]
 
     def post(self, bucket: torch.Tensor, parts: Sequence[Part], read: TensorSums) -> None:
@@ -112,14 +111,13 @@ class LaneSender:
             if self.image is not None and self._base_id >= 0:
                 taken = read()  # while the bucket is whole
                 for each in self.image.take(self._first(), bucket, True) or ():
-                    posted.append(functools.partial(link.finish, link.post_send(each), each))
-                    self._data_bytes += each.nbytes
+                    posted.append((link.post_send(each), each))
             else:
-                posted.append(functools.partial(link.given, link.give(bucket), bucket))
-                self._data_bytes += bucket.nbytes
+                posted.append((link.give(bucket), bucket))
                 taken = read()
                 if self.image is not None:
                     self.image.take(self._first(), bucket, False)
+            self._data_bytes += sum(each.nbytes for _, each in posted)
             for part, both in zip(parts, taken, strict=True):
                 self._sums[part.tensor] = add_sums([self._sums.get(part.tensor, (0, 0)), both])
 
@@ -127,8 +125,8 @@ class LaneSender:
         """The last buckets leave, and the sums behind them."""
         if self.link is not None:
             with self._careful(self.link) as link:
-                for left in [each for posted in self._on_the_way for each in posted]:
-                    left()
+                for sent in [each for posted in self._on_the_way for each in posted]:
+                    link.finish(*sent)
                 link.send_bytes(encode_sums(lane_sums(self._manifest, self._sums)))
                 link.weight_id = self._manifest.weight_id
                 if self.image is not None:

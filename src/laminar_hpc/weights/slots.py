@@ -129,6 +129,10 @@ class SlotWriter:
         self._void(MANIFEST_FILE)
 
     def _void(self, *patterns: str) -> None:
+        """Of slots that others left: those that are over go, of the rest what matches."""
+        for directory in self.root.glob("slot*"):
+            if int(directory.name.removeprefix("slot")) >= self.count:
+                shutil.rmtree(directory)
         for pattern in patterns:
             for path in self.root.glob(f"slot*/{pattern}"):
                 path.unlink(missing_ok=True)
@@ -139,6 +143,9 @@ class SlotWriter:
             directory, header = self.root / f"slot{index}", safetensors_header(manifest)
             if not _is_usable(directory, header, len(header) + manifest.data_bytes):
                 self._create(directory, header, len(header) + manifest.data_bytes)
+            for name in SIDE_FILES:  # also beside what an earlier relay left: this run's may be others
+                if (self.model_dir / name).exists():
+                    write_atomically(directory / name, (self.model_dir / name).read_bytes())
             with open(directory / WEIGHTS_FILE, "r+b") as file:
                 mapping = mmap.mmap(file.fileno(), 0)
             self._maps[index] = (mapping, np.frombuffer(mapping, dtype=np.uint8, offset=len(header)))
@@ -157,9 +164,6 @@ class SlotWriter:
                     f"give it {self.count * size / 1e9:.1f} GB (containers: --shm-size) or set relay.shm_dir"
                 ) from None
             file.write(header)
-        for name in SIDE_FILES:
-            if (self.model_dir / name).exists():
-                shutil.copy(self.model_dir / name, directory / name)
         (directory / LOCK_FILE).touch(mode=0o600)
 
     def begin(self, manifest: Manifest) -> np.ndarray:
