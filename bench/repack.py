@@ -17,6 +17,7 @@ sensitivity          the same gain in the simulator, which runs the same policie
 
 import argparse
 import dataclasses
+import itertools
 import math
 import random
 import sqlite3
@@ -70,7 +71,12 @@ def emulate(options: argparse.Namespace, folder: Path, repack: str) -> dict:
     try:
         began = first_grant(emulation)
         start, end = (began + seconds / options.scale for seconds in (options.warm_up, options.emulated_seconds))
-        while time.time() < end:
+        for second in itertools.count():
+            if time.time() >= end:
+                break
+            if second % 60 == 0:
+                done = (time.time() - began) * options.scale
+                print(f"  repack={repack}: {done:,.0f} of {options.emulated_seconds:,.0f} emulated seconds", file=sys.stderr, flush=True)
             time.sleep(1.0)
             found = status.read(Path(config.run_dir))
             loads = [r.load for r in found.ranks if r.load] if found else []
