@@ -114,6 +114,21 @@ def test_a_killed_peer_is_noticed(tmp_path, side):
         process.stdout.close()
 
 
+def test_what_a_killed_source_left_goes_with_the_next_offer(tmp_path):
+    """Promise: an offer that nobody took goes, a minute old, when the next is made; those of the living stay."""
+    process = child("source", tmp_path)
+    left = Path(process.stdout.readline().strip())
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+    with offer(tmp_path, make(**SHAPE)) as living:
+        assert left.exists()
+        for path in (left, living.path):
+            os.utime(path, (0, 0))
+        with offer(tmp_path, make(**SHAPE)):
+            assert living.path.exists() and not left.exists()
+
+
 def test_files_that_are_no_offers_are_refused(tmp_path):
     """Promise: a missing, foreign, short, cut or second-hand file is refused in one line, and so is a full file system."""
     pool = make(**SHAPE)

@@ -112,6 +112,12 @@ class Run:
         assert not alive, [p.cmdline() for p in alive]
         assert not list(Path("/dev/shm").glob(f"laminar-{self.run_dir.name}-*"))
 
+    def listens_beyond_loopback(self) -> list[str]:
+        """Addresses at which a process of the run listens and other machines reach it."""
+        listening = [c for p in self.members() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert listening, "nobody listens at all"
+        return [f"{c.laddr.ip}:{c.laddr.port}" for c in listening if not c.laddr.ip.startswith("127.")]
+
     def stop(self, number: int = signal.SIGTERM) -> None:
         self.members()
         self.process.send_signal(number)

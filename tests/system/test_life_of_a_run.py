@@ -23,7 +23,7 @@ def test_kill_resume_stop_resume(run_dir):
     words = [f"steps={STEPS}", "checkpoint.every=2", "resume=auto"]
     run = Run(run_dir, *words)
     run.read_until(f"step  3/{STEPS}")
-    run.members()
+    assert not run.listens_beyond_loopback()
     run.rank("relay").kill()
     died = time.monotonic()
     assert run.finish() == 1

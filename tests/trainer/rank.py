@@ -6,6 +6,7 @@ Runs trainer/loop.py as in a run, but rank 0's controller is a script: it hands 
 import json
 import os
 import sys
+import time
 from collections import deque
 from pathlib import Path
 
@@ -39,12 +40,30 @@ class ScriptedController:
         return answer
 
 
+class TrainersPlace:
+    """In the place of another rank's channel: passes on where rank 0 has said that the trainers meet."""
+
+    def __init__(self, told: Path) -> None:
+        self._told = told
+
+    def wait(self, wanted: type, timeout: float) -> m.Message | None:
+        assert wanted is m.TrainersMeet
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for line in self._told.read_bytes().splitlines() if self._told.exists() else []:
+                if b"TrainersMeet" in line and line.endswith(b"}"):
+                    return msgspec.json.decode(line, type=m.TrainersMeet)
+            time.sleep(0.05)
+        return None
+
+
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     rank, run_dir = int(os.environ["RANK"]), Path(job["run_dir"])
     config = tiny.make_config(Path(job["model"]), source="replay:none", run_dir=str(run_dir), **job["settings"])
     welcome = m.Welcome("test", job["restored_step"], max(0, job["restored_step"]), 0)
-    channel = ScriptedController(job, run_dir / "told.jsonl") if rank == 0 else None
+    told = run_dir / "told.jsonl"
+    channel = ScriptedController(job, told) if rank == 0 else TrainersPlace(told)
     loop.run(RoleContext(config, "trainer", rank, "here", run_dir, channel, welcome, Trace(run_dir, "trainer", rank)))
 
 

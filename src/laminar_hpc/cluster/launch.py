@@ -1,8 +1,7 @@
 """One torchrun with all roles on this machine, in a session of its own, watched over until everything has ended.
 
-Ctrl-C, TERM and USR1 become a stop message to the controller, so that the ranks leave by themselves and the exit code is 0; a second one
-ends
-the session at once. torchrun's own chatter goes to a log, our one-line errors to the terminal.
+Ctrl-C, TERM and USR1 become a stop message to the controller, so that the ranks leave by themselves and the exit code is 0; a second
+one ends the session at once. torchrun's own chatter goes to a log, our one-line errors to the terminal.
 """
 
 import os
@@ -13,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import deque
 from pathlib import Path
 
@@ -38,18 +38,23 @@ class Launch:
         self._stops, self._asked = 0, 0.0
         self._chatter: deque[str] = deque(maxlen=2000)
         self._errors = 0
+        self._meeting = os.memfd_create("torchrun")  # torchrun's own store in place of a TCP one, which listens on all interfaces
         command = [
             sys.executable,
             "-m",
             "torch.distributed.run",
-            "--standalone",
+            "--nnodes=1",
+            "--rdzv-backend=c10d",
+            "--rdzv-conf=store_type=file",
+            f"--rdzv-endpoint=/proc/{os.getpid()}/fd/{self._meeting}",
+            f"--rdzv-id={uuid.uuid4()}",
             "--local-addr=127.0.0.1",
             f"--nproc-per-node={world_size}",
             "-m",
             "laminar_hpc",
             *overrides,
         ]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,

@@ -47,7 +47,7 @@ def reach_store(host: str, port: int, seconds: float) -> dist.TCPStore:
     try:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     except (dist.DistError, RuntimeError, ConnectionError) as error:
-        raise LinkBroken(f"the store of this epoch at {host}:{port} was not reached within {seconds:.0f} s ({error})") from None
+        raise LinkBroken(f"the store at {host}:{port} was not reached within {seconds:.0f} s ({error})") from None
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""The torch.distributed world of the trainers: they alone, over the store of their own torchrun."""
+"""The torch.distributed world of the trainers: they alone, over a store of trainer 0's.
+
+Not over torchrun's, which listens on all interfaces.
+"""
 
 import os
 from datetime import timedelta
@@ -8,7 +11,9 @@ import torch.distributed as dist
 
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.links import host_store, reach_store
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages import TrainersMeet
 
 
 def init_trainer_world(context: RoleContext) -> None:
@@ -21,10 +26,27 @@ def init_trainer_world(context: RoleContext) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())  # one where cluster/devices.py has chosen
     try:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=seconds)
-        prefix = dist.PrefixStore(f"laminar-trainers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo", store=prefix, rank=context.index, world_size=trainers, timeout=seconds
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=_store(context, trainers, seconds.total_seconds()),
+            rank=context.index,
+            world_size=trainers,
+            timeout=seconds,
         )
     except (dist.DistError, RuntimeError) as error:
         raise LaminarError(f"the {trainers} trainer ranks did not meet within {seconds.seconds} s: {str(error).splitlines()[0]}") from None
+
+
+def _store(context: RoleContext, trainers: int, seconds: float) -> dist.Store:
+    """Listens at the address at which the others reach this machine, and nowhere else."""
+    if context.index == 0:
+        address = own_address(context.config.cluster.host)
+        store, port = host_store(address, seconds)
+        if trainers > 1:
+            context.channel.send(TrainersMeet(address, port))
+        return store
+    place = context.channel.wait(TrainersMeet, timeout=seconds)
+    if place is None:
+        raise LaminarError(f"trainer {context.index} waited {seconds:.0f} s for trainer 0 to say where the trainers meet")
+    assert isinstance(place, TrainersMeet)
+    return reach_store(place.address, place.port, seconds)

@@ -77,6 +77,7 @@ class Controller:
         self.pull_seconds = 0.0  # of the newest pull
         self.probes = Probes(config.model.dtype, model_config(config.model.path)["num_hidden_layers"], metrics, say)
         self.outbox: list[tuple[str, m.Message]] = []
+        self.trainers_meet: m.TrainersMeet | None = None
         self.batches = 0
         self.stopping = ""
         self.failure = ""  # why a run that stops in order has failed all the same
@@ -159,8 +160,16 @@ class Controller:
             self.weights.gone_from(hello.machine)
         log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
         self.outbox.append((identity, m.Welcome(self.hub.address.run_id, self.restored_step, self.trainer_step, self.weights.newest[0])))
+        if hello.role == "trainer" and self.trainers_meet:
+            self.outbox.append((identity, self.trainers_meet))
         if hello.role == "rollout" and hello.machine in self.weights.of_machine:
             self.outbox.append((identity, m.WeightsAvailable(*self.weights.of_machine[hello.machine])))
+
+    def on_TrainersMeet(self, member: Member, place: m.TrainersMeet) -> None:
+        self.trainers_meet = place  # also for those who join later
+        for trainer in self.members.all("trainer"):
+            if trainer is not member:
+                self.send(trainer, place)
 
     def on_stranger(self, identity: str, message: m.AnyMessage) -> None:
         """Who was taken for dead and is heard again may come back, unless another process has taken its place."""

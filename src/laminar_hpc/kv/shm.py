@@ -11,12 +11,14 @@ Each side holds a lock on its byte of the file (source 0, destination 1), which 
 Every wait for the other side is bounded. The same user on the same machine is trusted not to cut the file while it is mapped.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
 import secrets
 import stat
 import struct
+import time
 from pathlib import Path
 
 import torch
@@ -29,6 +31,7 @@ from laminar_hpc.kv.pool import Pool
 CHUNK_BYTES = 1 << 17  # the ring stays in the second-level cache, and a chunk's turn costs little beside its copy
 RING_SLOTS = 8
 WAIT_SECONDS = 30.0  # of one wait for the other side
+_PREFIX, _YOUNG_SECONDS = "laminar-kv-", 60.0  # a file this young may not have its source's lock yet
 THERE, DONE, GONE = 1, 2, 3  # a side's states, as in csrc/ring.h
 _MAGIC = 0x31474E49524B564C
 _HEAD = struct.Struct("<QQ")
@@ -76,7 +79,8 @@ class Offer(_Side):
 
     def __init__(self, header: Header, folder: str | Path = "/dev/shm", slots: int = RING_SLOTS, seconds: float = WAIT_SECONDS) -> None:
         encoded = encode_header(header)
-        self.path = Path(folder) / f"laminar-kv-{secrets.token_hex(8)}"
+        _remove_abandoned(Path(folder))
+        self.path = Path(folder) / f"{_PREFIX}{secrets.token_hex(8)}"
         size = _records_at(slots, len(encoded)) + slots * header.shape.record_bytes(header.chunk_bytes)
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -177,6 +181,19 @@ def _read_head(fd: int, size: int) -> tuple[Header, int, int]:
 def _same(header: Header, pool: Pool, slots: torch.Tensor) -> None:
     if header.shape != pool.shape or header.tokens != len(slots):
         raise KvRefused(f"KV move refused: {header.tokens} tokens of {header.shape} against {len(slots)} slots of {pool.shape}")
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the offers of this user whose source was killed before anyone took them."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another one removes it, or it is another user's
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                found = os.fstat(fd)
+                if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_SECONDS and not _held(fd, 0):
+                    path.unlink()
+            finally:
+                os.close(fd)
 
 
 def _hold(fd: int, byte: int) -> None:

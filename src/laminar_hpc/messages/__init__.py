@@ -257,6 +257,13 @@ class Continue(Message):
     pass
 
 
+class TrainersMeet(Message):
+    """Where the trainers' world meets: trainer 0's store, told to the others through the controller."""
+
+    address: str
+    port: int
+
+
 class LaneSenders(Message):
     """The trainer rank that sends each lane; said once, before any link is made. Without lanes rank 0 sends, and nothing is said."""
 
@@ -366,9 +373,9 @@ class RelayHas(Message):
 
 AnyMessage = (
     Hello | Welcome | Ping | Pong | Failure | Goodbye | Stop | Rejoin | StopRequest | WeightsOpened | RequestWork | Grant | Generated
-    | Scored | Lost | NotLoaded | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | LaneSenders | NewWeightId
-    | WeightId | Increment | Reserve | Reserved | MoveOrder | MoveReady | Import | Imported | MoveCommit | MoveAbort | MoveFailed
-    | Published | Checkpointed | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | SendAgain | LinkDown | RelayHas
+    | Scored | Lost | NotLoaded | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | TrainersMeet | LaneSenders
+    | NewWeightId | WeightId | Increment | Reserve | Reserved | MoveOrder | MoveReady | Import | Imported | MoveCommit | MoveAbort
+    | MoveFailed | Published | Checkpointed | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | SendAgain | LinkDown | RelayHas
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
