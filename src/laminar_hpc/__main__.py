@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from laminar_hpc.cluster.address import keep_to_loopback
 from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.devices import use_devices
@@ -113,6 +114,7 @@ class Voice:
 def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> None:
     """Joins the run, then runs the role. A failure is told to the controller before it is raised."""
     use_devices(config, here, mine)
+    keep_to_loopback(config.cluster.host)
     joined = watch_signals()
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     hello = Hello(mine.role, mine.index, uuid.uuid4().hex[:8], os.getpid(), machine)

@@ -42,7 +42,7 @@ def run(run_dir: Path, model: Path, ranks: int, leave_after: int = -1, restored_
     job = {"model": str(model), "run_dir": str(run_dir), "batch": BATCH, "leave_after": leave_after, "restored_step": restored_step}
     job["settings"] = {**SETTINGS, "trainer__data_parallel": ranks, **settings}
     (run_dir / "job.json").write_text(json.dumps(job))
-    environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
             [sys.executable, HERE / "rank.py", run_dir / "job.json"],

@@ -61,3 +61,10 @@ def own_address(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # a datagram socket picks the route and sends nothing
         probe.connect((target, 9))
         return probe.getsockname()[0]
+
+
+def keep_to_loopback(host: str) -> None:
+    """Before gloo or NCCL are used in this process: a run on one machine listens nowhere else."""
+    if host == "localhost" or host.startswith("127."):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")

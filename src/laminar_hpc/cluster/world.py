@@ -21,8 +21,6 @@ def init_trainer_world(context: RoleContext) -> None:
     config = context.config
     trainers = config.trainer.tensor_parallel * config.trainer.pipeline_parallel * config.trainer.data_parallel
     seconds = timedelta(seconds=config.cluster.join_timeout_seconds)
-    if own_address(config.cluster.host).startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())  # one where cluster/devices.py has chosen
     try:
