@@ -108,7 +108,7 @@ def test_20_faults_on_real_engines(tmp_path, monkeypatch):
     monkeypatch.setattr(mover, "PHASE_SECONDS", PHASE_SECONDS)
     monkeypatch.setattr(moving, "AGAIN_SECONDS", AGAIN_SECONDS)
     saboteur = Saboteur(1, FAULTS, 0.15, HANG_SECONDS)
-    found, _ = run(tmp_path, monkeypatch, 12, "kv", saboteur)
+    found, _ = run(tmp_path, monkeypatch, 16, "kv", saboteur)
     where = {place for place, _ in saboteur.struck}
     assert saboteur.struck.total() == FAULTS and len(where) >= 8, saboteur.struck
     assert any(t.moves for t in found)
