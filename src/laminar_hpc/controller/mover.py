@@ -41,7 +41,8 @@ class Mover:
         self._began: dict[str, float] = {}
         self._prefix: dict[str, int] = {}
         self._numbers = itertools.count()
-        self._kv_before: dict[int, tuple[m.ReplicaLoad, float]] = {}  # replica -> (its newest report, KV in the one before)
+        self._loads: dict[int, m.ReplicaLoad] = {}  # replica -> its newest report
+        self._looked: dict[int, tuple[m.ReplicaLoad, float]] = {}  # replica -> (the report at the last look, KV at the look before)
         self._next_look = 0.0
         self._tries: dict[int, int] = {}  # of rescues, by trajectory
         self.counts = {"moved": 0, "tokens_moved": 0, "prefill_tokens_saved": 0, "called_off": 0, "rescued": 0}
@@ -49,10 +50,8 @@ class Mover:
     # ---- repack ----------------------------------------------------------------------------------------------------------------
 
     def loaded(self, replica: int, load: m.ReplicaLoad) -> None:
-        """A replica has said how full it is; a fall shows between two reports."""
-        earlier, _ = self._kv_before.get(replica, (load, 0.0))
-        same = earlier.weight_id == load.weight_id
-        self._kv_before[replica] = (load, earlier.kv_tokens if same else 0.0)
+        """A replica has said how full it is."""
+        self._loads[replica] = load
 
     def tick(self, now: float) -> None:
         for move in [move for move in self.moves.values() if not move.over and now > move.deadline]:
@@ -100,16 +99,24 @@ class Mover:
         Some of a report's requests may have ended since: the book's count is the newer one, and never the larger."""
         busy = {r for move in self.moves.values() if not move.over for r in (move.source, move.destination)}
         count = self.c.book.in_progress_counts()
+        self._looked = {replica: self._compared(replica, load) for replica, load in self._loads.items()}
         return {
             replica: (load, before)
-            for replica, (load, before) in self._kv_before.items()
+            for replica, (load, before) in self._looked.items()
             if replica not in busy
             and self.c.members.at("rollout", replica) is not None
-            and load.phase == "draining"
-            and load.queued == 0
+            and _drains(load)
             and 0 < count.get(replica, 0) <= load.in_flight <= self.c.config.rollout.max_concurrent
             and load.weight_id == self.c.open_weights.get(replica)
         }
+
+    def _compared(self, replica: int, load: m.ReplicaLoad) -> tuple[m.ReplicaLoad, float]:
+        """The report, and the KV at the look before: a fall shows between two looks at a replica that drained at both. A ping may repeat a
+        report, and a look come before the next one: the same report is no new one."""
+        earlier, before = self._looked.get(replica, (None, 0.0))
+        if earlier == load:
+            return load, before
+        return load, earlier.kv_tokens if earlier and _drains(earlier) and earlier.weight_id == load.weight_id else 0.0
 
     def _work_ahead(self) -> bool:
         """Whether admission would give a replica on the newest weights something to do."""
@@ -150,7 +157,7 @@ class Mover:
             self._act(move, move.imported(), replica)
         else:
             if move.phase is Phase.RESERVE and move.source == NOBODY:
-                self._kv_before.pop(replica, None)  # its report was out of date: nothing more for it before the next one
+                self._loads.pop(replica, None)  # its report was out of date: nothing more for it before the next one
             self._act(move, move.call_off(message.reason), replica)
 
     def _act(self, move: Move, actions: list[Action], asker: int = NOBODY) -> None:
@@ -221,7 +228,7 @@ class Mover:
 
     def replica_gone(self, replica: int) -> int:
         """Its moves end or go on without it; its work goes on elsewhere on the same weights or starts again. Returns how many it had."""
-        self._kv_before.pop(replica, None)
+        self._loads.pop(replica, None)
         self.rescuer.replica_gone(replica)
         for move in [move for move in self.moves.values() if not move.over]:
             self._act(move, move.gone(replica))
@@ -268,6 +275,11 @@ class Mover:
         """Replicas that generate: they can take more of their weights. Their last report may be older than what they serve by now."""
         return [
             failover.Room(replica, load.weight_id, float(load.kv_capacity - load.kv_tokens))
-            for replica, (load, _) in self._kv_before.items()
+            for replica, load in self._loads.items()
             if load.phase == "draining" and load.weight_id == self.c.open_weights.get(replica) and replica not in self.c.waiting
         ]
+
+
+def _drains(load: m.ReplicaLoad) -> bool:
+    """It generates, and nothing waits in its engine."""
+    return load.phase == "draining" and load.queued == 0

@@ -1,0 +1,57 @@
+"""When the controller's looks find something to move, report by report."""
+
+import pytest
+from script import Script, samples_of
+from stand import small_config
+
+from laminar_hpc import messages as m
+
+
+@pytest.fixture
+def script(tmp_path) -> Script:
+    """Two replicas generate with the same weights; only the test looks."""
+    config = small_config(tmp_path, replicas=2, steps=8, repack="kv")
+    config.pipeline.repack_seconds = 1e9
+    script = Script(config)
+    script.publish(0, 0)
+    for index in (0, 1):
+        script.rollout(index)
+        script.asks(index, 0)
+    return script
+
+
+def looks(script: Script, *kv: int, repeats: int = 0, queued: int = 0) -> list[m.Reserve]:
+    """Each replica reports so much KV, as its pings then repeat; returns what a look reserves."""
+    for index, tokens in enumerate(kv):
+        in_flight = script.controller.book.in_progress_counts()[index]
+        load = m.ReplicaLoad("draining", 0, in_flight, 0, in_flight, queued, tokens, kv_capacity=10_000, batch_max=1000)
+        script.hear("rollout", index, *[m.Ping(load)] * (1 + repeats))
+    for sent in script.hub.left.values():
+        sent.clear()
+    script.controller.mover.look(0.0)
+    script.controller.turn()
+    return [message for sent in script.hub.left.values() for message in sent if isinstance(message, m.Reserve)]
+
+
+@pytest.mark.parametrize("repeats", [0, 1, 2])
+def test_a_fall_between_two_looks_is_seen_however_often_a_report_is_repeated(script, repeats):
+    """The emptier of two replicas whose KV falls goes to the other; while it grows, nothing does."""
+    work = samples_of(script.granted(1))
+    assert not looks(script, 4000, 3000, repeats=repeats)
+    assert not looks(script, 4100, 3100, repeats=repeats)
+    reserved = looks(script, 4000, 3000, repeats=repeats)
+    assert {message.trajectory_id for message in reserved} == set(work)
+
+
+def test_a_look_before_the_next_report_sees_the_same_fall(script):
+    """The first look finds one replica that falls; when the other does, its report is still the one of before."""
+    assert not looks(script, 4000, 3000)
+    assert not looks(script, 4100, 2900)
+    assert looks(script, 4000, 2900)
+
+
+def test_what_waited_in_an_engine_was_no_ramp_down(script):
+    """A fall from a time when requests were queued takes another look."""
+    assert not looks(script, 9000, 8000, queued=1)
+    assert not looks(script, 4000, 3000)
+    assert looks(script, 3900, 2900)
