@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import pytest
 from engines import ended, engine_config, make_model
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.rollout.engine_process import FOREIGN_VARIABLES, EngineDied, EngineProcess, clean_leftovers, last_words
+from laminar_hpc.rollout.engine_process import FOREIGN_VARIABLES, EngineDied, EngineProcess, clean_leftovers, hold_port, last_words
 from laminar_hpc.rollout.sglang_server import SglangServer
 
 PARENT = """
@@ -138,3 +139,15 @@ def test_what_torchrun_says_to_its_ranks_does_not_reach_the_engine():
         assert FOREIGN_VARIABLES.match(name), name
     for name in ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "PYTHONPATH", "RANKING"):
         assert not FOREIGN_VARIABLES.match(name), name
+
+
+async def test_a_held_port_is_its_servers_alone():
+    """Nobody else may bind it meanwhile, a server that comes late may."""
+    with hold_port() as held:
+        place = held.getsockname()
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(place)
+        server = await asyncio.start_server(lambda _, writer: writer.close(), *place)
+        _, writer = await asyncio.open_connection(*place)
+        writer.close()
+        server.close()

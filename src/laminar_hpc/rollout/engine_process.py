@@ -41,10 +41,13 @@ def clean_leftovers() -> list[Path]:
     return remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def hold_port() -> socket.socket:
+    """A free loopback port that nobody gets by chance while this socket is open: a server listens there many seconds later, as one that
+    names the port and sets SO_REUSEADDR may."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def last_words(log: Path, begin: int = 0, limit: int = 300) -> str:
@@ -84,6 +87,7 @@ class EngineProcess:
         self.threads = threads
         self.ranks = ranks  # tensor parallel
         self.port = 0
+        self._held_port: socket.socket | None = None
         self.key = ""
         self.folder: Path | None = None  # temporary files and the ports' sockets; made by `start`, removed by `stop`
         self.dead = asyncio.Event()
@@ -108,7 +112,8 @@ class EngineProcess:
         clean_leftovers()
         self.folder = Path(tempfile.mkdtemp(prefix=ENGINE_FOLDER_PREFIX))
         claim(self.folder)
-        self.port, self.key = free_port(), secrets.token_hex(24)
+        self._held_port, self.key = hold_port(), secrets.token_hex(24)
+        self.port = self._held_port.getsockname()[1]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # SGLang logs its arguments, the key too
         self._log_begin = os.fstat(descriptor).st_size
@@ -189,5 +194,7 @@ class EngineProcess:
                 await asyncio.to_thread(self._child.wait, 10)
             except subprocess.TimeoutExpired:
                 raise LaminarError(f"{self.name} (pid {self._child.pid}) did not end within 10 s of SIGKILL") from None
+        if self._held_port is not None:
+            self._held_port.close()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
