@@ -9,15 +9,15 @@ STEPS = 6
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def run(run_dir, *words: str) -> dict:
+def run(run_dir, *words: str, steps: int = STEPS) -> dict:
     """A run to its end; its summary, with what holds for all of them asserted."""
-    started = Run(run_dir, f"steps={STEPS}", "evaluation.files=[]", *words)
+    started = Run(run_dir, f"steps={steps}", "evaluation.files=[]", *words)
     try:
         assert started.finish(540) == 0, started.lines
     finally:
         started.process.kill()
     figures = summary(run_dir)
-    assert not started.errors and figures["steps"] == STEPS and figures["trajectories_trained"] == STEPS * 256
+    assert not started.errors and figures["steps"] == steps and figures["trajectories_trained"] == steps * 256
     assert (run_dir / "report.html").stat().st_size > 20_000
     return figures
 
@@ -39,8 +39,9 @@ def test_a_pipeline_trains(tmp_path, words, staleness):
 def test_tails_move_between_two_replicas(tmp_path, how):
     """Small local batches of short and long responses, looked at often: moves come about by the planner alone, and nothing breaks."""
     figures = run(
-        tmp_path / "run", "rollout.replicas=2", f"pipeline.repack={how}", "pipeline.repack_seconds=0.15", "pipeline.repack_requests=64",
-        "pipeline.local_batch_groups=8", "sampling.max_response_tokens=480", "sampling.temperature=3", "pipeline.max_staleness=6",
+        tmp_path / "run", "rollout.replicas=2", f"pipeline.repack={how}", "pipeline.repack_seconds=0.05", "pipeline.repack_requests=64",
+        "pipeline.local_batch_groups=8", "sampling.max_response_tokens=480", "sampling.temperature=1.2", "pipeline.max_staleness=6",
+        steps=24,
     )  # fmt: skip
     assert figures["max_versions_per_trajectory"] == 1 and figures["staleness_training_max"] <= 6 and figures["logprob_gap_mean"] < 1e-3
     moves = metrics(tmp_path / "run", "move")
