@@ -66,6 +66,7 @@ class Mover:
     def look(self, now: float) -> None:
         """Plans and starts moves, unless an emptied replica would find no work."""
         self._next_look = now + self.c.config.pipeline.repack_seconds
+        self._looked = {replica: self._compared(replica, load) for replica, load in self._loads.items()}
         loads = self._candidates()
         if len(loads) < 2 or not self._work_ahead():
             return
@@ -99,7 +100,6 @@ class Mover:
         Some of a report's requests may have ended since: the book's count is the newer one, and never the larger."""
         busy = {r for move in self.moves.values() if not move.over for r in (move.source, move.destination)}
         count = self.c.book.in_progress_counts()
-        self._looked = {replica: self._compared(replica, load) for replica, load in self._loads.items()}
         return {
             replica: (load, before)
             for replica, (load, before) in self._looked.items()
