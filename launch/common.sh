@@ -9,7 +9,8 @@ start_role() {
   local role=$1 processes=$2 run_dir=$3 file meeting; shift 3
   file=$(mktemp); exec {meeting}<>"$file"; rm "$file"     # torchrun's store, nameless: a TCP one listens on all interfaces
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-  exec torchrun --nnodes=1 --nproc-per-node="$processes" --rdzv-backend=c10d --rdzv-conf=store_type=file \
+  exec torchrun --nnodes=1 --nproc-per-node="$processes" --rdzv-backend=c10d \
+    --rdzv-conf=store_type=file,keep_alive_interval=3600 \
     --rdzv-endpoint="/proc/$$/fd/$meeting" --local-addr=127.0.0.1 \
     --rdzv-id="$role-$(cat /proc/sys/kernel/random/uuid)" -m laminar_hpc role="$role" run_dir="$run_dir" "$@"
 }

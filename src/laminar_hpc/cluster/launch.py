@@ -45,7 +45,7 @@ class Launch:
             "torch.distributed.run",
             "--nnodes=1",
             "--rdzv-backend=c10d",
-            "--rdzv-conf=store_type=file",
+            "--rdzv-conf=store_type=file,keep_alive_interval=3600",  # nobody else listens for it, and each sign of life stays in the file
             f"--rdzv-endpoint=/proc/{os.getpid()}/fd/{self._meeting}",
             f"--rdzv-id={uuid.uuid4()}",
             "--local-addr=127.0.0.1",
