@@ -2,7 +2,8 @@
 
 - Hosts are network namespaces behind cables limited by tc; needs root and iproute2. Everything is taken away afterwards.
 - chain: the real relays, controller and publisher of a run (chain_roles.py); from the trainer's request for a weight id to the last sums.
-- formula: LAMINAR.md 3 / Laminar section on the relay tier, T = (p + k - 2) (M / k Tb + Ts), with the chunks that were used and the Ts and
+- formula: Laminar (arXiv 2510.12633), section on the relay tier, T = (p + k - 2) (M / k Tb + Ts), with the
+chunks that were used and the Ts and
   Tb that the trainer measured on its link.
 - tree, star: the same links and streams, each host sending to two others (tree) or the trainer's to all (star).
 

@@ -4,7 +4,8 @@
     python bench/repack.py --emulated-seconds 1800 --scale 20       shorter, where the machine has cores to spare
 
 EMULATED: the engines (laminar_hpc/emulation) generate nothing. Real: controller, store, rollout workers, sockets, messages, moves. Lengths
-and constants are LAMINAR.md 9's, unchanged: log-normal lengths of median 1,097, sigma 1.69, cap 30,720; decode by the roofline of 4 H800
+and constants are those of docs/simulator.md, unchanged: log-normal lengths of median 1,097, sigma 1.69, cap
+30,720; decode by the roofline of 4 H800
 per replica; 850,000 KV tokens per replica; 40 GB/s between replicas, charged for every byte of KV (one in 10,000 really crosses a socket);
 512 x 16 trajectories per step, 256 requests per replica, 64 GPUs that train, no bound on staleness, a look every 5 emulated seconds.
 

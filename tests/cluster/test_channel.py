@@ -66,7 +66,7 @@ def test_request_leaves_other_messages_in_the_queue(tmp_path, served):
 
 
 def test_a_wait_ends_and_says_for_what(tmp_path, served):
-    """Promise 7."""
+    """Promise: docs/architecture.md#bounded-waits."""
     channel = connect(tmp_path)
     with pytest.raises(LaminarError, match=r"trainer 0 waited 0 s for a comet from the controller"):
         channel.receive(0.2, "a comet")

@@ -48,7 +48,7 @@ def test_a_group_is_finished_with_its_last_score_and_stamped_with_the_step(tmp_p
 
 
 def test_reports_of_old_attempts_are_refused(tmp_path):
-    """Promise 2: a process that wakes up late can do no harm."""
+    """docs/architecture.md#nothing-lost: a process that wakes up late can do no harm."""
     store, book = new_book(tmp_path)
     (group,) = book.draw(1, 5, replica=0, weight_id=0, weight_step=0, now=0.0)
     gone = book.in_progress()[0]
@@ -68,7 +68,8 @@ def test_reports_of_old_attempts_are_refused(tmp_path):
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_restore_brings_back_what_later_steps_trained_on(tmp_path, kill):
-    """Promise 2 over a resume: consumed after the checkpoint -> finished; in progress -> from its prompt; ids and prompt order go on."""
+    """docs/architecture.md#nothing-lost, over a resume: consumed after the checkpoint -> finished; in
+    progress -> from its prompt; ids and prompt order go on."""
     store, book = new_book(tmp_path)
     groups = book.draw(3, 3, replica=0, weight_id=0, weight_step=0, now=0.0)
     for group in groups[:2]:

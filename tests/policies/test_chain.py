@@ -11,7 +11,7 @@ SIZE, START, PER_BYTE = 128_000_000, 1e-3, 2e-8  # 400 Mbit/s
 
 @pytest.mark.parametrize("relays", [2, 4, 8, 127])
 def test_k_star_is_the_best_number_of_chunks(relays):
-    """LAMINAR.md 3: T* = (sqrt(M Tb) + sqrt((p - 2) Ts))^2, with p = relays + 1; no other number of chunks is better."""
+    """Laminar, relay tier: T* = (sqrt(M Tb) + sqrt((p - 2) Ts))^2, with p = relays + 1; no other number of chunks is better."""
     best = broadcast_seconds(SIZE, relays, best_chunks(SIZE, relays, START, PER_BYTE), START, PER_BYTE)
     assert best == pytest.approx(((SIZE * PER_BYTE) ** 0.5 + ((relays - 1) * START) ** 0.5) ** 2, rel=1e-3)
     assert all(best <= broadcast_seconds(SIZE, relays, k, START, PER_BYTE) * 1.0001 for k in range(1, 2000))

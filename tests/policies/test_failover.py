@@ -16,7 +16,7 @@ IDLE = st.lists(
 
 @given(orphans=ORPHANS, rooms=st.lists(st.tuples(IDS, st.floats(0, 200)), max_size=8))
 def test_orphans_go_to_their_own_weights_within_the_room(orphans, rooms):
-    """LAMINAR, section 6: to a healthy replica on the same version."""
+    """As in Laminar: to a healthy replica on the same version."""
     free = {i: row[1] for i, row in enumerate(rooms)}
     for trajectory, replica in redirect(orphans, [Room(i, *row) for i, row in enumerate(rooms)], 1.0).items():
         assert rooms[replica][0] == orphans[trajectory].weight_id
@@ -26,7 +26,8 @@ def test_orphans_go_to_their_own_weights_within_the_room(orphans, rooms):
 
 @given(orphans=ORPHANS, idle=IDLE)
 def test_a_replica_without_work_loads_what_it_can_and_nobody_is_forgotten(orphans, idle):
-    """Promises 1 and 2: one id per replica, and one that it serves or can load; every trajectory in one place at most; a load saves more
+    """docs/architecture.md#one-policy and #nothing-lost: one id per replica, and one that it serves or can
+    load; every trajectory in one place at most; a load saves more
     than it costs; and nothing waits where a replica that asks for work goes away with nothing."""
     loads, again = load(orphans, idle, 1.0)
     placed = [i for each in loads for i in each.trajectory_ids]

@@ -15,7 +15,8 @@ EVENTS = {
 
 
 def test_invariants_over_all_short_histories():
-    """Promise 5. The owner changes at most once, never after the move is off and never before the destination has the trajectory; a move
+    """docs/architecture.md#ownership. The owner changes at most once, never after the move is off and never
+    before the destination has the trajectory; a move
     that is off says so once; a trajectory becomes an orphan at most once and only where its source is dead."""
     committed = 0
     for source in (1, NOBODY):

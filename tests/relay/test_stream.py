@@ -52,7 +52,7 @@ def test_what_arrives_is_what_was_sent(link, chunk):
 
 
 def test_other_sums_are_refused(link):
-    """Promise 4: what does not have the trainer's sums never becomes a slot."""
+    """docs/architecture.md#verified-weights: what does not have the trainer's sums never becomes a slot."""
     manifest, data = publication()
     manifest.tensors[1].sum_indexed ^= 1
     with pytest.raises(SumsDiffer, match="1 tensors of weight id 3, first large, came from the peer with other sums"):

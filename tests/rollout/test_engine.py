@@ -110,7 +110,8 @@ def file_sums(model: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_sums_of_live_parameters_are_those_of_the_file_and_change_with_a_load(pair, slots):
-    """Promise 4 rests on this: the sums are taken over what the engine computes with, under Hugging Face names. The load tells the same
+    """docs/architecture.md#verified-weights rests on this: the sums are taken over what the engine computes
+    with, under Hugging Face names. The load tells the same
     sums; its id is that of the next tokens; what was cached is forgotten."""
     engine = pair.engines[1]
     for number in (1, 0):
@@ -293,7 +294,8 @@ def test_sums_that_are_missing_count_as_different():
 
 
 def test_a_response_of_two_weight_ids_is_seen(pair, slots):
-    """Promise 1: a response during which the weights changed is refused. Newer SGLang names both ids, 0.5.17 the last one."""
+    """docs/architecture.md#one-policy: a response during which the weights changed is refused. Newer SGLang
+    names both ids, 0.5.17 the last one."""
     engine, (directory, _) = pair.engines[1], fill_slot(slots, pair.models[0], 10, 0)
 
     async def mixed():

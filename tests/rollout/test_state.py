@@ -16,7 +16,7 @@ def opened(weight_id: int = 3) -> ReplicaState:
 
 
 def test_life_of_a_replica():
-    """The order of ARCHITECTURE 4: open(id) -> draining -> open(id) -> pulling -> verified -> open(new id)."""
+    """The order of docs/architecture.md#weights-and-staleness: open(id) -> draining -> open(id) -> pulling -> verified -> open(new id)."""
     state = opened(3)
     seen = [state.phase]
     state.grant(3, requests=2)
@@ -54,7 +54,7 @@ def test_nothing_is_added_to_a_batch_and_no_weights_come_into_it():
 
 
 def test_weights_are_open_only_after_their_verification():
-    """Promise 4: no step leads from unverified or pulled weights to work."""
+    """docs/architecture.md#verified-weights: no step leads from unverified or pulled weights to work."""
     state = ReplicaState()
     for step in (lambda: state.open(0), lambda: state.verified(1), lambda: state.grant(-1, 1)):
         with pytest.raises(WrongState):
@@ -87,7 +87,7 @@ def test_an_id_goes_back_only_where_that_is_asked_for():
 
 
 def test_after_a_pull_that_failed_nothing_is_open():
-    """Promise 4: what is in the engine then is not known; any newer weights are due."""
+    """docs/architecture.md#verified-weights: what is in the engine then is not known; any newer weights are due."""
     state = opened(3)
     with pytest.raises(WrongState):
         state.failed()

@@ -239,7 +239,8 @@ def test_a_grant_for_other_weights_is_refused(replica):
 
 
 def test_more_than_one_version_is_lost(replica, monkeypatch):
-    """Promise 1: a response that the engine reports under two ids is given back with the reason, and is never Generated."""
+    """docs/architecture.md#one-policy: a response that the engine reports under two ids is given back with
+    the reason, and is never Generated."""
     from laminar_hpc.rollout import sglang_server
 
     def two_versions(reply: dict, parse=sglang_server.parse_generation):
@@ -296,7 +297,8 @@ def orphans_of(replica, weight_id: int, model: torch.nn.Module, length: int) -> 
 
 
 def test_it_goes_back_to_older_weights_for_trajectories_that_began_with_them(replica):
-    """Promise 1: what a dead replica left goes on from its tokens under its own policy, loaded from a slot that still holds it and verified
+    """docs/architecture.md#one-policy: what a dead replica left goes on from its tokens under its own
+    policy, loaded from a slot that still holds it and verified
     like any other; then the newest weights are pulled again."""
     controller = replica.controller
     controller.until_asked(7)

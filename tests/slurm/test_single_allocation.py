@@ -25,7 +25,8 @@ def steps_done(run_dir: Path) -> int:
 
 @pytest.mark.timeout(600)
 def test_demo_runs_over_two_nodes(slurm_cluster, tmp_path: Path) -> None:
-    """The job completes, all steps are trained, and no trajectory saw two policies (promise 1), with the roles on two machines."""
+    """The job completes, all steps are trained, and no trajectory saw two policies
+    (docs/architecture.md#one-policy), with the roles on two machines."""
     job = submit(slurm_cluster, tmp_path / "run", "steps=3")
     assert slurm_cluster.wait(job, RUN_SECONDS) == "COMPLETED", slurm_cluster.output(job)[-3000:]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -19,7 +19,7 @@ def run_dir(tmp_path_factory):
 @pytest.mark.timeout(600)
 def test_kill_resume_stop_resume(run_dir):
     """A relay dies: one line, non-zero exit, everything gone within 20 s, and the same command goes on. Then TERM: the step is finished,
-    checkpointed, exit 0. At the end promises 1 and 2 hold over all launches."""
+    checkpointed, exit 0. At the end docs/architecture.md#one-policy and #nothing-lost hold."""
     words = [f"steps={STEPS}", "checkpoint.every=2", "resume=auto"]
     run = Run(run_dir, *words)
     run.read_until(f"step  3/{STEPS}")

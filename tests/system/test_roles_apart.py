@@ -37,7 +37,7 @@ def wait_for_step(run_dir: Path, step: int, seconds: float = 200) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_rollout_and_a_relay_die_and_come_back(tmp_path):
-    """Promise 6; promises 1 and 2 hold over both deaths."""
+    """docs/architecture.md#roles-apart; #one-policy and #nothing-lost hold over both deaths."""
     run_dir = tmp_path / "run"
     words = [str(run_dir), *SHORT, f"steps={STEPS}"]
     again = []

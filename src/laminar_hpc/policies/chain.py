@@ -8,13 +8,14 @@ _ALIGNMENT = 4096
 
 
 def broadcast_seconds(size: int, relays: int, chunks: int, start_seconds: float, seconds_per_byte: float) -> float:
-    """Until the last of `relays` has all `size` bytes, which come in `chunks` equal chunks (LAMINAR.md 3; p counts the source as well):
+    """Until the last of `relays` has all `size` bytes, which come in `chunks` equal chunks (Laminar, arXiv
+    2510.12633, relay tier; p counts the source):
     T(p, k) = (p + k - 2) * (M / k * Tb + Ts) with p = relays + 1."""
     return (relays + chunks - 1) * (size / chunks * seconds_per_byte + start_seconds)
 
 
 def best_chunks(size: int, relays: int, start_seconds: float, seconds_per_byte: float) -> int:
-    """k* = sqrt((p - 2) * M * Tb / Ts), at least 1: the number of chunks for which `broadcast_seconds` is least (LAMINAR.md 3)."""
+    """k* = sqrt((p - 2) * M * Tb / Ts), at least 1: the number of chunks for which `broadcast_seconds` is least (the same section)."""
     return max(1, round(math.sqrt(max(0, relays - 1) * size * seconds_per_byte / max(start_seconds, 1e-9))))
 
 

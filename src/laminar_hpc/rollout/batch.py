@@ -71,7 +71,8 @@ def extended(partial: Partial, generation: Generation) -> Partial:
 
 
 def objection(generation: Generation, weight_id: int | None) -> str:
-    """Why this response must not be trained on, or "". One trajectory, one policy, by the engine's own report (promise 1); with
+    """Why this response must not be trained on, or "". One trajectory, one policy, by the engine's own
+    report (docs/architecture.md#one-policy); with
     `weight_id` None several are meant."""
     if generation.finish_reason not in ("stop", "length"):
         return f"the engine ended it with {generation.finish_reason}"

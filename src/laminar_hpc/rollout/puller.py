@@ -2,7 +2,7 @@
 
 Used by worker.py. A slot that does not fit the engine is refused before anything is loaded. Whatever goes wrong from the load on, the
 engine is killed and started from the slot, then verified again; weights are announced only when the live parameters have the manifest's
-sums (ARCHITECTURE 4, promise 4).
+sums (docs/architecture.md#verified-weights).
 """
 
 import asyncio

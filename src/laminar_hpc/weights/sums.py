@@ -1,4 +1,5 @@
-"""Checksums of tensors that add up over shards: made by the trainer, checked by relay and rollout (ARCHITECTURE 4).
+"""Checksums of tensors that add up over shards: made by the trainer, checked by relay and rollout
+(docs/architecture.md#weights-and-staleness).
 
 Two 64-bit sums over the little-endian 32-bit words of a tensor's contiguous image, zero-padded to whole words: the sum of the words, and
 the sum of (index + 1) * word, both modulo 2**64. The first sees every changed bit, the second sees words that changed places; a shard that
