@@ -48,6 +48,15 @@ def test_every_file_that_is_named_exists():
     assert not missing, f"docs/architecture.md names files that are not there: {missing}"
 
 
+@pytest.mark.parametrize("page", ["weights.md", "pipelines.md"])
+def test_pages_name_their_source_files(page):
+    """A page about a part of the code says where that part is."""
+    sources = (ROOT / "docs" / page).read_text().split("\n## ")[0]
+    named = FILE.findall(sources)
+    assert len([name for name in named if name.endswith(".py")]) >= 5
+    assert not [name for name in named if name.endswith(".py") and not located(name).is_file()]
+
+
 def test_every_function_that_is_named_exists():
     """The walks, loops and promises name code as it is."""
     references = REFERENCE.findall(text())
