@@ -19,7 +19,7 @@ import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers)
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.rollout.sglang_server import SglangServer
-from laminar_hpc.weights.manifest import Manifest, layout
+from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 from laminar_hpc.weights.sums import tensor_sums
 
@@ -138,3 +138,15 @@ def start_pair(folder: Path) -> Pair:
         return engines
 
     return Pair(loop, loop.run(start(), seconds=250), models, config, SlotWriter(str(folder), "pair", 3, models[0]))
+
+
+def hf_logprobs(model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of the response by transformers at `temperature`, float32 [response]."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def file_sums(model: Path) -> dict[str, tuple[int, int]]:
+    """The checksums of each tensor of the model's file."""
+    return {name: tensor_sums(tensor) for name, tensor in load_file(model / WEIGHTS_FILE).items()}

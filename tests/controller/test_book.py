@@ -1,11 +1,12 @@
 """The controller's memory and store: attempts guard each trajectory, nothing finished is lost or trained twice, restores go back."""
 
 import pytest
+from reports import trajectory
 
 from laminar_hpc.controller.book import Book
 from laminar_hpc.controller.prompts import Prompt
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages import Trajectory, VersionSpan, decode_trajectory
+from laminar_hpc.messages import decode_trajectory
 from laminar_hpc.policies.sampling import GroupSize
 
 
@@ -15,14 +16,6 @@ def new_book(tmp_path):
     book = Book(store, prompts, GroupSize(2, 1, 2), lambda draw: draw % 5)
     book.load()
     return store, book
-
-
-def trajectory(group, sample, weight_id=0, step=0):
-    return Trajectory(
-        sample.trajectory_id, group.group_id, sample.attempt, 0, weight_id, step, group.prompt_tokens, [1, 2, 3], [-0.1, -0.2, -0.3], [1,
-        1, 1],
-        "stop", [VersionSpan(weight_id, 0, 3)], 1.0, 2.0,
-    )  # fmt: skip
 
 
 def finish(book, group, trainer_step=0):

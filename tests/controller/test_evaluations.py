@@ -1,6 +1,6 @@
 """Evaluations of several files: every response once, on one weight id, whoever is lost on the way; accuracies per file."""
 
-from test_book import trajectory
+from reports import trajectory
 
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.prompts import Prompt

@@ -2,7 +2,7 @@
 
 import sqlite3
 
-from test_book import trajectory
+from reports import trajectory
 
 from laminar_hpc.controller.book import Book, Counts
 from laminar_hpc.controller.prompts import Prompt

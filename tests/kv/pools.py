@@ -35,3 +35,8 @@ def same(source, source_slots, target, target_slots):
     """Whether the rows are equal bit by bit, by torch's own indexing."""
     pairs = zip(source.tensors, target.tensors, strict=True)
     return all(torch.equal(bits(a)[source_slots], bits(b)[target_slots]) for a, b in pairs)
+
+
+def on_gpu(pool: Pool) -> Pool:
+    tensors = [tensor.cuda() for tensor in pool.tensors]
+    return Pool.of(tensors[0::2], tensors[1::2], pool.shape.page_size)

@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from pools import bits, make, slots_of
+from pools import bits, make, on_gpu, slots_of
 
 from laminar_hpc import _kv
 from laminar_hpc.kv import device
 from laminar_hpc.kv.device import Shared, Stage, Ticket, take_shared
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.inbox import Expected, Inbox
-from laminar_hpc.kv.pool import Pool, gather, scatter
+from laminar_hpc.kv.pool import gather, scatter
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [("bfloat16", 4, 128, 1, 61), ("float32", 2, 64, 16, 100), ("float16", 1, 5, 64, 65), ("bfloat16", 3, 80, 7, 2000)]
@@ -64,11 +64,6 @@ def test_a_stage_stands_for_the_pool(dtype, heads, head_dim, page_size, tokens):
     assert all(torch.equal(bits(tensor), old) for tensor, old in zip(target.tensors, expected, strict=True))
 
 
-def on_gpu(pool: Pool) -> Pool:
-    tensors = [tensor.cuda() for tensor in pool.tensors]
-    return Pool.of(tensors[0::2], tensors[1::2], pool.shape.page_size)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "heads", "head_dim", "page_size", "tokens"), CASES)
 def test_kernels_are_torchs_indexing(dtype, heads, head_dim, page_size, tokens):
@@ -94,8 +89,7 @@ CHILD = """
 import sys
 sys.path.insert(0, {folder!r})
 import msgspec, torch
-from pools import make, slots_of
-from test_device import on_gpu
+from pools import make, on_gpu, slots_of
 from laminar_hpc.kv.device import Ticket, take_shared
 pool, slots = on_gpu(make(layers=3, seed=2)), slots_of(40, seed=4)
 take_shared(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Ticket), pool, slots)
@@ -107,8 +101,7 @@ print(all(torch.equal(a.view(torch.int16)[ours], b.cpu().view(torch.int16)[slots
 SENDER = """
 import sys
 sys.path.insert(0, {folder!r})
-from pools import make, slots_of
-from test_device import on_gpu
+from pools import make, on_gpu, slots_of
 from laminar_hpc.kv import device
 from laminar_hpc.kv.frames import Header
 from laminar_hpc.kv.transfer import chunk_bytes, send_part

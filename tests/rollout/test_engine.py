@@ -13,7 +13,7 @@ import torch
 import zmq
 from safetensors.torch import load_file
 
-from engines import EOS, Pair, fill_slot, make_model, reference
+from engines import EOS, Pair, file_sums, fill_slot, hf_logprobs, make_model, reference
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import puller
@@ -24,15 +24,8 @@ from laminar_hpc.rollout.sglang_server import REPORTS_SPANS, SglangServer, sampl
 from laminar_hpc.weights.manifest import WEIGHTS_FILE
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
-from laminar_hpc.weights.sums import tensor_sums
 
 PROMPTS = [[(7 * i + j * j) % 250 for j in range(3 + 5 * i)] for i in range(12)]
-
-
-def hf_logprobs(model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
 def sampling(pair: Pair, temperature: float, length: int, stop: list[int] | None = None) -> dict:
@@ -103,10 +96,6 @@ def test_an_engine_imports_no_megatron(pair):
 
 
 # ---- the port ----------------------------------------------------------------------------------------------------------------------------
-
-
-def file_sums(model: Path) -> dict[str, tuple[int, int]]:
-    return {name: tensor_sums(tensor) for name, tensor in load_file(model / WEIGHTS_FILE).items()}
 
 
 def test_sums_of_live_parameters_are_those_of_the_file_and_change_with_a_load(pair, slots):

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_engine import file_sums, hf_logprobs
 
-from engines import LoopThread, engine_config, fill_slot
+from engines import LoopThread, engine_config, file_sums, fill_slot, hf_logprobs
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.puller import Puller
 from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters

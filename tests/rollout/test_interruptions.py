@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_engine import hf_logprobs
 
-from engines import LoopThread, engine_config, make_model, reference
+from engines import LoopThread, engine_config, hf_logprobs, make_model, reference
 from laminar_hpc.messages import Partial
 from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.rollout.batch import extended

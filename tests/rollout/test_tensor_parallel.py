@@ -8,9 +8,8 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_engine import file_sums, hf_logprobs
 
-from engines import LoopThread, ended, engine_config, fill_slot, make_model, reference
+from engines import LoopThread, ended, engine_config, file_sums, fill_slot, hf_logprobs, make_model, reference
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.observability.trace import Trace

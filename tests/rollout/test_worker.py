@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from test_engine import hf_logprobs
 
-from engines import ended, engine_config, fill_slot, make_model, reference
+from engines import ended, engine_config, fill_slot, hf_logprobs, make_model, reference
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
