@@ -42,9 +42,17 @@ class Bounds:
             and (self.below is None or value < self.below)
         )
 
+    def words_for(self, value: float) -> str:
+        """The bound that a value breaks."""
+        if not math.isfinite(value):
+            return "a finite number" + (f", {self.words()}" if self != Bounds() else "")
+        too_large = isinstance(value, int) and value > (LARGEST_INTEGER if self.at_most is None else math.inf)
+        return f"at most {LARGEST_INTEGER:,}" if too_large or self == Bounds() else self.words()
+
     def words(self) -> str:
+        """All of them."""
         parts = [
-            f"{field.name.replace('_', ' ')} {bound:{',' if bound < 1e6 else '.6g'}}"
+            f"{field.name.replace('_', ' ')} {bound:{',' if float(bound).is_integer() else 'g'}}"
             for field in dataclasses.fields(self)
             if (bound := getattr(self, field.name)) is not None
         ]
@@ -121,9 +129,11 @@ def requirement(field: "dataclasses.Field[Any]", entry: bool = False) -> str:
     kind = (typing.get_args(plain) or (plain,))[-1]
     noun = {int: "whole number", float: "number", str: "text"}.get(kind, "value")
     origin = None if entry else typing.get_origin(plain)
-    what = {list: f"a list of {noun}s, written [a,b]", dict: f"a table of {noun}s, written {{NAME: value}}"}.get(
-        origin, "true or false" if kind is bool else f"a {noun}"
-    )
+    what = "true or false" if kind is bool else f"a {noun}"
+    if origin is list:
+        what = f"a list of {noun}s, written [a,b]"
+    elif origin is dict:
+        what = f"a table of {noun}s, written {{NAME: value}}"
     bound = f", {limits.words()}" if isinstance(limits, Bounds) and limits != Bounds() else ""
     return f"must be {what}{bound}{'' if entry else _or_default(field)}"
 
@@ -157,9 +167,7 @@ def wrong_values(config: Any, prefix: str = "") -> list[str]:
             if dataclasses.is_dataclass(entry):
                 lines += wrong_values(entry, f"{name}.")
             elif isinstance(limits, Bounds) and entry is not None and not limits.hold(entry):
-                most = f"at most {LARGEST_INTEGER:,}" if limits == Bounds() or entry > LARGEST_INTEGER else limits.words()
-                bound = most if math.isfinite(entry) else f"a finite number, {limits.words()}"
-                lines.append(f"{name}={shown(entry)}: must be {bound}{_or_default(field)}")
+                lines.append(f"{name}={shown(entry)}: must be {limits.words_for(entry)}{_or_default(field)}")
     return lines
 
 

@@ -6,6 +6,7 @@ stands in schema.py, what goes together in rules.py.
 """
 
 import dataclasses
+import errno
 import math
 import os
 import shutil
@@ -218,16 +219,20 @@ def check_machine(config: RunConfig, derived: Derived) -> None:
             f"{shm} has {free / 1e6:.0f} MB free, {config.relay.slots} weight slots need {derived.slot_bytes / 1e6:.0f} MB: give "
             "it more (containers: --shm-size) or set relay.shm_dir or relay.slots",
         )
-    if config.cluster.port:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.cluster.host, config.cluster.port))
-            except OSError as error:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.cluster.host, config.cluster.port))
+        except (OSError, UnicodeError) as error:
+            if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
                 raise LaminarError(
-                    f"cluster.port={config.cluster.port} at {config.cluster.host} cannot be used "
-                    f"({os.strerror(error.errno or 0)}): choose another, or 0 for any free one"
+                    f"cluster.host={config.cluster.host}: not an address of this machine; use 127.0.0.1 for one machine, "
+                    "or the address at which the others reach this one"
                 ) from None
+            raise LaminarError(
+                f"cluster.port={config.cluster.port} at {config.cluster.host} cannot be used "
+                f"({os.strerror(error.errno or 0)}): choose another, or 0 for any free one"
+            ) from None
 
 
 def file_system(path: Path) -> str:

@@ -100,7 +100,7 @@ def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Key
 
 def _of_a_file(error: Exception, keys: Keys) -> str:
     """What is wrong with a file that Hydra reads, in our words."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    cause = next((e for e in (error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)), error)
     key = str(getattr(cause, "full_key", None) or "")
     if key in keys.groups and key not in keys.sections:
         return f"begin the file with the line `# @package _global_`; without it its keys are read as {key}.KEY"

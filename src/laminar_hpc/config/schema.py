@@ -45,7 +45,7 @@ class RewardConfig:
     slots: int = number(64, at_least=1)  # calls in flight per rollout rank
     timeout_seconds: float = seconds(10.0)
     # given to a trajectory whose reward raised, hung or returned something else
-    score_on_failure: float = number(0.0, at_least=-1e6, at_most=1e6)
+    score_on_failure: float = number(0.0, at_least=-1_000_000, at_most=1_000_000)
 
 
 @dataclass
@@ -120,7 +120,7 @@ class TrainerConfig:
     tokens_per_microbatch: int = number(4096, at_least=1)
     distributed_optimizer: bool = False  # its state is split over the data-parallel ranks
     # GPUs of each machine that trainer ranks use, one each in order; null = the first ones
-    devices: list[int] | None = number(None, at_least=0)
+    devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
     recompute_activations: bool = False  # keep each layer's input only and compute the layer anew in the backward pass: less memory
     threads: int = number(1, at_least=1, at_most=_MOST_THREADS)  # CPU threads per rank
 
@@ -151,7 +151,7 @@ class RolloutConfig:
     request_timeout_seconds: float = seconds(600.0)
     threads: int = number(1, at_least=1, at_most=_MOST_THREADS)  # CPU threads per engine
     # GPUs of each machine that replicas use, in order; null = those after the trainers', or all
-    devices: list[int] | None = number(None, at_least=0)
+    devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
     engine_arguments: dict[str, str] = field(default_factory=dict)  # passed to SGLang's server as --key value
     engine: str = choice("sglang", "emulated")  # emulated: no model at all, see `emulation`
     # responses go to the partial-response pool every so many tokens and outlive their replica; 0 = never

@@ -4,7 +4,7 @@ A text is taken as it stands behind the `=`, whatever signs it has; lists and ta
 meant is answered with what to write instead. `+key` is `key`: only tables can be added to, and they need no sign.
 """
 
-import dataclasses
+import contextlib
 import difflib
 import re
 import typing
@@ -146,10 +146,8 @@ class Keys:
         if text.startswith("${"):
             found.settings.append((key, text))
             return
-        try:
+        with contextlib.suppress(HydraException):
             value = OverridesParser.create().parse_override(f"key={text}").value()
-        except HydraException:
-            pass
         if isinstance(value, kind):
             found.settings.append((key, value))
         elif key in self.sections:
