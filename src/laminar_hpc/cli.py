@@ -35,9 +35,9 @@ def train(arguments: list[str]) -> int:
 
     if lines := [*unknown_arguments(config), *unknown_constants(config)]:
         raise Refused(lines)
-    wrong_rows = wrong_first_rows(config)
+    lacking = [*missing_inputs(config), *wrong_first_rows(config)]
     if config.dry_run:
-        for text in console.dry_run_lines(derived_values(config, derived), [*missing_inputs(config), *wrong_rows]):
+        for text in console.dry_run_lines(derived_values(config, derived), lacking):
             print(text)
         for text in warnings(config, derived):
             print(console.line("warning", text))
@@ -46,8 +46,8 @@ def train(arguments: list[str]) -> int:
         raise LaminarError(
             "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the scripts in launch/ do"
         )
-    if wrong_rows:
-        raise Refused(wrong_rows)
+    if lacking:
+        raise Refused(lacking)
     check_machine(config, derived)
     check_wandb(config.observability.wandb)
 

@@ -116,11 +116,14 @@ def pipeline_text(config: RunConfig) -> str:
 
 def missing_inputs(config: RunConfig) -> list[str]:
     """What a dry run did without and a run will not: the first thing wrong with the model, and with data or reward, one line each."""
+    inputs = [] if config.source.startswith("replay:") else _input_problems(config)
     try:
         model_config(config.model.path)
     except LaminarError as error:
-        return [str(error), *_input_problems(config)]
-    return _input_problems(config)
+        return [str(error), *inputs]
+    folder = Path(config.model.path)
+    lacking = [name for name in ("*.safetensors", "tokenizer.json") if not any(folder.glob(name))]
+    return [*(f"model.path={folder}: no {name} there; download the model again" for name in lacking), *inputs]
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -208,8 +211,20 @@ def _refuse(condition: bool, text: str) -> None:
         raise LaminarError(text)
 
 
+def _check_folder(key: str, folder: str) -> None:
+    """That a folder is there or can be made, without making it."""
+    path = Path(folder).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    _refuse(not path.is_dir(), f"{key}={folder}: {path} is not a folder; choose another")
+    _refuse(not os.access(path, os.W_OK | os.X_OK), f"{key}={folder}: {path} cannot be written; choose another")
+
+
 def check_machine(config: RunConfig, derived: Derived) -> None:
-    """What only the machine of the relay or controller can tell: room in shared memory, a free port, a proper disk for the store."""
+    """What only the machine of the relay or controller can tell: room in shared memory, a free port, folders that can be made."""
+    _check_folder("run_dir", config.run_dir)
+    if config.store_dir:
+        _check_folder("store_dir", config.store_dir)
     shm = Path(config.relay.shm_dir)
     if derived.slot_bytes:
         _refuse(not shm.is_dir(), f"relay.shm_dir={shm}: no such folder; name one in memory (tmpfs)")

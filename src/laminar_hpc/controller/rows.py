@@ -77,7 +77,7 @@ def _look_at(source: Source, config: RunConfig) -> None:
 def _open(path: str) -> IO[bytes]:
     """The plain bytes of a file that may be compressed."""
     if path.endswith(".gz"):
-        return gzip.open(path)
+        return io.BufferedReader(gzip.open(path))
     if path.endswith(".zst"):
         import pyarrow
 
