@@ -69,6 +69,7 @@ def test_ready_experiments_pass_a_dry_run_without_gpu_and_model(name, capsys):
     """Promise: the shipped layouts fit, say so before anything is downloaded, and name what a run still needs."""
     assert cli.train([f"experiment={name}", "dry_run=true"]) == 0
     printed = capsys.readouterr().out
+    assert "\nwarning" not in printed
     derived = derive(load_config([f"experiment={name}", "dry_run=true"]))
     trainers, replicas, gpus, parameters, gigabytes = EXPERIMENTS[name]
     assert (derived.trainer_ranks, derived.rollout_ranks, derived.gpus_unless_shared) == (trainers, replicas, gpus)
