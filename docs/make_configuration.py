@@ -3,8 +3,8 @@
     python docs/make_configuration.py          write the page
     python docs/make_configuration.py --check  exit 1 if the page on disk is not what would be written (a test runs this)
 
-Meanings are the comments of the schema, behind a key or above it; MEANING holds those of keys whose name says most of it. A key with
-neither is an error. Bounds and choices are those that the checker has.
+Meanings are the comments of the schema, behind a key or above it; MEANING holds those of keys whose name says
+most of it. A key with neither is an error. Bounds and choices are those that the checker has.
 """
 
 import ast
@@ -25,12 +25,14 @@ PAGE = Path(__file__).with_name("configuration.md")
 INTRO = """# Configuration
 
 Every key of a run, written `key=value` on the command line (`laminar train experiment=demo steps=20 sampling.temperature=0.9`) or in a
-file under `conf/experiment/`. Unknown keys, wrong types and values that are not allowed are refused before anything starts, one line for
-each, all at once. A finished run keeps its resolved configuration in `config.yaml`. `dry_run=true` prints what follows from a
-configuration and stops.
+file under `conf/experiment/`. Unknown keys, wrong types and values that are not allowed are refused before
+anything starts, one line for each, all at once. A finished run keeps its resolved configuration in
+`config.yaml`. `dry_run=true` prints what follows from a configuration and stops.
 
-- A text stands as it is, whatever signs it has: `data.train=/data/lr=1,b.jsonl`. For a space quote the whole word.
-- A list: `'evaluation.files=[a.jsonl,b.jsonl]'`. A table: `rollout.engine_arguments.mem-fraction-static=0.3`, entry by entry.
+- A text stands as it is, whatever signs it has: `data.train=/data/lr=1,b.jsonl`. For a space quote the whole
+word.
+- A list: `'evaluation.files=[a.jsonl,b.jsonl]'`. A table: `rollout.engine_arguments.mem-fraction-static=0.3`,
+entry by entry.
 - `null` is a value where the type says `None`. `${oc.env:NAME}` is a variable of the environment.
 - Every number has to be finite, and every whole number below 2^31.
 

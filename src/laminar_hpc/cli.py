@@ -1,4 +1,5 @@
-"""`laminar`: the command line. COMMANDS is the table of what there is; each entry checks its words and calls the part that does the work.
+"""`laminar`: the command line. COMMANDS is the table of what there is; each entry checks its words and calls
+the part that does the work.
 
 Parts are imported when they are called: a refusal, or `--help`, need not wait for the others.
 """
@@ -18,8 +19,10 @@ def train(arguments: list[str]) -> int:
     """Refuses, or shows, or starts what the words ask for."""
     if not arguments:
         raise LaminarError(
-            "laminar train needs a model, prompts and a reward: try `laminar train experiment=demo`, or name your own "
-            "with model.path=DIR data.train=FILE reward.function=MODULE.NAME; `laminar train --help` shows more"
+            "laminar train needs a model, prompts and a reward: try `laminar train experiment=demo`, or name "
+            "your own "
+            "with model.path=DIR data.train=FILE reward.function=MODULE.NAME; `laminar train --help` shows "
+            "more"
         )
     from laminar_hpc.config.check import check, check_machine, derived_values, missing_inputs, warnings
     from laminar_hpc.config.load import load_config
@@ -55,7 +58,9 @@ def train(arguments: list[str]) -> int:
     from laminar_hpc.cluster.launch import run_torchrun
     from laminar_hpc.cluster.roles import assign_roles
 
-    here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes)
+    here = assign_roles(
+        derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes
+    )
     for mine in here:
         devices_of(config, here, mine, len(present()))
     return run_torchrun(config, arguments, derived.world_size)
@@ -98,7 +103,9 @@ def sim_help() -> str:
 def plan_help() -> str:
     from laminar_hpc.simulator.load import questions
 
-    return f"\nQUESTION is one of {', '.join(questions())}. The keys are in src/laminar_hpc/simulator/schema.py."
+    return (
+        f"\nQUESTION is one of {', '.join(questions())}. The keys are in src/laminar_hpc/simulator/schema.py."
+    )
 
 
 def elsewhere(module: str) -> Callable[[list[str]], int]:
@@ -121,7 +128,10 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
-        train, "check, then run the job on this machine and watch over it (a torchrun of all roles)", keys=True, help=train_help
+        train,
+        "check, then run the job on this machine and watch over it (a torchrun of all roles)",
+        keys=True,
+        help=train_help,
     ),
     "stop": Command(stop, "let a running job finish its step, write a checkpoint and exit 0", ("RUN_DIR",)),
     "top": Command(
@@ -130,7 +140,11 @@ COMMANDS: dict[str, Command] = {
         ("RUN_DIR",),
         ("--once",),
     ),
-    "report": Command(elsewhere("laminar_hpc.observability.report"), "write summary.json and report.html again", ("RUN_DIR",)),
+    "report": Command(
+        elsewhere("laminar_hpc.observability.report"),
+        "write summary.json and report.html again",
+        ("RUN_DIR",),
+    ),
     "sim": Command(
         elsewhere("laminar_hpc.simulator.command"),
         "simulate pipelines and scales; needs no GPU",
@@ -174,7 +188,9 @@ def check_words(name: str, words: list[str]) -> None:
     if not command.keys and len(found) < len(command.places):
         lines.append(f"laminar {name} needs {' '.join(command.places[len(found) :])}")
     if not command.keys and len(found) > len(command.places):
-        lines.append(f"{' '.join(found[len(command.places) :])}: one word too many; quote a name that has spaces")
+        lines.append(
+            f"{' '.join(found[len(command.places) :])}: one word too many; quote a name that has spaces"
+        )
     if lines:
         raise Refused(f"{line}; usage: {command.usage(name)}" for line in lines)
 
@@ -212,7 +228,9 @@ def run(words: list[str]) -> int:
     if name not in COMMANDS:
         if "=" in name:
             raise LaminarError(f"{name}: write laminar train {name}")
-        raise LaminarError(f"laminar {name}: no such command{did_you_mean(name, COMMANDS)}; use one of {', '.join(COMMANDS)}")
+        raise LaminarError(
+            f"laminar {name}: no such command{did_you_mean(name, COMMANDS)}; use one of {', '.join(COMMANDS)}"
+        )
     command = COMMANDS[name]
     if asks:
         print(f"usage: {command.usage(name)}\n\n{command.about}\n{command.help()}".rstrip())

@@ -1,4 +1,5 @@
-"""What a user writes wrongly: every mistake of a command line at once, a line each, that says what to write instead; and quickly."""
+"""What a user writes wrongly: every mistake of a command line at once, a line each, that says what to write
+instead; and quickly."""
 
 import contextlib
 import dataclasses
@@ -22,7 +23,16 @@ from laminar_hpc.emulation.constants import unknown_constants
 from laminar_hpc.rollout.engine_arguments import argument_names, unknown_arguments
 from laminar_hpc.simulator.constants import GPUS, MODELS
 
-NOT_OURS = ("full_key", "object_type", "LexerNoViableAlt", "mismatched input", "Error", "ConfigKey", "Traceback", "DictConfig")
+NOT_OURS = (
+    "full_key",
+    "object_type",
+    "LexerNoViableAlt",
+    "mismatched input",
+    "Error",
+    "ConfigKey",
+    "Traceback",
+    "DictConfig",
+)
 
 
 def refusal(*words: str) -> list[str]:
@@ -139,7 +149,8 @@ def all_at_once() -> list[str]:
 
 @pytest.mark.parametrize("word", VALUES)
 def test_wrong_values_and_keys_are_named_together(all_at_once, word):
-    """Promise: one start shows every mistake, each in a line of its own with key, bound and cure, in words that are ours."""
+    """Promise: one start shows every mistake, each in a line of its own with key, bound and cure, in words
+    that are ours."""
     about, text = word.lstrip("+").partition("=")[0], VALUES[word]
     (line,) = [line for line in all_at_once if line.startswith((f"{about}=", f"{about}:"))]
     assert text in line and len(line) < 320
@@ -149,7 +160,8 @@ def test_wrong_values_and_keys_are_named_together(all_at_once, word):
 
 @pytest.mark.parametrize("words", SHAPES)
 def test_words_of_a_wrong_shape(words):
-    """Promise: dashes, spaces and missing `=` are answered with the word to write, never with a lexer's words."""
+    """Promise: dashes, spaces and missing `=` are answered with the word to write, never with a lexer's
+    words."""
     (line,) = refusal("train", "pipeline.max_staleness=1", *words.split())
     assert SHAPES[words] in line and not [word for word in NOT_OURS if word in line]
 
@@ -167,7 +179,8 @@ def test_several_wrong_shapes_at_once():
 
 @pytest.mark.parametrize("quote", ["", "'", '"'])
 def test_texts_are_taken_as_they_stand(quote):
-    """Promise: a path or name needs no quoting but the shell's; quotes around all of it, as Hydra's users write them, do no harm."""
+    """Promise: a path or name needs no quoting but the shell's; quotes around all of it, as Hydra's users
+    write them, do no harm."""
     texts = {
         "run_dir": "/a b", "store_dir": "/lr=1e-3,b[0]{x}(y)$z:w", "reward.function": "007", "data.train": "1e3", "model.path": "a\\b",
         "data.answer_field": "null", "rollout.engine_arguments.x": "{a: [1]}",
@@ -181,11 +194,17 @@ def test_texts_are_taken_as_they_stand(quote):
 
 
 def test_tables_take_entries_as_written():
-    """Promise: no `+` is needed, none is refused; an entry may come from anywhere, and an empty table grows."""
+    """Promise: no `+` is needed, none is refused; an entry may come from anywhere, and an empty table
+    grows."""
     words = [
         "rollout.engine_arguments.mem-fraction-static=0.30", "+rollout.engine_arguments.x={a: 1}", "emulation.constants.train_mfu=0.4",
     ]  # fmt: skip
-    words += ["rollout={replicas: 2}", "++steps=${relay.slots}", "trainer.devices=[1,3]", "data.max_prompt_tokens=null"]
+    words += [
+        "rollout={replicas: 2}",
+        "++steps=${relay.slots}",
+        "trainer.devices=[1,3]",
+        "data.max_prompt_tokens=null",
+    ]
     config = load_config(["experiment=one_gpu", *words])
     assert config.rollout.engine_arguments == {"mem-fraction-static": "0.30", "x": "{a: 1}"}
     assert (config.emulation.constants, config.rollout.replicas, config.steps) == ({"train_mfu": 0.4}, 2, 3)
@@ -203,7 +222,12 @@ def test_tables_take_entries_as_written():
 def test_names_within_tables():
     """Promise: a name that SGLang or the simulator does not have is refused before an engine starts."""
     assert len(argument_names()) > 300
-    words = ["mem-fractoin-static=0.3", "mem_fraction_static=0.5", "attention-backend=triton", "no-lora-strict-loading=true"]
+    words = [
+        "mem-fractoin-static=0.3",
+        "mem_fraction_static=0.5",
+        "attention-backend=triton",
+        "no-lora-strict-loading=true",
+    ]
     (line,) = unknown_arguments(load_config([f"rollout.engine_arguments.{word}" for word in words]))
     assert "--mem-fractoin-static (did you mean mem-fraction-static?)" in line
     (line,) = unknown_constants(load_config(["emulation.constants.mfu=1"]))
@@ -217,15 +241,22 @@ def test_every_number_has_bounds_and_every_default_keeps_them():
         kind = plain_type(field)[0]
         if {int, float} & {kind, *getattr(kind, "__args__", ())} and not isinstance(allowed(field), Bounds):
             bare.append(key)
-    assert not bare, "write number(default, at_least=..., above=..., at_most=..., below=...) or seconds(default) in config/schema.py"
+    assert not bare, (
+        "write number(default, at_least=..., above=..., at_most=..., below=...) or seconds(default) in "
+        "config/schema.py"
+    )
     assert not wrong_values(RunConfig())
-    choices = {key: field.metadata for key, field in all_fields(RunConfig) if isinstance(allowed(field), Choices)}
+    choices = {
+        key: field.metadata for key, field in all_fields(RunConfig) if isinstance(allowed(field), Choices)
+    }
     assert {"algorithm.loss", "role", "resume", "rollout.engine"} <= choices.keys()
 
 
 def test_choices_that_other_files_decide():
     emulation = {key: allowed(field) for key, field in all_fields(RunConfig) if key.startswith("emulation.")}
-    assert set(emulation["emulation.model"].names) == set(MODELS) and set(emulation["emulation.gpu"].names) == set(GPUS)
+    assert set(emulation["emulation.model"].names) == set(MODELS) and set(
+        emulation["emulation.gpu"].names
+    ) == set(GPUS)
 
 
 def test_tables_of_sections_are_checked_too():
@@ -248,7 +279,10 @@ def test_tables_of_sections_are_checked_too():
     [
         ("steps: [1\n", r"mine.yaml, line 2: not YAML"),
         ("# @package _global_\nstepz: 1\n", r"experiment=mine: stepz: no such key \(did you mean steps\?\)"),
-        ("# @package _global_\noptimizer: {lr: fast}\n", r"experiment=mine: optimizer.lr: must be a number, above 0"),
+        (
+            "# @package _global_\noptimizer: {lr: fast}\n",
+            r"experiment=mine: optimizer.lr: must be a number, above 0",
+        ),
         ("steps: 1\n", r"begin the file with the line `# @package _global_`"),
         ("# @package _global_\nsteps: 0\n", r"^steps=0: must be at least 1"),
     ],
@@ -268,7 +302,8 @@ def test_wrong_experiment_files(tmp_path, monkeypatch, content, text):
 
 
 def test_a_kv_cache_that_serialises_a_batch_is_warned_of():
-    """Promise: a run that will mostly wait for room in the KV cache says so, with the size that is enough. (Shipped ones: test_config.)"""
+    """Promise: a run that will mostly wait for room in the KV cache says so, with the size that is enough.
+    (Shipped ones: test_config.)"""
     config = load_config(["experiment=demo", "rollout.kv_cache_tokens=1024"])
     (line,) = warnings(config, check(config))
     assert "holds 4 responses of sampling.max_response_tokens=256 at once, and a replica is given 256" in line
@@ -276,7 +311,8 @@ def test_a_kv_cache_that_serialises_a_batch_is_warned_of():
     assert warnings(config, check(config)) == []
 
 
-# ---- data files ------------------------------------------------------------------------------------------------------------------
+# ---- data files
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -284,7 +320,11 @@ def test_a_kv_cache_that_serialises_a_batch_is_warned_of():
     [
         ("a.jsonl", b"", "has no rows"),
         ("a.jsonl", b"[\n", "row 1: not JSON"),
-        ("a.jsonl", b'{"prompt": "1"}\n{"question": "2"}\n', "row 2: no field 'prompt' (it has: question); set data.prompt_field"),
+        (
+            "a.jsonl",
+            b'{"prompt": "1"}\n{"question": "2"}\n',
+            "row 2: no field 'prompt' (it has: question); set data.prompt_field",
+        ),
         ("a.jsonl.gz", b"not gzip", "row 1: cannot be unpacked"),
         ("a.jsonl.gz", gzip.compress(b'{"question": "2"}\n'), "row 1: no field 'prompt'"),
         ("a.parquet", b"PAR1", "cannot be read as Parquet"),
@@ -292,14 +332,16 @@ def test_a_kv_cache_that_serialises_a_batch_is_warned_of():
 )
 @pytest.mark.parametrize("key", ["data.train={}", "evaluation.files=[{}]"])
 def test_bad_data_files_are_refused_before_anything_starts(tmp_path, key, name, content, text):
-    """Promise: a file that cannot be read, is empty, or lacks the field in its first rows never starts a run."""
+    """Promise: a file that cannot be read, is empty, or lacks the field in its first rows never starts a
+    run."""
     (tmp_path / name).write_bytes(content)
     (line,) = refusal("train", "experiment=demo", key.format(tmp_path / name), f"run_dir={tmp_path}/run")
     assert text in line and str(tmp_path / name) in line and not (tmp_path / "run").exists()
 
 
 def test_a_large_file_is_looked_at_quickly(tmp_path):
-    """Promise: only the beginning of a file is read before a run: a row far behind it does not count, nor does the size."""
+    """Promise: only the beginning of a file is read before a run: a row far behind it does not count, nor
+    does the size."""
     with open(tmp_path / "big.jsonl", "w") as file:
         file.write('{"prompt": "1"}\n' * 20)
         file.truncate(8 << 30)  # zeros, which take no room
@@ -309,7 +351,8 @@ def test_a_large_file_is_looked_at_quickly(tmp_path):
     assert time.process_time() - started < 2 and "before a run" not in out.getvalue()
 
 
-# ---- as a user does it -----------------------------------------------------------------------------------------------------------
+# ---- as a user does it
+# -----------------------------------------------------------------------------------------------------------
 
 
 def laminar(*words: str, **environment: str) -> tuple[list[str], list[str], int]:
@@ -321,8 +364,12 @@ def laminar(*words: str, **environment: str) -> tuple[list[str], list[str], int]
 
 def test_a_refusal_as_seen_from_a_shell(tmp_path):
     """Promise: one line per mistake on stderr, nothing else, exit code 2, nothing written."""
-    out, err, code = laminar("train", "experiment=demo", f"run_dir={tmp_path}/run", "steps=0", "stepz=1", "optimizer.lr=nan")
-    assert (out, code) == ([], 2) and len(err) == 3 and all(line.startswith("laminar: error: ") for line in err)
+    out, err, code = laminar(
+        "train", "experiment=demo", f"run_dir={tmp_path}/run", "steps=0", "stepz=1", "optimizer.lr=nan"
+    )
+    assert (
+        (out, code) == ([], 2) and len(err) == 3 and all(line.startswith("laminar: error: ") for line in err)
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -331,12 +378,25 @@ def test_help_and_version():
     assert laminar("--version") == ([f"laminar {__version__}"], [], 0)
     out, err, code = laminar("train", "--help")
     assert (err, code) == ([], 0) and out[0] == "usage: laminar train [key=value ...]"
-    for part in ("experiment=demo", "docs/configuration.md", "pipeline=laminar|", "'data.train=my file.jsonl'"):
+    for part in (
+        "experiment=demo",
+        "docs/configuration.md",
+        "pipeline=laminar|",
+        "'data.train=my file.jsonl'",
+    ):
         assert part in "\n".join(out)
-    for words in (["--help"], ["help"], ["-h"], *([name, "--help"] for name in cli.COMMANDS), *(["help", name] for name in cli.COMMANDS)):
+    for words in (
+        ["--help"],
+        ["help"],
+        ["-h"],
+        *([name, "--help"] for name in cli.COMMANDS),
+        *(["help", name] for name in cli.COMMANDS),
+    ):
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             assert cli.run(words) == 0
-        assert shown.getvalue().startswith(f"usage: laminar {words[-1] if words[0] == 'help' and words[1:] else ''}".rstrip())
+        assert shown.getvalue().startswith(
+            f"usage: laminar {words[-1] if words[0] == 'help' and words[1:] else ''}".rstrip()
+        )
 
 
 def test_a_refusal_waits_for_no_library():
@@ -350,13 +410,29 @@ except cli.LaminarError:
     slow = {"torch", "pyarrow", "datasets", "wandb", "transformers", "sglang", "numpy", "zmq", "rich"}
     print(json.dumps(sorted(slow & set(sys.modules))))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert json.loads(done.stdout) == []
 
 
 def test_torchrun_without_us_refuses_alike():
-    """Promise: a rank that torchrun started by itself refuses a setting as `laminar train` does: no traceback, exit code 2."""
-    command = [sys.executable, "-m", "laminar_hpc", "experiment=demo", "algorithm.minibatches_per_step=0", "stepz=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parent)
+    """Promise: a rank that torchrun started by itself refuses a setting as `laminar train` does: no
+    traceback, exit code 2."""
+    command = [
+        sys.executable,
+        "-m",
+        "laminar_hpc",
+        "experiment=demo",
+        "algorithm.minibatches_per_step=0",
+        "stepz=1",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parent
+    )
     lines = done.stderr.splitlines()
-    assert done.returncode == 2 and len(lines) == 2 and all(line.startswith("laminar: error: refused: ") for line in lines)
+    assert (
+        done.returncode == 2
+        and len(lines) == 2
+        and all(line.startswith("laminar: error: refused: ") for line in lines)
+    )

@@ -56,7 +56,8 @@ def zst(content: bytes) -> bytes:
 
 @pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("zst", zst)])
 def test_compressed_rows(tmp_path, ending, pack):
-    """Promise: JSONL may be packed, also in several pieces one behind the other; errors name the same rows, a cut file is noticed."""
+    """Promise: JSONL may be packed, also in several pieces one behind the other; errors name the same rows, a
+    cut file is noticed."""
     path = tmp_path / f"rows.jsonl.{ending}"
     rows = "".join(f'{{"prompt": "{i}+1="}}\n' for i in range(2000)).encode()
     path.write_bytes(pack(rows) + pack(b'{"prompt": "7+7="}\n'))

@@ -64,7 +64,8 @@ def test_a_world_of_the_wrong_size():
 
 
 def test_a_row_without_its_field_ends_the_run_with_file_and_row(tmp_path):
-    """Promise: also one far down in the file, which only the controller reads, is refused before engines have work: exit code 2."""
+    """Promise: also one far down in the file, which only the controller reads, is refused before engines have
+    work: exit code 2."""
     rows = Path(examples_directory("arithmetic/data/train.jsonl")).read_text().splitlines()
     rows[700] = json.dumps({"question": "1+1="})
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))

@@ -1,4 +1,5 @@
-"""Which settings of `algorithm` go together; part of rules.py. The formulas are in trainer/algorithms/. Imports no torch."""
+"""Which settings of `algorithm` go together; part of rules.py. The formulas are in trainer/algorithms/.
+Imports no torch."""
 
 import math
 from collections.abc import Iterator

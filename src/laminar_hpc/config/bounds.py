@@ -1,10 +1,12 @@
-"""Bounds and choices of settings. They stand in the schema, beside the default, and one checker walks it. Imports no torch.
+"""Bounds and choices of settings. They stand in the schema, beside the default, and one checker walks it.
+Imports no torch.
 
     steps: int = number(60, at_least=1)
     lr: float = number(1e-4, above=0, at_most=1)
     loss: str = choice("clip", "gspo")            # the first is the default
 
-Every number has to be finite, and every whole number below 2**31. A list of numbers has its bounds for each entry.
+Every number has to be finite, and every whole number below 2**31. A list of numbers has its bounds for each
+entry.
 """
 
 import dataclasses
@@ -121,7 +123,8 @@ def all_fields(schema: type, prefix: str = "") -> Iterator[tuple[str, "dataclass
 
 
 def requirement(field: "dataclasses.Field[Any]", entry: bool = False) -> str:
-    """What a value of this field, or an entry of its list or table, must be: `must be a whole number, at least 1; the default is 60`."""
+    """What a value of this field, or an entry of its list or table, must be: `must be a whole number, at
+    least 1; the default is 60`."""
     plain, _ = plain_type(field)
     limits = allowed(field)
     if isinstance(limits, Choices):
@@ -153,7 +156,8 @@ def shown(value: object) -> str:
 
 
 def wrong_values(config: Any, prefix: str = "") -> list[str]:
-    """One line for each value of a configuration that is outside its bounds or choices, in the order of the schema."""
+    """One line for each value of a configuration that is outside its bounds or choices, in the order of the
+    schema."""
     lines = []
     for field in dataclasses.fields(config):
         key, value = prefix + field.name, getattr(config, field.name)
@@ -162,7 +166,9 @@ def wrong_values(config: Any, prefix: str = "") -> list[str]:
             continue
         limits = allowed(field)
         if isinstance(limits, Choices) and value not in limits.names:
-            lines.append(f"{key}={shown(value)}: {requirement(field)}{did_you_mean(str(value), limits.names)}")
+            lines.append(
+                f"{key}={shown(value)}: {requirement(field)}{did_you_mean(str(value), limits.names)}"
+            )
         for name, entry in _entries(key, value):
             if dataclasses.is_dataclass(entry):
                 lines += wrong_values(entry, f"{name}.")

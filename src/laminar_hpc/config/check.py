@@ -1,8 +1,8 @@
 """What a configuration means (derived quantities) and whether it can work; both before anything starts. Imports no torch.
 
-`derive` reads the model's config.json and counts bytes; `check` refuses what is wrong, with one line for each mistake that says how to
-mend it. With `dry_run=true` model and data need not be there: `missing_inputs` says what a run would still need. What one value may be
-stands in schema.py, what goes together in rules.py.
+`derive` reads the model's config.json and counts bytes; `check` refuses what is wrong, with one line for each
+mistake that says how to mend it. With `dry_run=true` model and data need not be there: `missing_inputs` says
+what a run would still need. What one value may be stands in schema.py, what goes together in rules.py.
 """
 
 import dataclasses
@@ -127,7 +127,8 @@ def missing_inputs(config: RunConfig) -> list[str]:
 
 
 def problems(config: RunConfig) -> list[str]:
-    """Everything that cannot work, one line each: values, then model, data and reward, then what does not go together.
+    """Everything that cannot work, one line each: values, then model, data and reward, then what does not go
+    together.
 
     Where a value is wrong by itself the last are left out, as they might only follow from it."""
     wrong = wrong_values(config)
@@ -159,7 +160,8 @@ def supported_model(config: RunConfig) -> dict:
     architecture = (model.get("architectures") or ["unknown"])[0]
     if architecture not in _FAMILIES:
         raise LaminarError(
-            f"{file}: architecture {architecture} is not supported; supported: {', '.join(sorted(_FAMILIES))}, none with experts"
+            f"{file}: architecture {architecture} is not supported; supported: "
+            f"{', '.join(sorted(_FAMILIES))}, none with experts"
         )
     if lacking := [key for key in _NEEDED if not isinstance(model.get(key), int) or model[key] < 1]:
         raise LaminarError(f"{file} does not say {', '.join(lacking)}; download the model again")
@@ -169,7 +171,8 @@ def supported_model(config: RunConfig) -> dict:
 def _derived_rules(config: RunConfig, derived: Derived) -> Iterator[tuple[bool, str]]:
     yield (
         config.relay.lanes > 1 and derived.publish_bytes < config.relay.lanes * _LEAST_LANE,
-        f"relay.lanes={config.relay.lanes}: a publication of {derived.publish_bytes} bytes is too small for lanes of at "
+        f"relay.lanes={config.relay.lanes}: a publication of {derived.publish_bytes} bytes is too small for "
+        "lanes of at "
         f"least {_LEAST_LANE} bytes each; lower it",
     )
 
@@ -179,7 +182,9 @@ def _input_problems(config: RunConfig) -> list[str]:
     lines = []
     for look in (
         lambda: [parse_source("data.train", config.data.train)],
-        lambda: labels("evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files]),
+        lambda: labels(
+            "evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files]
+        ),
     ):
         try:
             look()
@@ -195,13 +200,16 @@ def _input_problems(config: RunConfig) -> list[str]:
 
 def warnings(config: RunConfig, derived: Derived) -> list[str]:
     """What works, but hardly as meant. One line each."""
-    at_once = min(config.rollout.max_concurrent, derived.local_batch_groups * config.algorithm.samples_per_prompt)
+    local_batch = derived.local_batch_groups * config.algorithm.samples_per_prompt
+    at_once = min(config.rollout.max_concurrent, local_batch)
     needed = math.ceil(at_once / _LONGEST_PER_MEAN) * config.sampling.max_response_tokens
     if not derived.rollout_ranks or config.rollout.kv_cache_tokens >= needed:
         return []
     return [
-        f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} holds {derived.responses_in_kv_cache} responses of "
-        f"sampling.max_response_tokens={config.sampling.max_response_tokens} at once, and a replica is given {at_once}: "
+        f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} holds {derived.responses_in_kv_cache} "
+        "responses of "
+        f"sampling.max_response_tokens={config.sampling.max_response_tokens} at once, and a replica is given "
+        f"{at_once}: "
         f"most of them will wait for room; set it to {needed} or more"
     ]
 
@@ -217,11 +225,13 @@ def _check_folder(key: str, folder: str) -> None:
     while not path.exists() and path != path.parent:
         path = path.parent
     _refuse(not path.is_dir(), f"{key}={folder}: {path} is not a folder; choose another")
-    _refuse(not os.access(path, os.W_OK | os.X_OK), f"{key}={folder}: {path} cannot be written; choose another")
+    writable = os.access(path, os.W_OK | os.X_OK)
+    _refuse(not writable, f"{key}={folder}: {path} cannot be written; choose another")
 
 
 def check_machine(config: RunConfig, derived: Derived) -> None:
-    """What only the machine of the relay or controller can tell: room in shared memory, a free port, folders that can be made."""
+    """What only the machine of the relay or controller can tell: room in shared memory, a free port, folders
+    that can be made."""
     _check_folder("run_dir", config.run_dir)
     if config.store_dir:
         _check_folder("store_dir", config.store_dir)
@@ -241,7 +251,8 @@ def check_machine(config: RunConfig, derived: Derived) -> None:
         except (OSError, UnicodeError) as error:
             if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
                 raise LaminarError(
-                    f"cluster.host={config.cluster.host}: not an address of this machine; use 127.0.0.1 for one machine, "
+                    f"cluster.host={config.cluster.host}: not an address of this machine; use 127.0.0.1 for "
+                    "one machine, "
                     "or the address at which the others reach this one"
                 ) from None
             raise LaminarError(

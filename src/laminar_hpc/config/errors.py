@@ -13,7 +13,8 @@ class LaminarError(Exception):
 
 
 class Refused(LaminarError):
-    """What was asked for cannot begin (exit code 2). Its text has one line per mistake, all of them at once."""
+    """What was asked for cannot begin (exit code 2). Its text has one line per mistake, all of them at
+    once."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         Exception.__init__(self, "\n".join(" ".join(line.split()) for line in lines))

@@ -1,5 +1,6 @@
-"""From the command line to a RunConfig: Hydra composes `conf/`, the command line goes on top, and what does not fit is refused, one
-line for each mistake. Every value of the result is within its bounds. Imports no torch."""
+"""From the command line to a RunConfig: Hydra composes `conf/`, the command line goes on top, and what does
+not fit is refused, one line for each mistake. Every value of the result is within its bounds. Imports no
+torch."""
 
 import importlib.resources
 from collections.abc import Sequence
@@ -44,10 +45,13 @@ def group_names(folder: Path) -> list[str]:
 
 
 def load_config(words: Sequence[str]) -> RunConfig:
-    """conf/config.yaml with the command line on top. Raises Refused with a line for every wrong word and value."""
+    """conf/config.yaml with the command line on top. Raises Refused with a line for every wrong word and
+    value."""
     OmegaConf.register_new_resolver("examples", examples_directory, replace=True)
     directory = conf_directory()
-    keys = Keys(RunConfig, {group: group_names(directory / group) for group in _GROUPS}, "docs/configuration.md")
+    keys = Keys(
+        RunConfig, {group: group_names(directory / group) for group in _GROUPS}, "docs/configuration.md"
+    )
     read = keys.read(words)
     if read.broken:
         raise Refused(read.wrong)
@@ -58,7 +62,8 @@ def load_config(words: Sequence[str]) -> RunConfig:
 
 
 def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys, read: Words) -> Config:
-    """What the files say, with `read.settings` on top; a setting of the wrong type gets a line in `read.wrong`.
+    """What the files say, with `read.settings` on top; a setting of the wrong type gets a line in
+    `read.wrong`.
 
     Raises Refused where a file itself is wrong, or a reference leads nowhere."""
     ConfigStore.instance().store(name=node, node=schema)
@@ -81,7 +86,9 @@ def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys,
     try:
         config: Any = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise Refused([*read.wrong, f"{error.full_key or 'a reference'}: {_first_line(error)}; {_REFERENCE}"]) from None
+        raise Refused(
+            [*read.wrong, f"{error.full_key or 'a reference'}: {_first_line(error)}; {_REFERENCE}"]
+        ) from None
     assert isinstance(config, schema)
     return config
 
@@ -90,7 +97,9 @@ def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Key
     """What is wrong with a setting of the command line."""
     if isinstance(error, GrammarParseError):
         return f"{key}={shown(value)}: its ${{...}} cannot be read; {_REFERENCE}"
-    inner = key if key not in keys.sections else str(error.full_key or key)  # of a section's table: the key in it
+    inner = (
+        key if key not in keys.sections else str(error.full_key or key)
+    )  # of a section's table: the key in it
     if keys.kind_of(inner) is None:
         return keys.unknown(inner)
     for name in inner.removeprefix(key).strip(".").split("."):
@@ -100,13 +109,21 @@ def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Key
 
 def _of_a_file(error: Exception, keys: Keys) -> str:
     """What is wrong with a file that Hydra reads, in our words."""
-    cause = next((e for e in (error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)), error)
+    cause = next(
+        (e for e in (error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)), error
+    )
     key = str(getattr(cause, "full_key", None) or "")
     if key in keys.groups and key not in keys.sections:
-        return f"begin the file with the line `# @package _global_`; without it its keys are read as {key}.KEY"
+        return (
+            f"begin the file with the line `# @package _global_`; without it its keys are read as {key}.KEY"
+        )
     if key and keys.kind_of(key) is None:
         return keys.unknown(key)
-    return f"{key}: {_requirement(key, keys)}" if key and isinstance(cause, ValidationError) else _first_line(cause)
+    return (
+        f"{key}: {_requirement(key, keys)}"
+        if key and isinstance(cause, ValidationError)
+        else _first_line(cause)
+    )
 
 
 def _requirement(key: str, keys: Keys) -> str:
@@ -128,7 +145,9 @@ def dump_config(config: RunConfig) -> str:
 def read_config(path: Path) -> RunConfig:
     """A run's own `config.yaml`. Raises LaminarError when the file is not one."""
     try:
-        merged: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), DictConfig(yaml.safe_load(path.read_text())))
+        merged: Any = OmegaConf.merge(
+            OmegaConf.structured(RunConfig), DictConfig(yaml.safe_load(path.read_text()))
+        )
         config = OmegaConf.to_object(merged)
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise LaminarError(f"{path} is not a run's configuration: {str(error).splitlines()[0]}") from None

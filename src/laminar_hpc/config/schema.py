@@ -1,7 +1,8 @@
 """Every setting of a run, as dataclasses, one per component. `conf/` holds their values; this file holds their types, units and defaults.
 
-A number stands with its bounds, a word with its choices (see bounds.py); `config.load.load_config` refuses what is outside. The comment
-behind a key, or above it, is its meaning in docs/configuration.md. Imports no torch.
+A number stands with its bounds, a word with its choices (see bounds.py); `config.load.load_config` refuses
+what is outside. The comment behind a key, or above it, is its meaning in docs/configuration.md. Imports no
+torch.
 """
 
 from dataclasses import dataclass, field
@@ -135,7 +136,8 @@ class RelayConfig:
     publish: str = choice("overlapped", "blocking")
     chunk_megabytes: int = number(64, at_least=1, at_most=65_536)
     publish_timeout_seconds: float = seconds(60.0)
-    # auto: send only what changed where that is smaller; senders then keep a copy of the weights in host memory
+    # auto: send only what changed where that is smaller; senders then keep a copy of the weights in host
+    # memory
     delta: str = choice("off", "auto")
     anchor_every: int = number(20, at_least=1)
     threads: int = number(1, at_least=1, at_most=_MOST_THREADS)
@@ -189,7 +191,8 @@ class PipelineConfig:
     # prompt groups per local batch; null = ceil(prompts_per_step / replicas)
     local_batch_groups: int | None = number(None, at_least=1)
     keep_kv: bool = False  # of interrupt: go on with the KV cache of the earlier weights; false = prefill again
-    # the tail of a local batch moves to another replica on the same weights, with its KV cache (kv) or without (reprefill)
+    # the tail of a local batch moves to another replica on the same weights, with its KV cache (kv) or
+    # without (reprefill)
     repack: str = choice("off", "reprefill", "kv")
     # between two looks at the replicas; there is one more after each publication
     repack_seconds: float = seconds(5.0)

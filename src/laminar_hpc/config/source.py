@@ -54,7 +54,8 @@ def parse_source(key: str, text: str) -> Source:
     if _plain(path).suffix in FILES or path.is_file():
         if not path.is_file():
             raise LaminarError(
-                f"{key}={text}: {'a folder, not a file' if path.is_dir() else 'no such file'}; name a JSONL (also .gz, "
+                f"{key}={text}: {'a folder, not a file' if path.is_dir() else 'no such file'}; name a JSONL "
+                "(also .gz, "
                 ".zst) or Parquet file, a folder or a Hugging Face dataset"
             )
         return Source("parquet" if path.suffix == ".parquet" else "jsonl", text)

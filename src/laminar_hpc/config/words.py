@@ -1,7 +1,8 @@
 """What a user writes on the command line, `key=value` words, read with the schema at hand. Imports no torch.
 
-A text is taken as it stands behind the `=`, whatever signs it has; lists and tables are read by Hydra's grammar. Whatever cannot be
-meant is answered with what to write instead. `+key` is `key`: only tables can be added to, and they need no sign.
+A text is taken as it stands behind the `=`, whatever signs it has; lists and tables are read by Hydra's
+grammar. Whatever cannot be meant is answered with what to write instead. `+key` is `key`: only tables can be
+added to, and they need no sign.
 """
 
 import contextlib
@@ -25,16 +26,16 @@ _SPECIAL = "spaces or any of ,:=[]{}()$ in it"
 
 @dataclass
 class Words:
-    """A command line as read. `wrong` has a line for each word that cannot be meant; the others are in the first two."""
+    """A command line as read."""
 
     groups: dict[str, str] = field(default_factory=dict)  # `experiment=demo`: the file of each group
-    settings: list[tuple[str, Any]] = field(default_factory=list)  # (key, value) in order; a value may still be text
-    wrong: list[str] = field(default_factory=list)
+    settings: list[tuple[str, Any]] = field(default_factory=list)  # (key, value), which may still be text
+    wrong: list[str] = field(default_factory=list)  # a line for each word that cannot be meant
     broken: bool = False  # nothing can be said of the rest
 
 
 class Keys:
-    """The keys of a schema: settings, sections, tables (with any entries), and the groups of files beside it."""
+    """The keys of a schema: settings, sections, tables (with any entries), and groups of files beside it."""
 
     def __init__(self, schema: type, groups: Mapping[str, Sequence[str]], page: str) -> None:
         self.fields = dict(all_fields(schema))
@@ -48,7 +49,7 @@ class Keys:
         return next((table for table in self.tables if key.startswith(f"{table}.")), None)
 
     def kind_of(self, key: str) -> tuple[Any, bool] | None:
-        """(type, whether null is a value) of a setting, a table's entry or a section (a dict); None for an unknown key."""
+        """(type, whether null is a value) of a setting, a table's entry or a section; None for no key."""
         if table := self.table_of(key):
             return typing.get_args(plain_type(self.fields[table])[0])[1], False
         if key in self.fields:
@@ -65,7 +66,11 @@ class Keys:
         for name in [*self.fields, *self.groups]:
             by_last.setdefault(name.rpartition(".")[2], []).append(name)
         near = by_last.get(last) or difflib.get_close_matches(key, list(self.fields), 1, 0.8)
-        near = near or [name for found in difflib.get_close_matches(last, list(by_last), 1, 0.7) for name in by_last[found]]
+        near = near or [
+            name
+            for found in difflib.get_close_matches(last, list(by_last), 1, 0.7)
+            for name in by_last[found]
+        ]
         hint = f" (did you mean {' or '.join(near[:3])}?)" if near else ""
         if not near and section in self.sections:
             hint = f"; those of {section} are {', '.join(self.names_in(section))}"
@@ -86,21 +91,31 @@ class Keys:
         return found
 
     def _misshapen(self, words: Sequence[str], index: int) -> tuple[str, int]:
-        """(what to write instead, how many words that takes the place of), from a word on that is no key=value."""
+        """(what to write instead, for how many words), from a word on that is no key=value."""
         word, rest, before = words[index], words[index + 1 :], words[index - 1] if index else ""
         loose = [word, *takewhile(lambda w: "=" not in w and not w.startswith("-"), rest)]
         if word.startswith("~"):
-            return f"{word}: a setting cannot be removed; leave it out, or write key=null where null is a value", 1
+            return (
+                f"{word}: a setting cannot be removed; leave it out, or write key=null where null is a value",
+                1,
+            )
         if word.startswith("-"):
             return self._option(word, loose[1:2])
         if rest and rest[0].startswith("="):
             spaced = words[index : index + (3 if rest[0] == "=" else 2)]
-            return f"{' '.join(spaced)}: write {quoted(''.join(spaced))}, without spaces around =", len(spaced)
+            return f"{' '.join(spaced)}: write {quoted(''.join(spaced))}, without spaces around =", len(
+                spaced
+            )
         if before.endswith("="):
-            return f"{before} {word}: write {quoted(before + ' '.join(loose))}, without spaces around =", len(loose)
+            return f"{before} {word}: write {quoted(before + ' '.join(loose))}, without spaces around =", len(
+                loose
+            )
         if self._takes_text(before):
             whole = quoted(" ".join([before, *loose]))
-            return f"{' '.join(loose)}: not key=value; if it belongs to the value before it, write {whole}", len(loose)
+            return (
+                f"{' '.join(loose)}: not key=value; if it belongs to the value before it, write {whole}",
+                len(loose),
+            )
         if group := next((group for group, names in self.groups.items() if word in names), None):
             return f"{word}: write {group}={word}", 1
         if self.kind_of(word):
@@ -113,7 +128,10 @@ class Keys:
             return f"{word}: no such option; settings are key=value, without dashes; --help shows examples", 1
         taken = () if equals else after
         instead = quoted(f"{name}={value or ' '.join(taken) or 'VALUE'}")
-        return f"{' '.join([word, *taken])}: write {instead}; settings are key=value, without dashes", 1 + len(taken)
+        return (
+            f"{' '.join([word, *taken])}: write {instead}; settings are key=value, without dashes",
+            1 + len(taken),
+        )
 
     def _takes_text(self, word: str) -> bool:
         kind = self.kind_of(word.partition("=")[0].lstrip("+"))
@@ -124,7 +142,9 @@ class Keys:
         key, _, text = word.partition("=")
         key = key.lstrip("+")
         kind = self.kind_of(key)
-        if key in self.groups and not text.startswith("{"):  # pipeline={...} sets keys of the section of that name
+        if key in self.groups and not text.startswith(
+            "{"
+        ):  # pipeline={...} sets keys of the section of that name
             names = self.groups[key]
             if text in names:
                 found.groups[key] = text
@@ -157,7 +177,9 @@ class Keys:
             found.wrong.append(f"{key}={text}: not a table; write {key}.NAME=VALUE")
         elif text.startswith("["):
             example = f"'{key}=[\"a b\",c]'"
-            found.wrong.append(f"{key}={text}: not a list; quote an entry that has {_SPECIAL}, like {example}")
+            found.wrong.append(
+                f"{key}={text}: not a list; quote an entry that has {_SPECIAL}, like {example}"
+            )
         else:
             found.wrong.append(f"{key}={text}: not a list; write {quoted(f'{key}=[{text}]')}")
 

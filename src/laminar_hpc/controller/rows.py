@@ -1,6 +1,7 @@
 """Rows of a JSONL or Parquet file, a folder, or a Hugging Face dataset, each with the words that name its place. Imports no torch.
 
-JSONL may be compressed (.gz, .zst). pyarrow and datasets are imported where they are needed: plain and gzipped JSONL need neither.
+JSONL may be compressed (.gz, .zst). pyarrow and datasets are imported where they are needed: plain and
+gzipped JSONL need neither.
 """
 
 import gzip
@@ -46,11 +47,14 @@ def field(row: dict, names: str, where: str, key: str) -> object:
 
 
 def wrong_first_rows(config: RunConfig) -> list[str]:
-    """One line for each file of the configuration that cannot be read, has no rows, or lacks a field in its first ones.
+    """One line for each file of the configuration that cannot be read, has no rows, or lacks a field in its
+    first ones.
 
-    In well under a second, whatever the file's size. Files that are not there are left to `config.check`, datasets to the controller."""
+    In well under a second, whatever the file's size. Files that are not there are left to `config.check`,
+    datasets to the controller."""
     lines = []
-    for key, name in [("data.train", config.data.train), *(("evaluation.files", name) for name in config.evaluation.files)]:
+    files = [("evaluation.files", name) for name in config.evaluation.files]
+    for key, name in [("data.train", config.data.train), *files]:
         try:
             source = parse_source(key, name)
         except LaminarError:
@@ -67,9 +71,9 @@ def _look_at(source: Source, config: RunConfig) -> None:
     found = 0
     for where, row in islice(read_rows(source), _FIRST_ROWS):
         found += 1
-        for key, names in (("data.prompt_field", config.data.prompt_field), ("data.answer_field", config.data.answer_field)):
-            if names or key == "data.prompt_field":
-                field(row, names, where, key)
+        field(row, config.data.prompt_field, where, "data.prompt_field")
+        if config.data.answer_field:
+            field(row, config.data.answer_field, where, "data.answer_field")
     if not found:
         raise LaminarError(f"{source.path} has no rows; one row per prompt is needed")
 
@@ -93,12 +97,14 @@ def _jsonl(source: Source) -> Iterator[tuple[str, dict]]:
                 number += 1
                 where = f"{source.path}, row {number}"
                 if len(line) > _LONGEST_ROW:
-                    raise LaminarError(f"{where}: longer than {_LONGEST_ROW >> 20} MiB; one JSON object per line is needed")
+                    most = f"{_LONGEST_ROW >> 20} MiB"
+                    raise LaminarError(f"{where}: longer than {most}; one JSON object per line is needed")
                 yield where, _object(line, where)
     except (OSError, EOFError, zlib.error) as error:
         what = "read" if not source.path.endswith(COMPRESSED) else "unpacked"
         raise LaminarError(
-            f"{source.path}, row {number + 1}: cannot be {what} ({_first_line(error)}); write or download the file again"
+            f"{source.path}, row {number + 1}: cannot be {what} ({_first_line(error)}); write or download "
+            "the file again"
         ) from None
 
 

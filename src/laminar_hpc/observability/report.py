@@ -32,7 +32,8 @@ def write(run_dir: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    """`laminar report RUN_DIR`: makes summary.json and report.html anew and prints where the report lies. Gives the exit code.
+    """`laminar report RUN_DIR`: makes summary.json and report.html anew and prints where the report lies.
+    Gives the exit code.
 
     Raises LaminarError for what is no run."""
     if len(argv) != 1 or argv[0].startswith("-"):

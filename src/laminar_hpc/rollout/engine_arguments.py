@@ -1,6 +1,8 @@
-"""The names of SGLang's own arguments, read from its source text: importing it takes seconds, and a refusal shall not.
+"""The names of SGLang's own arguments, read from its source text: importing it takes seconds, and a refusal
+shall not.
 
-`rollout.engine_arguments` goes to SGLang as it is; a name that it does not have would end the run half a minute later.
+`rollout.engine_arguments` goes to SGLang as it is; a name that it does not have would end the run half a
+minute later.
 """
 
 import importlib.util
@@ -16,7 +18,8 @@ _FLAG = re.compile(r"[\"']--([a-z][\w-]+)[\"']")
 
 
 def argument_names() -> set[str]:
-    """Names as on SGLang's command line, without dashes: rather too many than too few. Empty where they cannot be found."""
+    """Names as on SGLang's command line, without dashes: rather too many than too few. Empty where they
+    cannot be found."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return set()
@@ -30,7 +33,8 @@ def argument_names() -> set[str]:
 
 
 def unknown_arguments(config: RunConfig) -> list[str]:
-    """One line for each entry of rollout.engine_arguments that SGLang does not have; its argparse takes unique beginnings too."""
+    """One line for each entry of rollout.engine_arguments that SGLang does not have; its argparse takes
+    unique beginnings too."""
     if not config.rollout.engine_arguments or config.rollout.engine != "sglang":
         return []
     names = argument_names()

@@ -64,7 +64,9 @@ def load_plan(name: str, overrides: list[str]) -> PlanConfig:
     return config
 
 
-def _compose(schema: type[Config], node: str, folder: str, group: dict[str, str], overrides: list[str]) -> Config:
+def _compose(
+    schema: type[Config], node: str, folder: str, group: dict[str, str], overrides: list[str]
+) -> Config:
     keys = Keys(schema, {}, "src/laminar_hpc/simulator/schema.py")
     read = keys.read(overrides)
     if read.broken:
