@@ -3,11 +3,13 @@
     python docs/make_configuration.py          write the page
     python docs/make_configuration.py --check  exit 1 if the page on disk is not what would be written (a test runs this)
 
-Meanings are the comments of the schema; MEANING holds those of keys whose name says most of it. A key with neither is an error.
+Meanings are the comments of the schema, behind a key or above it; MEANING holds those of keys whose name says
+most of it. A key with neither is an error. Bounds and choices are those that the checker has.
 """
 
 import ast
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from laminar_hpc.config import schema
+from laminar_hpc.config import bounds, schema
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_name("configuration.md")
@@ -23,8 +25,16 @@ PAGE = Path(__file__).with_name("configuration.md")
 INTRO = """# Configuration
 
 Every key of a run, written `key=value` on the command line (`laminar train experiment=demo steps=20 sampling.temperature=0.9`) or in a
-file under `conf/experiment/`. Unknown keys and wrong types are refused in one line. A finished run keeps its resolved configuration in
+file under `conf/experiment/`. Unknown keys, wrong types and values that are not allowed are refused before
+anything starts, one line for each, all at once. A finished run keeps its resolved configuration in
 `config.yaml`. `dry_run=true` prints what follows from a configuration and stops.
+
+- A text stands as it is, whatever signs it has: `data.train=/data/lr=1,b.jsonl`. For a space quote the whole
+word.
+- A list: `'evaluation.files=[a.jsonl,b.jsonl]'`. A table: `rollout.engine_arguments.mem-fraction-static=0.3`,
+entry by entry.
+- `null` is a value where the type says `None`. `${oc.env:NAME}` is a variable of the environment.
+- Every number has to be finite, and every whole number below 2^31.
 
 This page is made by `python docs/make_configuration.py` from `src/laminar_hpc/config/schema.py`; a test keeps the two together.
 """
@@ -52,7 +62,7 @@ MEANING = {
     "data.answer_field": "field of a row that holds the right answer",
     "data.max_prompt_tokens": "longest prompt",
     "reward.timeout_seconds": "longest time for one call; then the trajectory gets `reward.score_on_failure`",
-    "sampling.temperature": "of the softmax over next tokens; above 0",
+    "sampling.temperature": "of the softmax over next tokens",
     "sampling.max_response_tokens": "a response is cut here",
     "sampling.top_p": "refused for training unless 1.0",
     "sampling.top_k": "refused for training unless -1",
@@ -62,7 +72,7 @@ MEANING = {
     "sampling.repetition_penalty": "refused for training unless 1.0",
     "algorithm.prompts_per_step": "prompt groups in the global batch of a trainer step",
     "algorithm.samples_per_prompt": "trajectories per prompt (the most, with `algorithm.first_samples`): the group over which "
-    "advantages are taken; at least 2",
+    "advantages are taken",
     "algorithm.advantage": "how rewards become advantages",
     "algorithm.more_samples": "samples that a group gets at a time after its first, up to `algorithm.samples_per_prompt`",
     "algorithm.normalize_std": "divide advantages by the group's standard deviation",
@@ -81,7 +91,7 @@ MEANING = {
     "trainer.pipeline_parallel": "stages of consecutive layers; at most the number of layers",
     "trainer.data_parallel": "replicas of the trainer (tensor_parallel x pipeline_parallel ranks); each takes its share of every batch",
     "trainer.distributed_optimizer": "Megatron's distributed optimizer",
-    "relay.slots": "complete weight versions kept in shared memory per machine; at least 2",
+    "relay.slots": "complete weight versions kept in shared memory per machine",
     "relay.shm_dir": "folder in memory that holds the slots",
     "relay.chunk_megabytes": "size of the pieces in which weights are sent; the trainer's rank 0 has two such buffers on its device",
     "relay.anchor_every": "with delta=auto one publication in so many goes in full, whatever has changed; 1 sends all in full",
@@ -103,16 +113,18 @@ MEANING = {
 def comments() -> dict[tuple[str, str], str]:
     """(class name, field name) -> the comment behind the field."""
     source = Path(schema.__file__).read_text()
-    lines, found = source.splitlines(), {}
+    lines = source.splitlines()
+    found: dict[tuple[str, str], str] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
             for part in node.body:
-                if (
-                    isinstance(part, ast.AnnAssign)
-                    and isinstance(part.target, ast.Name)
-                    and (match := re.search(r"#\s*(.+)$", lines[part.lineno - 1]))
-                ):
-                    found[node.name, part.target.id] = match.group(1)
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    above = [line.strip() for line in lines[: part.lineno - 1]]
+                    block = list(itertools.takewhile(lambda line: line.startswith("#"), reversed(above)))
+                    behind = re.search(r"#\s*(.+)$", lines[part.lineno - 1])
+                    text = behind.group(1) if behind else " ".join(line.lstrip("# ") for line in reversed(block))
+                    if text:
+                        found[node.name, part.target.id] = text
     return found
 
 
@@ -127,6 +139,14 @@ def default(field: dataclasses.Field) -> str:
     return str(value) if value != "" else "(empty)"
 
 
+def values(field: dataclasses.Field) -> str:
+    """What the checker allows."""
+    limits = bounds.allowed(field)
+    if isinstance(limits, bounds.Choices):
+        return ", ".join(f"`{name}`" for name in limits.names)
+    return limits.words() if isinstance(limits, bounds.Bounds) and limits != bounds.Bounds() else ""
+
+
 def rows(cls: type, prefix: str, known: dict[tuple[str, str], str]) -> list[str]:
     """The table rows of a dataclass's plain fields. Raises SystemExit for a key without a meaning."""
     found = []
@@ -139,7 +159,8 @@ def rows(cls: type, prefix: str, known: dict[tuple[str, str], str]) -> list[str]
         if not meaning:
             raise SystemExit(f"{key} has no meaning: write a comment behind it in {schema.__file__}, or an entry of MEANING here")
         kind = field.type.__name__ if isinstance(field.type, type) and not hasattr(field.type, "__args__") else str(field.type)
-        found.append(f"| `{key}` | {kind.replace('|', 'or')} | `{default(field)}` | {unit(key)} | {meaning.replace('|', 'or')} |")
+        cells = f"`{key}`", kind.replace("|", "or"), f"`{default(field)}`", values(field), unit(key), meaning.replace("|", "or")
+        found.append(f"| {' | '.join(cells)} |")
     return found
 
 
@@ -156,7 +177,7 @@ def presets() -> list[str]:
 
 
 def page() -> str:
-    head = ["| key | type | default | unit | meaning |", "|---|---|---|---|---|"]
+    head = ["| key | type | default | allowed | unit | meaning |", "|---|---|---|---|---|---|"]
     known = comments()
     text = [INTRO, "## The run", "", *head, *rows(schema.RunConfig, "", known), ""]
     for field in dataclasses.fields(schema.RunConfig):

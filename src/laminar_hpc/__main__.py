@@ -24,7 +24,7 @@ from laminar_hpc.cluster.devices import use_devices
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.check import check, derive, derived_values, missing_inputs
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages import Failure, Hello
@@ -176,6 +176,13 @@ def main(overrides: list[str]) -> int:
             run_worker(config, mine, here)
     except StopReceived as stop:
         return 1 if stop.reason == _RUN_FAILED else 0
+    except Refused as error:
+        if int(os.environ.get("RANK", "0")) == 0 or mine is not None:
+            for line in str(error).splitlines():
+                voice.complain(f"refused: {line}")  # the launcher knows it by this word
+        else:
+            time.sleep(10)  # as below
+        return 2
     except LaminarError as error:
         if mine is None and os.environ.get("RANK", "0") != "0":
             time.sleep(10)  # all ranks see this error: rank 0 says it, and its exit makes torchrun end the others

@@ -69,6 +69,7 @@ def test_ready_experiments_pass_a_dry_run_without_gpu_and_model(name, capsys):
     """Promise: the shipped layouts fit, say so before anything is downloaded, and name what a run still needs."""
     assert cli.train([f"experiment={name}", "dry_run=true"]) == 0
     printed = capsys.readouterr().out
+    assert "\nwarning" not in printed
     derived = derive(load_config([f"experiment={name}", "dry_run=true"]))
     trainers, replicas, gpus, parameters, gigabytes = EXPERIMENTS[name]
     assert (derived.trainer_ranks, derived.rollout_ranks, derived.gpus_unless_shared) == (trainers, replicas, gpus)
@@ -136,44 +137,26 @@ def test_parameters_are_counted_as_transformers_counts_them(family, tied):
     assert count_parameters({**shape, "model_type": family.lower()}) == sum(p.numel() for p in real.parameters())
 
 
+# What one value may be by itself: tests/config/test_refusals.py.
 BAD = [
-    ("stepz=3", "Key 'stepz' not in 'RunConfig'"),
-    ("steps=abc", "could not be converted to Integer"),
-    ("steps=0", "steps=0: must be at least 1"),
-    ("experiment=nope", "Could not find 'experiment/nope'; Available options"),
     ("model.path=/nowhere", "no config.json there"),
-    ("model.dtype=int4", "use float32 or bfloat16"),
     ("data.train=/nowhere.jsonl", "no such file"),
     ("data.train=/nowhere/at/all", "no such file or folder, and no name of a Hugging Face dataset"),
-    ("data.too_long=cut", "use one of refuse, drop"),
-    ("data.max_prompt_tokens=0", "at least 1, or null"),
     ("evaluation.files=[/nowhere.jsonl]", "evaluation.files=/nowhere.jsonl: no such file"),
     ("evaluation.files=[openai/gsm8k@test,openai/gsm8k@test]", "two of them are called 'openai-gsm8k-test'"),
-    ("evaluation.samples=-1", "must be 0 or more"),
-    ("algorithm.zero_variance=drop", "use one of keep, filter, estimate"),
     ("algorithm.first_samples=9", "must be from 2 to algorithm.samples_per_prompt=8"),
-    ("algorithm.first_samples=1", "must be from 2"),
-    ("algorithm.more_samples=0", "at least 1"),
     ("reward.function=", "reward.function is empty"),
     (
         "algorithm.minibatches_per_step=3",
         r"= 256 trajectories do not divide into algorithm.minibatches_per_step=3 x trainer.data_parallel=1",
     ),
-    ("algorithm.samples_per_prompt=1", "at least 2 samples"),
-    ("algorithm.advantage=gae", "use one of grpo, rloo, reinforce_pp, reinforce_pp_baseline"),
-    ("algorithm.loss=ppo", "algorithm.loss=ppo: use one of clip, gspo, cispo, aipo"),
     ("algorithm.loss=gspo", "set algorithm.denominator=sequences, not tokens"),
     ("algorithm.loss=aipo", "set algorithm.weight_max, for example 5"),
     ("algorithm.loss=aipo algorithm.weight_max=5 algorithm.proximal=recomputed", "set algorithm.proximal=behaviour"),
     ("algorithm.weight_max=2", "has no weight to truncate: set algorithm.proximal=recomputed"),
-    ("algorithm.weight_max=0 algorithm.proximal=recomputed", "weight_max=0.0: must be above 0"),
-    ("algorithm.clip_low=1.5", "clip_low=1.5: must be between 0 and 1"),
-    ("algorithm.clip_high=-0.1", "clip_high=-0.1: must be 0 or more"),
     ("algorithm.clip_dual=1.1", "clip_dual=1.1: must be above 1 . clip_high"),
     ("algorithm.clip_dual=3 algorithm.loss=cispo", "clip_dual=3.0 belongs to algorithm.loss=clip"),
     ("algorithm.sequence_ratio_min=2 algorithm.sequence_ratio_max=0.5", "the first must be below the second"),
-    ("algorithm.kl_coefficient=-1", "kl_coefficient=-1.0: must be 0 or more"),
-    ("algorithm.kl_coefficient=0.1 algorithm.kl_estimator=k4", "use one of k1, k2, k3"),
     ("algorithm.kl_coefficient=0.1 algorithm.kl_estimator=k1", "its gradient has mean 0.: use k2 or k3, or algorithm.kl_in_reward=true"),
     ("algorithm.kl_in_reward=true", "does nothing while algorithm.kl_coefficient=0"),
     (
@@ -181,34 +164,25 @@ BAD = [
         "algorithm.kl_in_reward=true",
         "gspo has one advantage per sequence, reinforce_pp with kl_in_reward one per token",
     ),
-    ("algorithm.overlong_buffer_tokens=300", "must be between 0 and sampling.max_response_tokens=256"),
+    ("algorithm.overlong_buffer_tokens=300", "must be at most sampling.max_response_tokens=256"),
     ("sampling.top_p=0.9", "refused for training"),
     ("sampling.top_k=40", "refused for training"),
     ("sampling.min_p=0.1", "refused for training"),
     ("sampling.repetition_penalty=1.1", "refused for training"),
-    ("sampling.temperature=0", "above 0"),
     ("sampling.max_response_tokens=512", "does not leave room for a prompt"),
     ("trainer.devices=[0,0]", r"trainer.devices=\[0, 0\]: name each GPU once"),
-    ("rollout.devices=[-1]", "by its index from 0"),
     ("rollout.devices=[]", "or leave it at null"),
-    ("rollout.tensor_parallel=0", "must be at least 1"),
     ("rollout.tensor_parallel=3", "does not divide the model's 4 heads, 2 key-value heads and intermediate size 128"),
-    ("trainer.tensor_parallel=0", "trainer.tensor_parallel=0: must be at least 1"),
     ("trainer.tensor_parallel=4", "trainer.tensor_parallel=4 does not divide the model's num_key_value_heads=2"),
     ("trainer.pipeline_parallel=3", "trainer.pipeline_parallel=3 exceeds the model's num_hidden_layers=2"),
-    ("trainer.context_parallel=2", "Key 'context_parallel' not in 'TrainerConfig'"),
     ("trainer.tokens_per_microbatch=100", "cannot hold a prompt"),
     ("rollout.kv_cache_tokens=100", "cannot hold one response"),
-    ("pipeline.max_staleness=-1", "must be 0 or more"),
     ("pipeline.refresh=barrier pipeline.max_staleness=null", "needs a pipeline.max_staleness"),
-    ("pipeline.refresh=sometimes", "use one of drained, barrier, interrupt"),
     ("pipeline=sync pipeline.repack=kv", "needs pipeline.refresh=drained"),
     ("pipeline.keep_kv=true", "needs pipeline.refresh=interrupt"),
     ("pipeline=stream algorithm.prompts_per_step=33", "divisible by algorithm.minibatches_per_step"),
     ("source=replay:/nowhere", "no store.sqlite"),
-    ("resume=maybe", "use one of auto, never"),
-    ("relay.lanes=0", "must be at least 1"),
-    ("relay.lanes=100", "too small for lanes of at least 65536 bytes each; lower it"),
+    ("relay.lanes=64", "too small for lanes of at least 65536 bytes each; lower it"),
 ]
 
 

@@ -1,5 +1,6 @@
 """Prompts of every format that users have; bad rows end a run before it begins, in one line that names file and row."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -45,6 +46,32 @@ def test_rows_are_read_with_their_fields(tmp_path):
     found = load(jsonl(tmp_path, b'{"prompt": "1+2=", "answer": "3"}\n{"prompt": "4+4=", "answer": "8"}\n'))
     assert [p.text for p in found.prompts] == ["1+2=", "4+4="] and found.prompts[1].row["answer"] == "8" and found.prompts[0].tokens
     assert found.words().endswith("rows.jsonl: 2 prompts")
+
+
+def zst(content: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor().compress(content)
+
+
+@pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("zst", zst)])
+def test_compressed_rows(tmp_path, ending, pack):
+    """Promise: JSONL may be packed, also in several pieces one behind the other; errors name the same rows, a
+    cut file is noticed."""
+    path = tmp_path / f"rows.jsonl.{ending}"
+    rows = "".join(f'{{"prompt": "{i}+1="}}\n' for i in range(2000)).encode()
+    path.write_bytes(pack(rows) + pack(b'{"prompt": "7+7="}\n'))
+    found = load(path)
+    assert len(found.prompts) == 2001 and found.prompts[-1].text == "7+7=" and found.source.label == "rows"
+    path.write_bytes(pack(rows + b'{"question": "7+7="}\n'))
+    with pytest.raises(LaminarError, match=rf"rows.jsonl.{ending}, row 2001: no field 'prompt'"):
+        load(path)
+    path.write_bytes(pack(rows)[:-500])
+    with pytest.raises(LaminarError, match=rf"rows.jsonl.{ending}, row \d+: cannot be unpacked .*write or download the file again"):
+        load(path)
+    path.write_bytes(b"plain text")
+    with pytest.raises(LaminarError, match=r"row 1: cannot be unpacked"):
+        load(path)
 
 
 @pytest.mark.parametrize("write", [parquet, lambda d, rows: jsonl(d, "\n".join(map(json.dumps, rows)).encode())])

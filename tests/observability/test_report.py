@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import synthetic
 
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability import jsonl, report, rundata, samples, timeline, trajectory_page
 from laminar_hpc.observability.trace import Trace
 
@@ -172,9 +173,8 @@ def test_the_command(finished, tmp_path, capsys):
         (run_dir / name).unlink(missing_ok=True)
     assert report.main([str(run_dir)]) == 0
     assert capsys.readouterr().out.strip() == str(run_dir / "report.html") and (run_dir / "summary.json").is_file()
-    assert report.main([str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    assert "is no run" in error and error.count("\n") == 1
+    with pytest.raises(LaminarError, match="is no run"):
+        report.main([str(tmp_path)])
     assert report.main([]) == 2
 
 

@@ -26,6 +26,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.weights.layout import clean_leftovers
 
 _ERROR = "laminar: error:"
+_REFUSED = f"{_ERROR} refused:"  # an error that was found before anything began
 _REPEAT_SECONDS = 2.0  # `timeout` and some terminals deliver one wish twice at once
 _GONE_SECONDS = 20.0  # a session that was told to end is gone after this
 
@@ -38,6 +39,7 @@ class Launch:
         self._stops, self._asked = 0, 0.0
         self._chatter: deque[str] = deque(maxlen=2000)
         self._errors = 0
+        self._refused = False
         self._meeting = os.memfd_create("torchrun")  # torchrun's own store in place of a TCP one, which listens on all interfaces
         command = [
             sys.executable,
@@ -70,7 +72,10 @@ class Launch:
     def _read(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            if line.startswith(_ERROR) and not self._errors:  # the first is the cause, what follows are its consequences
+            if line.startswith(_REFUSED) and (self._refused or not self._errors):
+                self._errors, self._refused = self._errors + 1, True
+                print(line.replace(_REFUSED, _ERROR, 1), end="", file=sys.stderr, flush=True)
+            elif line.startswith(_ERROR) and not self._errors:  # the first is the cause, what follows are its consequences
                 self._errors += 1
                 print(line, end="", file=sys.stderr, flush=True)
             else:
@@ -111,7 +116,7 @@ class Launch:
         remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
         if code and not self._errors:
             print(f"{_ERROR} {self._explain()}", file=sys.stderr, flush=True)
-        return 0 if code == 0 else 1
+        return 0 if code == 0 else 2 if self._refused else 1
 
     def _write_log(self) -> None:
         logs = Path(self._config.run_dir) / "logs"

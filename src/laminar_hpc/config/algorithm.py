@@ -1,28 +1,16 @@
-"""Which settings of `algorithm` go together; called by config/check.py. The formulas are in trainer/algorithms/. Imports no torch."""
+"""Which settings of `algorithm` go together; part of rules.py. The formulas are in trainer/algorithms/.
+Imports no torch."""
 
 import math
+from collections.abc import Iterator
 
-from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 
-CHOICES = {
-    "advantage": ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"),
-    "loss": ("clip", "gspo", "cispo", "aipo"),
-    "denominator": ("tokens", "sequences", "constant"),
-    "proximal": ("behaviour", "recomputed"),
-    "kl_estimator": ("k1", "k2", "k3"),
-}
 
-
-def check_algorithm(config: RunConfig) -> None:
-    """Raises LaminarError, in one line that says how to mend it, for the first setting that is wrong or would do nothing."""
+def algorithm_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """(broken, what to say): settings that contradict each other, and those that would do nothing."""
     a = config.algorithm
-    for key, allowed in CHOICES.items():
-        if (value := getattr(a, key)) not in allowed:
-            raise LaminarError(f"algorithm.{key}={value}: use one of {', '.join(allowed)}")
     for wrong, text in (
-        (not 0 <= a.clip_low <= 1, f"clip_low={a.clip_low}: must be between 0 and 1 (ratios are clipped below 1 - clip_low)"),
-        (not a.clip_high >= 0, f"clip_high={a.clip_high}: must be 0 or more"),
         (a.clip_dual is not None and a.loss != "clip", f"clip_dual={a.clip_dual} belongs to algorithm.loss=clip, not {a.loss}"),
         (
             a.clip_dual is not None and not a.clip_dual > 1 + a.clip_high,
@@ -41,7 +29,6 @@ def check_algorithm(config: RunConfig) -> None:
             a.weight_max is not None and a.proximal == "behaviour" and a.loss != "aipo",
             f"weight_max={a.weight_max} has no weight to truncate: set algorithm.proximal=recomputed, or null",
         ),
-        (a.weight_max is not None and not a.weight_max > 0, f"weight_max={a.weight_max}: must be above 0, or null"),
         (
             not 0 <= (a.sequence_ratio_min or 0.0) < (math.inf if a.sequence_ratio_max is None else a.sequence_ratio_max),
             f"sequence_ratio_min={a.sequence_ratio_min} and sequence_ratio_max={a.sequence_ratio_max}: the first must be below the second",
@@ -51,7 +38,6 @@ def check_algorithm(config: RunConfig) -> None:
             "zero_variance=estimate takes rewards as probabilities: it goes with advantage=grpo, without kl_in_reward and without "
             "overlong_buffer_tokens; use keep or filter",
         ),
-        (not 0 <= a.kl_coefficient < math.inf, f"kl_coefficient={a.kl_coefficient}: must be 0 or more"),
         (
             a.kl_in_reward and a.kl_coefficient == 0,
             "kl_in_reward=true does nothing while algorithm.kl_coefficient=0: set one of them",
@@ -65,10 +51,9 @@ def check_algorithm(config: RunConfig) -> None:
             f"loss=gspo has one advantage per sequence, {a.advantage} with kl_in_reward one per token: use another loss",
         ),
         (
-            not 0 <= a.overlong_buffer_tokens <= config.sampling.max_response_tokens,
-            f"overlong_buffer_tokens={a.overlong_buffer_tokens}: must be between 0 and "
+            a.overlong_buffer_tokens > config.sampling.max_response_tokens,
+            f"overlong_buffer_tokens={a.overlong_buffer_tokens}: must be at most "
             f"sampling.max_response_tokens={config.sampling.max_response_tokens}",
         ),
     ):
-        if wrong:
-            raise LaminarError(f"algorithm.{text}")
+        yield wrong, f"algorithm.{text}"

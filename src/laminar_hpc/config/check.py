@@ -1,28 +1,34 @@
 """What a configuration means (derived quantities) and whether it can work; both before anything starts. Imports no torch.
 
-`derive` reads the model's config.json and counts bytes; `check` refuses what is wrong with one line that says how to mend it. With
-`dry_run=true` the model and the data need not be there: `missing_inputs` says what a run would still need.
+`derive` reads the model's config.json and counts bytes; `check` refuses what is wrong, with one line for each
+mistake that says how to mend it. With `dry_run=true` model and data need not be there: `missing_inputs` says
+what a run would still need. What one value may be stands in schema.py, what goes together in rules.py.
 """
 
 import dataclasses
+import errno
 import math
 import os
 import shutil
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.config.algorithm import check_algorithm
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.bounds import wrong_values
+from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.models import count_parameters, model_config, rollout_bytes, trainer_bytes
+from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
 
 _SERVING_BYTES = {"float32": 4, "bfloat16": 2}
-_NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 _FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _LEAST_LANE = 64 << 10  # bytes: a smaller one would cost more than it saves
-_VOCABULARY_MULTIPLE = 32  # trainer/building.py pads to it
+_NEEDED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
+)  # fmt: skip
+_LONGEST_PER_MEAN = 8  # a response's greatest length is rarely less than so many times the mean
 _NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "beegfs", "gpfs", "cifs", "ceph", "fuse.sshfs", "9p", "smb3"}
 
 
@@ -110,13 +116,102 @@ def pipeline_text(config: RunConfig) -> str:
 
 def missing_inputs(config: RunConfig) -> list[str]:
     """What a dry run did without and a run will not: the first thing wrong with the model, and with data or reward, one line each."""
+    inputs = [] if config.source.startswith("replay:") else _input_problems(config)
+    try:
+        model_config(config.model.path)
+    except LaminarError as error:
+        return [str(error), *inputs]
+    folder = Path(config.model.path)
+    lacking = [name for name in ("*.safetensors", "tokenizer.json") if not any(folder.glob(name))]
+    return [*(f"model.path={folder}: no {name} there; download the model again" for name in lacking), *inputs]
+
+
+def problems(config: RunConfig) -> list[str]:
+    """Everything that cannot work, one line each: values, then model, data and reward, then what does not go
+    together.
+
+    Where a value is wrong by itself the last are left out, as they might only follow from it."""
+    wrong = wrong_values(config)
+    model, of_model = None, []
+    try:
+        model = supported_model(config)
+    except LaminarError as error:
+        of_model = [str(error)]
+    inputs = [] if config.source.startswith("replay:") or config.dry_run else _input_problems(config)
+    if wrong:
+        return [*wrong, *of_model, *inputs]
+    broken = broken_rules(config, model)
+    if model is not None and not broken:
+        broken = [text for bad, text in _derived_rules(config, derive(config)) if bad]
+    return [*of_model, *inputs, *broken]
+
+
+def check(config: RunConfig) -> Derived:
+    """The derived quantities. Raises Refused, with one line for everything that cannot work."""
+    if lines := problems(config):
+        raise Refused(lines)
+    return derive(config)
+
+
+def supported_model(config: RunConfig) -> dict:
+    """The model's config.json. Raises LaminarError where it is missing, or of another family."""
+    model = model_config(config.model.path, config.dry_run)
+    file = f"{config.model.path}/config.json"
+    architecture = (model.get("architectures") or ["unknown"])[0]
+    if architecture not in _FAMILIES:
+        raise LaminarError(
+            f"{file}: architecture {architecture} is not supported; supported: "
+            f"{', '.join(sorted(_FAMILIES))}, none with experts"
+        )
+    if lacking := [key for key in _NEEDED if not isinstance(model.get(key), int) or model[key] < 1]:
+        raise LaminarError(f"{file} does not say {', '.join(lacking)}; download the model again")
+    return model
+
+
+def _derived_rules(config: RunConfig, derived: Derived) -> Iterator[tuple[bool, str]]:
+    yield (
+        config.relay.lanes > 1 and derived.publish_bytes < config.relay.lanes * _LEAST_LANE,
+        f"relay.lanes={config.relay.lanes}: a publication of {derived.publish_bytes} bytes is too small for "
+        "lanes of at "
+        f"least {_LEAST_LANE} bytes each; lower it",
+    )
+
+
+def _input_problems(config: RunConfig) -> list[str]:
+    """What is missing of data and reward."""
     lines = []
-    for look in (lambda: model_config(config.model.path), lambda: _check_rollout_inputs(config)):
+    for look in (
+        lambda: [parse_source("data.train", config.data.train)],
+        lambda: labels(
+            "evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files]
+        ),
+    ):
         try:
             look()
         except LaminarError as error:
             lines.append(str(error))
+    if not config.reward.function:
+        lines.append(
+            "reward.function is empty: name a Python function by its dotted path, e.g. "
+            "laminar_hpc.environments.arithmetic.reward"
+        )
     return lines
+
+
+def warnings(config: RunConfig, derived: Derived) -> list[str]:
+    """What works, but hardly as meant. One line each."""
+    local_batch = derived.local_batch_groups * config.algorithm.samples_per_prompt
+    at_once = min(config.rollout.max_concurrent, local_batch)
+    needed = math.ceil(at_once / _LONGEST_PER_MEAN) * config.sampling.max_response_tokens
+    if not derived.rollout_ranks or config.rollout.kv_cache_tokens >= needed:
+        return []
+    return [
+        f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} holds {derived.responses_in_kv_cache} "
+        "responses of "
+        f"sampling.max_response_tokens={config.sampling.max_response_tokens} at once, and a replica is given "
+        f"{at_once}: "
+        f"most of them will wait for room; set it to {needed} or more"
+    ]
 
 
 def _refuse(condition: bool, text: str) -> None:
@@ -124,210 +219,22 @@ def _refuse(condition: bool, text: str) -> None:
         raise LaminarError(text)
 
 
-def check(config: RunConfig) -> Derived:
-    """Raises LaminarError for the first thing that cannot work; else returns the derived quantities."""
-    model = model_config(config.model.path, config.dry_run)
-    architecture = (model.get("architectures") or ["unknown"])[0]
-    _refuse(
-        architecture not in _FAMILIES,
-        f"{config.model.path}/config.json: architecture {architecture} is not supported; supported: {', '.join(sorted(_FAMILIES))}, "
-        "none with experts",
-    )
-    _refuse(config.model.dtype not in _SERVING_BYTES, f"model.dtype={config.model.dtype}: use float32 or bfloat16")
-    _check_parallelism(config, model)
-    _check_choices(config)
-    _check_numbers(config, model)
-    check_algorithm(config)
-    if not config.source.startswith("replay:") and not config.dry_run:
-        _check_rollout_inputs(config)
-    derived = derive(config)
-    _refuse(
-        config.relay.lanes > 1 and derived.publish_bytes < config.relay.lanes * _LEAST_LANE,
-        f"relay.lanes={config.relay.lanes}: a publication of {derived.publish_bytes} bytes is too small for lanes of at least "
-        f"{_LEAST_LANE} bytes each; lower it",
-    )
-    _check_batch(config, derived)
-    return derived
-
-
-def _check_parallelism(config: RunConfig, model: dict) -> None:
-    for key in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
-        value = getattr(config.trainer, key)
-        _refuse(value < 1, f"trainer.{key}={value}: must be at least 1")
-    tensor, stages = config.trainer.tensor_parallel, config.trainer.pipeline_parallel
-    kv_heads = model.get("num_key_value_heads") or model["num_attention_heads"]
-    parts = {
-        "num_attention_heads": model["num_attention_heads"],
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": model["intermediate_size"],
-    }
-    for name, value in parts.items():
-        _refuse(
-            value % tensor != 0,
-            f"trainer.tensor_parallel={tensor} does not divide the model's {name}={value}; choose another, or scale with data_parallel",
-        )
-    _refuse(
-        _VOCABULARY_MULTIPLE % tensor != 0,
-        f"trainer.tensor_parallel={tensor} does not divide {_VOCABULARY_MULTIPLE}, to which the vocabulary is padded; use a power of two",
-    )
-    layers = model["num_hidden_layers"]
-    _refuse(layers < stages, f"trainer.pipeline_parallel={stages} exceeds the model's num_hidden_layers={layers}; use fewer stages")
-    _check_engine_shards(config.rollout.tensor_parallel, model)
-    for key, devices in (("trainer.devices", config.trainer.devices), ("rollout.devices", config.rollout.devices)):
-        wrong = devices is not None and (not devices or min(devices) < 0 or len(set(devices)) != len(devices))
-        _refuse(wrong, f"{key}={devices}: name each GPU once, by its index from 0, or leave it at null")
-    _refuse(config.rollout.replicas < 1, f"rollout.replicas={config.rollout.replicas}: must be at least 1")
-
-
-def _check_engine_shards(ranks: int, model: dict) -> None:
-    """SGLang gives each rank whole query heads, whole key-value heads (or several ranks the same one), and whole columns of the MLP."""
-    heads = model["num_attention_heads"]
-    kv_heads = model.get("num_key_value_heads") or heads
-    _refuse(ranks < 1, f"rollout.tensor_parallel={ranks}: must be at least 1")
-    _refuse(
-        heads % ranks != 0 or max(kv_heads, ranks) % min(kv_heads, ranks) != 0 or model["intermediate_size"] % ranks != 0,
-        f"rollout.tensor_parallel={ranks} does not divide the model's {heads} heads, {kv_heads} key-value heads and intermediate size "
-        f"{model['intermediate_size']}; choose another, and scale with rollout.replicas",
-    )
-
-
-def _check_choices(config: RunConfig) -> None:
-    choices = {
-        "role": (config.role, ("all", "trainer", "relay", "rollout", "controller")),
-        "resume": (config.resume, ("auto", "never")),
-        "pipeline.refresh": (config.pipeline.refresh, ("drained", "barrier", "interrupt")),
-        "pipeline.consumption": (config.pipeline.consumption, ("batch", "stream")),
-        "pipeline.repack": (config.pipeline.repack, ("off", "reprefill", "kv")),
-        "rollout.engine": (config.rollout.engine, ("sglang", "emulated")),
-        "data.too_long": (config.data.too_long, ("refuse", "drop")),
-        "relay.publish": (config.relay.publish, ("overlapped", "blocking")),
-        "relay.delta": (config.relay.delta, ("off", "auto")),
-        "algorithm.zero_variance": (config.algorithm.zero_variance, ("keep", "filter", "estimate")),
-        "observability.wandb": (config.observability.wandb, ("off", "offline", "online")),
-    }
-    for key, (value, allowed) in choices.items():
-        _refuse(value not in allowed, f"{key}={value}: use one of {', '.join(allowed)}")
-    replay = config.source.startswith("replay:")
-    _refuse(config.source != "rollout" and not replay, f"source={config.source}: use rollout or replay:RUN_DIR")
-    _refuse(
-        replay and not (Path(config.source.removeprefix("replay:")) / "store.sqlite").exists(),
-        f"source={config.source}: no store.sqlite in that run directory",
-    )
-
-
-def _check_numbers(config: RunConfig, model: dict) -> None:
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(config.sampling, name)
-        _refuse(
-            value != neutral,
-            f"sampling.{name}={value} is refused for training: the engine's log-probs would not be those of the sampled "
-            f"distribution; leave it at {neutral}",
-        )
-    _refuse(
-        config.sampling.temperature <= 0, f"sampling.temperature={config.sampling.temperature}: training samples need a temperature above 0"
-    )
-    _refuse(
-        config.sampling.max_response_tokens < 1, f"sampling.max_response_tokens={config.sampling.max_response_tokens}: must be at least 1"
-    )
-    positions = model.get("max_position_embeddings", 1 << 62)
-    _refuse(
-        config.sampling.max_response_tokens >= positions,
-        f"sampling.max_response_tokens={config.sampling.max_response_tokens} does not leave room for a prompt in the model's "
-        f"{positions} positions; lower it",
-    )
-    _refuse(config.steps < 1, f"steps={config.steps}: must be at least 1")
-    _refuse(config.relay.slots < 2, f"relay.slots={config.relay.slots}: at least 2, one to read and one to write")
-    _refuse(config.relay.lanes < 1, f"relay.lanes={config.relay.lanes}: must be at least 1")
-    _refuse(
-        config.relay.lanes > 1 and config.relay.slots < 3,
-        f"relay.slots={config.relay.slots}: relay.lanes={config.relay.lanes} needs at least 3, as lanes may be on two ids at a time",
-    )
-    _refuse(config.relay.anchor_every < 1, f"relay.anchor_every={config.relay.anchor_every}: must be at least 1, which sends all in full")
-    bound = config.pipeline.max_staleness
-    _refuse(bound is not None and bound < 0, f"pipeline.max_staleness={bound}: must be 0 or more, or null for no bound")
-    _check_pipeline(config)
-    _refuse(config.rollout.max_concurrent < 1, f"rollout.max_concurrent={config.rollout.max_concurrent}: must be at least 1")
-    _refuse(config.reward.slots < 1 or config.reward.workers < 1, "reward.slots and reward.workers must be at least 1")
-    _refuse(config.checkpoint.every < 1 or config.checkpoint.keep < 1, "checkpoint.every and checkpoint.keep must be at least 1")
-
-
-def _check_pipeline(config: RunConfig) -> None:
-    p, minibatches = config.pipeline, config.algorithm.minibatches_per_step
-    _refuse(
-        p.refresh == "barrier" and p.max_staleness is None,
-        "pipeline.refresh=barrier needs a pipeline.max_staleness, 0 for turns or 1 for one step ahead: else nobody waits for the trainer",
-    )
-    _refuse(
-        p.repack != "off" and p.refresh != "drained",
-        f"pipeline.repack={p.repack} needs pipeline.refresh=drained, not {p.refresh}: only a replica that refreshes by itself gains by it",
-    )
-    _refuse(
-        p.keep_kv and p.refresh != "interrupt",
-        "pipeline.keep_kv=true needs pipeline.refresh=interrupt: otherwise no request outlives its weights",
-    )
-    _refuse(p.repack_seconds <= 0, f"pipeline.repack_seconds={p.repack_seconds}: must be above 0")
-    _refuse(
-        p.consumption == "stream" and (config.algorithm.prompts_per_step % minibatches != 0 or config.source != "rollout"),
-        f"pipeline.consumption=stream needs algorithm.prompts_per_step={config.algorithm.prompts_per_step} divisible by "
-        f"algorithm.minibatches_per_step={minibatches}, and source=rollout",
-    )
-    _refuse(config.rollout.increment_tokens < 0, f"rollout.increment_tokens={config.rollout.increment_tokens}: must be 0 or more")
-    e = config.emulation
-    _refuse(e.time_scale <= 0 or not 0 <= e.wire_share <= 1, "emulation.time_scale must be above 0, emulation.wire_share from 0 to 1")
-
-
-def _check_batch(config: RunConfig, derived: Derived) -> None:
-    algorithm, ranks = config.algorithm, config.trainer.data_parallel
-    _refuse(
-        algorithm.samples_per_prompt < 2,
-        f"algorithm.samples_per_prompt={algorithm.samples_per_prompt}: a group needs at least 2 samples to have an advantage",
-    )
-    first = algorithm.first_samples
-    _refuse(
-        first is not None and not 2 <= first <= algorithm.samples_per_prompt,
-        f"algorithm.first_samples={first}: must be from 2 to algorithm.samples_per_prompt={algorithm.samples_per_prompt}, or null",
-    )
-    _refuse(algorithm.more_samples < 1, f"algorithm.more_samples={algorithm.more_samples}: must be at least 1")
-    least = algorithm.prompts_per_step * (first or 0)
-    _refuse(
-        first is not None and least < algorithm.minibatches_per_step * ranks,
-        f"algorithm.prompts_per_step={algorithm.prompts_per_step} x algorithm.first_samples={first} = {least} trajectories are fewer than "
-        f"algorithm.minibatches_per_step={algorithm.minibatches_per_step} x trainer.data_parallel={ranks}; raise first_samples",
-    )
-    _refuse(algorithm.minibatches_per_step < 1, f"algorithm.minibatches_per_step={algorithm.minibatches_per_step}: must be at least 1")
-    _refuse(
-        (first is None and derived.trajectories_per_step % algorithm.minibatches_per_step != 0) or derived.trajectories_per_update < ranks,
-        f"algorithm.prompts_per_step={algorithm.prompts_per_step} x algorithm.samples_per_prompt={algorithm.samples_per_prompt} = "
-        f"{derived.trajectories_per_step} trajectories do not divide into "
-        f"algorithm.minibatches_per_step={algorithm.minibatches_per_step} x trainer.data_parallel={ranks}; change one of them",
-    )
-    budget = config.trainer.tokens_per_microbatch
-    _refuse(
-        budget <= config.sampling.max_response_tokens,
-        f"trainer.tokens_per_microbatch={budget} cannot hold a prompt and "
-        f"sampling.max_response_tokens={config.sampling.max_response_tokens}; raise it",
-    )
-    _refuse(
-        config.rollout.kv_cache_tokens <= config.sampling.max_response_tokens,
-        f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} cannot hold one response of "
-        f"sampling.max_response_tokens={config.sampling.max_response_tokens}; raise it",
-    )
-
-
-def _check_rollout_inputs(config: RunConfig) -> None:
-    parse_source("data.train", config.data.train)
-    labels("evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files])
-    limit = config.data.max_prompt_tokens
-    _refuse(limit is not None and limit < 1, f"data.max_prompt_tokens={limit}: must be at least 1, or null")
-    _refuse(config.evaluation.samples < 0, f"evaluation.samples={config.evaluation.samples}: must be 0 or more")
-    _refuse(
-        not config.reward.function,
-        "reward.function is empty: name a Python function by its dotted path, e.g. laminar_hpc.environments.arithmetic.reward",
-    )
+def _check_folder(key: str, folder: str) -> None:
+    """That a folder is there or can be made, without making it."""
+    path = Path(folder).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    _refuse(not path.is_dir(), f"{key}={folder}: {path} is not a folder; choose another")
+    writable = os.access(path, os.W_OK | os.X_OK)
+    _refuse(not writable, f"{key}={folder}: {path} cannot be written; choose another")
 
 
 def check_machine(config: RunConfig, derived: Derived) -> None:
-    """What only the machine of the relay or controller can tell: room in shared memory, a free port, a proper disk for the store."""
+    """What only the machine of the relay or controller can tell: room in shared memory, a free port, folders
+    that can be made."""
+    _check_folder("run_dir", config.run_dir)
+    if config.store_dir:
+        _check_folder("store_dir", config.store_dir)
     shm = Path(config.relay.shm_dir)
     if derived.slot_bytes:
         _refuse(not shm.is_dir(), f"relay.shm_dir={shm}: no such folder; name one in memory (tmpfs)")
@@ -337,16 +244,21 @@ def check_machine(config: RunConfig, derived: Derived) -> None:
             f"{shm} has {free / 1e6:.0f} MB free, {config.relay.slots} weight slots need {derived.slot_bytes / 1e6:.0f} MB: give "
             "it more (containers: --shm-size) or set relay.shm_dir or relay.slots",
         )
-    if config.cluster.port:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((config.cluster.host, config.cluster.port))
-            except OSError as error:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.cluster.host, config.cluster.port))
+        except (OSError, UnicodeError) as error:
+            if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
                 raise LaminarError(
-                    f"cluster.port={config.cluster.port} at {config.cluster.host} cannot be used "
-                    f"({os.strerror(error.errno or 0)}): choose another, or 0 for any free one"
+                    f"cluster.host={config.cluster.host}: not an address of this machine; use 127.0.0.1 for "
+                    "one machine, "
+                    "or the address at which the others reach this one"
                 ) from None
+            raise LaminarError(
+                f"cluster.port={config.cluster.port} at {config.cluster.host} cannot be used "
+                f"({os.strerror(error.errno or 0)}): choose another, or 0 for any free one"
+            ) from None
 
 
 def file_system(path: Path) -> str:

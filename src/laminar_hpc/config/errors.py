@@ -1,4 +1,8 @@
-"""The one exception that is meant for the user: one line with what is wrong, where, and how to mend it."""
+"""The exceptions meant for the user: what is wrong, where, and how to mend it. One line per mistake."""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class LaminarError(Exception):
@@ -6,3 +10,26 @@ class LaminarError(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__(" ".join(text.split()))
+
+
+class Refused(LaminarError):
+    """What was asked for cannot begin (exit code 2). Its text has one line per mistake, all of them at
+    once."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        Exception.__init__(self, "\n".join(" ".join(line.split()) for line in lines))
+
+
+@contextmanager
+def before_it_begins() -> Iterator[None]:
+    """Any LaminarError inside becomes Refused: nothing has begun yet."""
+    try:
+        yield
+    except LaminarError as error:
+        raise Refused(str(error).splitlines()) from None
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """` (did you mean NAME?)`, or nothing where no name is near."""
+    found = difflib.get_close_matches(word.lower(), list(names), 1, 0.6)
+    return f" (did you mean {found[0]}?)" if found else ""

@@ -1,8 +1,11 @@
-"""From the command line to a checked RunConfig: Hydra composes `conf/`, this refuses what does not fit, in one line. Imports no torch."""
+"""From the command line to a RunConfig: Hydra composes `conf/`, the command line goes on top, and what does
+not fit is refused, one line for each mistake. Every value of the result is within its bounds. Imports no
+torch."""
 
 import importlib.resources
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -10,12 +13,18 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException, ValidationError
 
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.bounds import requirement, shown, wrong_values
+from laminar_hpc.config.check import problems
+from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.words import Keys, Words
 
 _SOURCE_TREE = Path(__file__).resolve().parents[3]
+_REFERENCE = "a reference is ${KEY}, or ${oc.env:NAME} for a variable of the environment"
+_GROUPS = ("experiment", "pipeline")  # folders of conf/
+Config = TypeVar("Config")
 
 
 def conf_directory() -> Path:
@@ -30,27 +39,102 @@ def examples_directory(path: str) -> str:
     return str(_SOURCE_TREE / "examples" / path)
 
 
-def load_config(overrides: list[str]) -> RunConfig:
-    """Composes conf/config.yaml with Hydra overrides. Raises LaminarError that names the wrong key or value."""
+def group_names(folder: Path) -> list[str]:
+    """The files of a group, by the names that the command line has for them."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def load_config(words: Sequence[str]) -> RunConfig:
+    """conf/config.yaml with the command line on top. Raises Refused with a line for every wrong word and
+    value."""
     OmegaConf.register_new_resolver("examples", examples_directory, replace=True)
-    ConfigStore.instance().store(name="schema", node=RunConfig)
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(conf_directory()), version_base="1.3"):
-            composed = compose("config", overrides=overrides)
-        config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise LaminarError(f"configuration: {_explain(error)}; the keys are in docs/configuration.md") from None
-    assert isinstance(config, RunConfig)
+    directory = conf_directory()
+    keys = Keys(
+        RunConfig, {group: group_names(directory / group) for group in _GROUPS}, "docs/configuration.md"
+    )
+    read = keys.read(words)
+    if read.broken:
+        raise Refused(read.wrong)
+    config = compose_config(RunConfig, "schema", directory, keys, read)
+    if read.wrong or wrong_values(config):
+        raise Refused([*read.wrong, *problems(config)])
     return config
 
 
-def _explain(error: Exception) -> str:
-    """Hydra's and OmegaConf's messages, with the useful line first and the object dumps left out."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    useful = [line for line in lines if not line.startswith(("object_type", "reference_type", "To append", "Set the env"))]
-    return "; ".join(useful[:3]).replace("    full_key", "key").replace("full_key", "key")
+def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys, read: Words) -> Config:
+    """What the files say, with `read.settings` on top; a setting of the wrong type gets a line in
+    `read.wrong`.
+
+    Raises Refused where a file itself is wrong, or a reference leads nowhere."""
+    ConfigStore.instance().store(name=node, node=schema)
+    GlobalHydra.instance().clear()
+    groups = [f"{group}={name}" for group, name in read.groups.items()]
+    try:
+        with initialize_config_dir(str(directory), version_base="1.3"):
+            composed = compose("config", overrides=groups)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{mark.name}, line {mark.line + 1}" if mark else f"a file under {directory}"
+        raise Refused([f"{where}: not YAML ({error.problem}); mend the line"]) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise Refused([f"{' '.join(groups) or directory}: {_of_a_file(error, keys)}"]) from None
+    for key, value in read.settings:
+        try:
+            OmegaConf.update(composed, key, value, merge=True, force_add=True)
+        except OmegaConfBaseException as error:
+            read.wrong.append(_of_a_word(key, value, error, keys))
+    try:
+        config: Any = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise Refused(
+            [*read.wrong, f"{error.full_key or 'a reference'}: {_first_line(error)}; {_REFERENCE}"]
+        ) from None
+    assert isinstance(config, schema)
+    return config
+
+
+def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Keys) -> str:
+    """What is wrong with a setting of the command line."""
+    if isinstance(error, GrammarParseError):
+        return f"{key}={shown(value)}: its ${{...}} cannot be read; {_REFERENCE}"
+    inner = (
+        key if key not in keys.sections else str(error.full_key or key)
+    )  # of a section's table: the key in it
+    if keys.kind_of(inner) is None:
+        return keys.unknown(inner)
+    for name in inner.removeprefix(key).strip(".").split("."):
+        value = value.get(name, value) if isinstance(value, dict) else value
+    return f"{inner}={shown(value)}: {_requirement(inner, keys)}"
+
+
+def _of_a_file(error: Exception, keys: Keys) -> str:
+    """What is wrong with a file that Hydra reads, in our words."""
+    cause = next(
+        (e for e in (error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)), error
+    )
+    key = str(getattr(cause, "full_key", None) or "")
+    if key in keys.groups and key not in keys.sections:
+        return (
+            f"begin the file with the line `# @package _global_`; without it its keys are read as {key}.KEY"
+        )
+    if key and keys.kind_of(key) is None:
+        return keys.unknown(key)
+    return (
+        f"{key}: {_requirement(key, keys)}"
+        if key and isinstance(cause, ValidationError)
+        else _first_line(cause)
+    )
+
+
+def _requirement(key: str, keys: Keys) -> str:
+    if key in keys.sections:
+        return f"a section; its keys are {', '.join(keys.names_in(key))}"
+    table = keys.table_of(key)
+    return requirement(keys.fields[table or key], entry=table is not None)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def dump_config(config: RunConfig) -> str:
@@ -61,7 +145,9 @@ def dump_config(config: RunConfig) -> str:
 def read_config(path: Path) -> RunConfig:
     """A run's own `config.yaml`. Raises LaminarError when the file is not one."""
     try:
-        merged: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), DictConfig(yaml.safe_load(path.read_text())))
+        merged: Any = OmegaConf.merge(
+            OmegaConf.structured(RunConfig), DictConfig(yaml.safe_load(path.read_text()))
+        )
         config = OmegaConf.to_object(merged)
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise LaminarError(f"{path} is not a run's configuration: {str(error).splitlines()[0]}") from None

@@ -7,6 +7,7 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 
 FILES = (".jsonl", ".json", ".parquet")
+COMPRESSED = (".gz", ".zst")  # a JSONL file may be
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -23,13 +24,18 @@ class Source:
     def label(self) -> str:
         """A short name for lines and plots: the file's stem, or the dataset's last word with its subset and split."""
         if self.kind in ("jsonl", "parquet"):
-            return Path(self.path).stem
+            return _plain(Path(self.path)).stem
         return "-".join([Path(self.path).name, *([self.subset] if self.subset else []), self.split])
 
     @property
     def longer_label(self) -> str:
         """The same behind the name of its folder or owner."""
         return f"{Path(self.path).resolve().parent.name if self.kind != 'hub' else self.path.partition('/')[0]}-{self.label}"
+
+
+def _plain(path: Path) -> Path:
+    """The path without the ending of a compression."""
+    return path.with_suffix("") if path.suffix in COMPRESSED else path
 
 
 def labels(key: str, sources: list[Source]) -> list[str]:
@@ -45,9 +51,13 @@ def labels(key: str, sources: list[Source]) -> list[str]:
 def parse_source(key: str, text: str) -> Source:
     """`text` is FILE, or FOLDER_OR_NAME[:SUBSET][@SPLIT]. Raises LaminarError, beginning with `key`, when it can be none of them."""
     path = Path(text)
-    if path.suffix in FILES or path.is_file():
+    if _plain(path).suffix in FILES or path.is_file():
         if not path.is_file():
-            raise LaminarError(f"{key}={text}: no such file; name a JSONL or Parquet file, a folder or a Hugging Face dataset")
+            raise LaminarError(
+                f"{key}={text}: {'a folder, not a file' if path.is_dir() else 'no such file'}; name a JSONL "
+                "(also .gz, "
+                ".zst) or Parquet file, a folder or a Hugging Face dataset"
+            )
         return Source("parquet" if path.suffix == ".parquet" else "jsonl", text)
     rest, _, split = text.partition("@")
     name, _, subset = rest.partition(":")

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from laminar_hpc.cluster.hub import Hub
-from laminar_hpc.config.check import Derived, check, check_machine, derived_values
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
+from laminar_hpc.config.errors import LaminarError, before_it_begins
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
@@ -48,6 +48,8 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, St
     check_wandb(config.observability.wandb)
     for text in console.derived_block(derived_values(config, derived)):
         say(text)
+    for text in warnings(config, derived):
+        say(console.line("warning", text))
     start = prepare(config)
     if start.moved_to:
         say(console.line("set-up", f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)"))
@@ -80,7 +82,8 @@ def load_data(config: RunConfig, say: Callable[[str], None]) -> tuple[list[Promp
 
 
 def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: int, machine: str, say: Callable[[str], None]) -> Controller:
-    prompts, held_out = load_data(config, say)
+    with before_it_begins():
+        prompts, held_out = load_data(config, say)
     store = Store(store_directory(config))
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)
@@ -111,7 +114,8 @@ def _mirror(config: RunConfig) -> WandbMirror | None:
 
 def run(config: RunConfig, relays: int, machine: str, say: Callable[[str], None], redirect_output: Callable[[], None]) -> None:
     """The whole life of the controller. Raises LaminarError when the run fails; returns when it is done or was stopped."""
-    derived, start = start_up(config, say)
+    with before_it_begins():
+        derived, start = start_up(config, say)
     run_dir = Path(config.run_dir)
     redirect_output()
     if start.restored_step >= config.steps:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability import rundata, samples, summary, svg, timeline
 from laminar_hpc.observability.console import count, duration, number, value_text
 from laminar_hpc.observability.page import figure, grid, keys, page, section, tiles
@@ -33,16 +32,15 @@ def write(run_dir: Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    """`laminar report RUN_DIR`: makes summary.json and report.html anew and prints where the report lies. Gives the exit code."""
+    """`laminar report RUN_DIR`: makes summary.json and report.html anew and prints where the report lies.
+    Gives the exit code.
+
+    Raises LaminarError for what is no run."""
     if len(argv) != 1 or argv[0].startswith("-"):
         print("usage: laminar report RUN_DIR", file=sys.stderr)
         return 2
-    try:
-        summary.write(Path(argv[0]))
-        print(write(Path(argv[0])))
-    except LaminarError as error:
-        print(f"laminar report: {error}", file=sys.stderr)
-        return 1
+    summary.write(Path(argv[0]))
+    print(write(Path(argv[0])))
     return 0
 
 

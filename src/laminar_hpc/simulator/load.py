@@ -3,15 +3,10 @@
 import dataclasses
 from typing import TypeVar
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import conf_directory
+from laminar_hpc.config.bounds import wrong_values
+from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean
+from laminar_hpc.config.load import compose_config, conf_directory
+from laminar_hpc.config.words import Keys
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, Constants
 from laminar_hpc.simulator.cost import kv_capacity
 from laminar_hpc.simulator.request import ENGINES
@@ -45,10 +40,10 @@ def _names(folder: str) -> list[str]:
 def load(name: str, overrides: list[str]) -> SimulationConfig:
     """The experiment `name` of conf/simulation/experiment with overrides. Raises LaminarError that names what is wrong."""
     if name not in experiments():
-        raise LaminarError(f"no simulation '{name}': there are {', '.join(experiments())} in {conf_directory()}/simulation/experiment")
-    # These two are dictionaries, to which Hydra adds only what is marked.
-    marked = [f"++{word}" if word.startswith(("constants.", "splits.")) else word for word in overrides]
-    config = _compose(SimulationConfig, "schema", "", [f"experiment={name}", *marked])
+        near = did_you_mean(name, experiments())
+        known = f"{', '.join(experiments())} in {conf_directory()}/simulation/experiment"
+        raise LaminarError(f"no simulation '{name}'{near}: there are {known}")
+    config = _compose(SimulationConfig, "schema", "", {"experiment": name}, overrides)
     check(config)
     return config
 
@@ -56,8 +51,9 @@ def load(name: str, overrides: list[str]) -> SimulationConfig:
 def load_plan(name: str, overrides: list[str]) -> PlanConfig:
     """The question `name` of conf/simulation/plan/question with overrides. Raises LaminarError that names what is wrong."""
     if name not in questions():
-        raise LaminarError(f"no plan '{name}': there are {', '.join(questions())} in {conf_directory()}/simulation/plan/question")
-    config = _compose(PlanConfig, "plan_schema", "plan", [f"question={name}", *overrides])
+        near = did_you_mean(name, questions())
+        raise LaminarError(f"no plan '{name}'{near}: there are {', '.join(questions())} in {conf_directory()}/simulation/plan/question")
+    config = _compose(PlanConfig, "plan_schema", "plan", {"question": name}, overrides)
     _known("model", config.model, MODELS)
     _known("objective", config.objective, ("throughput", "cost"))
     for pool in config.pools:
@@ -68,18 +64,17 @@ def load_plan(name: str, overrides: list[str]) -> PlanConfig:
     return config
 
 
-def _compose(schema: type[Config], node: str, folder: str, overrides: list[str]) -> Config:
-    ConfigStore.instance().store(name=node, node=schema)
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(conf_directory() / "simulation" / folder), version_base="1.3"):
-            composed = compose("config", overrides=overrides)
-        config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
-        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-        first = next(line.strip() for line in str(cause).splitlines() if line.strip())
-        raise LaminarError(f"simulation: {first}; the keys are in src/laminar_hpc/simulator/schema.py") from None
-    assert isinstance(config, schema)
+def _compose(
+    schema: type[Config], node: str, folder: str, group: dict[str, str], overrides: list[str]
+) -> Config:
+    keys = Keys(schema, {}, "src/laminar_hpc/simulator/schema.py")
+    read = keys.read(overrides)
+    if read.broken:
+        raise Refused(read.wrong)
+    read.groups = group
+    config = compose_config(schema, node, conf_directory() / "simulation" / folder, keys, read)
+    if wrong := [*read.wrong, *wrong_values(config)]:
+        raise Refused(wrong)
     return config
 
 
@@ -90,7 +85,7 @@ def constants_of(config: SimulationConfig) -> Constants:
 def _known(key: str, value: str, known: object) -> None:
     names = list(known)  # type: ignore[call-overload]
     if value not in names:
-        raise LaminarError(f"{key}={value}: use one of {', '.join(names)}")
+        raise LaminarError(f"{key}={value}: use one of {', '.join(names)}{did_you_mean(value, names)}")
 
 
 def check(config: SimulationConfig) -> None:

@@ -1,0 +1,184 @@
+"""Which settings go together: every rule that takes more than one value, or the model's numbers, to tell.
+Imports no torch.
+
+What one value may be by itself stands in schema.py. Each rule is a pair (it is broken, what to say); the
+values are within their bounds.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from laminar_hpc.config.algorithm import algorithm_rules
+from laminar_hpc.config.schema import RunConfig
+
+Rule = tuple[bool, str]
+_NEUTRAL = {
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+    "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
+}  # fmt: skip
+_VOCABULARY_MULTIPLE = 32  # trainer/building.py pads to it
+
+
+def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
+    """One line per broken rule; without a model those that need its numbers are left out."""
+    rules: list[Rule] = [
+        *_source(config), *_devices(config), *_sampling(config), *_relay(config), *_pipeline(config),
+        *_batch(config), *algorithm_rules(config), *(_model(config, model) if model is not None else ()),
+    ]  # fmt: skip
+    return [text for wrong, text in rules if wrong]
+
+
+def _source(config: RunConfig) -> Iterator[Rule]:
+    source, kind, folder = config.source, *config.source.partition(":")[::2]
+    replay = kind == "replay" and ":" in source
+    yield not replay and source != "rollout", f"source={source}: use rollout or replay:RUN_DIR"
+    yield (
+        replay and not (Path(folder) / "store.sqlite").exists(),
+        f"source={source}: no store.sqlite in that run directory",
+    )
+    yield (
+        not config.run_dir.strip() or Path(config.run_dir).resolve() == Path("/"),
+        f"run_dir={config.run_dir or '(empty)'}: name a folder of the run's own, for example runs/mine",
+    )
+
+
+def _devices(config: RunConfig) -> Iterator[Rule]:
+    for key, devices in (
+        ("trainer.devices", config.trainer.devices),
+        ("rollout.devices", config.rollout.devices),
+    ):
+        yield (
+            devices is not None and (not devices or len(set(devices)) != len(devices)),
+            f"{key}={devices}: name each GPU once, by its index from 0, or leave it at null",
+        )
+
+
+def _sampling(config: RunConfig) -> Iterator[Rule]:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(config.sampling, name)
+        yield (
+            value != neutral,
+            f"sampling.{name}={value} is refused for training: the engine's log-probs would not be those of "
+            "the "
+            f"sampled distribution; leave it at {neutral}",
+        )
+
+
+def _relay(config: RunConfig) -> Iterator[Rule]:
+    yield (
+        config.relay.lanes > 1 and config.relay.slots < 3,
+        f"relay.slots={config.relay.slots}: relay.lanes={config.relay.lanes} needs at least 3, as lanes may "
+        "be on "
+        "two ids at a time",
+    )
+
+
+def _pipeline(config: RunConfig) -> Iterator[Rule]:
+    p, a = config.pipeline, config.algorithm
+    yield (
+        p.refresh == "barrier" and p.max_staleness is None,
+        "pipeline.refresh=barrier needs a pipeline.max_staleness, 0 for turns or 1 for one step ahead: else "
+        "nobody "
+        "waits for the trainer",
+    )
+    yield (
+        p.repack != "off" and p.refresh != "drained",
+        f"pipeline.repack={p.repack} needs pipeline.refresh=drained, not {p.refresh}: only a replica that "
+        "refreshes "
+        "by itself gains by it",
+    )
+    yield (
+        p.keep_kv and p.refresh != "interrupt",
+        "pipeline.keep_kv=true needs pipeline.refresh=interrupt: otherwise no request outlives its weights",
+    )
+    yield (
+        p.consumption == "stream"
+        and (a.prompts_per_step % a.minibatches_per_step != 0 or config.source != "rollout"),
+        f"pipeline.consumption=stream needs algorithm.prompts_per_step={a.prompts_per_step} divisible by "
+        f"algorithm.minibatches_per_step={a.minibatches_per_step}, and source=rollout",
+    )
+
+
+def _batch(config: RunConfig) -> Iterator[Rule]:
+    a, ranks = config.algorithm, config.trainer.data_parallel
+    prompts, first, updates = a.prompts_per_step, a.first_samples, a.minibatches_per_step
+    most, least = prompts * a.samples_per_prompt, prompts * (first or 0)
+    yield (
+        first is not None and first > a.samples_per_prompt,
+        f"algorithm.first_samples={first}: must be from 2 to "
+        f"algorithm.samples_per_prompt={a.samples_per_prompt}, or null",
+    )
+    yield (
+        first is not None and least < updates * ranks,
+        f"algorithm.prompts_per_step={prompts} x algorithm.first_samples={first} = {least} trajectories are "
+        "fewer than "
+        f"algorithm.minibatches_per_step={updates} x trainer.data_parallel={ranks}; raise first_samples",
+    )
+    yield (
+        (first is None and most % updates != 0) or most // updates < ranks,
+        f"algorithm.prompts_per_step={prompts} x algorithm.samples_per_prompt={a.samples_per_prompt} = "
+        f"{most} "
+        f"trajectories do not divide into algorithm.minibatches_per_step={updates} x "
+        f"trainer.data_parallel={ranks}; "
+        "change one of them",
+    )
+    longest = config.sampling.max_response_tokens
+    yield (
+        config.trainer.tokens_per_microbatch <= longest,
+        f"trainer.tokens_per_microbatch={config.trainer.tokens_per_microbatch} cannot hold a prompt and "
+        f"sampling.max_response_tokens={longest}; raise it",
+    )
+    yield (
+        config.rollout.kv_cache_tokens <= longest,
+        f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} cannot hold one response of "
+        f"sampling.max_response_tokens={longest}; raise it",
+    )
+
+
+def _model(config: RunConfig, model: dict) -> Iterator[Rule]:
+    tensor, stages = config.trainer.tensor_parallel, config.trainer.pipeline_parallel
+    heads, layers, width = (
+        model["num_attention_heads"],
+        model["num_hidden_layers"],
+        model["intermediate_size"],
+    )
+    kv_heads = model.get("num_key_value_heads") or heads
+    parts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": width}
+    undivided = _first(f"{name}={value}" for name, value in parts.items() if value % tensor != 0)
+    yield (
+        bool(undivided),
+        f"trainer.tensor_parallel={tensor} does not divide the model's {undivided}; choose another, or scale "
+        "with data_parallel",
+    )
+    yield (
+        not undivided and _VOCABULARY_MULTIPLE % tensor != 0,
+        f"trainer.tensor_parallel={tensor} does not divide {_VOCABULARY_MULTIPLE}, to which the vocabulary "
+        "is padded; "
+        "use a power of two",
+    )
+    yield (
+        layers < stages,
+        f"trainer.pipeline_parallel={stages} exceeds the model's num_hidden_layers={layers}; use fewer "
+        "stages",
+    )
+    # SGLang gives each rank whole query heads, whole KV heads (or several ranks the same one), and whole
+    # columns of the MLP.
+    ranks = config.rollout.tensor_parallel
+    yield (
+        heads % ranks != 0 or max(kv_heads, ranks) % min(kv_heads, ranks) != 0 or width % ranks != 0,
+        f"rollout.tensor_parallel={ranks} does not divide the model's {heads} heads, {kv_heads} key-value "
+        "heads and "
+        f"intermediate size {width}; choose another, and scale with rollout.replicas",
+    )
+    positions = model.get("max_position_embeddings", math.inf)
+    yield (
+        config.sampling.max_response_tokens >= positions,
+        f"sampling.max_response_tokens={config.sampling.max_response_tokens} does not leave room for a "
+        "prompt in the "
+        f"model's {positions} positions; lower it",
+    )
+
+
+def _first(texts: Iterable[str]) -> str:
+    return next(iter(texts), "")

@@ -1,0 +1,189 @@
+"""What a user writes on the command line, `key=value` words, read with the schema at hand. Imports no torch.
+
+A text is taken as it stands behind the `=`, whatever signs it has; lists and tables are read by Hydra's
+grammar. Whatever cannot be meant is answered with what to write instead. `+key` is `key`: only tables can be
+added to, and they need no sign.
+"""
+
+import contextlib
+import difflib
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from laminar_hpc.config.bounds import all_fields, plain_type
+from laminar_hpc.config.errors import did_you_mean
+
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_SPECIAL = "spaces or any of ,:=[]{}()$ in it"
+
+
+@dataclass
+class Words:
+    """A command line as read."""
+
+    groups: dict[str, str] = field(default_factory=dict)  # `experiment=demo`: the file of each group
+    settings: list[tuple[str, Any]] = field(default_factory=list)  # (key, value), which may still be text
+    wrong: list[str] = field(default_factory=list)  # a line for each word that cannot be meant
+    broken: bool = False  # nothing can be said of the rest
+
+
+class Keys:
+    """The keys of a schema: settings, sections, tables (with any entries), and groups of files beside it."""
+
+    def __init__(self, schema: type, groups: Mapping[str, Sequence[str]], page: str) -> None:
+        self.fields = dict(all_fields(schema))
+        self.sections = {key.rpartition(".")[0] for key in self.fields} - {""}
+        self.tables = {key for key, f in self.fields.items() if typing.get_origin(plain_type(f)[0]) is dict}
+        self.groups = groups
+        self.page = page  # where the keys are documented
+
+    def table_of(self, key: str) -> str | None:
+        """The table that a key is an entry of."""
+        return next((table for table in self.tables if key.startswith(f"{table}.")), None)
+
+    def kind_of(self, key: str) -> tuple[Any, bool] | None:
+        """(type, whether null is a value) of a setting, a table's entry or a section; None for no key."""
+        if table := self.table_of(key):
+            return typing.get_args(plain_type(self.fields[table])[0])[1], False
+        if key in self.fields:
+            return plain_type(self.fields[key])
+        return (dict, False) if key in self.sections else None
+
+    def names_in(self, section: str) -> list[str]:
+        return [name.removeprefix(f"{section}.") for name in self.fields if name.startswith(f"{section}.")]
+
+    def unknown(self, key: str) -> str:
+        """The line for a key that is not there: with the nearest ones, else with those of its section."""
+        section, _, last = key.rpartition(".")
+        by_last: dict[str, list[str]] = {}
+        for name in [*self.fields, *self.groups]:
+            by_last.setdefault(name.rpartition(".")[2], []).append(name)
+        near = by_last.get(last) or difflib.get_close_matches(key, list(self.fields), 1, 0.8)
+        near = near or [
+            name
+            for found in difflib.get_close_matches(last, list(by_last), 1, 0.7)
+            for name in by_last[found]
+        ]
+        hint = f" (did you mean {' or '.join(near[:3])}?)" if near else ""
+        if not near and section in self.sections:
+            hint = f"; those of {section} are {', '.join(self.names_in(section))}"
+        return f"{key}: no such key{hint}; the keys are in {self.page}"
+
+    def read(self, words: Sequence[str]) -> Words:
+        found, index = Words(), 0
+        while index < len(words):
+            key, equals, _ = words[index].partition("=")
+            if key and equals and key[0] not in "-~":
+                self._word(words[index], found)
+                index += 1
+            else:
+                line, taken = self._misshapen(words, index)
+                found.wrong.append(line)
+                found.broken = True
+                index += taken
+        return found
+
+    def _misshapen(self, words: Sequence[str], index: int) -> tuple[str, int]:
+        """(what to write instead, for how many words), from a word on that is no key=value."""
+        word, rest, before = words[index], words[index + 1 :], words[index - 1] if index else ""
+        loose = [word, *takewhile(lambda w: "=" not in w and not w.startswith("-"), rest)]
+        if word.startswith("~"):
+            return (
+                f"{word}: a setting cannot be removed; leave it out, or write key=null where null is a value",
+                1,
+            )
+        if word.startswith("-"):
+            return self._option(word, loose[1:2])
+        if rest and rest[0].startswith("="):
+            spaced = words[index : index + (3 if rest[0] == "=" else 2)]
+            return f"{' '.join(spaced)}: write {quoted(''.join(spaced))}, without spaces around =", len(
+                spaced
+            )
+        if before.endswith("="):
+            return f"{before} {word}: write {quoted(before + ' '.join(loose))}, without spaces around =", len(
+                loose
+            )
+        if self._takes_text(before):
+            whole = quoted(" ".join([before, *loose]))
+            return (
+                f"{' '.join(loose)}: not key=value; if it belongs to the value before it, write {whole}",
+                len(loose),
+            )
+        if group := next((group for group, names in self.groups.items() if word in names), None):
+            return f"{word}: write {group}={word}", 1
+        if self.kind_of(word):
+            return f"{word}: write {word}=VALUE", 1
+        return f"{word}: not key=value{did_you_mean(word, [*self.fields, *self.groups])}", 1
+
+    def _option(self, word: str, after: Sequence[str]) -> tuple[str, int]:
+        name, equals, value = word.lstrip("-").partition("=")
+        if not (equals or self.kind_of(name) or name in self.groups):
+            return f"{word}: no such option; settings are key=value, without dashes; --help shows examples", 1
+        taken = () if equals else after
+        instead = quoted(f"{name}={value or ' '.join(taken) or 'VALUE'}")
+        return (
+            f"{' '.join([word, *taken])}: write {instead}; settings are key=value, without dashes",
+            1 + len(taken),
+        )
+
+    def _takes_text(self, word: str) -> bool:
+        kind = self.kind_of(word.partition("=")[0].lstrip("+"))
+        return kind is not None and (typing.get_args(kind[0]) or (kind[0],))[-1] is str
+
+    def _word(self, word: str, found: Words) -> None:
+        """One `key=value` into `found`."""
+        key, _, text = word.partition("=")
+        key = key.lstrip("+")
+        kind = self.kind_of(key)
+        if key in self.groups and not text.startswith(
+            "{"
+        ):  # pipeline={...} sets keys of the section of that name
+            names = self.groups[key]
+            if text in names:
+                found.groups[key] = text
+            else:
+                found.wrong.append(f"{word}: use one of {', '.join(names)}{did_you_mean(text, names)}")
+                found.broken = True
+        elif kind is None:
+            found.wrong.append(self.unknown(key))
+        elif kind[1] and text == "null":
+            found.settings.append((key, None))
+        elif (typing.get_origin(kind[0]) or kind[0]) in (list, dict):
+            self._composite(key, text, typing.get_origin(kind[0]) or kind[0], found)
+        else:
+            found.settings.append((key, text[1:-1] if _QUOTED.fullmatch(text) else text))
+
+    def _composite(self, key: str, text: str, kind: type, found: Words) -> None:
+        """A list or a table, by Hydra's grammar."""
+        value: Any = None
+        if text.startswith("${"):
+            found.settings.append((key, text))
+            return
+        with contextlib.suppress(HydraException):
+            value = OverridesParser.create().parse_override(f"key={text}").value()
+        if isinstance(value, kind):
+            found.settings.append((key, value))
+        elif key in self.sections:
+            some = ", ".join(f"{key}.{name}" for name in self.names_in(key)[:3])
+            found.wrong.append(f"{key}={text}: {key} is a section; set its keys: {some}, ...")
+        elif kind is dict:
+            found.wrong.append(f"{key}={text}: not a table; write {key}.NAME=VALUE")
+        elif text.startswith("["):
+            example = f"'{key}=[\"a b\",c]'"
+            found.wrong.append(
+                f"{key}={text}: not a list; quote an entry that has {_SPECIAL}, like {example}"
+            )
+        else:
+            found.wrong.append(f"{key}={text}: not a list; write {quoted(f'{key}=[{text}]')}")
+
+
+def quoted(word: str) -> str:
+    """The word as a shell has to be given it."""
+    return word if re.fullmatch(r"[\w@%+=:,./-]+", word) else "'" + word.replace("'", "'\\''") + "'"

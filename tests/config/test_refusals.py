@@ -1,0 +1,438 @@
+"""What a user writes wrongly: every mistake of a command line at once, a line each, that says what to write
+instead; and quickly."""
+
+import contextlib
+import dataclasses
+import gzip
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc import __version__, cli
+from laminar_hpc.config.bounds import Bounds, Choices, all_fields, allowed, plain_type, wrong_values
+from laminar_hpc.config.check import check, warnings
+from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.load import load_config
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.emulation.constants import unknown_constants
+from laminar_hpc.rollout.engine_arguments import argument_names, unknown_arguments
+from laminar_hpc.simulator.constants import GPUS, MODELS
+
+NOT_OURS = (
+    "full_key",
+    "object_type",
+    "LexerNoViableAlt",
+    "mismatched input",
+    "Error",
+    "ConfigKey",
+    "Traceback",
+    "DictConfig",
+)
+
+
+def refusal(*words: str) -> list[str]:
+    """The lines of a refused command line."""
+    with pytest.raises(LaminarError) as error:
+        cli.run(list(words))
+    return str(error.value).splitlines()
+
+
+# One value each, all of them on one command line.
+VALUES = {
+    "algorithm.minibatches_per_step=0": "must be at least 1; the default is 2",
+    "optimizer.lr=-1": "must be above 0 and at most 1; the default is 0.0001",
+    "optimizer.weight_decay=nan": "must be a finite number, at least 0 and at most 1; the default is 0.0",
+    "optimizer.beta1=1": "must be at least 0 and below 1; the default is 0.9",
+    "optimizer.beta2=-0.1": "must be at least 0 and below 1",
+    "optimizer.eps=0": "must be above 0",
+    "optimizer.clip_grad=inf": "must be a finite number, at least 0",
+    "optimizer.warmup_steps=-1": "must be at least 0",
+    "optimizer.max_skipped_updates=-1": "must be at least 0",
+    "trainer.threads=0": "must be at least 1 and at most 1,024",
+    "relay.threads=0": "must be at least 1",
+    "rollout.threads=2.5": "must be a whole number, at least 1",
+    "relay.chunk_megabytes=0": "must be at least 1",
+    "relay.publish_timeout_seconds=0": "must be above 0 and at most 1,000,000",
+    "reward.timeout_seconds=0": "must be above 0",
+    "cluster.stop_timeout_seconds=-5": "must be above 0",
+    "cluster.heartbeat_timeout_seconds=1e300": "must be above 0 and at most 1,000,000",
+    "reward.workers=0": "must be at least 1",
+    "reward.score_on_failure=1e300": "must be at least -1,000,000 and at most 1,000,000",
+    "seed=-1": "must be at least 0; the default is 0",
+    "steps=99999999999": "must be at most 2,147,483,647; the default is 60",
+    "cluster.port=70000": "must be at least 0 and at most 65,535",
+    "first_index=-1": "must be at least 0",
+    "pipeline.max_staleness=-1": "must be at least 0, or null; the default is 2",
+    "pipeline.local_batch_groups=0": "must be at least 1, or null",
+    "evaluation.samples=-1": "must be at least 0",
+    "checkpoint.keep=0": "must be at least 1",
+    "rollout.replicas=2000000000": "must be at least 1 and at most 65,536",
+    "trainer.devices=[-1]": "trainer.devices=-1: must be at least 0, or null",
+    "rollout.devices=[a]": "must be a list of whole numbers, written [a,b]",
+    "trainer.data_parallel=two": "must be a whole number, at least 1",
+    "trainer.distributed_optimizer=maybe": "must be true or false; the default is false",
+    "rollout.tensor_parallel=1,2": "must be a whole number, at least 1",
+    "rollout.max_concurrent=null": "must be a whole number, at least 1",
+    "sampling.temperature=0": "must be above 0",
+    "emulation.constants.train_mfu=high": "must be a number, at least 0",
+    "algorithm.loss=clp": "use one of clip, gspo, cispo, aipo (did you mean clip?)",
+    "algorithm.advantage=gae": "use one of grpo, rloo, reinforce_pp, reinforce_pp_baseline",
+    "model.dtype=bf16": "use one of float32, bfloat16",
+    "resume=maybe": "use one of auto, never",
+    "pipeline.refresh=drain": "use one of drained, barrier, interrupt (did you mean drained?)",
+    "observability.wandb=ofline": "(did you mean offline?)",
+    "stepz=1": "no such key (did you mean steps?); the keys are in docs/configuration.md",
+    "lr=1e-5": "no such key (did you mean optimizer.lr?)",
+    "trainer.replicas=2": "no such key (did you mean rollout.replicas?)",
+    "optimizer.learningrate=1": "no such key; those of optimizer are lr, weight_decay",
+    "+foo=1": "foo: no such key; the keys are in",
+    "+rollout.foo=1": "rollout.foo: no such key; those of rollout are replicas",
+    "trainer=4": "trainer is a section; set its keys: trainer.tensor_parallel, ",
+    "evaluation.files=a.jsonl": "not a list; write 'evaluation.files=[a.jsonl]'",
+    "rollout.engine_arguments=3": "not a table; write rollout.engine_arguments.NAME=VALUE",
+    "data.train=${unclosed": "cannot be read; a reference is ${KEY}, or ${oc.env:NAME}",
+    "model.path=/nowhere": "no config.json there",
+}
+
+# Words of a shape that leaves nothing else to be said.
+SHAPES = {
+    "--steps=3": "write steps=3; settings are key=value, without dashes",
+    "--steps 3": "--steps 3: write steps=3;",
+    "-steps=3": "write steps=3;",
+    "--multirun": "no such option; settings are key=value",
+    "--reward.function a$b": "write 'reward.function=a$b'",
+    "reward.function=my reward": "if it belongs to the value before it, write 'reward.function=my reward'",
+    "data.train=my long file.jsonl": "long file.jsonl: not key=value; if it belongs to the value before it, write 'data.train=my long",
+    "steps = 3": "steps = 3: write steps=3, without spaces around =",
+    "steps =3": "write steps=3, without spaces",
+    "steps= 3": "write steps=3, without spaces",
+    "demo": "write experiment=demo",
+    "steps": "write steps=VALUE",
+    "pipline": "not key=value (did you mean pipeline?)",
+    "~steps": "a setting cannot be removed",
+    "experiment=dmeo": "use one of cluster_1024gpu_72b, cluster_64gpu_32b, demo, node_8gpu_7b, one_gpu (did you mean demo?)",
+    "pipeline=laminarr": "use one of laminar, one_step, partial, stream, sync (did you mean laminar?)",
+    "experiment=demo,one_gpu": "use one of",
+}
+
+COMMANDS = {
+    "trian": "laminar trian: no such command (did you mean train?); use one of train, stop,",
+    "steps=3": "write laminar train steps=3",
+    "train": "try `laminar train experiment=demo`",
+    "stop": "laminar stop needs RUN_DIR; usage: laminar stop RUN_DIR",
+    "stop my run": "run: one word too many; quote a name that has spaces; usage: laminar stop RUN_DIR",
+    "top --onec run": "--onec: no such option (did you mean --once?); usage: laminar top RUN_DIR [--once]",
+    "report": "laminar report needs RUN_DIR",
+    "doctor now": "now: one word too many",
+    "sim": "usage: laminar sim EXPERIMENT",
+    "sim drao": "no simulation 'drao' (did you mean dora?)",
+    "sim dora --steps=3": "write steps=3; settings are key=value",
+    "sim dora steps=x": "steps=x: must be a whole number",
+    "sim dora gpus=64": "write 'gpus=[64]'",
+    "plan mixd": "no plan 'mixd' (did you mean mixed?)",
+    "plan mixed +foo=1": "foo: no such key; the keys are in src/laminar_hpc/simulator/schema.py",
+}
+
+
+@pytest.fixture(scope="module")
+def all_at_once() -> list[str]:
+    started = time.process_time()
+    lines = refusal("train", "experiment=demo", *VALUES)
+    assert time.process_time() - started < 2, "of processor time, modules included"
+    return lines
+
+
+@pytest.mark.parametrize("word", VALUES)
+def test_wrong_values_and_keys_are_named_together(all_at_once, word):
+    """Promise: one start shows every mistake, each in a line of its own with key, bound and cure, in words
+    that are ours."""
+    about, text = word.lstrip("+").partition("=")[0], VALUES[word]
+    (line,) = [line for line in all_at_once if line.startswith((f"{about}=", f"{about}:"))]
+    assert text in line and len(line) < 320
+    assert not [word for word in NOT_OURS if word in line]
+    assert len(all_at_once) == len(VALUES)
+
+
+@pytest.mark.parametrize("words", SHAPES)
+def test_words_of_a_wrong_shape(words):
+    """Promise: dashes, spaces and missing `=` are answered with the word to write, never with a lexer's
+    words."""
+    (line,) = refusal("train", "pipeline.max_staleness=1", *words.split())
+    assert SHAPES[words] in line and not [word for word in NOT_OURS if word in line]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_of_wrong_words(words):
+    """Promise: every command says in one line what it needs or which word it means."""
+    (line,) = refusal(*words.split())
+    assert COMMANDS[words] in line
+
+
+def test_several_wrong_shapes_at_once():
+    assert len(refusal("train", "--steps=3", "experiment=dmeo", "stepz=1", "my")) == 4
+
+
+@pytest.mark.parametrize("quote", ["", "'", '"'])
+def test_texts_are_taken_as_they_stand(quote):
+    """Promise: a path or name needs no quoting but the shell's; quotes around all of it, as Hydra's users
+    write them, do no harm."""
+    texts = {
+        "run_dir": "/a b", "store_dir": "/lr=1e-3,b[0]{x}(y)$z:w", "reward.function": "007", "data.train": "1e3", "model.path": "a\\b",
+        "data.answer_field": "null", "rollout.engine_arguments.x": "{a: [1]}",
+    }  # fmt: skip
+    config = load_config([f"{key}={quote}{text}{quote}" for key, text in texts.items()])
+    found = (
+        config.run_dir, config.store_dir, config.reward.function, config.data.train, config.model.path, config.data.answer_field,
+        config.rollout.engine_arguments["x"],
+    )  # fmt: skip
+    assert found == tuple(texts.values())
+
+
+def test_tables_take_entries_as_written():
+    """Promise: no `+` is needed, none is refused; an entry may come from anywhere, and an empty table
+    grows."""
+    words = [
+        "rollout.engine_arguments.mem-fraction-static=0.30", "+rollout.engine_arguments.x={a: 1}", "emulation.constants.train_mfu=0.4",
+    ]  # fmt: skip
+    words += [
+        "rollout={replicas: 2}",
+        "++steps=${relay.slots}",
+        "trainer.devices=[1,3]",
+        "data.max_prompt_tokens=null",
+    ]
+    config = load_config(["experiment=one_gpu", *words])
+    assert config.rollout.engine_arguments == {"mem-fraction-static": "0.30", "x": "{a: 1}"}
+    assert (config.emulation.constants, config.rollout.replicas, config.steps) == ({"train_mfu": 0.4}, 2, 3)
+    assert config.trainer.devices == [1, 3]
+    wrong = {
+        "rollout={replicaz: 2}": "rollout.replicaz: no such key (did you mean rollout.replicas?)",
+        "rollout={replicas: x}": "rollout.replicas=x: must be a whole number",
+        "evaluation.files=[a=b]": "quote an entry that has spaces or any of",
+        "data.train=${HOME}/x": "data.train: Interpolation key 'HOME' not found; a reference is ${KEY}, or ${oc.env:NAME}",
+    }
+    lines = refusal("train", *wrong)
+    assert len(lines) == len(wrong) and all(any(text in line for line in lines) for text in wrong.values())
+
+
+def test_names_within_tables():
+    """Promise: a name that SGLang or the simulator does not have is refused before an engine starts."""
+    assert len(argument_names()) > 300
+    words = [
+        "mem-fractoin-static=0.3",
+        "mem_fraction_static=0.5",
+        "attention-backend=triton",
+        "no-lora-strict-loading=true",
+    ]
+    (line,) = unknown_arguments(load_config([f"rollout.engine_arguments.{word}" for word in words]))
+    assert "--mem-fractoin-static (did you mean mem-fraction-static?)" in line
+    (line,) = unknown_constants(load_config(["emulation.constants.mfu=1"]))
+    assert "emulation.constants.mfu: no such constant" in line
+
+
+def test_every_number_has_bounds_and_every_default_keeps_them():
+    """Promise: a numeric key cannot be added without bounds, nor a default outside of them."""
+    bare = []
+    for key, field in all_fields(RunConfig):
+        kind = plain_type(field)[0]
+        if {int, float} & {kind, *getattr(kind, "__args__", ())} and not isinstance(allowed(field), Bounds):
+            bare.append(key)
+    assert not bare, (
+        "write number(default, at_least=..., above=..., at_most=..., below=...) or seconds(default) in "
+        "config/schema.py"
+    )
+    assert not wrong_values(RunConfig())
+    choices = {
+        key: field.metadata for key, field in all_fields(RunConfig) if isinstance(allowed(field), Choices)
+    }
+    assert {"algorithm.loss", "role", "resume", "rollout.engine"} <= choices.keys()
+
+
+def test_choices_that_other_files_decide():
+    emulation = {key: allowed(field) for key, field in all_fields(RunConfig) if key.startswith("emulation.")}
+    assert set(emulation["emulation.model"].names) == set(MODELS) and set(
+        emulation["emulation.gpu"].names
+    ) == set(GPUS)
+
+
+def test_tables_of_sections_are_checked_too():
+    """Promise: the numbers of a table whose entries are sections have bounds as well."""
+
+    @dataclasses.dataclass
+    class Inner:
+        weight: float = dataclasses.field(default=1.0, metadata={"laminar": Bounds(at_least=0)})
+
+    @dataclasses.dataclass
+    class Outer:
+        parts: dict[str, Inner] = dataclasses.field(default_factory=lambda: {"a": Inner(), "b": Inner(-1.0)})
+
+    (line,) = wrong_values(Outer())
+    assert line.startswith("parts.b.weight=-1.0: must be at least 0")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("steps: [1\n", r"mine.yaml, line 2: not YAML"),
+        ("# @package _global_\nstepz: 1\n", r"experiment=mine: stepz: no such key \(did you mean steps\?\)"),
+        (
+            "# @package _global_\noptimizer: {lr: fast}\n",
+            r"experiment=mine: optimizer.lr: must be a number, above 0",
+        ),
+        ("steps: 1\n", r"begin the file with the line `# @package _global_`"),
+        ("# @package _global_\nsteps: 0\n", r"^steps=0: must be at least 1"),
+    ],
+)
+def test_wrong_experiment_files(tmp_path, monkeypatch, content, text):
+    """Promise: what is wrong in a file is named with the file, in our words."""
+    import shutil
+
+    from laminar_hpc.config import load
+
+    shutil.copytree(load.conf_directory(), tmp_path / "conf")
+    (tmp_path / "conf/experiment/mine.yaml").write_text(content)
+    monkeypatch.setattr(load, "conf_directory", lambda: tmp_path / "conf")
+    with pytest.raises(Refused, match=text) as error:
+        load_config(["experiment=mine"])
+    assert not [word for word in NOT_OURS if word in str(error.value).splitlines()[0]]
+
+
+def test_a_kv_cache_that_serialises_a_batch_is_warned_of():
+    """Promise: a run that will mostly wait for room in the KV cache says so, with the size that is enough.
+    (Shipped ones: test_config.)"""
+    config = load_config(["experiment=demo", "rollout.kv_cache_tokens=1024"])
+    (line,) = warnings(config, check(config))
+    assert "holds 4 responses of sampling.max_response_tokens=256 at once, and a replica is given 256" in line
+    config.rollout.kv_cache_tokens = int(line.rpartition("set it to ")[2].split()[0])
+    assert warnings(config, check(config)) == []
+
+
+# ---- data files
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("a.jsonl", b"", "has no rows"),
+        ("a.jsonl", b"[\n", "row 1: not JSON"),
+        (
+            "a.jsonl",
+            b'{"prompt": "1"}\n{"question": "2"}\n',
+            "row 2: no field 'prompt' (it has: question); set data.prompt_field",
+        ),
+        ("a.jsonl.gz", b"not gzip", "row 1: cannot be unpacked"),
+        ("a.jsonl.gz", gzip.compress(b'{"question": "2"}\n'), "row 1: no field 'prompt'"),
+        ("a.parquet", b"PAR1", "cannot be read as Parquet"),
+    ],
+)
+@pytest.mark.parametrize("key", ["data.train={}", "evaluation.files=[{}]"])
+def test_bad_data_files_are_refused_before_anything_starts(tmp_path, key, name, content, text):
+    """Promise: a file that cannot be read, is empty, or lacks the field in its first rows never starts a
+    run."""
+    (tmp_path / name).write_bytes(content)
+    (line,) = refusal("train", "experiment=demo", key.format(tmp_path / name), f"run_dir={tmp_path}/run")
+    assert text in line and str(tmp_path / name) in line and not (tmp_path / "run").exists()
+
+
+def test_a_large_file_is_looked_at_quickly(tmp_path):
+    """Promise: only the beginning of a file is read before a run: a row far behind it does not count, nor
+    does the size."""
+    with open(tmp_path / "big.jsonl", "w") as file:
+        file.write('{"prompt": "1"}\n' * 20)
+        file.truncate(8 << 30)  # zeros, which take no room
+    started = time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.run(["train", "experiment=demo", f"data.train={tmp_path}/big.jsonl", "dry_run=true"]) == 0
+    assert time.process_time() - started < 2 and "before a run" not in out.getvalue()
+
+
+# ---- as a user does it
+# -----------------------------------------------------------------------------------------------------------
+
+
+def laminar(*words: str, **environment: str) -> tuple[list[str], list[str], int]:
+    """Lines of stdout and of stderr, and the exit code, of a real process."""
+    command = [sys.executable, "-m", "laminar_hpc.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.splitlines(), done.stderr.splitlines(), done.returncode
+
+
+def test_a_refusal_as_seen_from_a_shell(tmp_path):
+    """Promise: one line per mistake on stderr, nothing else, exit code 2, nothing written."""
+    out, err, code = laminar(
+        "train", "experiment=demo", f"run_dir={tmp_path}/run", "steps=0", "stepz=1", "optimizer.lr=nan"
+    )
+    assert (
+        (out, code) == ([], 2) and len(err) == 3 and all(line.startswith("laminar: error: ") for line in err)
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_and_version():
+    """Promise: help is help (stdout, exit code 0), for the whole and for every command; so is the version."""
+    assert laminar("--version") == ([f"laminar {__version__}"], [], 0)
+    out, err, code = laminar("train", "--help")
+    assert (err, code) == ([], 0) and out[0] == "usage: laminar train [key=value ...]"
+    for part in (
+        "experiment=demo",
+        "docs/configuration.md",
+        "pipeline=laminar|",
+        "'data.train=my file.jsonl'",
+    ):
+        assert part in "\n".join(out)
+    for words in (
+        ["--help"],
+        ["help"],
+        ["-h"],
+        *([name, "--help"] for name in cli.COMMANDS),
+        *(["help", name] for name in cli.COMMANDS),
+    ):
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            assert cli.run(words) == 0
+        assert shown.getvalue().startswith(
+            f"usage: laminar {words[-1] if words[0] == 'help' and words[1:] else ''}".rstrip()
+        )
+
+
+def test_a_refusal_waits_for_no_library():
+    """Promise: what makes a start slow is not imported to refuse one."""
+    code = """
+import json, sys
+from laminar_hpc import cli
+try:
+    cli.run(["train", "experiment=demo", "steps=0"])
+except cli.LaminarError:
+    slow = {"torch", "pyarrow", "datasets", "wandb", "transformers", "sglang", "numpy", "zmq", "rich"}
+    print(json.dumps(sorted(slow & set(sys.modules))))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(done.stdout) == []
+
+
+def test_torchrun_without_us_refuses_alike():
+    """Promise: a rank that torchrun started by itself refuses a setting as `laminar train` does: no
+    traceback, exit code 2."""
+    command = [
+        sys.executable,
+        "-m",
+        "laminar_hpc",
+        "experiment=demo",
+        "algorithm.minibatches_per_step=0",
+        "stepz=1",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parent
+    )
+    lines = done.stderr.splitlines()
+    assert (
+        done.returncode == 2
+        and len(lines) == 2
+        and all(line.startswith("laminar: error: refused: ") for line in lines)
+    )
