@@ -1,6 +1,6 @@
 """`laminar`: the command line. Thin: each command checks its words and calls the part that does the work.
 
-laminar train [key=value ...]     check, then run the job on this machine (a torchrun of all roles) and watch over it
+laminar train [key=value ...] [--config-dir DIR]     check, then run the job on this machine (a torchrun of all roles) and watch over it
 laminar stop RUN_DIR              let a running job finish its step, checkpoint and exit 0
 laminar top RUN_DIR [--once]      a run as it goes: ranks, weights, KV cache, queues, staleness, tokens per second
 laminar report RUN_DIR            write summary.json and report.html again
@@ -21,7 +21,7 @@ from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.config.check import check, check_machine, derived_values, missing_inputs
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import load_config
+from laminar_hpc.config.load import load_config, with_absolute_config_dir
 from laminar_hpc.observability import console
 from laminar_hpc.observability.wandb_mirror import check_wandb
 
@@ -42,7 +42,7 @@ def train(arguments: list[str]) -> int:
     here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes)
     for mine in here:
         devices_of(config, here, mine, len(present()))
-    return run_torchrun(config, arguments, derived.world_size)
+    return run_torchrun(config, with_absolute_config_dir(arguments), derived.world_size)
 
 
 def stop(arguments: list[str]) -> int:

@@ -30,8 +30,55 @@ def examples_directory(path: str) -> str:
     return str(_SOURCE_TREE / "examples" / path)
 
 
-def load_config(overrides: list[str]) -> RunConfig:
-    """Composes conf/config.yaml with Hydra overrides. Raises LaminarError that names the wrong key or value."""
+def take_config_dir(words: list[str]) -> tuple[Path | None, list[str]]:
+    """Splits `--config-dir DIR` or `--config-dir=DIR`, anywhere in the words, from the overrides. DIR is made absolute.
+
+    Raises LaminarError when DIR is missing, given twice, or holds no configuration group.
+    """
+    found: list[str] = []
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        flag, equals, value = word.partition("=")
+        if flag == "--config-dir":
+            found.append(value if equals else next(left, ""))
+        else:
+            rest.append(word)
+    if not found:
+        return None, rest
+    usage = "write --config-dir DIR, where DIR holds experiment/NAME.yaml"
+    if len(found) > 1 or not found[0]:
+        raise LaminarError(f"--config-dir: {'one folder, not ' + str(len(found)) if found[0] else 'no folder given'}; {usage}")
+    directory = Path(found[0]).expanduser().absolute()
+    if not directory.is_dir():
+        raise LaminarError(f"--config-dir={found[0]}: no such folder; {usage}")
+    if not any(directory.glob("*/*.yaml")):
+        loose = next(iter(sorted(directory.glob("*.yaml"))), None)
+        cure = f"move {loose.name} to {directory / 'experiment' / loose.name}" if loose else usage
+        raise LaminarError(f"--config-dir={found[0]}: no group of configurations in it; {cure}")
+    return directory, rest
+
+
+def with_absolute_config_dir(words: list[str]) -> list[str]:
+    """The same words for a process that may have another working directory."""
+    directory, rest = take_config_dir(words)
+    return rest if directory is None else [f"--config-dir={directory}", *rest]
+
+
+def _search_path(directory: Path) -> str:
+    """Hydra's override for a second folder of configurations; conf/ goes before it."""
+    quoted = str(directory).replace("\\", "\\\\").replace('"', '\\"')
+    return f'hydra.searchpath=["file://{quoted}"]'
+
+
+def load_config(words: list[str]) -> RunConfig:
+    """Composes conf/config.yaml, and the groups of `--config-dir DIR` if given, with Hydra overrides.
+
+    A name that both folders have is conf/'s, as with Hydra's own flag. Raises LaminarError that names the wrong key or value.
+    """
+    directory, overrides = take_config_dir(words)
+    if directory is not None:
+        overrides = [*overrides, _search_path(directory)]
     OmegaConf.register_new_resolver("examples", examples_directory, replace=True)
     ConfigStore.instance().store(name="schema", node=RunConfig)
     GlobalHydra.instance().clear()
