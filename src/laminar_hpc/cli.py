@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.cluster.devices import devices_of, present
+from laminar_hpc.cluster.gpu_memory import check_dry_run, check_gpus, gigabytes_of_gpus, host_memory_warning
 from laminar_hpc.cluster.launch import run_torchrun
 from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.cluster.stop import request_stop
@@ -30,6 +31,7 @@ def train(arguments: list[str]) -> int:
     config = load_config(arguments)
     derived = check(config)
     if config.dry_run:
+        check_dry_run(config, derived)
         for text in console.dry_run_lines(derived_values(config, derived), missing_inputs(config)):
             print(text)
         return 0
@@ -42,6 +44,9 @@ def train(arguments: list[str]) -> int:
     here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes)
     for mine in here:
         devices_of(config, here, mine, len(present()))
+    check_gpus(config, derived, here, gigabytes_of_gpus())
+    if not present() and (warning := host_memory_warning(config, derived)):
+        print(f"laminar: warning: {warning}", file=sys.stderr, flush=True)
     return run_torchrun(config, with_absolute_config_dir(arguments), derived.world_size)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from laminar_hpc.config.algorithm import check_algorithm
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.memory import Need, check_memory
 from laminar_hpc.config.models import count_parameters, model_config, rollout_bytes, trainer_bytes
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
@@ -147,7 +148,13 @@ def check(config: RunConfig) -> Derived:
         f"{_LEAST_LANE} bytes each; lower it",
     )
     _check_batch(config, derived)
+    check_memory(config, memory_need(config, derived))
     return derived
+
+
+def memory_need(config: RunConfig, derived: Derived) -> Need:
+    """What is held against the GPUs' memory; an emulated engine needs none."""
+    return Need(derived.trainer_gpu_memory_bytes, 0 if config.rollout.engine == "emulated" else derived.rollout_gpu_memory_bytes)
 
 
 def _check_parallelism(config: RunConfig, model: dict) -> None:

@@ -104,6 +104,7 @@ class TrainerConfig:
     devices: list[int] | None = None  # GPUs of each machine that trainer ranks use, one each in order; null = the first ones
     recompute_activations: bool = False  # keep each layer's input only and compute the layer anew in the backward pass: less memory
     threads: int = 1  # CPU threads per rank
+    gpu_memory_gigabytes: float | None = None  # of each GPU, 10^9 bytes; what cannot fit is refused; null = this machine's, if it has any
 
 
 @dataclass
@@ -131,6 +132,7 @@ class RolloutConfig:
     devices: list[int] | None = None  # GPUs of each machine that replicas use, in order; null = those after the trainers', or all
     engine_arguments: dict[str, str] = field(default_factory=dict)  # passed to SGLang's server as --key value
     engine: str = "sglang"  # sglang | emulated (no model at all, see `emulation`)
+    gpu_memory_gigabytes: float | None = None  # as trainer.gpu_memory_gigabytes, for the engines' GPUs
     increment_tokens: int = 0  # responses go to the partial-response pool every so many tokens and outlive their replica; 0 = never
 
 
