@@ -63,7 +63,7 @@ def check_gpus(config: RunConfig, derived: Derived, here: Sequence[RoleOfRank], 
         on_it = Need(need.trainer * trainers[device], need.rollout)
         if on_it.trainer + engines[device] * on_it.rollout <= USABLE * size * 1e9:
             continue
-        if trainers[device] and engines[device] or engines[device] > 1:
+        if (trainers[device] and engines[device]) or engines[device] > 1:
             raise LaminarError(f"GPU {device}: {shared_misfit(config, on_it, engines[device], size)}")
         check_memory(config, Need(on_it.trainer, engines[device] * on_it.rollout), size, found_counts=True)
 
