@@ -172,21 +172,24 @@ script=${{SCRIPT:-$SLURM_SUBMIT_DIR/{name}.sh}}   # submit in the folder that ho
 export RUN_DIR=${{RUN_DIR:-$SLURM_SUBMIT_DIR/runs/{name}}}
 set -- resume=auto "$@"
 
+signalled=
 start() {{ # COMPONENT ROLE FIRST_MACHINE [overrides]
-  local component=$1 role=$2 first=$3; shift 3
-  srun --het-group="$component" --kill-on-bad-exit=0 bash -c \
-    'script=$1 role=$2 machine=$(($3 + SLURM_NODEID)); shift 3; exec "$script" "$role" "$machine" "$@"' \
-    {name} "$script" "$role" "$first" "$@" &
+  local component=$1; shift
+  srun --het-group="$component" bash -c 'script=$1 role=$2 machine=$(($3 + SLURM_NODEID)); shift 3
+    exec "$script" "$role" "$machine" "$@"' {name} "$script" "$@" &
 }}
-stop() {{ laminar stop "$RUN_DIR" || true; }}
+ended() {{ # PROCESS: its exit code; a trapped signal ends a wait, not the process
+  local code=0; wait "$1" || code=$?
+  while [ -n "$signalled" ]; do signalled=; code=0; wait "$1" || code=$?; done
+  return $code
+}}
+stop() {{ signalled=1; laminar stop "$RUN_DIR" || true; }}
 trap stop USR1 TERM
 
 "$script" controller 0 "$@" & controller=$!
 {steps}
 code=0
-for role in $trainer $controller; do
-  while kill -0 "$role" 2>/dev/null; do wait "$role" || true; done     # a trapped signal ends a wait, not the role
-  wait "$role" || {{ code=1; stop; }}
-done
-exit $code                                                            # Slurm ends what is left
+ended $trainer || {{ code=1; laminar stop "$RUN_DIR" || true; }}
+ended $controller || code=1
+exit $code                                      # Slurm ends what is left
 """

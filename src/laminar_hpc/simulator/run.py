@@ -167,6 +167,7 @@ def _simulate(setup: Setup) -> Outcome:
     windows: list[_Window] = []
 
     def on_step(step: int) -> None:
+        clock.progress()
         if step == setup.warmup_steps:
             windows.append(_Window(replicas, trainer, book, rollouts.latencies, clock))
         if rules.repack != "off" and step < setup.steps:
