@@ -166,8 +166,8 @@ def main(overrides: list[str]) -> int:
     try:
         config = load_config(overrides)
         mine, here, relays = place(config)
-        if os.environ.get("LOCAL_RANK", "0") == "0" and not config.dry_run:
-            check_gpus(config, derive(config), here, gigabytes_of_gpus())
+        if os.environ.get("LOCAL_RANK", "0") == "0" and not config.dry_run and (sizes := gigabytes_of_gpus()):
+            check_gpus(config, derive(config), here, sizes)
         if config.dry_run:
             if mine.role == "controller":
                 for text in console.dry_run_lines(derived_values(config, check(config)), missing_inputs(config)):

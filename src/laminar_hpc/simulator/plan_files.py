@@ -102,42 +102,48 @@ def launch_script(config: PlanConfig, candidate: Candidate) -> str:
     counts = [n for machines in rollouts for n in machines.processes]
     return _LAUNCH.format(
         name=config.name, what=describe(config, candidate), launch=conf_directory().parent / "launch", lanes=lanes(config),
-        trainers=trainers.processes[0], last_trainer=trainers.count - 1, last_rollout=len(counts) - 1, replicas=" ".join(map(str, counts)),
+        trainers=trainers.processes[0], trainer_machines=trainers.count, last_trainer=trainers.count - 1, last_rollout=len(counts) - 1,
+        replicas=" ".join(map(str, counts)),
     )  # fmt: skip
 
 
 _LAUNCH = r"""#!/usr/bin/env bash
 # {name}.sh ROLE MACHINE [overrides]   Starts one machine's part of: {what}
 #
-#   {name}.sh controller 0                 once, first, on the first trainer machine
-#   {name}.sh trainer 0 ... {last_trainer}                on each trainer machine, with its number
-#   {name}.sh rollout 0 ... {last_rollout}                on each rollout machine, with its number: its relays and its replicas
+#   {name}.sh controller 0     once, first, on the first trainer machine
+#   {name}.sh trainer N        on each trainer machine, N = 0 to {last_trainer}
+#   {name}.sh rollout N        on each rollout machine, N = 0 to {last_rollout}: its relays and its replicas
+#   {name}.sh stop 0           anywhere: the step is finished, a checkpoint written, and all end with exit code 0
 #
 # Run it in the same folder on all machines, one that they share. Environment: RUN_DIR (default runs/{name}), HOST, an address of
-# this machine that the others can reach (default: its first one), STORE, a folder on a local disk of the controller's machine, LAUNCH,
-# the project's launch/ folder.
+# this machine that the others can reach (default: its first one), STORE, a folder on a local disk of the controller's machine, and
+# LAUNCH, the project's launch/ folder.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 [ $# -ge 2 ] || {{ sed -n '2,/^[^#]/{{/^#/s/^# \{{0,1\}}//p}}' "$0"; exit 2; }}
 role=$1 machine=$2; shift 2
+refuse() {{ echo "{name}.sh: $1" >&2; exit 2; }}
 LAUNCH=${{LAUNCH:-{launch}}} RUN_DIR=${{RUN_DIR:-runs/{name}}} HOST=${{HOST:-$(hostname -I | awk '{{print $1}}')}}
-[ -x "$LAUNCH/$role.sh" ] || {{ echo "{name}.sh: no $role.sh in LAUNCH=$LAUNCH; name the project's launch/ folder" >&2; exit 2; }}
-common=("$RUN_DIR" --config-dir "$here" experiment={name} cluster.host="$HOST" ${{STORE:+store_dir="$STORE"}})
+[ -f "$LAUNCH/common.sh" ] || refuse "LAUNCH=$LAUNCH is not the project's launch/ folder"
 replicas=({replicas})         # of each rollout machine
+declare -A machines=([controller]=1 [stop]=1 [trainer]={trainer_machines} [rollout]=${{#replicas[@]}})
+[ -n "${{machines[$role]:-}}" ] || refuse "no role $role: controller, trainer, rollout or stop"
+[[ $machine =~ ^[0-9]+$ ]] && [ "$machine" -lt "${{machines[$role]}}" ] ||
+  refuse "no $role machine $machine: they are 0 to $((machines[$role] - 1))"
+common=("$RUN_DIR" --config-dir "$here" experiment={name} cluster.host="$HOST" ${{STORE:+store_dir="$STORE"}})
 case $role in
   controller) exec "$LAUNCH/controller.sh" "${{common[@]}}" "$@" ;;
   trainer) TRAINERS={trainers} exec "$LAUNCH/trainer.sh" "${{common[@]}}" first_index=$((machine * {trainers})) "$@" ;;
   rollout)
-    [ "$machine" -lt "${{#replicas[@]}}" ] || {{ echo "{name}.sh: rollout machines are 0 to {last_rollout}" >&2; exit 2; }}
     first=0; for ((i = 0; i < machine; i++)); do first=$((first + replicas[i])); done
-    LANES={lanes} "$LAUNCH/relay.sh" "${{common[@]}}" first_index=$((machine * {lanes})) "$@" &
-    relay=$! failed=0
-    ROLLOUTS=${{replicas[machine]}} "$LAUNCH/rollout.sh" "${{common[@]}}" first_index=$first "$@" &
-    rollout=$!
+    LANES={lanes} "$LAUNCH/relay.sh" "${{common[@]}}" first_index=$((machine * {lanes})) "$@" & relay=$!
+    ROLLOUTS=${{replicas[machine]}} "$LAUNCH/rollout.sh" "${{common[@]}}" first_index=$first "$@" & rollout=$!
     trap 'kill -TERM $relay $rollout 2>/dev/null' TERM INT
+    failed=0
     wait $rollout || failed=1
     wait $relay || failed=1
     exit $failed ;;
+  stop) . "$LAUNCH/common.sh"; exec laminar stop "$RUN_DIR" ;;
 esac
 """
 
@@ -183,13 +189,13 @@ ended() {{ # PROCESS: its exit code; a trapped signal ends a wait, not the proce
   while [ -n "$signalled" ]; do signalled=; code=0; wait "$1" || code=$?; done
   return $code
 }}
-stop() {{ signalled=1; laminar stop "$RUN_DIR" || true; }}
+stop() {{ signalled=1; "$script" stop 0 || true; }}
 trap stop USR1 TERM
 
 "$script" controller 0 "$@" & controller=$!
 {steps}
 code=0
-ended $trainer || {{ code=1; laminar stop "$RUN_DIR" || true; }}
+ended $trainer || {{ code=1; "$script" stop 0 || true; }}
 ended $controller || code=1
 exit $code                                      # Slurm ends what is left
 """
