@@ -232,7 +232,7 @@ def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
         return f"plan: {model} fits on no division of {pools}: it needs at least {to_train} to train and {to_generate} beside to generate"
     cure = "add GPUs, take a smaller model, or lower workload.max_response_tokens"
     what = "generate" if trains else "train" if generates else "train or generate"
-    kind = "pool that is not preemptible" if what == "train" else "pool"
+    kind = "pool that is not preemptible" if what == "train" and any(pool.preemptible for pool in config.pools) else "pool"
     return f"plan: {model} fits on no {kind} to {what} ({pools}); {cure}"
 
 
