@@ -41,8 +41,10 @@ This page is made by `python docs/make_configuration.py` from `src/laminar_hpc/c
 
 # By the ending of a key's name, else by the whole key.
 UNITS_BY_ENDING = {
-    "_seconds": "s", "_tokens": "tokens", "_megabytes": "MiB", "threads": "CPU threads", "tokens_per_microbatch": "tokens",
-    "_parallel": "ranks", "_staleness": "trainer steps",
+    "_seconds": "s", "_tokens": "tokens", "_gigabytes": "GB", "_megabytes": "MiB", "threads": "CPU threads",
+    "tokens_per_microbatch": "tokens",
+    "_parallel": "ranks",
+    "_staleness": "trainer steps",
 }  # fmt: skip
 UNITS = {
     "steps": "trainer steps", "evaluation.every": "trainer steps", "checkpoint.every": "trainer steps", "checkpoint.keep": "checkpoints",

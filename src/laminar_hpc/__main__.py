@@ -21,6 +21,7 @@ from laminar_hpc.cluster.address import keep_to_loopback
 from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.devices import use_devices
+from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.check import check, derive, derived_values, missing_inputs
@@ -165,6 +166,8 @@ def main(overrides: list[str]) -> int:
     try:
         config = load_config(overrides)
         mine, here, relays = place(config)
+        if os.environ.get("LOCAL_RANK", "0") == "0" and not config.dry_run and (sizes := gigabytes_of_gpus()):
+            check_gpus(config, derive(config), here, sizes)
         if config.dry_run:
             if mine.role == "controller":
                 for text in console.dry_run_lines(derived_values(config, check(config)), missing_inputs(config)):

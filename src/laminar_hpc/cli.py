@@ -25,7 +25,7 @@ def train(arguments: list[str]) -> int:
             "more"
         )
     from laminar_hpc.config.check import check, check_machine, derived_values, missing_inputs, warnings
-    from laminar_hpc.config.load import load_config
+    from laminar_hpc.config.load import load_config, with_absolute_config_dir
 
     config = load_config(arguments)
     derived = check(config)
@@ -39,7 +39,10 @@ def train(arguments: list[str]) -> int:
     if lines := [*unknown_arguments(config), *unknown_constants(config)]:
         raise Refused(lines)
     lacking = [*missing_inputs(config), *wrong_first_rows(config)]
+    from laminar_hpc.cluster.gpu_memory import check_dry_run, check_gpus, gigabytes_of_gpus, host_memory_warning
+
     if config.dry_run:
+        check_dry_run(config, derived)
         for text in console.dry_run_lines(derived_values(config, derived), lacking):
             print(text)
         for text in warnings(config, derived):
@@ -58,12 +61,13 @@ def train(arguments: list[str]) -> int:
     from laminar_hpc.cluster.launch import run_torchrun
     from laminar_hpc.cluster.roles import assign_roles
 
-    here = assign_roles(
-        derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes
-    )
+    here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes)
     for mine in here:
         devices_of(config, here, mine, len(present()))
-    return run_torchrun(config, arguments, derived.world_size)
+    check_gpus(config, derived, here, gigabytes_of_gpus())
+    if not present() and (warning := host_memory_warning(config, derived)):
+        print(f"laminar: warning: {warning}", file=sys.stderr, flush=True)
+    return run_torchrun(config, with_absolute_config_dir(arguments), derived.world_size)
 
 
 def train_help() -> str:
@@ -76,6 +80,8 @@ examples
   laminar train experiment=demo steps=20 dry_run=true  what would start, and whether it fits
   laminar train experiment=demo resume=auto            go on from the newest checkpoint
   laminar train model.path=models/Qwen2.5-0.5B data.train=prompts.jsonl reward.function=my_rewards.score
+
+your own experiments: laminar train --config-dir conf experiment=NAME reads conf/experiment/NAME.yaml
 
 settings: key=value, without dashes. Every key, its bounds and its default are in docs/configuration.md.
   text    stands as it is: data.train=/data/lr=1,b.jsonl; for a space quote the word: 'data.train=my file.jsonl'
@@ -103,9 +109,7 @@ def sim_help() -> str:
 def plan_help() -> str:
     from laminar_hpc.simulator.load import questions
 
-    return (
-        f"\nQUESTION is one of {', '.join(questions())}. The keys are in src/laminar_hpc/simulator/schema.py."
-    )
+    return f"\nQUESTION is one of {', '.join(questions())}. The keys are in src/laminar_hpc/simulator/schema.py."
 
 
 def elsewhere(module: str) -> Callable[[list[str]], int]:
@@ -130,6 +134,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command(
         train,
         "check, then run the job on this machine and watch over it (a torchrun of all roles)",
+        options=("--config-dir DIR",),
         keys=True,
         help=train_help,
     ),
@@ -188,9 +193,7 @@ def check_words(name: str, words: list[str]) -> None:
     if not command.keys and len(found) < len(command.places):
         lines.append(f"laminar {name} needs {' '.join(command.places[len(found) :])}")
     if not command.keys and len(found) > len(command.places):
-        lines.append(
-            f"{' '.join(found[len(command.places) :])}: one word too many; quote a name that has spaces"
-        )
+        lines.append(f"{' '.join(found[len(command.places) :])}: one word too many; quote a name that has spaces")
     if lines:
         raise Refused(f"{line}; usage: {command.usage(name)}" for line in lines)
 
@@ -228,9 +231,7 @@ def run(words: list[str]) -> int:
     if name not in COMMANDS:
         if "=" in name:
             raise LaminarError(f"{name}: write laminar train {name}")
-        raise LaminarError(
-            f"laminar {name}: no such command{did_you_mean(name, COMMANDS)}; use one of {', '.join(COMMANDS)}"
-        )
+        raise LaminarError(f"laminar {name}: no such command{did_you_mean(name, COMMANDS)}; use one of {', '.join(COMMANDS)}")
     command = COMMANDS[name]
     if asks:
         print(f"usage: {command.usage(name)}\n\n{command.about}\n{command.help()}".rstrip())

@@ -241,22 +241,15 @@ def test_every_number_has_bounds_and_every_default_keeps_them():
         kind = plain_type(field)[0]
         if {int, float} & {kind, *getattr(kind, "__args__", ())} and not isinstance(allowed(field), Bounds):
             bare.append(key)
-    assert not bare, (
-        "write number(default, at_least=..., above=..., at_most=..., below=...) or seconds(default) in "
-        "config/schema.py"
-    )
+    assert not bare, "write number(default, at_least=..., above=..., at_most=..., below=...) or seconds(default) in config/schema.py"
     assert not wrong_values(RunConfig())
-    choices = {
-        key: field.metadata for key, field in all_fields(RunConfig) if isinstance(allowed(field), Choices)
-    }
+    choices = {key: field.metadata for key, field in all_fields(RunConfig) if isinstance(allowed(field), Choices)}
     assert {"algorithm.loss", "role", "resume", "rollout.engine"} <= choices.keys()
 
 
 def test_choices_that_other_files_decide():
     emulation = {key: allowed(field) for key, field in all_fields(RunConfig) if key.startswith("emulation.")}
-    assert set(emulation["emulation.model"].names) == set(MODELS) and set(
-        emulation["emulation.gpu"].names
-    ) == set(GPUS)
+    assert set(emulation["emulation.model"].names) == set(MODELS) and set(emulation["emulation.gpu"].names) == set(GPUS)
 
 
 def test_tables_of_sections_are_checked_too():
@@ -364,12 +357,8 @@ def laminar(*words: str, **environment: str) -> tuple[list[str], list[str], int]
 
 def test_a_refusal_as_seen_from_a_shell(tmp_path):
     """Promise: one line per mistake on stderr, nothing else, exit code 2, nothing written."""
-    out, err, code = laminar(
-        "train", "experiment=demo", f"run_dir={tmp_path}/run", "steps=0", "stepz=1", "optimizer.lr=nan"
-    )
-    assert (
-        (out, code) == ([], 2) and len(err) == 3 and all(line.startswith("laminar: error: ") for line in err)
-    )
+    out, err, code = laminar("train", "experiment=demo", f"run_dir={tmp_path}/run", "steps=0", "stepz=1", "optimizer.lr=nan")
+    assert (out, code) == ([], 2) and len(err) == 3 and all(line.startswith("laminar: error: ") for line in err)
     assert not (tmp_path / "run").exists()
 
 
@@ -394,9 +383,7 @@ def test_help_and_version():
     ):
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             assert cli.run(words) == 0
-        assert shown.getvalue().startswith(
-            f"usage: laminar {words[-1] if words[0] == 'help' and words[1:] else ''}".rstrip()
-        )
+        assert shown.getvalue().startswith(f"usage: laminar {words[-1] if words[0] == 'help' and words[1:] else ''}".rstrip())
 
 
 def test_a_refusal_waits_for_no_library():
@@ -410,9 +397,7 @@ except cli.LaminarError:
     slow = {"torch", "pyarrow", "datasets", "wandb", "transformers", "sglang", "numpy", "zmq", "rich"}
     print(json.dumps(sorted(slow & set(sys.modules))))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == []
 
 
@@ -427,12 +412,6 @@ def test_torchrun_without_us_refuses_alike():
         "algorithm.minibatches_per_step=0",
         "stepz=1",
     ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parent
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parent)
     lines = done.stderr.splitlines()
-    assert (
-        done.returncode == 2
-        and len(lines) == 2
-        and all(line.startswith("laminar: error: refused: ") for line in lines)
-    )
+    assert done.returncode == 2 and len(lines) == 2 and all(line.startswith("laminar: error: refused: ") for line in lines)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.memory import Need, check_memory
 from laminar_hpc.config.models import count_parameters, model_config, rollout_bytes, trainer_bytes
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
@@ -150,7 +151,15 @@ def check(config: RunConfig) -> Derived:
     """The derived quantities. Raises Refused, with one line for everything that cannot work."""
     if lines := problems(config):
         raise Refused(lines)
-    return derive(config)
+    derived = derive(config)
+    check_memory(config, memory_need(config, derived))
+    return derived
+
+
+def memory_need(config: RunConfig, derived: Derived) -> Need:
+    """What is held against the GPUs' memory; an emulated engine needs none."""
+    emulated = config.rollout.engine == "emulated"
+    return Need(derived.trainer_gpu_memory_bytes, 0 if emulated else derived.rollout_gpu_memory_bytes)
 
 
 def supported_model(config: RunConfig) -> dict:
@@ -160,8 +169,7 @@ def supported_model(config: RunConfig) -> dict:
     architecture = (model.get("architectures") or ["unknown"])[0]
     if architecture not in _FAMILIES:
         raise LaminarError(
-            f"{file}: architecture {architecture} is not supported; supported: "
-            f"{', '.join(sorted(_FAMILIES))}, none with experts"
+            f"{file}: architecture {architecture} is not supported; supported: {', '.join(sorted(_FAMILIES))}, none with experts"
         )
     if lacking := [key for key in _NEEDED if not isinstance(model.get(key), int) or model[key] < 1]:
         raise LaminarError(f"{file} does not say {', '.join(lacking)}; download the model again")
@@ -182,19 +190,14 @@ def _input_problems(config: RunConfig) -> list[str]:
     lines = []
     for look in (
         lambda: [parse_source("data.train", config.data.train)],
-        lambda: labels(
-            "evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files]
-        ),
+        lambda: labels("evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files]),
     ):
         try:
             look()
         except LaminarError as error:
             lines.append(str(error))
     if not config.reward.function:
-        lines.append(
-            "reward.function is empty: name a Python function by its dotted path, e.g. "
-            "laminar_hpc.environments.arithmetic.reward"
-        )
+        lines.append("reward.function is empty: name a Python function by its dotted path, e.g. laminar_hpc.environments.arithmetic.reward")
     return lines
 
 

@@ -44,26 +44,70 @@ def group_names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
+def take_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Splits `--config-dir DIR` or `--config-dir=DIR`, anywhere in the words, from the overrides. DIR is made absolute.
+
+    Raises LaminarError when DIR is missing, given twice, or holds no configuration group.
+    """
+    found: list[str] = []
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        flag, equals, value = word.partition("=")
+        if flag == "--config-dir":
+            found.append(value if equals else next(left, ""))
+        else:
+            rest.append(word)
+    if not found:
+        return None, rest
+    usage = "write --config-dir DIR, where DIR holds experiment/NAME.yaml"
+    if len(found) > 1 or not found[0]:
+        raise LaminarError(f"--config-dir: {'one folder, not ' + str(len(found)) if found[0] else 'no folder given'}; {usage}")
+    directory = Path(found[0]).expanduser().absolute()
+    if not directory.is_dir():
+        raise LaminarError(f"--config-dir={found[0]}: no such folder; {usage}")
+    if not any(directory.glob("*/*.yaml")):
+        loose = next(iter(sorted(directory.glob("*.yaml"))), None)
+        cure = f"move {loose.name} to {directory / 'experiment' / loose.name}" if loose else usage
+        raise LaminarError(f"--config-dir={found[0]}: no group of configurations in it; {cure}")
+    return directory, rest
+
+
+def with_absolute_config_dir(words: Sequence[str]) -> list[str]:
+    """The same words for a process that may have another working directory."""
+    directory, rest = take_config_dir(words)
+    return rest if directory is None else [f"--config-dir={directory}", *rest]
+
+
+def _search_path(directory: Path) -> str:
+    """Hydra's override for a second folder of configurations; conf/ goes before it."""
+    quoted = str(directory).replace("\\", "\\\\").replace('"', '\\"')
+    return f'hydra.searchpath=["file://{quoted}"]'
+
+
 def load_config(words: Sequence[str]) -> RunConfig:
-    """conf/config.yaml with the command line on top. Raises Refused with a line for every wrong word and
-    value."""
+    """conf/config.yaml, and the groups of `--config-dir DIR` if given, with the command line on top.
+
+    A name that both folders have is conf/'s, as with Hydra's own flag. Raises Refused with a line for every
+    wrong word and value."""
     OmegaConf.register_new_resolver("examples", examples_directory, replace=True)
+    own, settings = take_config_dir(words)
     directory = conf_directory()
-    keys = Keys(
-        RunConfig, {group: group_names(directory / group) for group in _GROUPS}, "docs/configuration.md"
-    )
-    read = keys.read(words)
+    folders = [directory] if own is None else [directory, own]
+    groups = {group: sorted({n for folder in folders for n in group_names(folder / group)}) for group in _GROUPS}
+    keys = Keys(RunConfig, groups, "docs/configuration.md")
+    read = keys.read(settings)
     if read.broken:
         raise Refused(read.wrong)
-    config = compose_config(RunConfig, "schema", directory, keys, read)
+    config = compose_config(RunConfig, "schema", directory, keys, read, own)
     if read.wrong or wrong_values(config):
         raise Refused([*read.wrong, *problems(config)])
     return config
 
 
-def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys, read: Words) -> Config:
-    """What the files say, with `read.settings` on top; a setting of the wrong type gets a line in
-    `read.wrong`.
+def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys, read: Words, own: Path | None = None) -> Config:
+    """What the files of `directory`, then of `own`, say, with `read.settings` on top; a setting of the wrong
+    type gets a line in `read.wrong`.
 
     Raises Refused where a file itself is wrong, or a reference leads nowhere."""
     ConfigStore.instance().store(name=node, node=schema)
@@ -71,10 +115,10 @@ def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys,
     groups = [f"{group}={name}" for group, name in read.groups.items()]
     try:
         with initialize_config_dir(str(directory), version_base="1.3"):
-            composed = compose("config", overrides=groups)
+            composed = compose("config", overrides=[*groups, *([_search_path(own)] if own else [])])
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{mark.name}, line {mark.line + 1}" if mark else f"a file under {directory}"
+        where = f"{mark.name}, line {mark.line + 1}" if mark else f"a file under {own or directory}"
         raise Refused([f"{where}: not YAML ({error.problem}); mend the line"]) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise Refused([f"{' '.join(groups) or directory}: {_of_a_file(error, keys)}"]) from None
@@ -86,9 +130,7 @@ def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys,
     try:
         config: Any = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise Refused(
-            [*read.wrong, f"{error.full_key or 'a reference'}: {_first_line(error)}; {_REFERENCE}"]
-        ) from None
+        raise Refused([*read.wrong, f"{error.full_key or 'a reference'}: {_first_line(error)}; {_REFERENCE}"]) from None
     assert isinstance(config, schema)
     return config
 
@@ -97,9 +139,7 @@ def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Key
     """What is wrong with a setting of the command line."""
     if isinstance(error, GrammarParseError):
         return f"{key}={shown(value)}: its ${{...}} cannot be read; {_REFERENCE}"
-    inner = (
-        key if key not in keys.sections else str(error.full_key or key)
-    )  # of a section's table: the key in it
+    inner = key if key not in keys.sections else str(error.full_key or key)  # of a section's table: the key in it
     if keys.kind_of(inner) is None:
         return keys.unknown(inner)
     for name in inner.removeprefix(key).strip(".").split("."):
@@ -109,21 +149,13 @@ def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Key
 
 def _of_a_file(error: Exception, keys: Keys) -> str:
     """What is wrong with a file that Hydra reads, in our words."""
-    cause = next(
-        (e for e in (error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)), error
-    )
+    cause = next((e for e in (error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)), error)
     key = str(getattr(cause, "full_key", None) or "")
     if key in keys.groups and key not in keys.sections:
-        return (
-            f"begin the file with the line `# @package _global_`; without it its keys are read as {key}.KEY"
-        )
+        return f"begin the file with the line `# @package _global_`; without it its keys are read as {key}.KEY"
     if key and keys.kind_of(key) is None:
         return keys.unknown(key)
-    return (
-        f"{key}: {_requirement(key, keys)}"
-        if key and isinstance(cause, ValidationError)
-        else _first_line(cause)
-    )
+    return f"{key}: {_requirement(key, keys)}" if key and isinstance(cause, ValidationError) else _first_line(cause)
 
 
 def _requirement(key: str, keys: Keys) -> str:
@@ -145,9 +177,7 @@ def dump_config(config: RunConfig) -> str:
 def read_config(path: Path) -> RunConfig:
     """A run's own `config.yaml`. Raises LaminarError when the file is not one."""
     try:
-        merged: Any = OmegaConf.merge(
-            OmegaConf.structured(RunConfig), DictConfig(yaml.safe_load(path.read_text()))
-        )
+        merged: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), DictConfig(yaml.safe_load(path.read_text())))
         config = OmegaConf.to_object(merged)
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise LaminarError(f"{path} is not a run's configuration: {str(error).splitlines()[0]}") from None

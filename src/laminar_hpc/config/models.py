@@ -4,6 +4,7 @@ The table lets `dry_run=true` count bytes before anything was downloaded; a real
 """
 
 import json
+import math
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
@@ -57,14 +58,15 @@ def _head(model: dict) -> int:
     return model.get("head_dim") or (128 if model.get("model_type") == "qwen3" else model["hidden_size"] // model["num_attention_heads"])
 
 
-def _kv_heads(model: dict) -> int:
+def kv_heads(model: dict) -> int:
+    """Key-value heads of a layer."""
     return model.get("num_key_value_heads") or model["num_attention_heads"]
 
 
 def count_parameters(model: dict) -> int:
     """Parameters of a Llama, Qwen2 or Qwen3 model, from its config.json."""
     hidden, layers, vocab, family = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"], model.get("model_type", "qwen2")
-    q, kv = model["num_attention_heads"] * _head(model), _kv_heads(model) * _head(model)
+    q, kv = model["num_attention_heads"] * _head(model), kv_heads(model) * _head(model)
     biases, norms = q + 2 * kv if family == "qwen2" else 0, 2 * _head(model) if family == "qwen3" else 0
     layer = 2 * hidden * (q + kv) + biases + norms + 3 * hidden * model["intermediate_size"] + 2 * hidden
     return vocab * hidden * (1 if model.get("tie_word_embeddings") else 2) + layers * layer + hidden
@@ -72,31 +74,67 @@ def count_parameters(model: dict) -> int:
 
 def kv_bytes_per_token(model: dict, bytes_per_value: int) -> int:
     """KV cache of one token over all layers: keys and values."""
-    return 2 * model["num_hidden_layers"] * _kv_heads(model) * _head(model) * bytes_per_value
+    return 2 * model["num_hidden_layers"] * kv_heads(model) * _head(model) * bytes_per_value
 
 
-def trainer_bytes(model: dict, bytes_per_value: int, trainer: TrainerConfig) -> int:
-    """Estimated bytes on the fullest trainer rank: the state, and what micro-batches of `tokens_per_microbatch` tokens leave behind.
+def state_bytes(parameters: float, resident: float, optimizer: float, ranks: int) -> float:
+    """Bytes of weights, gradients and optimizer on a trainer GPU that holds `parameters`.
 
-    State per parameter: itself, a float32 gradient, Adam's two float32 moments and a float32 copy of what is not float32; the last three
-    over the data-parallel ranks with the distributed optimizer. Activations per token and layer: five values of the hidden size that every
-    tensor-parallel rank holds whole (inputs and outputs of the two norms, the residual), and what is split: queries, keys, values,
-    attention's output, and four of the feed-forward size. With recomputation only a layer's input stays, and one layer is whole. The
-    first of p pipeline stages keeps p micro-batches; the last has logits and their gradient in float32.
+    `resident` bytes of each parameter stay on the GPU; the distributed optimizer divides `optimizer` bytes over `ranks` data-parallel
+    ranks (ZeRO stage 1, Rajbhandari et al., arXiv 1910.02054, section 3.1). The simulator's layouts use it too.
     """
-    tensor, pipeline = trainer.tensor_parallel, trainer.pipeline_parallel
-    optimizer = (8 if bytes_per_value == 4 else 12) / (trainer.data_parallel if trainer.distributed_optimizer else 1)
-    state = count_parameters(model) / (tensor * pipeline) * (bytes_per_value + 4 + optimizer)
-    hidden, tokens = model["hidden_size"], trainer.tokens_per_microbatch
-    split = 2 * hidden + 2 * _kv_heads(model) * _head(model) + 4 * model["intermediate_size"]
-    layer = tokens * bytes_per_value * (5 * hidden + split / tensor)
-    layers = model["num_hidden_layers"]  # of a stage, times the micro-batches that it keeps: the pipeline cancels out
-    kept = layers * tokens * bytes_per_value * hidden + layer if trainer.recompute_activations else layers * layer
-    logits = 2 * 4 * tokens * model["vocab_size"] / tensor
-    return int(state + max(kept, kept / pipeline + logits))
+    return parameters * (resident + optimizer / ranks)
 
 
-def rollout_bytes(model: dict, bytes_per_value: int, tensor: int, kv_tokens: int) -> int:
-    """Estimated bytes on each GPU of an engine: its shard of weights and KV cache; KV heads are copied beyond one per rank."""
-    weights = count_parameters(model) * bytes_per_value / tensor
-    return int(weights + kv_bytes_per_token(model, bytes_per_value) * kv_tokens / min(tensor, _kv_heads(model)))
+def _stage_parameters(model: dict, stages: int) -> float:
+    """Parameters of the fullest pipeline stage: the first has the embedding, the last the output layer and the last norm."""
+    total, embedding = count_parameters(model), model["vocab_size"] * model["hidden_size"]
+    if stages == 1:
+        return total
+    layers = model["num_hidden_layers"]
+    inner = total - embedding * (1 if model.get("tie_word_embeddings") else 2) - model["hidden_size"]
+    return inner / layers * math.ceil(layers / stages) + embedding + model["hidden_size"]
+
+
+def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
+    """Estimated bytes on the fullest trainer GPU. `width`: bytes of a served weight (2 for bfloat16).
+
+    State, per parameter: the weight, a float32 gradient, Adam's two float32 moments, and a float32 copy unless the weight is float32.
+
+    Activations, per token and layer, after Korthikanti et al., arXiv 2205.05198, equation 2, without sequence parallelism and with
+    attention that keeps no scores. Whole on every tensor-parallel rank: the residual before each of the two norms, in float32
+    (trainer/residual.py), and the output of each norm. Split over the tensor-parallel ranks: queries, keys and values repeated to as
+    many heads, and attention's output; and four values of the feed-forward width. With recomputation only the float32 input of a layer
+    stays. Either way one more layer is on the GPU: recomputed, or as the gradients of the backward pass. The first of p pipeline stages
+    keeps p micro-batches, so stages don't make activations fewer. The last stage has the logits and their gradient in float32.
+
+    These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need less.
+    """
+    tensor, stages, tokens = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.tokens_per_microbatch
+    ranks = trainer.data_parallel if trainer.distributed_optimizer else 1
+    state = state_bytes(_stage_parameters(model, stages) / tensor, width + 4, 8 if width == 4 else 12, ranks)
+    hidden, queries = model["hidden_size"], model["num_attention_heads"] * _head(model)
+    residual = 4 * hidden
+    layer = 2 * residual + width * (2 * hidden + (4 * queries + 4 * model["intermediate_size"]) / tensor)
+    kept = model["num_hidden_layers"] * (residual if trainer.recompute_activations else layer)
+    logits = 2 * 4 * model["vocab_size"] / tensor
+    return int(state + tokens * (layer + max(kept, kept / stages + logits)))
+
+
+def rollout_bytes(model: dict, width: int, tensor: int, kv_tokens: int) -> int:
+    """Estimated bytes on each GPU of an engine: its shard of weights and KV cache."""
+    weights = count_parameters(model) * width / tensor
+    return int(weights + kv_tokens * kv_shard_bytes(kv_bytes_per_token(model, width), kv_heads(model), tensor) / tensor)
+
+
+def kv_shard_bytes(token_bytes: float, kv_heads: int, tensor: int) -> float:
+    """Bytes of a token's KV cache over the `tensor` ranks of an engine together: beyond one rank per KV head the heads are copied."""
+    return token_bytes * tensor / min(tensor, kv_heads)
+
+
+def kv_tokens_that_fit(weights: float, token_bytes: float, kv_heads: int, tensor: int, gpu: float) -> int:
+    """KV tokens of an engine on `tensor` GPUs with `gpu` usable bytes each, beside `weights` bytes over all; 0 or less: no room.
+
+    The inverse of `rollout_bytes`; the simulator's capacity of a replica too.
+    """
+    return int((gpu * tensor - weights) / kv_shard_bytes(token_bytes, kv_heads, tensor))

@@ -124,6 +124,8 @@ class TrainerConfig:
     devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
     recompute_activations: bool = False  # keep each layer's input only and compute the layer anew in the backward pass: less memory
     threads: int = number(1, at_least=1, at_most=_MOST_THREADS)  # CPU threads per rank
+    # of each GPU, 10^9 bytes; what cannot fit is refused; null = this machine's, if it has any
+    gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
 
 
 @dataclass
@@ -156,6 +158,8 @@ class RolloutConfig:
     devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
     engine_arguments: dict[str, str] = field(default_factory=dict)  # passed to SGLang's server as --key value
     engine: str = choice("sglang", "emulated")  # emulated: no model at all, see `emulation`
+    # as trainer.gpu_memory_gigabytes, for the engines' GPUs
+    gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
     # responses go to the partial-response pool every so many tokens and outlive their replica; 0 = never
     increment_tokens: int = number(0, at_least=0)
 

@@ -66,11 +66,7 @@ class Keys:
         for name in [*self.fields, *self.groups]:
             by_last.setdefault(name.rpartition(".")[2], []).append(name)
         near = by_last.get(last) or difflib.get_close_matches(key, list(self.fields), 1, 0.8)
-        near = near or [
-            name
-            for found in difflib.get_close_matches(last, list(by_last), 1, 0.7)
-            for name in by_last[found]
-        ]
+        near = near or [name for found in difflib.get_close_matches(last, list(by_last), 1, 0.7) for name in by_last[found]]
         hint = f" (did you mean {' or '.join(near[:3])}?)" if near else ""
         if not near and section in self.sections:
             hint = f"; those of {section} are {', '.join(self.names_in(section))}"
@@ -103,13 +99,9 @@ class Keys:
             return self._option(word, loose[1:2])
         if rest and rest[0].startswith("="):
             spaced = words[index : index + (3 if rest[0] == "=" else 2)]
-            return f"{' '.join(spaced)}: write {quoted(''.join(spaced))}, without spaces around =", len(
-                spaced
-            )
+            return f"{' '.join(spaced)}: write {quoted(''.join(spaced))}, without spaces around =", len(spaced)
         if before.endswith("="):
-            return f"{before} {word}: write {quoted(before + ' '.join(loose))}, without spaces around =", len(
-                loose
-            )
+            return f"{before} {word}: write {quoted(before + ' '.join(loose))}, without spaces around =", len(loose)
         if self._takes_text(before):
             whole = quoted(" ".join([before, *loose]))
             return (
@@ -142,9 +134,7 @@ class Keys:
         key, _, text = word.partition("=")
         key = key.lstrip("+")
         kind = self.kind_of(key)
-        if key in self.groups and not text.startswith(
-            "{"
-        ):  # pipeline={...} sets keys of the section of that name
+        if key in self.groups and not text.startswith("{"):  # pipeline={...} sets keys of the section of that name
             names = self.groups[key]
             if text in names:
                 found.groups[key] = text
@@ -177,9 +167,7 @@ class Keys:
             found.wrong.append(f"{key}={text}: not a table; write {key}.NAME=VALUE")
         elif text.startswith("["):
             example = f"'{key}=[\"a b\",c]'"
-            found.wrong.append(
-                f"{key}={text}: not a list; quote an entry that has {_SPECIAL}, like {example}"
-            )
+            found.wrong.append(f"{key}={text}: not a list; quote an entry that has {_SPECIAL}, like {example}")
         else:
             found.wrong.append(f"{key}={text}: not a list; write {quoted(f'{key}=[{text}]')}")
 

@@ -103,8 +103,7 @@ def _jsonl(source: Source) -> Iterator[tuple[str, dict]]:
     except (OSError, EOFError, zlib.error) as error:
         what = "read" if not source.path.endswith(COMPRESSED) else "unpacked"
         raise LaminarError(
-            f"{source.path}, row {number + 1}: cannot be {what} ({_first_line(error)}); write or download "
-            "the file again"
+            f"{source.path}, row {number + 1}: cannot be {what} ({_first_line(error)}); write or download the file again"
         ) from None
 
 

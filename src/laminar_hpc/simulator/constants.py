@@ -35,21 +35,22 @@ GPUS_PER_MACHINE = 8  # Laminar, evaluation
 
 @dataclass(frozen=True)
 class Model:
-    """A dense model served and trained in bf16. `tensor_parallel`: GPUs of one rollout replica."""
+    """A dense model served and trained in bf16. `tensor_parallel`: GPUs of one rollout replica. `hf`: its name in config/models.py."""
 
     parameters: float
     layers: int
     heads: int
     kv_bytes: float  # per token: 2 (K and V) x layers x KV heads x head size x 2 bytes
     tensor_parallel: int
+    hf: str
 
 
 HEAD_SIZE = 128
 # Qwen2.5's config.json; TP 4 for 32B as in Laminar's evaluation, the others by size.
 MODELS = {
-    "7B": Model(parameters=7.62e9, layers=28, heads=28, kv_bytes=56 * KIB, tensor_parallel=1),
-    "32B": Model(parameters=32.8e9, layers=64, heads=40, kv_bytes=256 * KIB, tensor_parallel=4),
-    "72B": Model(parameters=72.7e9, layers=80, heads=64, kv_bytes=320 * KIB, tensor_parallel=8),
+    "7B": Model(parameters=7.62e9, layers=28, heads=28, kv_bytes=56 * KIB, tensor_parallel=1, hf="Qwen2.5-7B"),
+    "32B": Model(parameters=32.8e9, layers=64, heads=40, kv_bytes=256 * KIB, tensor_parallel=4, hf="Qwen2.5-32B"),
+    "72B": Model(parameters=72.7e9, layers=80, heads=64, kv_bytes=320 * KIB, tensor_parallel=8, hf="Qwen2.5-72B"),
 }
 
 

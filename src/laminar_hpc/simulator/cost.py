@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
+from laminar_hpc.config.models import known_models, kv_heads, kv_tokens_that_fit, state_bytes
 from laminar_hpc.simulator.constants import GPUS_PER_MACHINE, HEAD_SIZE, Constants, Gpu, Model
 
 
@@ -77,13 +78,17 @@ def attention_share(model: Model) -> float:
 
 
 def trainer_layout(model: Model, gpu: Gpu, gpus: int, c: Constants) -> Layout | None:
-    """TP as wide as a machine and the heads allow, since data-parallel ranks wait for each other; then the fewest pipeline stages whose
-    GPUs hold weights, gradients and optimizer. None: no number does."""
+    """The layout of a published system, whose activations are not known to us: TP as wide as a machine and the heads allow, since
+    data-parallel ranks wait for each other; then the fewest pipeline stages whose GPUs hold weights, gradients and optimizer in their
+    share of the memory. None: no number does. `trainer_fit.py` has the layout of a run of our own."""
     tensor = max(tp for tp in (1, 2, 4, 8) if gpus % tp == 0 and model.heads % tp == 0)
     for stages in (1, 2, 4, 8):
-        held = model.parameters * (6.0 / (tensor * stages) + (c.trainer_bytes_per_parameter - 6.0) / gpus)
-        if gpus % (tensor * stages) == 0 and held <= c.trainer_memory_share * gpu.memory:
-            return Layout(tensor, stages, gpus // (tensor * stages))
+        if gpus % (tensor * stages):
+            continue
+        ranks = gpus // (tensor * stages)
+        held = state_bytes(model.parameters / (tensor * stages), 6.0, c.trainer_bytes_per_parameter - 6.0, ranks)
+        if held <= c.trainer_memory_share * gpu.memory:
+            return Layout(tensor, stages, ranks)
     return None
 
 
@@ -109,7 +114,8 @@ def engine_costs(model: Model, gpu: Gpu, tensor_parallel: int, c: Constants) -> 
 
 def kv_capacity(model: Model, gpu: Gpu, tensor_parallel: int, share: float) -> int:
     """KV tokens of a replica: `share` of its memory less the weights; 0 or less when they do not fit."""
-    return int((share * gpu.memory * tensor_parallel - 2.0 * model.parameters) / model.kv_bytes)
+    heads = kv_heads(known_models()[model.hf])
+    return kv_tokens_that_fit(2.0 * model.parameters, model.kv_bytes, heads, tensor_parallel, share * gpu.memory)
 
 
 def chain_seconds(weights_bytes: float, relays: int, c: Constants) -> float:

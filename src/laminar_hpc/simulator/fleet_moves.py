@@ -22,6 +22,7 @@ class Repacker:
 
     def tick(self) -> None:
         self.look()
+        self.rollouts.clock.charge(len(self.rollouts.replicas) // 8)
         self.rollouts.clock.after(self.rollouts.trainer.costs.repack_period, self.tick)
 
     def look(self) -> None:

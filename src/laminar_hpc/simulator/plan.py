@@ -1,8 +1,9 @@
 """`laminar plan`: how to divide a cluster between trainer, relays and rollouts, by best-first search over the simulator.
 
 Each candidate has an optimistic score from closed forms (no rate of the simulation can exceed it); candidates are simulated in its order,
-and the search ends when the best simulated score is above all that is left. Candidates: the trainer on one pool that is not preemptible, in
-machines; replicas of every fitting TP on what is left of each pool; with `objective=cost` also on a part of it.
+and the search ends when the best simulated score is above all that is left. Candidates are what one experiment file can say and
+`laminar train` can start: the trainer on one pool that is not preemptible, in whole machines, or on a part of the only machine; replicas of
+one TP, KV cache and local batch on what is left of each pool, on all of it or none, with `objective=cost` also on a part of it.
 """
 
 import dataclasses
@@ -12,24 +13,36 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import TrainerConfig
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS, Constants
-from laminar_hpc.simulator.cost import Layout, engine_costs, job_costs, kv_capacity, trainer_layout
+from laminar_hpc.simulator.cost import engine_costs, job_costs, kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import setup, simulate
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig
+from laminar_hpc.simulator.trainer_fit import fitting_trainer, layout_of, shards
 from laminar_hpc.simulator.workload import Workload
 
 _SLACK = 1.05  # the closed forms use mean lengths; a short simulation may see shorter ones
 _PARTS = 4  # with objective=cost a pool's rollouts are taken by quarters
+_CANDIDATES = 100_000  # whose bounds are computed in a few seconds
+_SIMULATED = 200  # candidates, of a second or so each
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """`rollouts`: (pool index, GPUs, tensor parallel)."""
+    """`rollouts`: (pool index, GPUs, tensor parallel), of one tensor parallel size."""
 
     trainer_pool: int
     trainer_gpus: int
     rollouts: tuple[tuple[int, int, int], ...]
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.rollouts[0][2]
+
+    @property
+    def replicas(self) -> int:
+        return sum(gpus // tp for _, gpus, tp in self.rollouts)
 
 
 @dataclass
@@ -50,6 +63,7 @@ class Plan:
     runner_up: Planned | None
     simulated: int
     candidates: int
+    ended: bool = True  # no other candidate can be better; false: the search was cut off
 
 
 def price(config: PlanConfig, candidate: Candidate) -> float:
@@ -60,40 +74,67 @@ def price(config: PlanConfig, candidate: Candidate) -> float:
 
 def tensor_parallels(config: PlanConfig, pool: PoolConfig, c: Constants) -> list[int]:
     """TPs within a machine at which the model and the longest trajectory fit; the smallest three, as more only adds exchanges."""
-    longest = config.workload.longest
+    model, least = MODELS[config.model], 2 * config.workload.longest
+    return [
+        tp for tp in (1, 2, 4, 8)
+        if tp <= pool.count and shards(model, tp) and kv_capacity(model, GPUS[pool.gpu], tp, c.kv_memory_share) >= least
+    ][:3]  # fmt: skip
+
+
+def trainer_sizes(config: PlanConfig, pool: PoolConfig) -> list[int]:
+    """GPUs of `pool` that a trainer may take: whole machines. A part of a machine only where there is no other one: a rollout beside the
+    trainer needs a torchrun with both."""
+    if pool.count > GPUS_PER_MACHINE:
+        return list(range(GPUS_PER_MACHINE, pool.count + 1, GPUS_PER_MACHINE))
+    return list(range(1, pool.count)) if len(config.pools) == 1 else [pool.count]
+
+
+def trainer_of(config: PlanConfig, pool: int, gpus: int) -> TrainerConfig | None:
+    return fitting_trainer(MODELS[config.model], GPUS[config.pools[pool].gpu], gpus, config.workload)
+
+
+def trainer_settings(config: PlanConfig, candidate: Candidate) -> TrainerConfig:
+    """Raises LaminarError when the model cannot be trained on the candidate's GPUs."""
+    found = trainer_of(config, candidate.trainer_pool, candidate.trainer_gpus)
+    if found is None:
+        gpu = config.pools[candidate.trainer_pool].gpu
+        raise LaminarError(f"plan: {config.model} cannot be trained on {candidate.trainer_gpus} {gpu}")
+    return found
+
+
+def kv_cache_tokens(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -> int:
+    """KV tokens of every replica: one experiment file has one number, so that of the smallest GPUs."""
     model = MODELS[config.model]
-    return [tp for tp in (1, 2, 4, 8) if tp <= pool.count and kv_capacity(model, GPUS[pool.gpu], tp, c.kv_memory_share) >= 2 * longest][:3]
+    return min(kv_capacity(model, GPUS[config.pools[pool].gpu], tp, c.kv_memory_share) for pool, _, tp in candidate.rollouts)
+
+
+def repack_of(candidate: Candidate) -> str:
+    """How repack moves a request: with its KV cache where each engine is one process (docs/kv.md), else by prefill."""
+    if candidate.replicas == 1:
+        return "off"
+    return "kv" if candidate.tensor_parallel == 1 else "reprefill"
 
 
 def candidates(config: PlanConfig, c: Constants = DEFAULT) -> Iterator[Candidate]:
-    model = MODELS[config.model]
     parallel = [tensor_parallels(config, pool, c) for pool in config.pools]
     for index, pool in enumerate(config.pools):
-        if pool.preemptible:
-            continue
-        step = min(GPUS_PER_MACHINE, pool.count)
-        for trainer in range(step, pool.count + 1, step):
-            if trainer_layout(model, GPUS[pool.gpu], trainer, c) is None:
+        for trainer in [] if pool.preemptible else trainer_sizes(config, pool):
+            if trainer_of(config, index, trainer) is None:
                 continue
-            choices = []
-            for other, candidate_pool in enumerate(config.pools):
-                left = candidate_pool.count - (trainer if other == index else 0)
-                amounts = {left} if config.objective == "throughput" else {left * part // _PARTS for part in range(_PARTS + 1)}
-                options = {(other, gpus // tp * tp, tp) for gpus in amounts for tp in parallel[other] if gpus >= tp}
-                choices.append([*sorted(options), None] if config.objective == "cost" or not options else sorted(options))
-            for chosen in itertools.product(*choices):
-                rollouts = tuple(choice for choice in chosen if choice is not None)
-                if rollouts:
-                    yield Candidate(index, trainer, rollouts)
+            for tp in sorted({tp for found in parallel for tp in found}):
+                choices = [
+                    sorted(_amounts(config, other.count - (trainer if i == index else 0), tp)) if tp in parallel[i] else [0]
+                    for i, other in enumerate(config.pools)
+                ]
+                for chosen in itertools.product(*choices):
+                    if rollouts := tuple((i, gpus, tp) for i, gpus in enumerate(chosen) if gpus):
+                        yield Candidate(index, trainer, rollouts)
 
 
-def layout_of(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -> Layout:
-    """Raises LaminarError when the model cannot be trained on the candidate's GPUs."""
-    gpu, gpus = config.pools[candidate.trainer_pool].gpu, candidate.trainer_gpus
-    layout = trainer_layout(MODELS[config.model], GPUS[gpu], gpus, c)
-    if layout is None:
-        raise LaminarError(f"plan: {config.model} cannot be trained on {gpus} {gpu}")
-    return layout
+def _amounts(config: PlanConfig, left: int, tp: int) -> set[int]:
+    """GPUs of a pool with `left` ones that replicas may take."""
+    parts = range(_PARTS + 1) if config.objective == "cost" else (0, _PARTS)
+    return {left * part // _PARTS // tp * tp for part in parts}
 
 
 def bound(config: PlanConfig, candidate: Candidate, mean: float, context: float, c: Constants = DEFAULT) -> float:
@@ -103,18 +144,18 @@ def bound(config: PlanConfig, candidate: Candidate, mean: float, context: float,
     """
     model, w = MODELS[config.model], config.workload
     rollout_gpus = sum(gpus for _, gpus, _ in candidate.rollouts)
-    gpu, layout = GPUS[config.pools[candidate.trainer_pool].gpu], layout_of(config, candidate, c)
+    gpu, layout = GPUS[config.pools[candidate.trainer_pool].gpu], layout_of(trainer_settings(config, candidate))
     job = job_costs(model, gpu, candidate.trainer_gpus, layout, rollout_gpus, w.max_response_tokens, c)
     # Attention of the mean length: no more than that of the lengths (mean of squares), so the bound stays one.
     mean_tokens = mean + w.prompt_tokens
     train = 1.0 / (
         job.train_token + job.logprob_token + (job.train_attention + job.logprob_attention) * mean_tokens + job.handling / mean_tokens
     )
-    generate = 0.0
+    generate, capacity = 0.0, kv_cache_tokens(config, candidate, c)
     for pool, gpus, tp in candidate.rollouts:
         gpu = GPUS[config.pools[pool].gpu]
         costs = engine_costs(model, gpu, tp, c)
-        batch = min(config.max_concurrent, kv_capacity(model, gpu, tp, c.kv_memory_share) / context)
+        batch = min(config.max_concurrent, capacity / context)
         generate += gpus // tp * batch / costs.step(batch, batch * context)
     return _SLACK * min(train, generate * (mean + w.prompt_tokens) / mean)
 
@@ -125,13 +166,15 @@ def evaluate(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -
     rollouts = [(GPUS[config.pools[pool].gpu], gpus, tp, mtbf[pool]) for pool, gpus, tp in candidate.rollouts]
     trainer_mtbf = mtbf[candidate.trainer_pool]
     trainer_mtbf = trainer_mtbf and trainer_mtbf / max(1, candidate.trainer_gpus // GPUS_PER_MACHINE)
-    rules = dataclasses.replace(PIPELINES["laminar"], max_staleness=config.max_staleness)
+    rules = dataclasses.replace(PIPELINES["laminar"], max_staleness=config.max_staleness, repack=repack_of(candidate))
     run = setup(
         rules, MODELS[config.model], GPUS[config.pools[candidate.trainer_pool].gpu], candidate.trainer_gpus, rollouts, config.workload, c,
         steps=config.steps, warmup_steps=config.warmup_steps, seed=config.seed, max_concurrent=config.max_concurrent,
-        trainer_mtbf=trainer_mtbf,
+        trainer_mtbf=trainer_mtbf, layout=layout_of(trainer_settings(config, candidate)), equal_batches=True,
     )  # fmt: skip
-    return simulate(run).figures
+    capacity = kv_cache_tokens(config, candidate, c)
+    kinds = tuple(dataclasses.replace(kind, capacity=capacity) for kind in run.engines)
+    return simulate(dataclasses.replace(run, engines=kinds)).figures
 
 
 def judge(config: PlanConfig, planned: Planned) -> None:
@@ -151,16 +194,18 @@ def search(config: PlanConfig, say: Callable[[str], None] = lambda line: None, c
     mean = sum(lengths) / len(lengths)
     context = config.workload.prompt_tokens + sum(n * n for n in lengths) / (2 * sum(lengths))
     found = []
-    for candidate in candidates(config, c):
+    for candidate in itertools.islice(candidates(config, c), _CANDIDATES + 1):
         rate, cost = bound(config, candidate, mean, context, c), price(config, candidate)
         found.append(Planned(candidate, rate if config.objective == "throughput" else rate * 3600 / cost, price=cost))
     if not found:
-        raise LaminarError(f"plan: {config.model} fits on no pool that is not preemptible; add GPUs or take a smaller model")
+        raise LaminarError(why_nothing_fits(config, c))
+    if len(found) > _CANDIDATES:
+        raise LaminarError(f"plan: more than {_CANDIDATES:,} ways to divide these pools; ask with fewer or smaller ones")
     found.sort(key=lambda planned: -planned.bound)
     best: Planned | None = None
     tried: list[Planned] = []
     for planned in found:
-        if best is not None and planned.bound <= best.score:
+        if (best is not None and planned.bound <= best.score) or len(tried) == _SIMULATED:
             break
         planned.figures = evaluate(config, planned.candidate, c)
         judge(config, planned)
@@ -168,16 +213,40 @@ def search(config: PlanConfig, say: Callable[[str], None] = lambda line: None, c
         say(f"{describe(config, planned.candidate)}: {planned.figures['tokens_per_second']:,.0f} tokens/s {planned.why_not}")
         if planned.score > (best.score if best else -math.inf):
             best = planned
+    ended = len(tried) == len(found) or (best is not None and found[len(tried)].bound <= best.score)
     if best is None or best.score == -math.inf:
         raise LaminarError(
             f"plan: no part of the pools keeps the trainer busy for {config.trainer_busy:.0%}; lower trainer_busy or add rollout GPUs"
         )
     others = sorted((planned for planned in tried if planned is not best), key=lambda planned: -planned.score)
-    return Plan(best, others[0] if others else None, len(tried), len(found))
+    return Plan(best, others[0] if others else None, len(tried), len(found), ended)
+
+
+def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
+    """What the pools lack: GPUs to train on, GPUs to generate on, or both at the same time."""
+    model, pools = config.model, ", ".join(f"{pool.count} {pool.gpu}" for pool in config.pools)
+    trains = {pool.gpu: n for pool in config.pools if not pool.preemptible and (n := _least_trainer(config, pool))}
+    generates = {pool.gpu: min(found) for pool in config.pools if (found := tensor_parallels(config, pool, c))}
+    if trains and generates:
+        to_train, to_generate = (" or ".join(f"{n} {gpu}" for gpu, n in found.items()) for found in (trains, generates))
+        return f"plan: {model} fits on no division of {pools}: it needs at least {to_train} to train and {to_generate} beside to generate"
+    cure = "add GPUs, take a smaller model, or lower workload.max_response_tokens"
+    what = "generate" if trains else "train" if generates else "train or generate"
+    kind = "pool that is not preemptible" if what == "train" and any(pool.preemptible for pool in config.pools) else "pool"
+    return f"plan: {model} fits on no {kind} to {what} ({pools}); {cure}"
+
+
+def _least_trainer(config: PlanConfig, pool: PoolConfig) -> int | None:
+    """GPUs of the pool's type that train the model, looked for up to 64 machines."""
+    sizes = [*range(1, GPUS_PER_MACHINE), *(n * GPUS_PER_MACHINE for n in (1, 2, 4, 8, 16, 32, 64))]
+    return next((n for n in sizes if fitting_trainer(MODELS[config.model], GPUS[pool.gpu], n, config.workload)), None)
 
 
 def describe(config: PlanConfig, candidate: Candidate) -> str:
-    rollouts = ", ".join(f"{gpus // tp} replicas of TP{tp} on {gpus} {config.pools[pool].gpu}" for pool, gpus, tp in candidate.rollouts)
+    rollouts = ", ".join(
+        f"{gpus // tp} replica{'s' if gpus > tp else ''} of TP{tp} on {gpus} {config.pools[pool].gpu}"
+        for pool, gpus, tp in candidate.rollouts
+    )
     return f"train on {candidate.trainer_gpus} {config.pools[candidate.trainer_pool].gpu}; {rollouts}"
 
 

@@ -91,6 +91,7 @@ class Rollouts:
             request.home = None
             self.latencies.append(self.clock.now - request.granted)
             self.admitted_latencies.append(self.clock.now - request.started)
+            self.clock.progress(finished=1)
             if self.book.finish(request, self.trainer.step):
                 self.clock.at(self.clock.now, self.trainer.poke)
             return

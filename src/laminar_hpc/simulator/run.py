@@ -57,6 +57,7 @@ class Setup:
     repack_kv_share: float = 0.9
     checkpoint_every: int = 20
     trainer_mtbf: float | None = None
+    equal_batches: bool = False  # local batches of all replicas are equal, as in a live run; else each is by its replica's rate
     watch: bool = False  # keep time lines and samples for the report
 
     def faster(self, factor: float) -> "Setup":
@@ -96,14 +97,15 @@ def engines(model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, mtbf: float
 
 def setup(
     rules: Rules, model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollouts: Sequence[tuple[Gpu, int, int, float | None]],
-    workload: WorkloadConfig, c: Constants, engine: str = "sglang", **settings: object,
+    workload: WorkloadConfig, c: Constants, engine: str = "sglang", layout: Layout | None = None, **settings: object,
 ) -> Setup:  # fmt: skip
-    """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same GPUs as the trainer's."""
+    """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same GPUs as the trainer's.
+    `layout`: the trainer's, None = that of a published system."""
     colocated = rules.placement == "colocated"
     kinds = tuple(engines(model, gpu, gpus, tp, mtbf, colocated, c) for gpu, gpus, tp, mtbf in rollouts if gpus >= tp)
     total = sum(gpus for _, gpus, *_ in rollouts)
     # Where the optimizer does not fit it is offloaded, at no cost here: one copy of the model on all GPUs.
-    layout = trainer_layout(model, trainer_gpu, trainer_gpus, c) or Layout(trainer_gpus, 1, 1)
+    layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, c) or Layout(trainer_gpus, 1, 1)
     job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
     return Setup(
         rules, kinds, job, trainer_gpus, layout, workload,
@@ -137,7 +139,7 @@ def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
         rate = batch / kind.costs.step(batch, batch * mean)
         for _ in range(kind.count):
             made.append(Replica(len(made), kind.costs, kind.capacity, setup.max_concurrent, setup.admission, kind.gpus, kind.mtbf))
-            weights.append(rate)
+            weights.append(1.0 if setup.equal_batches else rate)
     return made, [w / sum(weights) for w in weights]
 
 
@@ -165,6 +167,7 @@ def _simulate(setup: Setup) -> Outcome:
     windows: list[_Window] = []
 
     def on_step(step: int) -> None:
+        clock.progress()
         if step == setup.warmup_steps:
             windows.append(_Window(replicas, trainer, book, rollouts.latencies, clock))
         if rules.repack != "off" and step < setup.steps:

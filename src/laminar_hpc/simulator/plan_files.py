@@ -1,0 +1,201 @@
+"""What `laminar plan` writes for a candidate: the experiment file, and for more than one machine a script that starts each machine's part
+and a Slurm job that runs it on all of them. Everything that was simulated stands in the file."""
+
+import math
+from dataclasses import dataclass
+
+from laminar_hpc.config.load import conf_directory
+from laminar_hpc.config.models import count_parameters, known_models
+from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS
+from laminar_hpc.simulator.plan import Candidate, describe, kv_cache_tokens, repack_of, trainer_settings
+from laminar_hpc.simulator.schema import PlanConfig
+
+_LANE_BYTES = 36e9  # of a publication per relay lane: 1, 2 and 4 lanes for 7B, 32B and 72B, as in conf/experiment
+_PATIENCE = 4  # time limits of requests and batches, over the longest that was simulated
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines of one pool that do the same: `gpus` used and processes on each."""
+
+    pool: int
+    gpus: int
+    processes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.processes)
+
+
+def trainer_machines(candidate: Candidate) -> Machines:
+    each = min(GPUS_PER_MACHINE, candidate.trainer_gpus)
+    return Machines(candidate.trainer_pool, each, (each,) * (candidate.trainer_gpus // each))
+
+
+def rollout_machines(config: PlanConfig, candidate: Candidate) -> list[Machines]:
+    """Of each pool; `processes` are replicas, and the last machine may have fewer."""
+    found = []
+    for pool, gpus, tp in candidate.rollouts:
+        each = min(GPUS_PER_MACHINE, config.pools[pool].count) // tp
+        replicas = gpus // tp
+        counts = tuple(min(each, replicas - begin) for begin in range(0, replicas, each))
+        found.append(Machines(pool, min(GPUS_PER_MACHINE, gpus), counts))
+    return found
+
+
+def on_one_machine(config: PlanConfig) -> bool:
+    return len(config.pools) == 1 and config.pools[0].count <= GPUS_PER_MACHINE
+
+
+def lanes(config: PlanConfig) -> int:
+    """Relay lanes of each rollout machine."""
+    return max(1, round(2 * count_parameters(known_models()[MODELS[config.model].hf]) / _LANE_BYTES))
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
+    """DIR/experiment/NAME.yaml for `--config-dir DIR`. `figures`: of the simulated run, from which time limits follow."""
+    t, w, tp = trainer_settings(config, candidate), config.workload, candidate.tensor_parallel
+    memory = min(GPUS[config.pools[pool].gpu].memory for pool, *_ in candidate.rollouts) / 1e9
+    slowest = math.ceil(_PATIENCE * max(figures["latency_max"], figures["step_seconds"], 450.0) / 600) * 600
+    ready = 600 if on_one_machine(config) else 1800
+    sections: dict[str, dict[str, object]] = {
+        "model": {"path": f"models/{MODELS[config.model].hf}", "dtype": "bfloat16"},
+        "sampling": {"max_response_tokens": w.max_response_tokens},
+        "algorithm": {
+            "prompts_per_step": w.prompts_per_step, "samples_per_prompt": w.samples_per_prompt,
+            "minibatches_per_step": w.updates_per_step,
+        },
+        "trainer": {
+            "tensor_parallel": t.tensor_parallel, "pipeline_parallel": t.pipeline_parallel, "data_parallel": t.data_parallel,
+            "distributed_optimizer": t.distributed_optimizer, "recompute_activations": t.recompute_activations,
+            "tokens_per_microbatch": t.tokens_per_microbatch, "gpu_memory_gigabytes": t.gpu_memory_gigabytes,
+        },
+        "relay": {"lanes": lanes(config)},
+        "rollout": {
+            "replicas": candidate.replicas, "tensor_parallel": tp, "max_concurrent": config.max_concurrent,
+            "kv_cache_tokens": kv_cache_tokens(config, candidate), "gpu_memory_gigabytes": memory,
+            "engine_start_seconds": ready, "request_timeout_seconds": slowest,
+        },
+        "pipeline": {
+            "name": "laminar", "refresh": "drained", "consumption": "batch", "max_staleness": config.max_staleness,
+            "local_batch_groups": math.ceil(w.prompts_per_step / candidate.replicas), "repack": repack_of(candidate),
+            "repack_seconds": DEFAULT.repack_period,
+        },
+        "cluster": {"join_timeout_seconds": ready, "batch_timeout_seconds": slowest},
+    }  # fmt: skip
+    lines = ["# @package _global_", f"# laminar plan {config.name}: {describe(config, candidate)}."]
+    lines += ["# Give data.train and reward.function on the command line.", f"run_dir: runs/{config.name}"]
+    for name, keys in sections.items():
+        lines += [f"{name}:", *(f"  {key}: {_yaml(value)}" for key, value in keys.items())]
+    return "\n".join(lines) + "\n"
+
+
+def launch_script(config: PlanConfig, candidate: Candidate) -> str:
+    """NAME.sh: what one machine starts. Machines of a role are numbered from 0, across pools in the order of the plan."""
+    trainers, rollouts = trainer_machines(candidate), rollout_machines(config, candidate)
+    counts = [n for machines in rollouts for n in machines.processes]
+    return _LAUNCH.format(
+        name=config.name, what=describe(config, candidate), launch=conf_directory().parent / "launch", lanes=lanes(config),
+        trainers=trainers.processes[0], trainer_machines=trainers.count, last_trainer=trainers.count - 1, last_rollout=len(counts) - 1,
+        replicas=" ".join(map(str, counts)),
+    )  # fmt: skip
+
+
+_LAUNCH = r"""#!/usr/bin/env bash
+# {name}.sh ROLE MACHINE [overrides]   Starts one machine's part of: {what}
+#
+#   {name}.sh controller 0     once, first, on the first trainer machine
+#   {name}.sh trainer N        on each trainer machine, N = 0 to {last_trainer}
+#   {name}.sh rollout N        on each rollout machine, N = 0 to {last_rollout}: its relays and its replicas
+#   {name}.sh stop 0           anywhere: the step is finished, a checkpoint written, and all end with exit code 0
+#
+# Run it in the same folder on all machines, one that they share. Environment: RUN_DIR (default runs/{name}), HOST, an address of
+# this machine that the others can reach (default: its first one), STORE, a folder on a local disk of the controller's machine, and
+# LAUNCH, the project's launch/ folder.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+[ $# -ge 2 ] || {{ sed -n '2,/^[^#]/{{/^#/s/^# \{{0,1\}}//p}}' "$0"; exit 2; }}
+role=$1 machine=$2; shift 2
+refuse() {{ echo "{name}.sh: $1" >&2; exit 2; }}
+LAUNCH=${{LAUNCH:-{launch}}} RUN_DIR=${{RUN_DIR:-runs/{name}}} HOST=${{HOST:-$(hostname -I | awk '{{print $1}}')}}
+[ -f "$LAUNCH/common.sh" ] || refuse "LAUNCH=$LAUNCH is not the project's launch/ folder"
+replicas=({replicas})         # of each rollout machine
+declare -A machines=([controller]=1 [stop]=1 [trainer]={trainer_machines} [rollout]=${{#replicas[@]}})
+[ -n "${{machines[$role]:-}}" ] || refuse "no role $role: controller, trainer, rollout or stop"
+[[ $machine =~ ^[0-9]+$ ]] && [ "$machine" -lt "${{machines[$role]}}" ] ||
+  refuse "no $role machine $machine: they are 0 to $((machines[$role] - 1))"
+common=("$RUN_DIR" --config-dir "$here" experiment={name} cluster.host="$HOST" ${{STORE:+store_dir="$STORE"}})
+case $role in
+  controller) exec "$LAUNCH/controller.sh" "${{common[@]}}" "$@" ;;
+  trainer) TRAINERS={trainers} exec "$LAUNCH/trainer.sh" "${{common[@]}}" first_index=$((machine * {trainers})) "$@" ;;
+  rollout)
+    first=0; for ((i = 0; i < machine; i++)); do first=$((first + replicas[i])); done
+    LANES={lanes} "$LAUNCH/relay.sh" "${{common[@]}}" first_index=$((machine * {lanes})) "$@" & relay=$!
+    ROLLOUTS=${{replicas[machine]}} "$LAUNCH/rollout.sh" "${{common[@]}}" first_index=$first "$@" & rollout=$!
+    trap 'kill -TERM $relay $rollout 2>/dev/null' TERM INT
+    failed=0
+    wait $rollout || failed=1
+    wait $relay || failed=1
+    exit $failed ;;
+  stop) . "$LAUNCH/common.sh"; exec laminar stop "$RUN_DIR" ;;
+esac
+"""
+
+
+def sbatch(config: PlanConfig, candidate: Candidate) -> str:
+    """NAME.sbatch: a heterogeneous Slurm job with one component for the trainer and one per rollout pool."""
+    parts = [("trainer", trainer_machines(candidate)), *(("rollout", machines) for machines in rollout_machines(config, candidate))]
+    head, steps, begin = [], [], 0
+    for index, (role, machines) in enumerate(parts):
+        pool = config.pools[machines.pool]
+        head += ["#SBATCH hetjob"] if index else []
+        gpus = f"{pool.gpu.lower()}:{machines.gpus}"
+        head.append(f"#SBATCH --nodes={machines.count} --ntasks-per-node=1 --gpus-per-node={gpus}")
+        head.append(f"# ^ {role}" + (", preemptible" if pool.preemptible else ""))
+        first = begin if role == "rollout" else 0
+        begin += machines.count if role == "rollout" else 0
+        steps.append(f'start {index} {role} {first} "$@"' + ("; trainer=$!" if role == "trainer" else ""))
+    return _SBATCH.format(name=config.name, head="\n".join(head), steps="\n".join(steps))
+
+
+_SBATCH = """#!/usr/bin/env bash
+# sbatch {name}.sbatch [overrides]   All machines of the plan in one heterogeneous Slurm job. Add --account, --partition and --time.
+# USR1, two minutes before the time limit, ends the run in order; a requeued job goes on from its checkpoint.
+#SBATCH --job-name={name}
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --open-mode=append
+#SBATCH --output={name}-%j.log
+{head}
+set -euo pipefail
+script=${{SCRIPT:-$SLURM_SUBMIT_DIR/{name}.sh}}   # submit in the folder that holds both, or name {name}.sh
+export RUN_DIR=${{RUN_DIR:-$SLURM_SUBMIT_DIR/runs/{name}}}
+set -- resume=auto "$@"
+
+signalled=
+start() {{ # COMPONENT ROLE FIRST_MACHINE [overrides]
+  local component=$1; shift
+  srun --het-group="$component" bash -c 'script=$1 role=$2 machine=$(($3 + SLURM_NODEID)); shift 3
+    exec "$script" "$role" "$machine" "$@"' {name} "$script" "$@" &
+}}
+ended() {{ # PROCESS: its exit code; a trapped signal ends a wait, not the process
+  local code=0; wait "$1" || code=$?
+  while [ -n "$signalled" ]; do signalled=; code=0; wait "$1" || code=$?; done
+  return $code
+}}
+stop() {{ signalled=1; "$script" stop 0 || true; }}
+trap stop USR1 TERM
+
+"$script" controller 0 "$@" & controller=$!
+{steps}
+code=0
+ended $trainer || {{ code=1; "$script" stop 0 || true; }}
+ended $controller || code=1
+exit $code                                      # Slurm ends what is left
+"""

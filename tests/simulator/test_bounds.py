@@ -1,0 +1,110 @@
+"""Every number of `laminar sim` and `laminar plan` has bounds, all that is wrong is said at once, and every simulation ends."""
+
+import dataclasses
+import math
+import time
+
+import pytest
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.simulator import bounds, clock
+from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, Constants
+from laminar_hpc.simulator.load import check, check_plan, load, load_plan
+from laminar_hpc.simulator.plan import search
+from laminar_hpc.simulator.rules import PIPELINES
+from laminar_hpc.simulator.run import setup, simulate
+from laminar_hpc.simulator.schema import PlanConfig, PoolConfig, SimulationConfig, WorkloadConfig
+
+TABLES = {
+    WorkloadConfig: bounds.WORKLOAD, SimulationConfig: bounds.SIMULATION, PlanConfig: bounds.PLAN, PoolConfig: bounds.POOL,
+    Constants: bounds.CONSTANTS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TABLES, ids=lambda kind: kind.__name__)
+def test_every_number_has_bounds_and_its_default_is_within(kind):
+    """Promise: a new number cannot be forgotten."""
+    fields = {f.name: str(f.type) for f in dataclasses.fields(kind)}
+    kinds = {name: text.replace("<class '", "").replace("'>", "") for name, text in fields.items()}
+    assert {name for name, text in kinds.items() if text.startswith(("int", "float", "list[int]"))} == set(TABLES[kind])
+    assert not list(bounds.numbers(kind(), TABLES[kind]))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
+def test_no_number_is_endless_or_negative(value):
+    for table in TABLES.values():
+        for key, bound in table.items():
+            assert bound.refusal(key, value).startswith(f"{key}="), key
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["sim", "dora", "max_staleness=-1"], ["max_staleness=-1: must be at least 0"]),
+        (["sim", "dora", "constants.train_mfu=0"], ["constants.train_mfu=0: must be at least 0.0001"]),
+        (["sim", "dora", "constants.train_mfu=nan", "constants.repack_period=0"], ["train_mfu=nan", "repack_period=0"]),
+        (["sim", "dora", "gpus=[-5]", "pipelines=[]", "workload.sigma=0", "checkpoint_every=0"],
+         ["gpus=-5", "pipelines is empty", "sigma=0", "checkpoint_every=0"]),
+        (["sim", "dora", "gpus=[]"], ["gpus is empty"]),
+        (["sim", "dora", "splits.laminarr=0.5"], ["splits=laminarr", "did you mean laminar"]),
+        (["sim", "dora", "rollout_mtbf_hours=0"], ["rollout_mtbf_hours=0: must be at least 0.05"]),
+        (["sim", "dora", "steps=9999", "workload.prompts_per_step=100000"], ["more than the 20,000,000"]),
+        (["sim", "dora", "tensor_parallel=3"], ["tensor_parallel=3 does not divide the heads"]),
+        (["plan", "mixed", "max_staleness=-1", "model=33b"], ["max_staleness=-1", "model=33b", "did you mean 32B"]),
+        (["plan", "mixed", "pools=[{gpu: H10, count: 0, price: -1}]"], ["pools.gpu=H10", "pools[0].count=0", "pools[0].price=-1"]),
+        (["plan", "mixed", "pools=[]"], ["pools is empty"]),
+        (["plan", "mixed", "pools=[{gpu: H100, count: 12}]"], ["count=12: machines have 8 GPUs"]),
+        (["plan", "node", "pools=[{gpu: H100, count: 1}]"], ["one GPU cannot be divided", "experiment=one_gpu"]),
+        (["plan", "node", "name=demo"], ["conf/experiment has one of that name"]),
+        (["plan", "node", "name=a/b"], ["name='a/b'"]),
+        (["plan", "node", "workload.samples_per_prompt=1"], ["a run needs at least 2"]),
+        (["plan", "node", "workload.updates_per_step=3"], ["does not divide"]),
+        (["plan", "node", "workload.max_response_tokens=131072"], ["positions of 7B"]),
+        (["plan", "nod"], ["did you mean node?"]),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
+)  # fmt: skip
+def test_wrong_words_are_refused_in_one_line_at_once(words, texts):
+    """Promise: key, bound and cure of everything that is wrong, before anything is simulated."""
+    begin = time.process_time()
+    with pytest.raises(LaminarError) as error:
+        (load if words[0] == "sim" else load_plan)(words[1], words[2:])
+    assert time.process_time() - begin < 1.0
+    assert all(text in str(error.value) for text in texts), str(error.value)
+
+
+def test_null_is_no_number():
+    check(SimulationConfig(max_staleness=None, rollout_mtbf_hours=None))
+    check_plan(PlanConfig(name="some", pools=[PoolConfig(price=None)]))
+
+
+def test_a_simulation_that_finishes_nothing_ends(monkeypatch):
+    """Promise: replicas that die faster than they work end the simulation with a line that says so."""
+    monkeypatch.setattr(clock, "PATIENCE", 20_000)
+    gpu, work = GPUS["H800"], WorkloadConfig(prompts_per_step=8, samples_per_prompt=4, updates_per_step=2)
+    made = setup(PIPELINES["laminar"], MODELS["7B"], gpu, 4, [(gpu, 4, 1, 1.0)], work, DEFAULT, steps=3, warmup_steps=1)
+    with pytest.raises(LaminarError, match=r"stuck after .* simulated hours, nothing is finished any more"):
+        simulate(made)
+
+
+def test_a_simulation_whose_trainer_never_catches_up_ends(monkeypatch):
+    """Promise: without a staleness bound, rollouts that are far ahead of the trainer end the simulation too."""
+    monkeypatch.setattr(clock, "FINISHED", 2_000)
+    gpu, work = GPUS["H800"], WorkloadConfig(prompts_per_step=8, samples_per_prompt=4, updates_per_step=2)
+    made = setup(PIPELINES["laminar_unbounded"], MODELS["7B"], gpu, 1, [(gpu, 64, 1, None)], work, DEFAULT, steps=1000, warmup_steps=1)
+    with pytest.raises(LaminarError, match="far more than are trained"):
+        simulate(made)
+
+
+def test_a_search_is_cut_off_and_says_so(monkeypatch):
+    """Promise: however many candidates there are, the search ends, and its plan says that it is not proven the best."""
+    from laminar_hpc.simulator import plan
+
+    words = ["workload.prompts_per_step=32", "workload.samples_per_prompt=4", "workload.updates_per_step=4", "steps=2", "warmup_steps=1"]
+    config = load_plan("mixed", [*words, "pools=[{gpu: H800, count: 24}, {gpu: H20, count: 16}]"])
+    monkeypatch.setattr(plan, "_SIMULATED", 1)
+    found = search(config)
+    assert found.simulated == 1 and not found.ended
+    monkeypatch.setattr(plan, "_CANDIDATES", 2)
+    with pytest.raises(LaminarError, match="more than 2 ways to divide these pools"):
+        search(config)
