@@ -6,3 +6,11 @@ class LaminarError(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__(" ".join(text.split()))
+
+
+class Refused(LaminarError):
+    """Refused before anything began: exit code 2, and nothing was changed."""
+
+
+class PermanentFailure(LaminarError):
+    """Would fail again however often it is started: never restarted."""
