@@ -4,8 +4,12 @@
     torchrun --nproc-per-node=1 -m laminar_hpc role=relay run_dir=...     a torchrun per role
 
 A rank prints only what a user should read; all else goes to run_dir/logs/<role><index>.log once the run directory is there.
+
+With --max-restarts=N torchrun starts all ranks again when one has died; the run then goes on from its newest checkpoint,
+whatever `resume` says. `laminar train restarts=N` does the same with a limit per hour, and says why.
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -17,16 +21,20 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_hpc.cluster.address import keep_to_loopback
+from laminar_hpc.cluster.address import keep_to_loopback, launch_id
 from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.devices import use_devices
+from laminar_hpc.cluster.full_disk import full_disk_text
+from laminar_hpc.cluster.launch import PERMANENT, REFUSED
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.check import check, derive, derived_values, missing_inputs
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import LaminarError, PermanentFailure, Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.ending import close_completed
+from laminar_hpc.controller.rundir import completed_step, was_restarted
 from laminar_hpc.messages import Failure, Hello
 from laminar_hpc.observability import console
 
@@ -121,7 +129,7 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
     comes_and_goes = config.role in ("relay", "rollout")
     channel = Channel(
         run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds,
-        config.cluster.join_timeout_seconds if comes_and_goes else 0.0,
+        config.cluster.join_timeout_seconds if comes_and_goes else 0.0, launch_id() if config.role == "all" else "",
     )  # fmt: skip
     joined.set()
     redirect_output(run_dir, f"{mine.role}{mine.index}")
@@ -158,7 +166,7 @@ def cure(error: Exception) -> str:
 
 
 def main(overrides: list[str]) -> int:
-    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began."""
+    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed, and would again."""
     die_with_parent()
     voice, mine = Voice(), None
     started = time.monotonic()
@@ -169,6 +177,12 @@ def main(overrides: list[str]) -> int:
             if mine.role == "controller":
                 for text in console.dry_run_lines(derived_values(config, check(config)), missing_inputs(config)):
                     voice.say(text)
+            return 0
+        if was_restarted(config):
+            config.resume = "auto"
+        if completed_step(config) is not None:  # no rank waits for another
+            if mine.role == "controller":
+                close_completed(config, voice.say)
             return 0
         if mine.role == "controller":
             run_controller(config, relays, voice.say)
@@ -181,20 +195,25 @@ def main(overrides: list[str]) -> int:
             time.sleep(10)  # all ranks see this error: rank 0 says it, and its exit makes torchrun end the others
         if str(error) != "a worker has failed" and (mine is not None or int(os.environ.get("RANK", "0")) == 0):
             voice.complain(f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error))
-        return 1 if mine is not None and time.monotonic() - started > 1 else 2
-    except Exception as error:
-        logging.getLogger(__name__).exception("failed")
+        if isinstance(error, PermanentFailure):
+            return PERMANENT
+        return 1 if mine is not None and time.monotonic() - started > 1 and not isinstance(error, Refused) else REFUSED
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        logging.getLogger(__name__).error("failed", exc_info=True)
         who = f"{mine.role} {mine.index}" if mine else "start-up"
-        voice.complain(
-            f"{who}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{cure(error)} (the traceback is in the run "
-            "directory's logs/)"
-        )
-        return 1
+        full = full_disk_text(error, config) if mine else ""
+        words = str(error).splitlines()[0] if str(error) else ""
+        where = "(the traceback is in the run directory's logs/)"
+        voice.complain(f"{who}: {full}" if full else f"{who}: {type(error).__name__}: {words}{cure(error)} {where}")
+        return PERMANENT if full else 1
     return 0
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the log's disk may be full
+            stream.flush()
     os._exit(code)  # threads of libraries must not keep a finished rank alive

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from laminar_hpc import supervisor
 from laminar_hpc.cluster.devices import devices_of, present
-from laminar_hpc.cluster.launch import run_torchrun
 from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.config.check import check, check_machine, derived_values, missing_inputs
@@ -33,6 +33,8 @@ def train(arguments: list[str]) -> int:
         for text in console.dry_run_lines(derived_values(config, derived), missing_inputs(config)):
             print(text)
         return 0
+    if supervisor.nothing_to_start(config):
+        return 0
     check_machine(config, derived)
     check_wandb(config.observability.wandb)
     if config.role != "all":
@@ -42,7 +44,7 @@ def train(arguments: list[str]) -> int:
     here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes)
     for mine in here:
         devices_of(config, here, mine, len(present()))
-    return run_torchrun(config, arguments, derived.world_size)
+    return supervisor.run(config, arguments, derived.world_size)
 
 
 def stop(arguments: list[str]) -> int:

@@ -37,6 +37,11 @@ def machine_name(shm_dir: str) -> str:
     return f"{socket.gethostname()}/{device}"
 
 
+def parent_process() -> str:
+    """Names this process's parent for good: of a rank, its torchrun."""
+    return f"{socket.gethostname()} {process_world()} {os.getppid()} {process_started(os.getppid())}"
+
+
 def user_name() -> str:
     """Who runs this process; the number where it has no name, as in many containers."""
     try:

@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -100,11 +101,12 @@ def refuse_if_held(folder: Path) -> None:
     """Raises Refused when a live process holds the lock of `folder`. Takes nothing and does not wait."""
     if (folder / LOCK_FILE).exists():
         now = folder / f".{LOCK_FILE}.{secrets.token_hex(8)}"
-        try:
+        with suppress(OSError):  # not ours to write: whoever takes the lock will say so
             now.touch()
-            _stale_owners(folder, now.stat().st_mtime, {})
-        finally:
-            now.unlink(missing_ok=True)
+            try:
+                _stale_owners(folder, now.stat().st_mtime, {})
+            finally:
+                now.unlink(missing_ok=True)
 
 
 def _take(folder: Path, say: Callable[[str], None]) -> Owner:

@@ -236,6 +236,7 @@ def _check_numbers(config: RunConfig, model: dict) -> None:
         f"{positions} positions; lower it",
     )
     _refuse(config.steps < 1, f"steps={config.steps}: must be at least 1")
+    _refuse(config.restarts < 0, f"restarts={config.restarts}: must be 0 or more; 0 never starts a run again")
     _refuse(config.relay.slots < 2, f"relay.slots={config.relay.slots}: at least 2, one to read and one to write")
     _refuse(config.relay.lanes < 1, f"relay.lanes={config.relay.lanes}: must be at least 1")
     _refuse(

@@ -203,6 +203,7 @@ class RunConfig:
     seed: int = 0
     steps: int = 60  # trainer steps in all, also over a resume
     resume: str = "never"  # auto: go on from run_dir's newest checkpoint; never: an earlier run there is moved aside
+    restarts: int = 0  # times per hour that `laminar train` starts the run again after a death; 0 = never
     source: str = "rollout"  # rollout | replay:RUN_DIR (train again from that run's store)
     store_dir: str = ""  # of the SQLite store, on a local disk of the controller's machine; empty = run_dir
     role: str = "all"  # all | trainer | relay | rollout | controller
