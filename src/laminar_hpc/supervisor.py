@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from laminar_hpc.cluster.launch import Launch
+from laminar_hpc.cluster.launch import GO_ON, Launch
 from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
@@ -56,10 +56,11 @@ def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
         if signals or launch.is_permanent or why_not:
             launch.complain(f"; not started again: {why_not}" if why_not and config.restarts and not signals else "")
             return code
-        restored = note_restart(config, launch.cause, step)
+        cause = launch.cause.removesuffix(GO_ON)
+        restored = note_restart(config, cause, step)
         origin = f"from the checkpoint of step {restored}" if restored >= 0 else "from the beginning"
         count = f"{len(restarts.times)} of {config.restarts} within an hour"
-        print(console.line("restart", f"{count}, {origin}: {launch.cause}"), flush=True)
+        print(console.line("restart", f"{count}, {origin}: {cause}"), flush=True)
         resume = ["resume=auto"] if has_begun(config, started) else []
         launch = Launch(config, [*overrides, *resume], world_size)
         if signals:  # it came between two lives

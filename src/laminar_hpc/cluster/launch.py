@@ -27,6 +27,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.weights.layout import clean_leftovers
 
 _ERROR = "laminar: error:"
+GO_ON = ", then go on with the same command and resume=auto"
 REFUSED, PERMANENT = 2, 3  # exit codes of a rank: before the run began; failed, and would fail again
 _REPEAT_SECONDS = 2.0  # `timeout` and some terminals deliver one wish twice at once
 _GONE_SECONDS = 20.0  # a session that was told to end is gone after this
@@ -155,6 +156,4 @@ class Launch:
         derived = derive(self._config)
         role = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, self._world, self._config.relay.lanes)[rank]
         how = f"was killed by {signal.Signals(-number).name}" if number < 0 else f"ended with exit code {number}"
-        return (
-            f"{role.role} {role.index} {how}; see {logs / f'{role.role}{role.index}.log'}, then go on with the same command and resume=auto"
-        )
+        return f"{role.role} {role.index} {how}; see {logs / f'{role.role}{role.index}.log'}{GO_ON}"

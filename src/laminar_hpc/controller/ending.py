@@ -5,11 +5,13 @@ from pathlib import Path
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.rundir import completed_step
-from laminar_hpc.observability import console, report, summary
+from laminar_hpc.observability import console
 
 
 def finish(run_dir: Path, stopped: str, say: Callable[[str], None]) -> None:
     """Writes summary and report, and says what the run has reached."""
+    from laminar_hpc.observability import report, summary  # only now: every command would load them
+
     figures = summary.write(run_dir)
     page = report.write(run_dir)
     for text in console.final_lines(figures, run_dir, page, stopped):

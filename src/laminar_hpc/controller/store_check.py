@@ -22,7 +22,9 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
             raise Refused(_refusal(path, "is missing or empty", run_dir, restored_step))
         return
     try:
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+        # without a write-ahead log SQLite need not create files of its own to read
+        how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, check_same_thread=False)
         try:
             damage = _quick_check(connection, seconds)
             last = -1 if damage else _last_step(connection)
@@ -59,7 +61,8 @@ def _last_step(connection: sqlite3.Connection) -> int:
     """The last step whose batch is on record; 0 where none is."""
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'groups'").fetchone():
         return 0
-    return connection.execute("SELECT COALESCE(MAX(consumed_step) + 1, 0) FROM groups WHERE state = 'consumed'").fetchone()[0]
+    rows = connection.execute("SELECT MAX(consumed_step) + 1 FROM groups WHERE state = 'consumed'")
+    return rows.fetchone()[0] or 0
 
 
 def _refusal(path: Path, what: str, run_dir: Path, restored_step: int) -> str:
