@@ -5,8 +5,8 @@
 
 A rank prints only what a user should read; all else goes to run_dir/logs/<role><index>.log once the run directory is there.
 
-With --max-restarts=N torchrun starts all ranks again when one has died; the run then goes on from its newest checkpoint,
-whatever `resume` says. `laminar train restarts=N` does the same with a limit per hour, and says why.
+With --max-restarts=N torchrun starts all ranks again when one has died, and the run goes on from its newest
+checkpoint, whatever `resume` says. `laminar train restarts=N` does the same, N times an hour, and says why.
 """
 
 import contextlib
@@ -127,9 +127,11 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     hello = Hello(mine.role, mine.index, uuid.uuid4().hex[:8], os.getpid(), machine)
     comes_and_goes = config.role in ("relay", "rollout")
+    patience = config.cluster.join_timeout_seconds if comes_and_goes else 0.0
+    launch = launch_id() if config.role == "all" else ""
     channel = Channel(
         run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds,
-        config.cluster.join_timeout_seconds if comes_and_goes else 0.0, launch_id() if config.role == "all" else "",
+        patience, launch,
     )  # fmt: skip
     joined.set()
     redirect_output(run_dir, f"{mine.role}{mine.index}")
@@ -166,7 +168,7 @@ def cure(error: Exception) -> str:
 
 
 def main(overrides: list[str]) -> int:
-    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed, and would again."""
+    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = would fail again."""
     die_with_parent()
     voice, mine = Voice(), None
     started = time.monotonic()
@@ -197,7 +199,8 @@ def main(overrides: list[str]) -> int:
             voice.complain(f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error))
         if isinstance(error, PermanentFailure):
             return PERMANENT
-        return 1 if mine is not None and time.monotonic() - started > 1 and not isinstance(error, Refused) else REFUSED
+        began = mine is not None and time.monotonic() - started > 1
+        return 1 if began and not isinstance(error, Refused) else REFUSED
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -206,7 +209,8 @@ def main(overrides: list[str]) -> int:
         full = full_disk_text(error, config) if mine else ""
         words = str(error).splitlines()[0] if str(error) else ""
         where = "(the traceback is in the run directory's logs/)"
-        voice.complain(f"{who}: {full}" if full else f"{who}: {type(error).__name__}: {words}{cure(error)} {where}")
+        text = full or f"{type(error).__name__}: {words}{cure(error)} {where}"
+        voice.complain(f"{who}: {text}")
         return PERMANENT if full else 1
     return 0
 

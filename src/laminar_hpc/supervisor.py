@@ -1,8 +1,9 @@
-"""What `laminar train` does around the job: refuse what cannot begin, start it, and start it again after a death.
+"""What `laminar train` does around the job: refuse what cannot begin, start it, and start it again after a
+death.
 
-A restart goes on from the newest checkpoint. `policies/restarts.py` says when there is none; nor is there one after an
-ordered stop, a refusal or a failure that would come again for sure. Each is said on the console and noted in the
-metrics (kind `restart`).
+A restart goes on from the newest checkpoint. `policies/restarts.py` says when there is none; nor is there one
+after an ordered stop, a refusal or a failure that would come again for sure. Each is said on the console and
+noted in the metrics (kind `restart`).
 """
 
 import signal
@@ -23,8 +24,8 @@ _STORE_CHECK_SECONDS = 0.5  # a first look: the controller takes the time to rea
 
 
 def nothing_to_start(config: RunConfig) -> bool:
-    """Whether the run is complete, which is then said. Raises Refused when another run is live in its folders, or
-    when its store is damaged."""
+    """Whether the run is complete, which is then said. Raises Refused when another run is live in its
+    folders, or when its store is damaged."""
     run_dir, store = Path(config.run_dir), store_directory(config)
     refuse_if_held(run_dir)
     refuse_if_held(store)
@@ -37,7 +38,8 @@ def nothing_to_start(config: RunConfig) -> bool:
 
 
 def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
-    """Runs the job to its end. Exit code 0 when it is done or was stopped in order, 2 when it was refused, else 1."""
+    """Runs the job to its end. Exit code 0 when it is done or was stopped in order, 2 when it was refused,
+    else 1."""
     restarts, signals, started = Restarts(config.restarts), list[int](), time.time()
     launch = Launch(config, overrides, world_size)
 
@@ -54,7 +56,9 @@ def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
         step = last_step(Path(config.run_dir))
         why_not = restarts.refusal(launch.cause, step, time.time())
         if signals or launch.is_permanent or why_not:
-            launch.complain(f"; not started again: {why_not}" if why_not and config.restarts and not signals else "")
+            launch.complain(
+                f"; not started again: {why_not}" if why_not and config.restarts and not signals else ""
+            )
             return code
         cause = launch.cause.removesuffix(GO_ON)
         restored = note_restart(config, cause, step)
@@ -68,7 +72,8 @@ def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
 
 
 def has_begun(config: RunConfig, since: float) -> bool:
-    """Whether this job has a run of its own in run_dir, rather than an earlier one that it was to move aside."""
+    """Whether this job has a run of its own in run_dir, rather than an earlier one that it was to move
+    aside."""
     starts = list(jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start"))
     return bool(starts) and starts[-1]["time"] >= since
 

@@ -1,4 +1,5 @@
-"""The lock of a run directory: one holder, whatever starts at the same moment; stale locks are recognised, others never broken."""
+"""The lock of a run directory: one holder, whatever starts at the same moment; stale locks are recognised,
+others never broken."""
 
 import errno
 import os
@@ -52,7 +53,9 @@ def lock_of_another_host(folder: Path, age: float) -> Path:
     """A lock that a process on a host that is not this one renewed so many seconds ago."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
-    path.write_bytes(msgspec.json.encode(Owner("far", "ann", "node7", 4711, "1", "boot pid:[1]", time.time() - 3600)))
+    path.write_bytes(
+        msgspec.json.encode(Owner("far", "ann", "node7", 4711, "1", "boot pid:[1]", time.time() - 3600))
+    )
     os.utime(path, (time.time() - age, time.time() - age))
     return path
 
@@ -75,7 +78,10 @@ def test_a_held_lock_refuses_and_says_who_holds_it(tmp_path):
         assert says(holder) == "held"
         before = (tmp_path / LOCK_FILE).read_bytes()
         for second in (lambda: refuse_if_held(tmp_path), lambda: RunLock([tmp_path], print)):
-            with pytest.raises(Refused, match=rf"{tmp_path} is in use by a live run \(pid {holder.pid} of \S+ on \S+, since 20"):
+            with pytest.raises(
+                Refused,
+                match=rf"{tmp_path} is in use by a live run \(pid {holder.pid} of \S+ on \S+, since 20",
+            ):
                 second()
         assert (tmp_path / LOCK_FILE).read_bytes() == before and left_in(tmp_path) == {LOCK_FILE}
     finally:
@@ -84,7 +90,8 @@ def test_a_held_lock_refuses_and_says_who_holds_it(tmp_path):
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path):
-    """Promise: after SIGKILL on this machine nobody has to wait or to clean up, and one line says whose lock it was."""
+    """Promise: after SIGKILL on this machine nobody has to wait or to clean up, and one line says whose lock
+    it was."""
     holder, lines = hold(tmp_path), []
     assert says(holder) == "held"
     holder.send_signal(signal.SIGKILL)
@@ -102,7 +109,8 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path):
 @pytest.mark.parametrize("stale", [False, True], ids=["free", "stale"])
 @pytest.mark.timeout(120)
 def test_of_many_starts_at_the_same_moment_one_wins(tmp_path, stale):
-    """Promise: exactly one of six processes holds the lock, whether it was free or left behind by a dead process."""
+    """Promise: exactly one of six processes holds the lock, whether it was free or left behind by a dead
+    process."""
     folder, go = tmp_path / "run", tmp_path / "go"
     if stale:
         dead = hold(folder)
@@ -121,7 +129,8 @@ def test_of_many_starts_at_the_same_moment_one_wins(tmp_path, stale):
 
 
 def test_takeovers_by_many_threads_never_overlap(tmp_path, monkeypatch):
-    """Promise: with a pause before every step of a takeover, at most one holds the lock at any time, over many rounds."""
+    """Promise: with a pause before every step of a takeover, at most one holds the lock at any time, over
+    many rounds."""
     real_create, real_read = run_lock._create, run_lock._read
 
     def slowly(function):
@@ -169,9 +178,12 @@ def test_takeovers_by_many_threads_never_overlap(tmp_path, monkeypatch):
 
 
 def test_another_hosts_lock_is_held_while_it_is_renewed(tmp_path):
-    """Promise: a process elsewhere counts as alive by its renewals, and the refusal names the file to remove."""
+    """Promise: a process elsewhere counts as alive by its renewals, and the refusal names the file to
+    remove."""
     path = lock_of_another_host(tmp_path, age=3)
-    with pytest.raises(Refused, match=rf"on node7, since .* 3 s ago: if you know that it is gone, .*remove {path}"):
+    with pytest.raises(
+        Refused, match=rf"on node7, since .* 3 s ago: if you know that it is gone, .*remove {path}"
+    ):
         refuse_if_held(tmp_path)
     with pytest.raises(Refused):
         RunLock([tmp_path], print)
@@ -179,7 +191,8 @@ def test_another_hosts_lock_is_held_while_it_is_renewed(tmp_path):
 
 
 def test_another_hosts_lock_that_is_renewed_no_more_is_taken_over(tmp_path, quick):
-    """Promise: it is stale when it was not renewed for the limit and stays so while it is watched; a line says that we wait."""
+    """Promise: it is stale when it was not renewed for the limit and stays so while it is watched; a line
+    says that we wait."""
     lock_of_another_host(tmp_path, age=0.5)
     refuse_if_held(tmp_path)
     lines: list[str] = []
@@ -189,7 +202,8 @@ def test_another_hosts_lock_that_is_renewed_no_more_is_taken_over(tmp_path, quic
 
 
 def test_another_hosts_lock_that_is_renewed_late_is_left_alone(tmp_path, quick):
-    """Promise: clocks that differ break no lock: one that looks a day old is not stale if it changes while we watch."""
+    """Promise: clocks that differ break no lock: one that looks a day old is not stale if it changes while we
+    watch."""
     path = lock_of_another_host(tmp_path, age=86_400)
     timer = threading.Timer(0.1, lambda: os.utime(path, (time.time() - 80_000, time.time() - 80_000)))
     timer.start()
@@ -199,7 +213,8 @@ def test_another_hosts_lock_that_is_renewed_late_is_left_alone(tmp_path, quick):
 
 
 def test_the_holder_renews_its_lock_and_notices_its_loss(tmp_path, quick):
-    """Promise: the time of the file goes on; a lock removed by hand comes back; one that another run took ends this one."""
+    """Promise: the time of the file goes on; a lock removed by hand comes back; one that another run took
+    ends this one."""
     lock = RunLock([tmp_path], print)
     path = tmp_path / LOCK_FILE
     os.utime(path, (1, 1))
@@ -214,7 +229,8 @@ def test_the_holder_renews_its_lock_and_notices_its_loss(tmp_path, quick):
 
 
 def test_a_folder_that_is_moved_leaves_its_lock(tmp_path):
-    """Promise: when an earlier run is moved aside, the lock holds for the new folder and none is left in the old one."""
+    """Promise: when an earlier run is moved aside, the lock holds for the new folder and none is left in the
+    old one."""
     run, old = tmp_path / "run", tmp_path / "run.1"
     lock = RunLock([run, tmp_path / "store"], print)
     run.rename(old)

@@ -1,4 +1,5 @@
-"""The run directory at start-up: what is complete, what is moved aside, whose the store is, and whether it is sound."""
+"""The run directory at start-up: what is complete, what is moved aside, whose the store is, and whether it is
+sound."""
 
 import json
 import os
@@ -43,7 +44,7 @@ def evaluated(step: int, name: str, label: str = "after") -> dict:
     return {"kind": "evaluation", "time": 2.0, "name": name, "file": FILE, "label": label, "step": step}
 
 
-# ---- complete --------------------------------------------------------------------------------------------------------
+# ---- complete ----------------------------------------------------------------------------------------------
 
 
 def test_complete_means_trained_and_evaluated(tmp_path):
@@ -72,12 +73,12 @@ def test_a_replay_or_a_run_without_evaluation_is_complete_with_its_checkpoint(tm
     assert completed_step(config_of(tmp_path, f"source=replay:{tmp_path}")) == 4
 
 
-# ---- torchrun's own restarts -----------------------------------------------------------------------------------------
+# ---- torchrun's own restarts -------------------------------------------------------------------------------
 
 
 def test_a_run_that_torchrun_restarts_goes_on(tmp_path, monkeypatch):
-    """Promise: --max-restarts resumes what this torchrun began, on nodes where nothing failed as well, and never what
-    an earlier job left in the folder."""
+    """Promise: --max-restarts resumes what this torchrun began, on nodes where nothing failed as well, and
+    never what an earlier job left in the folder."""
     config = config_of(tmp_path, "resume=never")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
@@ -104,11 +105,12 @@ def test_the_cause_of_a_death_is_what_the_controller_could_say(tmp_path):
     assert {"kind": "restart", "cause": "x", "step": 3, "restored_step": 2}.items() <= kept.items()
 
 
-# ---- moved aside -----------------------------------------------------------------------------------------------------
+# ---- moved aside -------------------------------------------------------------------------------------------
 
 
 def test_an_earlier_run_and_its_store_elsewhere_are_moved_aside_whole(tmp_path):
-    """Promise: nothing is overwritten: the write-ahead log goes with its store, and a number is used once for both."""
+    """Promise: nothing is overwritten: the write-ahead log goes with its store, and a number is used once for
+    both."""
     config = config_of(tmp_path / "run", "resume=never", f"store_dir={tmp_path}/stores")
     folder = tmp_path / "stores" / "run"
     prepare(config)
@@ -127,11 +129,13 @@ def test_runs_of_the_same_name_do_not_share_a_store(tmp_path):
     """Promise: with one store_dir, the run a/demo cannot take the store of the run b/demo."""
     prepare(config_of(tmp_path / "a" / "demo", f"store_dir={tmp_path}/stores"))
     prepare(config_of(tmp_path / "a" / "demo", f"store_dir={tmp_path}/stores"))
-    with pytest.raises(Refused, match=f"holds the store of another run, {tmp_path}/a/demo: set another store_dir"):
+    with pytest.raises(
+        Refused, match=f"holds the store of another run, {tmp_path}/a/demo: set another store_dir"
+    ):
         prepare(config_of(tmp_path / "b" / "demo", f"store_dir={tmp_path}/stores"))
 
 
-# ---- the store -------------------------------------------------------------------------------------------------------
+# ---- the store ---------------------------------------------------------------------------------------------
 
 
 def make_store(folder: Path, steps: int) -> Path:
@@ -155,7 +159,9 @@ def refused(path: Path, restored: int, replay: bool = False) -> str:
     except Refused as error:
         return str(error)
     finally:
-        assert before == {p.name: p.read_bytes() for p in path.parent.iterdir() if p.is_file()}, "nothing is changed"
+        assert before == {p.name: p.read_bytes() for p in path.parent.iterdir() if p.is_file()}, (
+            "nothing is changed"
+        )
 
 
 def test_a_sound_store_passes(tmp_path):

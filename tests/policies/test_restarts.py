@@ -13,8 +13,8 @@ def test_so_many_in_any_hour():
 
 
 def test_the_same_death_twice_without_progress_is_the_last():
-    """Promise: a failure that repeats is not tried a third time, whatever process ids it names; progress or another
-    cause make it a new one."""
+    """Promise: a failure that repeats is not tried a third time, whatever process ids it names; progress or
+    another cause make it a new one."""
     restarts = Restarts(100)
     assert restarts.refusal("trainer 0 (pid 71) has died", 5, 0.0) == ""
     assert restarts.refusal("trainer 0 (pid 99) has died", 6, 1.0) == ""

@@ -1,4 +1,5 @@
-"""A run that is started again: complete, live, with a damaged store, after a death, on a full disk. Real processes."""
+"""A run that is started again: complete, live, with a damaged store, after a death, on a full disk. Real
+processes."""
 
 import contextlib
 import json
@@ -10,8 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from runs import SHORT, Run, metrics, summary
+from runs import SHORT, Run, consumed, metrics, summary
 
 from laminar_hpc.cluster.launch import PERMANENT
 from laminar_hpc.cluster.run_lock import LOCK_FILE
@@ -19,7 +21,8 @@ from laminar_hpc.weights.checkpoints import checkpoint_path
 
 MAIN = [sys.executable, "-m", "laminar_hpc"]
 TRAIN = [sys.executable, "-m", "laminar_hpc.cli", "train"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=4"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+TORCHRUN += ["--nproc-per-node=4"]
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # as torchrun starts the one rank of a role
 
 
@@ -31,8 +34,8 @@ def start(command: list[str], run_dir: Path, *more: str) -> tuple[list[str], int
     """(lines, exit code, seconds) of a start that ends by itself."""
     begun = time.monotonic()
     done = subprocess.run(
-        [*command, *words(run_dir, *more)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
-        check=False, env={**os.environ, **(ALONE if command == MAIN else {})},
+        [*command, *words(run_dir, *more)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=120, check=False, env={**os.environ, **(ALONE if command == MAIN else {})},
     )  # fmt: skip
     return done.stdout.strip().splitlines(), done.returncode, time.monotonic() - begun
 
@@ -69,23 +72,25 @@ def complete(run_dir: Path, step: int) -> None:
     path = checkpoint_path(run_dir, step)
     path.mkdir(parents=True)
     (path / "state.json").write_text("{}")
-    names = [{"kind": "evaluation", "name": name, "label": "after", "file": "heldout", "step": step, "accuracy": 0.9} for name in
-             ("greedy", "sampled")]  # fmt: skip
+    after = {"kind": "evaluation", "label": "after", "file": "heldout", "step": step, "accuracy": 0.9}
+    names = [{**after, "name": name} for name in ("greedy", "sampled")]
     records = [{"kind": "start", "restored_step": -1}, *names]
     text = "\n".join(json.dumps({"time": 1.0, **record}, separators=(",", ":")) for record in records)
     (run_dir / "metrics.jsonl").write_text(text + "\n")
 
 
-# ---- complete --------------------------------------------------------------------------------------------------------
+# ---- complete ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["all", "controller", "trainer"])
 def test_a_complete_run_ends_at_once_with_0(tmp_path, role):
-    """Promise: `laminar train` and a role of its own exit 0 without waiting for anybody; the first and the controller
-    say why. Summary and report are written if a death kept them away."""
+    """Promise: `laminar train` and a role of its own exit 0 without waiting for anybody; the first and the
+    controller say why. Summary and report are written if a death kept them away."""
     complete(tmp_path, 4)
     command = TRAIN if role == "all" else MAIN
-    lines, code, seconds = start(command, tmp_path, "steps=4", "resume=auto", *([] if role == "all" else [f"role={role}"]))
+    lines, code, seconds = start(
+        command, tmp_path, "steps=4", "resume=auto", *([] if role == "all" else [f"role={role}"])
+    )
     assert code == 0 and seconds < 20, lines  # a second or two; the machine may be busy
     if role in ("all", "controller"):
         assert lines[-1].startswith(f"done         {tmp_path} is complete at step 4; raise steps"), lines
@@ -95,24 +100,39 @@ def test_a_complete_run_ends_at_once_with_0(tmp_path, role):
         assert lines == []
 
 
-# ---- live ------------------------------------------------------------------------------------------------------------
+def test_a_complete_run_under_torchrun(tmp_path):
+    """Promise: of a bare torchrun every rank ends with 0, and one of them says why."""
+    complete(tmp_path, 4)
+    lines, code, _ = start([*TORCHRUN, "-m", "laminar_hpc"], tmp_path, "steps=4", "resume=auto")
+    assert code == 0 and [line for line in lines if line.startswith("done ")][-1].endswith(
+        "choose another run_dir"
+    )
+
+
+# ---- live --------------------------------------------------------------------------------------------------
 
 
 def test_a_live_run_is_left_alone(tmp_path):
-    """Promise: a second start, by `laminar train` or as a controller of its own, exits with 2 and names the live one;
-    not a file of the live run is moved or changed."""
+    """Promise: a second start, by `laminar train` or as a controller of its own, exits with 2 and names the
+    live one; not a file of the live run is moved or changed."""
     run_dir = tmp_path / "run"
     with controller(run_dir, f"store_dir={tmp_path}/stores", log=tmp_path / "log") as live:
         wait_for(lambda: (run_dir / "metrics.jsonl").exists() and (run_dir / "status.json").exists(), live)
         kept = [run_dir / name for name in ("metrics.jsonl", "controller.json", LOCK_FILE)]
         before = [path.read_bytes() for path in kept]
-        for command, role, resume in ((TRAIN, "all", "auto"), (TRAIN, "all", "never"), (MAIN, "controller", "never")):
+        for command, role, resume in (
+            (TRAIN, "all", "auto"),
+            (TRAIN, "all", "never"),
+            (MAIN, "controller", "never"),
+        ):
             second = [f"resume={resume}", f"role={role}", f"store_dir={tmp_path}/stores"]
             lines, code, seconds = start(command, run_dir, *second)
             assert code == 2 and len(lines) == 1 and seconds < 20, lines
             assert f"{run_dir} is in use by a live run (pid {live.pid} of " in lines[0]
         other = start(TRAIN, tmp_path / "elsewhere" / "run", f"store_dir={tmp_path}/stores")
-        assert other[1] == 2 and f"{tmp_path}/stores/run is in use" in other[0][0], "its store is not touched either"
+        assert other[1] == 2 and f"{tmp_path}/stores/run is in use" in other[0][0], (
+            "its store is not touched either"
+        )
         assert [path.read_bytes() for path in kept] == before and live.poll() is None
         assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run", "stores"]
         live.send_signal(signal.SIGTERM)
@@ -121,9 +141,15 @@ def test_a_live_run_is_left_alone(tmp_path):
 
 
 def test_two_starts_at_the_same_moment(tmp_path):
-    """Promise: of two controllers started together one runs and the other exits with 2; the winner keeps its address."""
+    """Promise: of two controllers started together one runs and the other exits with 2; the winner keeps its
+    address."""
     command = [*MAIN, *words(tmp_path / "run", "role=controller")]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **ALONE}) for _ in range(2)]
+    both = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **ALONE}
+        )
+        for _ in range(2)
+    ]
     try:
         deadline = time.monotonic() + 60
         while all(process.poll() is None for process in both) and time.monotonic() < deadline:
@@ -144,10 +170,13 @@ def test_a_killed_controller_can_be_started_again_at_once(tmp_path):
     with controller(run_dir, log=tmp_path / "log") as first:
         pass
     with controller(run_dir, "resume=auto", log=tmp_path / "log2"):
-        assert f"the lock of a process that is gone was taken over (pid {first.pid} of " in (tmp_path / "log2").read_text()
+        assert (
+            f"the lock of a process that is gone was taken over (pid {first.pid} of "
+            in (tmp_path / "log2").read_text()
+        )
 
 
-# ---- store and disk --------------------------------------------------------------------------------------------------
+# ---- store and disk ----------------------------------------------------------------------------------------
 
 
 def test_a_damaged_store_is_refused(tmp_path):
@@ -158,7 +187,10 @@ def test_a_damaged_store_is_refused(tmp_path):
         lines, code, _ = start(command, tmp_path, "steps=4", "resume=auto", f"role={role}")
         errors = [line for line in lines if line.startswith("laminar: error: ")]
         assert code == 2 and len(errors) == 1 and lines[-1] == errors[0], lines
-        assert f"{tmp_path}/store.sqlite is damaged (file is not a database); nothing was changed: restore it" in errors[0]
+        assert (
+            f"{tmp_path}/store.sqlite is damaged (file is not a database); nothing was changed: restore it"
+            in errors[0]
+        )
         assert (tmp_path / "store.sqlite").read_bytes() == b"no database" * 1000
         assert not (tmp_path / LOCK_FILE).exists()
 
@@ -183,10 +215,59 @@ def fill(folder: Path) -> None:
 root = pytest.mark.skipif(os.getuid() != 0, reason="a small disk is mounted, which takes root")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torchrun_restarts_a_run(tmp_path):
+    """Promise: with --max-restarts the run goes on from its checkpoint instead of moving itself aside, and says why."""
+    run_dir = tmp_path / "run"
+    command = [*TORCHRUN, "--max-restarts=2", "-m", "laminar_hpc"]
+    with open(tmp_path / "log", "wb") as file:
+        more = words(run_dir, "steps=4", "checkpoint.every=1")
+        process = subprocess.Popen([*command, *more], stdout=file, stderr=file)
+    try:
+        wait_for(lambda: (run_dir / "checkpoints" / "step_000002").exists(), process, 150)
+        for rank in psutil.Process(process.pid).children():
+            if rank.environ()["RANK"] == "2":  # the relay
+                rank.kill()
+        assert process.wait(200) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.terminate()
+        process.wait()
+    said = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("restart ")]
+    assert len(said) == 1 and "by torchrun: relay 0 (pid " in said[0], (tmp_path / "log").read_text()
+    assert summary(run_dir)["restarts"] == 1 and summary(run_dir)["steps"] == 4
+    assert sorted(consumed(run_dir)) == [0, 1, 2, 3] and not (tmp_path / "run.1").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@root
+def test_a_disk_that_fills_up_while_training(small_disk, tmp_path):
+    """Promise: `laminar train` ends with exit code 1 and one line as its last, makes no restart, and the same command
+    goes on when there is room."""
+    subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
+    run_dir = small_disk / "run"
+    run = Run(run_dir, "steps=500", "checkpoint.every=1", "restarts=3")
+    run.read_until("step   2/500")
+    fill(small_disk)
+    assert run.finish() == 1
+    assert (
+        len(run.errors) == 1 and run.lines[-1] == run.errors[0] and "Traceback" not in "".join(run.lines)
+    ), run.lines
+    assert "no room on the disk of" in run.errors[0]
+    run.assert_gone()
+    (small_disk / "filler").unlink()
+    run = Run(run_dir, "steps=500", "checkpoint.every=1", "resume=auto")
+    restored = int(run.read_until("going on from the checkpoint of step ").split()[-1])
+    run.read_until(f"step {restored + 1:>3}/500")
+    run.stop(signal.SIGTERM)
+    assert run.finish() == 0, run.lines
+
+
 @root
 def test_a_full_disk_is_one_line(small_disk, tmp_path):
-    """Promise: the line names the disk and the cure, no traceback follows it on the console, nothing hangs, and what
-    was committed is whole."""
+    """Promise: the line names the disk and the cure, no traceback follows it on the console, nothing hangs,
+    and what was committed is whole."""
     run_dir = small_disk / "run"
     with controller(run_dir, log=tmp_path / "console") as live:
         wait_for(lambda: (run_dir / "status.json").exists(), live)

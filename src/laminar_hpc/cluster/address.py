@@ -29,8 +29,9 @@ class ControllerAddress(msgspec.Struct):
 
 
 def launch_id() -> str:
-    """Names the torchrun that started this process; equal on all its ranks. A rank of one world accepts no other
-    world's controller, even if both were started on the same run directory at the same moment."""
+    """Names the torchrun that started this process; equal on all its ranks.
+
+    A rank joins no other world's controller, even if both start on one run directory at the same moment."""
     names = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
     if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
         names.append(parent_process())  # one machine, one torchrun: run id and port may be the defaults
@@ -42,8 +43,8 @@ def new_address(run_id: str, host: str, machine: str) -> tuple[ControllerAddress
     server_public, server_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     address = ControllerAddress(
-        run_id, host, 0, machine, os.getpid(), server_public.decode(), client_public.decode(), client_secret.decode(),
-        launch_id(),
+        run_id, host, 0, machine, os.getpid(), server_public.decode(), client_public.decode(),
+        client_secret.decode(), launch_id(),
     )  # fmt: skip
     return address, server_secret.decode()
 

@@ -42,8 +42,8 @@ class Channel:
     """Thread-safe. Use either receive/request (inbox) or subscribe (callback), not both."""
 
     def __init__(
-        self, run_dir: Path, hello: Hello, join_seconds: float, heartbeat_seconds: float, patience_seconds: float = 0.0,
-        launch: str = "",
+        self, run_dir: Path, hello: Hello, join_seconds: float, heartbeat_seconds: float,
+        patience_seconds: float = 0.0, launch: str = "",
     ) -> None:  # fmt: skip
         """`launch`: joins the controller of this torchrun only (see `launch_id`); "" joins any."""
         self._run_dir, self._hello, self._heartbeat, self._patience = run_dir, hello, heartbeat_seconds, patience_seconds

@@ -1,4 +1,5 @@
-"""A disk without room: recognised through whatever a library made of it, and said with the place and the cure."""
+"""A disk without room: recognised through whatever a library made of it, and said with the place and the
+cure."""
 
 import errno
 import os
@@ -21,7 +22,9 @@ def is_full_disk(error: BaseException) -> bool:
     while cause is not None and cause not in seen:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if isinstance(cause, sqlite3.Error | RuntimeError | OSError) and any(words in str(cause) for words in _WORDS):
+        if isinstance(cause, sqlite3.Error | RuntimeError | OSError) and any(
+            words in str(cause) for words in _WORDS
+        ):
             return True
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__
@@ -43,10 +46,10 @@ def full_disk_text(error: BaseException, config: RunConfig) -> str:
     place = full[0] if full else getattr(error, "filename", None) or next(iter(places))
     left = f" ({size(room[place])} left)" if place in room else ""
     found = steps(Path(config.run_dir))
-    safe = f"the checkpoint of step {found[-1]}" if found else "nothing: there is no checkpoint yet"
+    safe = f"the checkpoint of step {found[-1]}" if found else "step 0, as there is no checkpoint yet"
     return (
-        f"no room on the disk of {place}{left}: make room, then go on with the same command and resume=auto, which "
-        f"begins at {safe}"
+        f"no room on the disk of {place}{left}: make room, then go on with the same command and resume=auto, "
+        f"which begins at {safe}"
     )
 
 

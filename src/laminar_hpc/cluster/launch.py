@@ -75,7 +75,7 @@ class Launch:
     def _read(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            if line.startswith(_ERROR) and not self.cause:  # the first is the cause, what follows are its consequences
+            if line.startswith(_ERROR) and not self.cause:  # what follows the first are its consequences
                 self.cause = line.removeprefix(_ERROR).strip()
                 if not self._config.restarts:
                     self.complain()
@@ -115,7 +115,7 @@ class Launch:
             print(f"{_ERROR} {self.cause}{more}", file=sys.stderr, flush=True)
 
     def wait(self) -> int:
-        """Until torchrun has ended; returns our exit code and finds the cause of a death that no rank could explain."""
+        """Until torchrun has ended; returns our exit code, and finds the cause if no rank could give it."""
         while True:
             try:
                 code = self._process.wait()
@@ -154,6 +154,7 @@ class Launch:
         if rank < 0:
             return f"the job ended without a word; see {logs}"
         derived = derive(self._config)
-        role = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, self._world, self._config.relay.lanes)[rank]
+        lanes = self._config.relay.lanes
+        role = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, self._world, lanes)[rank]
         how = f"was killed by {signal.Signals(-number).name}" if number < 0 else f"ended with exit code {number}"
         return f"{role.role} {role.index} {how}; see {logs / f'{role.role}{role.index}.log'}{GO_ON}"

@@ -1,16 +1,17 @@
 """The lock of a folder: one live controller per run directory, also on NFS and Lustre.
 
-`run.lock` says who holds it. The holder renews the file's time every few seconds, so that everybody can tell from
-anywhere whether it is alive. Only link(), rename() and O_EXCL have to be atomic: advisory locks (flock, fcntl) are
-off, local to a machine, or forgotten by the server on many clusters.
+`run.lock` says who holds it. The holder renews the file's time every few seconds, so that everybody can tell
+from anywhere whether it is alive. Only link(), rename() and O_EXCL have to be atomic: advisory locks (flock,
+fcntl) are off, local to a machine, or forgotten by the server on many clusters.
 
-A lock is stale if its process is gone (same host, boot and PID namespace: told by PID and start time), or, if the
-process cannot be seen from here, if the file was not renewed for STALE_SECONDS by the file system's own clock and
-is not renewed while we watch it.
+A lock is stale if its process is gone (same host, boot and PID namespace: told by PID and start time), or, if
+the process cannot be seen from here, if the file was not renewed for STALE_SECONDS by the file system's own
+clock and is not renewed while we watch it.
 
-Taking over. The successor of the stale lock with token T is whoever creates `run.lock.T`: only one process can. It
-replaces `run.lock` by its own, then removes `run.lock.T`. Whoever comes late finds `run.lock.T`, or creates it again
-and sees that `run.lock` is no longer T's. A successor that dies half-way is succeeded in the same way.
+Taking over. The successor of the stale lock with token T is whoever creates `run.lock.T`: only one process
+can. It replaces `run.lock` by its own, then removes `run.lock.T`. Whoever comes late finds `run.lock.T`, or
+creates it again and sees that `run.lock` is no longer T's. A successor that dies half-way is succeeded in the
+same way.
 """
 
 import errno
@@ -62,7 +63,8 @@ class Owner(msgspec.Struct):
 
 
 class RunLock:
-    """The locks of a run's folders, held by this process until `release`. `lost` says why they no longer are."""
+    """The locks of a run's folders, held by this process until `release`. `lost` says why they no longer
+    are."""
 
     def __init__(self, folders: list[Path], say: Callable[[str], None]) -> None:
         """Takes all of them or none. Raises Refused when a live process holds one, OSError when one cannot be
@@ -78,7 +80,8 @@ class RunLock:
         threading.Thread(target=self._keep, name="run lock", daemon=True).start()
 
     def moved(self, folder: Path, to: Path) -> None:
-        """`folder` was renamed with its lock inside: releases that one and takes the lock of a new `folder`."""
+        """`folder` was renamed with its lock inside: releases that one and takes the lock of a new
+        `folder`."""
         _release(to, self._owners.pop(folder))
         self._owners[folder] = _take(folder, self._say)
 
@@ -173,14 +176,14 @@ def _is_alive(owner: Owner, renewed: float, now: float, watched: _Watched) -> bo
 
 def _refusal(folder: Path, owner: Owner, age: float) -> str:
     text = (
-        f"{folder} is in use by a live run ({owner}), which is left alone: choose another run_dir, or end that run "
-        f"first (laminar stop {folder})"
+        f"{folder} is in use by a live run ({owner}), which is left alone: choose another run_dir, or end "
+        f"that run first (laminar stop {folder})"
     )
     if owner.is_visible:
         return text
     return (
-        f"{text}; its last sign of life came {max(0.0, age):.0f} s ago: if you know that it is gone, start again "
-        f"{STALE_SECONDS:.0f} s after its end, or remove {folder / LOCK_FILE}"
+        f"{text}; its last sign of life came {max(0.0, age):.0f} s ago: if you know that it is gone, start "
+        f"again {STALE_SECONDS:.0f} s after its end, or remove {folder / LOCK_FILE}"
     )
 
 
@@ -242,7 +245,8 @@ def _renew(folder: Path, owner: Owner) -> str:
     path = folder / LOCK_FILE
     found = _read(path)
     if found is not None and found[0].token != owner.token:
-        return f"{path} was taken by another run ({found[0]}): this one had shown no sign of life, or its lock was removed"
+        why = "this one had shown no sign of life, or its lock was removed"
+        return f"{path} was taken by another run ({found[0]}): {why}"
     if found is not None:
         os.utime(path)
         return ""

@@ -85,9 +85,10 @@ def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -
     if start.restored_step >= 0:
         say(console.line("set-up", f"going on from the checkpoint of step {start.restored_step}"))
     if start.restored_step >= config.steps:
-        say(console.line("set-up", f"all {config.steps} steps are trained, the last evaluation is missing: it is done now"))
-    store = store_directory(config) / "store.sqlite"
-    check_store(store, Path(config.run_dir), start.restored_step, config.source != "rollout", _STORE_CHECK_SECONDS)
+        text = f"all {config.steps} steps are trained: only the last evaluation is done now"
+        say(console.line("set-up", text))
+    store, replay = store_directory(config) / "store.sqlite", config.source != "rollout"
+    check_store(store, Path(config.run_dir), start.restored_step, replay, _STORE_CHECK_SECONDS)
     return start
 
 
@@ -137,8 +138,8 @@ def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: i
         note_restart(config, cause, max(0, start.restored_step))
     metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
     metrics.write(
-        "start", restored_step=start.restored_step, pipeline=config.pipeline.name, derived=dataclasses.asdict(derived),
-        epoch=epoch, torchrun=torchrun_identity(),
+        "start", restored_step=start.restored_step, pipeline=config.pipeline.name, epoch=epoch,
+        derived=dataclasses.asdict(derived), torchrun=torchrun_identity(),
     )  # fmt: skip
     members = Members(machine, config.cluster.heartbeat_timeout_seconds)
     trace = Trace(Path(config.run_dir), "controller", 0)
@@ -160,8 +161,8 @@ def run(config: RunConfig, relays: int, machine: str, say: Callable[[str], None]
 
 
 def run_locked(
-    config: RunConfig, derived: Derived, start: Start, lock: RunLock, relays: int, machine: str, say: Callable[[str], None],
-    redirect_output: Callable[[], None],
+    config: RunConfig, derived: Derived, start: Start, lock: RunLock, relays: int, machine: str,
+    say: Callable[[str], None], redirect_output: Callable[[], None],
 ) -> None:  # fmt: skip
     run_dir = Path(config.run_dir)
     redirect_output()

@@ -47,10 +47,11 @@ def unusable(run_dir: Path, error: OSError) -> LaminarError:
 
 
 def _move_aside(run_dir: Path, store: Path) -> Path:
-    """Renames an earlier run, and first its store if that lies in store_dir: a death in between loses neither."""
+    """Renames an earlier run, and first its store in store_dir, so that a death in between loses neither."""
 
     def free(number: int) -> bool:
-        return not run_dir.with_name(f"{run_dir.name}.{number}").exists() and not (store / f"store.{number}.sqlite").exists()
+        places = run_dir.with_name(f"{run_dir.name}.{number}"), store / f"store.{number}.sqlite"
+        return not any(place.exists() for place in places)
 
     number = next(n for n in range(1, 100_000) if free(n))
     if store != run_dir:
@@ -68,8 +69,8 @@ def _own_store(config: RunConfig) -> None:
     note = folder / _OWNER_FILE
     if note.exists() and (other := note.read_text().strip()) != mine:
         raise Refused(
-            f"{folder} holds the store of another run, {other}: set another store_dir or give run_dir another name "
-            f"(if that run was moved to {mine}, write this path into {note})"
+            f"{folder} holds the store of another run, {other}: set another store_dir or give run_dir another "
+            f"name (if that run was moved to {mine}, write this path into {note})"
         )
     folder.mkdir(parents=True, exist_ok=True)
     note.write_text(mine + "\n")
@@ -81,7 +82,7 @@ def store_directory(config: RunConfig) -> Path:
     return Path(config.store_dir) / run_dir.resolve().name if config.store_dir else run_dir
 
 
-# ---- what earlier launches did ---------------------------------------------------------------------------------------
+# ---- what earlier launches did -----------------------------------------------------------------------------
 
 
 def torchrun_identity() -> str:
@@ -111,14 +112,16 @@ def cause_of_death(run_dir: Path) -> str:
 
 
 def note_restart(config: RunConfig, cause: str, step: int) -> int:
-    """Keeps a restart after step `step` in the metrics, which nobody else writes between two lives. Returns the step of
-    the checkpoint to go on from, -1 = none."""
+    """Keeps a restart after step `step` in the metrics, which nobody else writes between two lives.
+
+    Returns the step of the checkpoint to go on from, -1 = none."""
     run_dir = Path(config.run_dir)
     restored = max(checkpoints.steps(run_dir), default=-1)
     if (run_dir / "metrics.jsonl").exists():
         with contextlib.suppress(OSError):  # a full disk stops the next life, and that one says so
             metrics = jsonl.Appender(run_dir / "metrics.jsonl")
-            metrics.write({"kind": "restart", "time": time.time(), "cause": cause, "step": step, "restored_step": restored})
+            fields = {"cause": cause, "step": step, "restored_step": restored}
+            metrics.write({"kind": "restart", "time": time.time(), **fields})
             metrics.close()
     return restored
 
@@ -131,13 +134,14 @@ def completed_step(config: RunConfig) -> int | None:
         return None
     if config.source.startswith("replay:") or not config.evaluation.files:
         return found[-1]
-    files = labels("evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files])
+    key = "evaluation.files"
+    files = labels(key, [parse_source(key, file) for file in config.evaluation.files])
     names = ("greedy", "sampled") if config.evaluation.samples else ("greedy",)
     wanted = {(file, name) for file in files for name in names}
     done: set[tuple[str, str]] = set()
     for record in jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start", "evaluation"):
-        if record["kind"] == "start":
-            done = done if record.get("restored_step", -1) >= found[-1] else set()  # the last steps were done again
+        if record["kind"] == "start" and record.get("restored_step", -1) < found[-1]:
+            done.clear()  # the last steps were done again
         elif record.get("label") == "after" and record.get("step", -1) >= found[-1]:
             done.add((record.get("file", ""), record.get("name", "")))
     return found[-1] if wanted <= done else None

@@ -38,7 +38,8 @@ class Store:
         self.path = directory / "store.sqlite"
         try:
             if read_only:
-                self._db = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
+                uri = f"{self.path.resolve().as_uri()}?mode=ro"
+                self._db = sqlite3.connect(uri, uri=True, isolation_level=None)
                 self._db.execute("SELECT 1 FROM groups LIMIT 1").fetchone()
                 return
             directory.mkdir(parents=True, exist_ok=True)

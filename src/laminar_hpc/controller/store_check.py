@@ -1,6 +1,7 @@
 """Whether a run can go on with its store: looked at before anything is opened for writing.
 
-With an older or an empty store a run would train trajectories twice and break its staleness bound, without a sign.
+With an older or an empty store a run would train trajectories twice and break its staleness bound, without a
+sign.
 """
 
 import sqlite3
@@ -13,7 +14,8 @@ from laminar_hpc.weights.checkpoints import checkpoint_path
 
 
 def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, seconds: float) -> None:
-    """Raises Refused if the store at `path` is damaged, or older than the checkpoint of `restored_step` (-1 = none).
+    """Raises Refused if the store at `path` is damaged, or older than the checkpoint of `restored_step` (-1 =
+    none).
 
     Reads all of it, a second per gigabyte or less; after `seconds` it counts as whole. A replay stores no
     trajectories of its own, so it needs no store."""
@@ -67,10 +69,12 @@ def _last_step(connection: sqlite3.Connection) -> int:
 
 def _refusal(path: Path, what: str, run_dir: Path, restored_step: int) -> str:
     if restored_step < 1:
-        return f"{path} {what}; nothing was changed: no checkpoint needs it yet, so move it away and start again"
+        return (
+            f"{path} {what}; nothing was changed: no checkpoint needs it yet, so move it away and start again"
+        )
     weights = checkpoint_path(run_dir, restored_step) / "hf"
     return (
-        f"{path} {what}; nothing was changed: restore it from a copy that is not older than the checkpoint of step "
-        f"{restored_step}, or begin another run with that checkpoint's weights: model.path={weights} run_dir=ANOTHER "
-        "(the optimizer's state and the trajectories not yet trained are left behind)"
+        f"{path} {what}; nothing was changed: restore it from a copy that is not older than the checkpoint of "
+        f"step {restored_step}, or begin another run with that checkpoint's weights: model.path={weights} "
+        "run_dir=ANOTHER (the optimizer's state and the trajectories not yet trained are left behind)"
     )

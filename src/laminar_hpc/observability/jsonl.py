@@ -46,8 +46,9 @@ class Appender:
 
 
 def read(path: Path, *kinds: str) -> Iterator[dict]:
-    """The objects of `path` in order, or only those of these kinds, which is much faster; nothing if the file is not
-    there. Lines that a death tore apart are left out."""
+    """The objects of `path` in order, or only those of these kinds, which is faster.
+
+    Nothing if there is no file; lines that a death tore apart are left out."""
     if not path.is_file():
         return
     wanted = [f'"kind":"{kind}"'.encode() for kind in kinds]

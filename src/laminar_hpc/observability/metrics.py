@@ -45,7 +45,7 @@ class MetricsWriter:
         elif kind not in NOT_CURVES and isinstance(fields.get("step"), int):
             board = self._board or self._open_board(None)
             found = list(curves(record))
-            # the thread that writes TensorBoard's file dies on a full disk, and its queue would then block us for good
+            # on a full disk the thread behind it dies, and its queue would block us for good
             if board.file_writer.event_writer._worker.is_alive():
                 for tag, value in found:
                     board.add_scalar(tag, value, global_step=fields["step"], walltime=record["time"])

@@ -1,7 +1,7 @@
 """Whether a run that has died is started again. Pure.
 
-Two limits end a crash loop: at most `per_hour` restarts in any 3600 s, and none when the same cause comes back without
-progress, because a third try would end like the second.
+Two limits end a crash loop: at most `per_hour` restarts in any 3600 s, and none when the same cause comes
+back without progress, because a third try would end like the second.
 """
 
 import re
@@ -19,8 +19,8 @@ class Restarts:
     last: tuple[str, int] | None = None  # cause and step of the newest death
 
     def refusal(self, cause: str, step: int, now: float) -> str:
-        """Counts a death after trainer step `step` at time `now` (seconds). Returns why the run is not started again,
-        or "" if it is."""
+        """Counts a death after trainer step `step` at time `now` (seconds). Returns why the run is not
+        started again, or "" if it is."""
         self.times = [time for time in self.times if now - time < HOUR_SECONDS]
         death = (re.sub(r"\d+", "#", cause), step)  # process ids and times differ between two equal deaths
         repeated, self.last = death == self.last, death
