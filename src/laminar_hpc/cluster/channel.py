@@ -18,7 +18,7 @@ import zmq
 from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import Goodbye, Hello, Message, Ping, Pong, Rejoin, ReplicaLoad, Stop, Welcome, decode, encode
+from laminar_hpc.messages import Failure, Goodbye, Hello, Message, Ping, Pong, Rejoin, ReplicaLoad, Stop, Welcome, decode, encode
 
 log = logging.getLogger(__name__)
 _PING_SECONDS = 1.0
@@ -95,6 +95,8 @@ class Channel:
                         self._address = address
                         self._neighbour = address.pid if address.machine == self._hello.machine else None
                         return dealer, answer
+                    if isinstance(answer, Failure):
+                        raise LaminarError(answer.text)
                     if isinstance(answer, Stop):
                         dealer.close(0)
                         raise StopReceived(answer.reason)

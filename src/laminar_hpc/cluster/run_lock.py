@@ -19,6 +19,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -157,7 +158,7 @@ def _stale_owners(folder: Path, now: float, watched: _Watched) -> list[Owner] | 
         if alive is None:
             return None
         if alive:
-            raise Refused(_refusal(folder, owner, now - renewed))
+            raise Refused([_refusal(folder, owner, now - renewed)])
         stale.append(owner)
         place = folder / f"{LOCK_FILE}.{owner.token}"
     return stale
@@ -267,3 +268,11 @@ def _release(folder: Path, owner: Owner) -> None:
             path.unlink()
     except OSError as error:
         log.warning("%s could not be removed: %s", path, error)
+
+
+if __name__ == "__main__":  # of launch/all_roles.sh: RUN_DIR
+    try:
+        refuse_if_held(Path(sys.argv[1]))
+    except Refused as refused:
+        print(f"laminar: error: {refused}", file=sys.stderr)
+        sys.exit(2)

@@ -1,4 +1,6 @@
-"""The one exception that is meant for the user: one line with what is wrong, where, and how to mend it."""
+"""The exceptions meant for the user: what is wrong, where, and how to mend it. One line per mistake."""
+
+from collections.abc import Iterable
 
 
 class LaminarError(Exception):
@@ -9,8 +11,12 @@ class LaminarError(Exception):
 
 
 class Refused(LaminarError):
-    """Refused before anything began: exit code 2, and nothing was changed."""
+    """What was asked for cannot begin (exit code 2). Its text has one line per mistake, all of them at
+    once."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        Exception.__init__(self, "\n".join(" ".join(line.split()) for line in lines))
 
 
 class PermanentFailure(LaminarError):
-    """Would fail again however often it is started: never restarted."""
+    """Would fail again however often it is started, so `restarts` does not help."""

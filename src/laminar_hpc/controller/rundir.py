@@ -43,7 +43,7 @@ def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
 
 
 def unusable(run_dir: Path, error: OSError) -> LaminarError:
-    return Refused(f"run_dir={run_dir} cannot be used ({error.strerror}); choose another")
+    return Refused([f"run_dir={run_dir} cannot be used ({error.strerror}); choose another"])
 
 
 def _move_aside(run_dir: Path, store: Path) -> Path:
@@ -68,10 +68,8 @@ def _own_store(config: RunConfig) -> None:
         return
     note = folder / _OWNER_FILE
     if note.exists() and (other := note.read_text().strip()) != mine:
-        raise Refused(
-            f"{folder} holds the store of another run, {other}: set another store_dir or give run_dir another "
-            f"name (if that run was moved to {mine}, write this path into {note})"
-        )
+        text = f"{folder} holds the store of another run, {other}: set another store_dir or give run_dir another name"
+        raise Refused([f"{text} (if that run was moved to {mine}, write this path into {note})"])
     folder.mkdir(parents=True, exist_ok=True)
     note.write_text(mine + "\n")
 

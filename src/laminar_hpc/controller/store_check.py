@@ -21,7 +21,7 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
     trajectories of its own, so it needs no store."""
     if not path.is_file() or path.stat().st_size == 0:
         if restored_step > 0 and not replay:
-            raise Refused(_refusal(path, "is missing or empty", run_dir, restored_step))
+            raise Refused([_refusal(path, "is missing or empty", run_dir, restored_step)])
         return
     try:
         # without a write-ahead log SQLite need not create files of its own to read
@@ -37,10 +37,10 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
             raise
         damage, last = str(error), -1
     if damage:
-        raise Refused(_refusal(path, f"is damaged ({damage})", run_dir, restored_step))
+        raise Refused([_refusal(path, f"is damaged ({damage})", run_dir, restored_step)])
     if last < restored_step and not replay:
         text = f"is older than the newest checkpoint (it ends at step {max(0, last)})"
-        raise Refused(_refusal(path, text, run_dir, restored_step))
+        raise Refused([_refusal(path, text, run_dir, restored_step)])
 
 
 def _quick_check(connection: sqlite3.Connection, seconds: float) -> str:
