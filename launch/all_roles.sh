@@ -10,6 +10,7 @@
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 [ $# -ge 1 ] || usage
+python -m laminar_hpc.cluster.run_lock "$1"     # a live run is left alone
 run_dir=$1 here=$(dirname "$0") signals=0 failed=0
 declare -A role_of=()         # process id -> role
 

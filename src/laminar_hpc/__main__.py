@@ -4,8 +4,12 @@
     torchrun --nproc-per-node=1 -m laminar_hpc role=relay run_dir=...     a torchrun per role
 
 A rank prints only what a user should read; all else goes to run_dir/logs/<role><index>.log once the run directory is there.
+
+With --max-restarts=N torchrun starts all ranks again when one has died, and the run goes on from its newest
+checkpoint, whatever `resume` says. `laminar train restarts=N` does the same, N times an hour, and says why.
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -17,17 +21,21 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_hpc.cluster.address import keep_to_loopback
+from laminar_hpc.cluster.address import keep_to_loopback, launch_id
 from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.devices import use_devices
+from laminar_hpc.cluster.full_disk import full_disk_text
 from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus
+from laminar_hpc.cluster.launch import PERMANENT, REFUSED
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.check import check, derive, derived_values, missing_inputs
-from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.errors import LaminarError, PermanentFailure, Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.ending import close_completed
+from laminar_hpc.controller.rundir import completed_step, was_restarted
 from laminar_hpc.messages import Failure, Hello
 from laminar_hpc.observability import console
 
@@ -120,9 +128,11 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     hello = Hello(mine.role, mine.index, uuid.uuid4().hex[:8], os.getpid(), machine)
     comes_and_goes = config.role in ("relay", "rollout")
+    patience = config.cluster.join_timeout_seconds if comes_and_goes else 0.0
+    launch = launch_id() if config.role == "all" else ""
     channel = Channel(
         run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds,
-        config.cluster.join_timeout_seconds if comes_and_goes else 0.0,
+        patience, launch,
     )  # fmt: skip
     joined.set()
     redirect_output(run_dir, f"{mine.role}{mine.index}")
@@ -159,7 +169,7 @@ def cure(error: Exception) -> str:
 
 
 def main(overrides: list[str]) -> int:
-    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began."""
+    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = would fail again."""
     die_with_parent()
     voice, mine = Voice(), None
     started = time.monotonic()
@@ -173,6 +183,12 @@ def main(overrides: list[str]) -> int:
                 for text in console.dry_run_lines(derived_values(config, check(config)), missing_inputs(config)):
                     voice.say(text)
             return 0
+        if was_restarted(config):
+            config.resume = "auto"
+        if completed_step(config) is not None:  # no rank waits for another
+            if mine.role == "controller":
+                close_completed(config, voice.say)
+            return 0
         if mine.role == "controller":
             run_controller(config, relays, voice.say)
         else:
@@ -185,26 +201,33 @@ def main(overrides: list[str]) -> int:
                 voice.complain(f"refused: {line}")  # the launcher knows it by this word
         else:
             time.sleep(10)  # as below
-        return 2
+        return REFUSED
     except LaminarError as error:
         if mine is None and os.environ.get("RANK", "0") != "0":
             time.sleep(10)  # all ranks see this error: rank 0 says it, and its exit makes torchrun end the others
         if str(error) != "a worker has failed" and (mine is not None or int(os.environ.get("RANK", "0")) == 0):
             voice.complain(f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error))
-        return 1 if mine is not None and time.monotonic() - started > 1 else 2
-    except Exception as error:
-        logging.getLogger(__name__).exception("failed")
+        if isinstance(error, PermanentFailure):
+            return PERMANENT
+        began = mine is not None and time.monotonic() - started > 1
+        return 1 if began else REFUSED
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        logging.getLogger(__name__).error("failed", exc_info=True)
         who = f"{mine.role} {mine.index}" if mine else "start-up"
-        voice.complain(
-            f"{who}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{cure(error)} (the traceback is in the run "
-            "directory's logs/)"
-        )
-        return 1
+        full = full_disk_text(error, config) if mine else ""
+        words = str(error).splitlines()[0] if str(error) else ""
+        where = "(the traceback is in the run directory's logs/)"
+        text = full or f"{type(error).__name__}: {words}{cure(error)} {where}"
+        voice.complain(f"{who}: {text}")
+        return PERMANENT if full else 1
     return 0
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the log's disk may be full
+            stream.flush()
     os._exit(code)  # threads of libraries must not keep a finished rank alive

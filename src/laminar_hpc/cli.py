@@ -35,6 +35,8 @@ def train(arguments: list[str]) -> int:
     from laminar_hpc.observability import console
     from laminar_hpc.observability.wandb_mirror import check_wandb
     from laminar_hpc.rollout.engine_arguments import unknown_arguments
+    from laminar_hpc.supervisor import nothing_to_start
+    from laminar_hpc.supervisor import run as run_job
 
     if lines := [*unknown_arguments(config), *unknown_constants(config)]:
         raise Refused(lines)
@@ -48,6 +50,8 @@ def train(arguments: list[str]) -> int:
         for text in warnings(config, derived):
             print(console.line("warning", text))
         return 0
+    if nothing_to_start(config):
+        return 0
     if config.role != "all":
         raise LaminarError(
             "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the scripts in launch/ do"
@@ -58,7 +62,6 @@ def train(arguments: list[str]) -> int:
     check_wandb(config.observability.wandb)
 
     from laminar_hpc.cluster.devices import devices_of, present
-    from laminar_hpc.cluster.launch import run_torchrun
     from laminar_hpc.cluster.roles import assign_roles
 
     here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes)
@@ -67,7 +70,7 @@ def train(arguments: list[str]) -> int:
     check_gpus(config, derived, here, gigabytes_of_gpus())
     if not present() and (warning := host_memory_warning(config, derived)):
         print(f"laminar: warning: {warning}", file=sys.stderr, flush=True)
-    return run_torchrun(config, with_absolute_config_dir(arguments), derived.world_size)
+    return run_job(config, with_absolute_config_dir(arguments), derived.world_size)
 
 
 def train_help() -> str:

@@ -132,3 +132,21 @@ def test_no_controller_is_said_with_the_time_waited(tmp_path):
 def test_stop_request_without_a_job(tmp_path):
     with pytest.raises(LaminarError, match="no job runs in"):
         request_stop(tmp_path, "x")
+
+
+def test_a_worker_joins_the_controller_of_its_own_torchrun_only(tmp_path, served):
+    """A second torchrun on the run directory of a live run, or one started at the same moment: its ranks wait for their
+    own controller, which is refused, and do not take the place of the live run's ranks."""
+    hello = m.Hello("trainer", 0, "i", os.getpid(), "here")
+    with pytest.raises(LaminarError, match="waited 1 s for the controller"):
+        Channel(tmp_path, hello, 1.0, 10, launch="another torchrun")
+    assert not served.got
+    Channel(tmp_path, hello, 10, 10, launch=read_address(tmp_path).launch).close()
+    Channel(tmp_path, hello, 10, 10).close()
+
+
+def test_a_worker_whose_place_is_taken_is_told_so(tmp_path, served, monkeypatch):
+    """The controller's answer to a second start of a role is the error that the user reads."""
+    monkeypatch.setattr(m, "Welcome", lambda *_: m.Failure("trainer 0 is in this run already"))
+    with pytest.raises(LaminarError, match="trainer 0 is in this run already"):
+        Channel(tmp_path, m.Hello("trainer", 0, "i", os.getpid(), "here"), 10, 10)

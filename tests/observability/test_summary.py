@@ -7,11 +7,11 @@ import synthetic
 from synthetic import EPOCH
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.observability import jsonl, rundata, summary
+from laminar_hpc.observability import jsonl, report, rundata, summary
 
 KEYS = [
     "accuracy_before", "accuracy_after", "accuracy_after_sampled", "evaluations", "steps", "trajectories_trained", "trajectories_to_070",
-    "response_tokens_trained", "wall_seconds", "tokens_per_second", "max_versions_per_trajectory", "staleness_generation_mean",
+    "response_tokens_trained", "restarts", "wall_seconds", "tokens_per_second", "max_versions_per_trajectory", "staleness_generation_mean",
     "staleness_generation_max", "staleness_training_mean", "staleness_training_max", "trainer_idle_fraction", "rollout_idle_fraction",
     "publish_stall_seconds_mean", "publish_bytes_over_full_mean", "publish_changed_fraction_mean", "pull_seconds_mean",
     "logprob_gap_mean", "logprob_gap_max", "reward_errors", "trajectories_moved", "trajectories_rescued", "trajectories_rescued_by_load",
@@ -162,3 +162,17 @@ def test_mixed_versions_are_seen(tmp_path):
     synthetic.store_rows(store, [row], 0)
     store.close()
     assert summary.build(run_dir)["max_versions_per_trajectory"] == 2
+
+
+def test_restarts_are_counted_and_listed_with_their_causes(tmp_path):
+    """Promise: who looks at a run afterwards sees how often it died, why, and where it went on."""
+    run_dir = tmp_path / "run"
+    before = synthetic.write(run_dir, steps=7, crash=True)
+    metrics = jsonl.Appender(run_dir / "metrics.jsonl")
+    cause = "relay 0 (pid 7 on node) has died"
+    metrics.write({"kind": "restart", "time": before.end + 1, "cause": cause, "step": 7, "restored_step": 4})
+    metrics.close()
+    synthetic.write(run_dir, steps=10, start_step=4, start=before.end + 10, seed=1)
+    assert summary.build(run_dir)["restarts"] == 1 and summary.build(run_dir)["steps"] == 10
+    page = report.write(run_dir).read_text()
+    assert f"because: {cause}" in page and "step 4" in page

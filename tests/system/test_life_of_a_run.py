@@ -18,22 +18,34 @@ def run_dir(tmp_path_factory):
 
 @pytest.mark.timeout(600)
 def test_kill_resume_stop_resume(run_dir):
-    """A relay dies: one line, non-zero exit, everything gone within 20 s, and the same command goes on. Then TERM: the step is finished,
-    checkpointed, exit 0. At the end docs/architecture.md#one-policy and #nothing-lost hold."""
+    """A relay dies: with restarts=1 the run goes on by itself, and one line says why. It dies again: one line, non-zero
+    exit, everything gone within 20 s, and the same command goes on. Then TERM: the step is finished, checkpointed, exit
+    0. At the end docs/architecture.md#one-policy and
+    #nothing-lost hold over all launches, and a further start ends at once."""
     words = [f"steps={STEPS}", "checkpoint.every=2", "resume=auto"]
-    run = Run(run_dir, *words)
+    run = Run(run_dir, *words, "restarts=1")
     run.read_until(f"step  3/{STEPS}")
     assert not run.listens_beyond_loopback()
+    run.rank("relay").kill()
+    why = run.read_until("restart  ")
+    assert "1 of 1 within an hour, from the checkpoint of step " in why and "relay 0 (pid " in why
+    restored = int(run.read_until("going on from the checkpoint of step ").split()[-1])
+    assert restored in (2, 4)  # 4: the trainer was quicker than the news of the death
+    run.read_until(f"step {restored + 1:>2}/{STEPS}")
+    run.members()
     run.rank("relay").kill()
     died = time.monotonic()
     assert run.finish() == 1
     assert time.monotonic() - died < 20
     assert len(run.errors) == 1 and "relay 0" in run.errors[0] and "resume=auto" in run.errors[0], run.lines
+    assert "; not started again: " in run.errors[0]
     run.assert_gone()
+    assert len(metrics(run_dir, "restart")) == 1
 
     run = Run(run_dir, *words)
-    restored = int(run.read_until("going on from the checkpoint of step ").split()[-1])
-    assert restored in (2, 4)  # 4: the trainer was quicker than the news of the death
+    again = int(run.read_until("going on from the checkpoint of step ").split()[-1])
+    assert restored <= again <= restored + 2
+    restored = again
     run.read_until(f"step {restored + 2:>2}/{STEPS}")
     run.stop(signal.SIGTERM)
     assert run.finish() == 0, run.lines
@@ -57,7 +69,12 @@ def test_kill_resume_stop_resume(run_dir):
     assert sorted(batches) == list(range(STEPS)) and all(len(b) == 256 for b in batches.values())
     trained = [t for b in batches.values() for t in b]
     assert len(set(trained)) == len(trained), "trained twice"
-    assert (run_dir / "report.html").stat().st_size > 20_000
+    assert figures["restarts"] == 1 and (run_dir / "report.html").stat().st_size > 20_000
+
+    begun = time.monotonic()
+    run = Run(run_dir, *words)
+    assert run.finish() == 0 and time.monotonic() - begun < 20  # a second or two on a quiet machine
+    assert len(run.lines) == 1 and "is complete at step" in run.lines[0]
 
 
 @pytest.mark.timeout(400)

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from laminar_hpc.cluster.processes import parent_process
 from laminar_hpc.config.errors import LaminarError
 
 ADDRESS_FILE = "controller.json"
@@ -24,6 +25,17 @@ class ControllerAddress(msgspec.Struct):
     server_public: str
     client_public: str
     client_secret: str
+    launch: str = ""  # see `launch_id`
+
+
+def launch_id() -> str:
+    """Names the torchrun that started this process; equal on all its ranks.
+
+    A rank joins no other world's controller, even if both start on one run directory at the same moment."""
+    names = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
+        names.append(parent_process())  # one machine, one torchrun: run id and port may be the defaults
+    return " ".join(names)
 
 
 def new_address(run_id: str, host: str, machine: str) -> tuple[ControllerAddress, str]:
@@ -31,8 +43,9 @@ def new_address(run_id: str, host: str, machine: str) -> tuple[ControllerAddress
     server_public, server_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     address = ControllerAddress(
-        run_id, host, 0, machine, os.getpid(), server_public.decode(), client_public.decode(), client_secret.decode()
-    )
+        run_id, host, 0, machine, os.getpid(), server_public.decode(), client_public.decode(),
+        client_secret.decode(), launch_id(),
+    )  # fmt: skip
     return address, server_secret.decode()
 
 

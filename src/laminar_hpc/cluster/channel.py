@@ -18,7 +18,7 @@ import zmq
 from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import Goodbye, Hello, Message, Ping, Pong, Rejoin, ReplicaLoad, Stop, Welcome, decode, encode
+from laminar_hpc.messages import Failure, Goodbye, Hello, Message, Ping, Pong, Rejoin, ReplicaLoad, Stop, Welcome, decode, encode
 
 log = logging.getLogger(__name__)
 _PING_SECONDS = 1.0
@@ -41,8 +41,13 @@ class StopReceived(Exception):
 class Channel:
     """Thread-safe. Use either receive/request (inbox) or subscribe (callback), not both."""
 
-    def __init__(self, run_dir: Path, hello: Hello, join_seconds: float, heartbeat_seconds: float, patience_seconds: float = 0.0) -> None:
+    def __init__(
+        self, run_dir: Path, hello: Hello, join_seconds: float, heartbeat_seconds: float,
+        patience_seconds: float = 0.0, launch: str = "",
+    ) -> None:  # fmt: skip
+        """`launch`: joins the controller of this torchrun only (see `launch_id`); "" joins any."""
         self._run_dir, self._hello, self._heartbeat, self._patience = run_dir, hello, heartbeat_seconds, patience_seconds
+        self._launch = launch
         self._identity = f"{hello.role}:{hello.index}:{hello.incarnation}".encode()
         self._context = zmq.Context()
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -69,7 +74,7 @@ class Channel:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             address = read_address(self._run_dir)
-            if address is None:
+            if address is None or self._launch not in ("", address.launch):
                 time.sleep(0.05)
                 continue
             dealer = self._context.socket(zmq.DEALER)
@@ -90,6 +95,8 @@ class Channel:
                         self._address = address
                         self._neighbour = address.pid if address.machine == self._hello.machine else None
                         return dealer, answer
+                    if isinstance(answer, Failure):
+                        raise LaminarError(answer.text)
                     if isinstance(answer, Stop):
                         dealer.close(0)
                         raise StopReceived(answer.reason)

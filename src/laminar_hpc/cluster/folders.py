@@ -4,20 +4,15 @@ import os
 import shutil
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import process_started
+from laminar_hpc.cluster.processes import process_started, process_world
 
 OWNER_FILE = "owner"
 ENGINE_FOLDER_PREFIX = "laminar-engine-"  # in the folder for temporary files: an engine's sockets and files
 
 
-def _world() -> str:
-    """What makes process ids mean something: this boot of this machine and this container."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
 def claim(folder: Path) -> None:
     """Notes this process as the folder's owner."""
-    (folder / OWNER_FILE).write_text(f"{os.getpid()} {process_started(os.getpid())} {_world()}")
+    (folder / OWNER_FILE).write_text(f"{os.getpid()} {process_started(os.getpid())} {process_world()}")
 
 
 def remove_abandoned(parent: Path, prefix: str) -> list[Path]:
@@ -33,7 +28,7 @@ def remove_abandoned(parent: Path, prefix: str) -> list[Path]:
             pid, started, world = (folder / OWNER_FILE).read_text().split(maxsplit=2)
         except (OSError, ValueError):
             continue
-        if world == _world() and process_started(int(pid)) != started:
+        if world == process_world() and process_started(int(pid)) != started:
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed

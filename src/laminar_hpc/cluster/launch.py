@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, remove_abandoned
@@ -27,6 +28,8 @@ from laminar_hpc.weights.layout import clean_leftovers
 
 _ERROR = "laminar: error:"
 _REFUSED = f"{_ERROR} refused:"  # an error that was found before anything began
+GO_ON = ", then go on with the same command and resume=auto"
+REFUSED, PERMANENT = 2, 3  # exit codes of a rank: before the run began; failed, and would fail again
 _REPEAT_SECONDS = 2.0  # `timeout` and some terminals deliver one wish twice at once
 _GONE_SECONDS = 20.0  # a session that was told to end is gone after this
 
@@ -35,10 +38,13 @@ class Launch:
     """A running torchrun and what it says."""
 
     def __init__(self, config: RunConfig, overrides: list[str], world_size: int) -> None:
+        """With config.restarts the first error is kept for `complain`, as it may not be the end."""
         self._config, self._world = config, world_size
+        self._causes: list[str] = []  # of a failure: one line, or one per mistake of a refused configuration
+        self._told = 0  # how many of them the user has seen
+        self.is_permanent = False  # it would fail again for sure
         self._stops, self._asked = 0, 0.0
         self._chatter: deque[str] = deque(maxlen=2000)
-        self._errors = 0
         self._refused = False
         self._meeting = os.memfd_create("torchrun")  # torchrun's own store in place of a TCP one, which listens on all interfaces
         command = [
@@ -72,16 +78,25 @@ class Launch:
     def _read(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            if line.startswith(_REFUSED) and (self._refused or not self._errors):
-                self._errors, self._refused = self._errors + 1, True
-                print(line.replace(_REFUSED, _ERROR, 1), end="", file=sys.stderr, flush=True)
-            elif line.startswith(_ERROR) and not self._errors:  # the first is the cause, what follows are its consequences
-                self._errors += 1
-                print(line, end="", file=sys.stderr, flush=True)
+            if line.startswith(_REFUSED) and (self._refused or not self._causes):
+                self._refused = True  # each line is a mistake of its own
+                self._failed(line.removeprefix(_REFUSED))
+            elif line.startswith(_ERROR) and not self._causes:  # what follows the first are its consequences
+                self._failed(line.removeprefix(_ERROR))
             else:
                 self._chatter.append(line)
 
-    def on_signal(self, number: int, _: object) -> None:
+    @property
+    def cause(self) -> str:
+        """Of a failure, in one line."""
+        return "; ".join(self._causes)
+
+    def _failed(self, text: str) -> None:
+        self._causes.append(text.strip())
+        if not self._config.restarts:
+            self.complain()
+
+    def on_signal(self, number: int) -> None:
         now = time.monotonic()
         if self._stops and now - self._asked < _REPEAT_SECONDS:
             return
@@ -93,17 +108,28 @@ class Launch:
                 return
             except LaminarError:
                 print(f"laminar: {name} before the run was up: ending it", file=sys.stderr, flush=True)
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Ends the session that this launch started, and nothing else."""
-        os.killpg(self._process.pid, signal.SIGTERM)
-        timer = threading.Timer(_GONE_SECONDS, lambda: os.killpg(self._process.pid, signal.SIGKILL))
+        self._kill(signal.SIGTERM)
+        timer = threading.Timer(_GONE_SECONDS, self._kill, [signal.SIGKILL])
         timer.daemon = True
         timer.start()
 
+    def _kill(self, number: int) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def complain(self, more: str = "") -> None:
+        """Tells the user why it failed, each line once."""
+        new, self._told = self._causes[self._told :], len(self._causes)
+        for text in new:
+            print(f"{_ERROR} {text}{more}", file=sys.stderr, flush=True)
+
     def wait(self) -> int:
-        """Until torchrun has ended; returns our exit code and explains a death that no rank could explain itself."""
+        """Until torchrun has ended; returns our exit code, and finds the cause if no rank could give it."""
         while True:
             try:
                 code = self._process.wait()
@@ -111,38 +137,38 @@ class Launch:
             except InterruptedError:
                 continue
         self._reader.join(2)
+        os.close(self._meeting)
         self._write_log()
         clean_leftovers(self._config.relay.shm_dir)
         remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
-        if code and not self._errors:
-            print(f"{_ERROR} {self._explain()}", file=sys.stderr, flush=True)
-        return 0 if code == 0 else 2 if self._refused else 1
+        if code == 0:
+            return 0
+        rank, number = self._root_cause()
+        self._causes = self._causes or [self._explain(rank, number)]
+        self.is_permanent = self._refused or number in (REFUSED, PERMANENT)
+        return REFUSED if self._refused or number == REFUSED else 1
 
     def _write_log(self) -> None:
         logs = Path(self._config.run_dir) / "logs"
-        if logs.is_dir():
-            (logs / "torchrun.log").write_text("".join(self._chatter))
+        with suppress(OSError):  # a full disk, which the run itself has named
+            if logs.is_dir():
+                with open(logs / "torchrun.log", "a") as file:
+                    file.writelines(self._chatter)
 
-    def _explain(self) -> str:
-        """Which rank died first, and how, from torchrun's report of the root cause."""
+    def _root_cause(self) -> tuple[int, int]:
+        """The rank that ended first, and its exit code, by torchrun's report; (-1, 1) where that has none."""
         text = "".join(self._chatter)
         root = text[text.find("Root Cause") :] if "Root Cause" in text else text
         rank, code = re.search(r"rank\s*:\s*(\d+)", root), re.search(r"exitcode\s*:\s*(-?\d+)", root)
+        return (int(rank.group(1)), int(code.group(1))) if rank and code else (-1, 1)
+
+    def _explain(self, rank: int, number: int) -> str:
+        """Which rank died first, and how."""
         logs = Path(self._config.run_dir) / "logs"
-        if not rank or not code:
+        if rank < 0:
             return f"the job ended without a word; see {logs}"
         derived = derive(self._config)
-        role = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, self._world, self._config.relay.lanes)[int(rank.group(1))]
-        number = int(code.group(1))
+        lanes = self._config.relay.lanes
+        role = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, self._world, lanes)[rank]
         how = f"was killed by {signal.Signals(-number).name}" if number < 0 else f"ended with exit code {number}"
-        return (
-            f"{role.role} {role.index} {how}; see {logs / f'{role.role}{role.index}.log'}, then go on with the same command and resume=auto"
-        )
-
-
-def run_torchrun(config: RunConfig, overrides: list[str], world_size: int) -> int:
-    """Runs the job to its end. Exit code 0 when it is done or was stopped in order."""
-    launch = Launch(config, overrides, world_size)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, launch.on_signal)
-    return launch.wait()
+        return f"{role.role} {role.index} {how}; see {logs / f'{role.role}{role.index}.log'}{GO_ON}"

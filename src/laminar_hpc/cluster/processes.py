@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pwd
 import signal
 import socket
 from pathlib import Path
@@ -25,10 +26,28 @@ def process_is_alive(pid: int) -> bool:
     return process_started(pid) != ""
 
 
+def process_world() -> str:
+    """What makes process ids mean something: this boot of this machine, and this container."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
 def machine_name(shm_dir: str) -> str:
     """Names what shares memory with this process: the host, and which of its (containers') shared-memory folders it sees."""
     device = os.stat(shm_dir).st_dev if os.path.isdir(shm_dir) else 0
     return f"{socket.gethostname()}/{device}"
+
+
+def parent_process() -> str:
+    """Names this process's parent for good: of a rank, its torchrun."""
+    return f"{socket.gethostname()} {process_world()} {os.getppid()} {process_started(os.getppid())}"
+
+
+def user_name() -> str:
+    """Who runs this process; the number where it has no name, as in many containers."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return f"uid {os.getuid()}"
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

@@ -20,6 +20,10 @@ class Refused(LaminarError):
         Exception.__init__(self, "\n".join(" ".join(line.split()) for line in lines))
 
 
+class PermanentFailure(LaminarError):
+    """Would fail again however often it is started, so `restarts` does not help."""
+
+
 @contextmanager
 def before_it_begins() -> Iterator[None]:
     """Any LaminarError inside becomes Refused: nothing has begun yet."""

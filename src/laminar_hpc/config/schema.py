@@ -248,6 +248,8 @@ class RunConfig:
     steps: int = number(60, at_least=1)  # trainer steps in all, also over a resume
     # auto: go on from run_dir's newest checkpoint; never: an earlier run there is moved aside
     resume: str = choice("auto", "never", default="never")
+    # times per hour that `laminar train` starts the run again after a death; 0 = never
+    restarts: int = number(0, at_least=0)
     source: str = "rollout"  # rollout | replay:RUN_DIR (train again from that run's store)
     store_dir: str = ""  # of the SQLite store, on a local disk of the controller's machine; empty = run_dir
     role: str = choice("all", "trainer", "relay", "rollout", "controller")  # what this torchrun starts

@@ -152,6 +152,11 @@ class Controller:
     # ---- membership ------------------------------------------------------------------------------------------------------------
 
     def on_hello(self, identity: str, hello: m.Hello) -> None:
+        if rival := self.members.rival(hello):
+            where = f"pid {rival.hello.pid} on {rival.hello.machine}"
+            text = f"{rival.name} is in this run already ({where}): start another run_dir, or set first_index"
+            self.outbox.append((identity, m.Failure(text)))
+            return
         earlier = self.members.join(identity, hello)
         if earlier and earlier.identity != identity:
             self.forget(earlier)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.messages import Hello
 
+_SURELY_ALIVE_SECONDS = 2.0  # since its last ping, of one a second: no process is started again so fast
+
 
 @dataclass
 class Member:
@@ -33,6 +35,15 @@ class Members:
         earlier = self.by_place.get(place)
         self.by_place[place] = Member(identity, hello, time.monotonic())
         return earlier
+
+    def rival(self, hello: Hello) -> Member | None:
+        """The live process that has a newcomer's place, if there is one: a second start must not push it out."""
+        member = self.at(hello.role, hello.index)
+        if member is None or (member.hello.machine, member.hello.pid) == (hello.machine, hello.pid):
+            return None
+        if member.hello.machine == self.machine:
+            return member if process_is_alive(member.hello.pid) else None
+        return member if time.monotonic() - member.heard < _SURELY_ALIVE_SECONDS else None
 
     def leave(self, member: Member) -> None:
         self.by_place.pop((member.hello.role, member.hello.index), None)

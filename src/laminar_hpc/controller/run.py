@@ -9,14 +9,18 @@ import logging
 import secrets
 import shutil
 import signal
+import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from laminar_hpc.cluster.address import ADDRESS_FILE, read_address
 from laminar_hpc.cluster.hub import Hub
+from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
-from laminar_hpc.config.errors import LaminarError, before_it_begins
+from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
@@ -24,13 +28,24 @@ from laminar_hpc.config.source import labels, parse_source
 from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.book import Book
 from laminar_hpc.controller.chat import load_chat_template
+from laminar_hpc.controller.ending import finish
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
 from laminar_hpc.controller.prompts import Prompt, PromptSet, check_token_ids, load_prompts, load_tokenizer
-from laminar_hpc.controller.rundir import Start, prepare, store_directory
+from laminar_hpc.controller.rundir import (
+    Start,
+    cause_of_death,
+    note_restart,
+    prepare,
+    store_directory,
+    torchrun_identity,
+    unusable,
+    was_restarted,
+)
 from laminar_hpc.controller.store import Store
-from laminar_hpc.observability import console, report, status, summary
+from laminar_hpc.controller.store_check import check_store
+from laminar_hpc.observability import console, status
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.observability.wandb_mirror import WandbMirror, check_wandb
@@ -39,10 +54,13 @@ from laminar_hpc.weights.layout import slots_root
 
 log = logging.getLogger(__name__)
 _STATUS_SECONDS = 1.0
+_STORE_CHECK_SECONDS = 60.0
 
 
-def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, Start]:
-    """Checks everything that can be checked without the others, then takes the run directory."""
+def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, Start, RunLock]:
+    """Checks everything that can be checked without the others, then takes the run directory and its lock."""
+    run_dir = Path(config.run_dir)
+    refuse_if_held(run_dir)
     derived = check(config)
     check_machine(config, derived)
     check_wandb(config.observability.wandb)
@@ -50,12 +68,30 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, St
         say(text)
     for text in warnings(config, derived):
         say(console.line("warning", text))
-    start = prepare(config)
+    try:
+        lock = RunLock([run_dir, store_directory(config)], lambda text: say(console.line("set-up", text)))
+    except OSError as error:
+        raise unusable(run_dir, error) from error
+    try:
+        return derived, take_run_dir(config, lock, say), lock
+    except BaseException:
+        lock.release()
+        raise
+
+
+def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -> Start:
+    """A fresh run directory, or the earlier run's, of which the store is known to be sound."""
+    start = prepare(config, lock)
     if start.moved_to:
         say(console.line("set-up", f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)"))
     if start.restored_step >= 0:
         say(console.line("set-up", f"going on from the checkpoint of step {start.restored_step}"))
-    return derived, start
+    if start.restored_step >= config.steps:
+        text = f"all {config.steps} steps are trained: only the last evaluation is done now"
+        say(console.line("set-up", text))
+    store, replay = store_directory(config) / "store.sqlite", config.source != "rollout"
+    check_store(store, Path(config.run_dir), start.restored_step, replay, _STORE_CHECK_SECONDS)
+    return start
 
 
 def load_data(config: RunConfig, say: Callable[[str], None]) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
@@ -93,15 +129,21 @@ def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: i
     size = GroupSize(algorithm.first_samples or algorithm.samples_per_prompt, algorithm.more_samples, algorithm.samples_per_prompt)
     book = Book(store, prompts, size, order, algorithm.zero_variance == "filter")
     book.load()
-    replay = Store(Path(config.source.removeprefix("replay:"))) if config.source.startswith("replay:") else None
+    source = Path(config.source.removeprefix("replay:")) if config.source.startswith("replay:") else None
+    replay = Store(source, read_only=True) if source else None
     sampling = config.sampling
     evaluations = Evaluations(held_out, config.evaluation.samples, sampling.temperature, sampling.max_response_tokens) if held_out else None
     if evaluations and start.restored_step < 0:
         evaluations.add("before", 0, derived.rollout_ranks)
+    if was_restarted(config):
+        cause = cause_of_death(Path(config.run_dir))
+        say(console.line("restart", f"by torchrun: {cause}"))
+        note_restart(config, cause, max(0, start.restored_step))
     metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
     metrics.write(
-        "start", restored_step=start.restored_step, pipeline=config.pipeline.name, derived=dataclasses.asdict(derived), epoch=epoch
-    )
+        "start", restored_step=start.restored_step, pipeline=config.pipeline.name, epoch=epoch,
+        derived=dataclasses.asdict(derived), torchrun=torchrun_identity(),
+    )  # fmt: skip
     members = Members(machine, config.cluster.heartbeat_timeout_seconds)
     trace = Trace(Path(config.run_dir), "controller", 0)
     return Controller(config, derived, hub, store, book, evaluations, metrics, members, relays, start.restored_step, replay, say, trace)
@@ -115,39 +157,45 @@ def _mirror(config: RunConfig) -> WandbMirror | None:
 def run(config: RunConfig, relays: int, machine: str, say: Callable[[str], None], redirect_output: Callable[[], None]) -> None:
     """The whole life of the controller. Raises LaminarError when the run fails; returns when it is done or was stopped."""
     with before_it_begins():
-        derived, start = start_up(config, say)
+        derived, start, lock = start_up(config, say)
+    try:
+        run_locked(config, derived, start, lock, relays, machine, say, redirect_output)
+    finally:
+        lock.release()
+
+
+def run_locked(
+    config: RunConfig, derived: Derived, start: Start, lock: RunLock, relays: int, machine: str,
+    say: Callable[[str], None], redirect_output: Callable[[], None],
+) -> None:  # fmt: skip
     run_dir = Path(config.run_dir)
     redirect_output()
-    if start.restored_step >= config.steps:
-        say(console.line("done", f"{run_dir} is complete at step {start.restored_step}; raise steps to go on, or choose another run_dir"))
     (run_dir / "config.yaml").write_text(dump_config(config))
     run_id = f"{run_dir.resolve().name}-{secrets.token_hex(4)}"
     hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
     controller = None
     try:
         controller = build(config, derived, start, hub, relays, machine, say)
-        if start.restored_step >= config.steps:
-            controller.finished = True
         received: list[str] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
-        loop(controller, received)
+        loop(controller, received, lock)
         reason = f"failed: {controller.failure}" if controller.failure else controller.stopping or "done"
         controller.metrics.write("end", reason=reason, step=controller.trainer_step)
     except BaseException as error:
         if controller is not None:
-            controller.metrics.write("end", reason=f"failed: {error}", step=controller.trainer_step)
+            with suppress(OSError):  # a full disk: `error` itself is what the user should read
+                controller.metrics.write("end", reason=f"failed: {error}", step=controller.trainer_step)
         raise
     finally:
         close(controller, hub, run_dir)
         shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)  # a relay that was killed could not
-    if start.restored_step < config.steps:
-        finish(run_dir, controller.stopping, say)
+    finish(run_dir, controller.stopping, say)
     if controller.failure:
-        raise LaminarError(controller.failure)
+        raise PermanentFailure(controller.failure)
 
 
-def loop(controller: Controller, received: list[str]) -> None:
+def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
     """Turns until the work is done, then until all have said goodbye. Bounded by the join and stop time limits."""
     config = controller.config
     wanted = {"trainer": controller.derived.trainer_ranks, "rollout": controller.derived.rollout_ranks}
@@ -156,6 +204,8 @@ def loop(controller: Controller, received: list[str]) -> None:
     shown = 0.0
     while not controller.finished:
         controller.turn()
+        if lock.lost:
+            raise LaminarError(lock.lost)
         if time.monotonic() - shown > _STATUS_SECONDS:
             shown = time.monotonic()
             status.write(Path(config.run_dir), snapshot.status(controller))
@@ -193,16 +243,12 @@ def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:
         controller.tell_all_to_leave("the run has failed" if not controller.finished else "done")
         for identity, message in controller.outbox:
             hub.send(identity, message)
-        controller.store.close()
-        controller.metrics.close()
-        controller.trace.close()
+        for part in (controller.store, controller.metrics, controller.trace):
+            try:
+                part.close()
+            except (OSError, sqlite3.Error):  # a full disk: the others are closed all the same
+                log.exception("%s could not be closed", type(part).__name__)
     hub.close()
-    (run_dir / "controller.json").unlink(missing_ok=True)
-
-
-def finish(run_dir: Path, stopped: str, say: Callable[[str], None]) -> None:
-    """Summary, report and the closing lines."""
-    figures = summary.write(run_dir)
-    page = report.write(run_dir)
-    for text in console.final_lines(figures, run_dir, page, stopped):
-        say(text)
+    now = read_address(run_dir)
+    if now is not None and now.run_id == hub.address.run_id:  # another's stays
+        (run_dir / ADDRESS_FILE).unlink(missing_ok=True)

@@ -1,12 +1,22 @@
 """The run directory at start-up: a fresh one, or the earlier run's to go on with, or an earlier run moved aside. Nothing is deleted."""
 
+import contextlib
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.cluster.address import ADDRESS_FILE
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.cluster.processes import parent_process
+from laminar_hpc.cluster.run_lock import RunLock
+from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.source import labels, parse_source
+from laminar_hpc.observability import jsonl
 from laminar_hpc.weights import checkpoints
+
+_STORE = "store.sqlite"
+_OWNER_FILE = "run_dir"  # beside a store in store_dir: whose it is
 
 
 @dataclass(frozen=True)
@@ -15,27 +25,121 @@ class Start:
     moved_to: Path | None  # where an earlier run went
 
 
-def prepare(config: RunConfig) -> Start:
-    """Makes `run_dir` ready. Raises LaminarError when it cannot be made or written."""
-    run_dir = Path(config.run_dir)
-    moved = None
+def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
+    """Makes `run_dir` ready, under its lock. Raises LaminarError when it cannot be made or written."""
+    run_dir, moved = Path(config.run_dir), None
     try:
+        _own_store(config)
         if (run_dir / "metrics.jsonl").exists() and config.resume == "never":
-            number = next(n for n in range(1, 100_000) if not run_dir.with_name(f"{run_dir.name}.{n}").exists())
-            moved = run_dir.with_name(f"{run_dir.name}.{number}")
-            run_dir.rename(moved)
-            store = store_directory(config) / "store.sqlite"
-            if store.exists():  # with store_dir it is not in the folder that was moved
-                store.rename(store.with_name(f"store.{number}.sqlite"))
+            moved = _move_aside(run_dir, store_directory(config))
+            if lock is not None:
+                lock.moved(run_dir, moved)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LaminarError(f"run_dir={run_dir} cannot be used ({error.strerror}); choose another") from None
+        raise unusable(run_dir, error) from error
     (run_dir / ADDRESS_FILE).unlink(missing_ok=True)
     found = checkpoints.steps(run_dir) if config.resume == "auto" else []
     return Start(found[-1] if found else -1, moved)
+
+
+def unusable(run_dir: Path, error: OSError) -> LaminarError:
+    return Refused([f"run_dir={run_dir} cannot be used ({error.strerror}); choose another"])
+
+
+def _move_aside(run_dir: Path, store: Path) -> Path:
+    """Renames an earlier run, and first its store in store_dir, so that a death in between loses neither."""
+
+    def free(number: int) -> bool:
+        places = run_dir.with_name(f"{run_dir.name}.{number}"), store / f"store.{number}.sqlite"
+        return not any(place.exists() for place in places)
+
+    number = next(n for n in range(1, 100_000) if free(n))
+    if store != run_dir:
+        for suffix in ("-wal", "-shm", ""):  # what was committed last is in the first
+            if (store / (_STORE + suffix)).exists():
+                (store / (_STORE + suffix)).rename(store / f"store.{number}.sqlite{suffix}")
+    return run_dir.rename(run_dir.with_name(f"{run_dir.name}.{number}"))
+
+
+def _own_store(config: RunConfig) -> None:
+    """Runs of the same name in different folders must not share a store in store_dir."""
+    folder, mine = store_directory(config), str(Path(config.run_dir).resolve())
+    if folder == Path(config.run_dir):
+        return
+    note = folder / _OWNER_FILE
+    if note.exists() and (other := note.read_text().strip()) != mine:
+        text = f"{folder} holds the store of another run, {other}: set another store_dir or give run_dir another name"
+        raise Refused([f"{text} (if that run was moved to {mine}, write this path into {note})"])
+    folder.mkdir(parents=True, exist_ok=True)
+    note.write_text(mine + "\n")
 
 
 def store_directory(config: RunConfig) -> Path:
     """Where the store is: run_dir, or a folder of this run's name under store_dir."""
     run_dir = Path(config.run_dir)
     return Path(config.store_dir) / run_dir.resolve().name if config.store_dir else run_dir
+
+
+# ---- what earlier launches did -----------------------------------------------------------------------------
+
+
+def torchrun_identity() -> str:
+    """Of the torchrun that started this process; goes into the metrics."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {parent_process()}"
+
+
+def was_restarted(config: RunConfig) -> bool:
+    """Whether torchrun itself (--max-restarts) starts the run of `run_dir` again, so that it goes on.
+
+    The count of restarts alone does not tell: on a node where nothing failed it stays 0."""
+    mine, counted = torchrun_identity(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    starts = list(jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start"))
+    last = starts[-1].get("torchrun", "") if starts else ""
+    named = mine.split(" ")[0] not in ("", "none")
+    same_name = named and last.split(" ")[0] == mine.split(" ")[0]
+    return "RANK" in os.environ and (last == mine or (counted and same_name))
+
+
+def cause_of_death(run_dir: Path) -> str:
+    """Why the newest launch ended, as far as its controller could still say."""
+    reason = "a process died, and the controller could not say which"
+    for record in jsonl.read(run_dir / "metrics.jsonl", "start", "end"):
+        ended = record["kind"] == "end"
+        reason = str(record.get("reason", "")) if ended else "the controller died or was killed"
+    return reason.removeprefix("failed: ")
+
+
+def note_restart(config: RunConfig, cause: str, step: int) -> int:
+    """Keeps a restart after step `step` in the metrics, which nobody else writes between two lives.
+
+    Returns the step of the checkpoint to go on from, -1 = none."""
+    run_dir = Path(config.run_dir)
+    restored = max(checkpoints.steps(run_dir), default=-1)
+    if (run_dir / "metrics.jsonl").exists():
+        with contextlib.suppress(OSError):  # a full disk stops the next life, and that one says so
+            metrics = jsonl.Appender(run_dir / "metrics.jsonl")
+            fields = {"cause": cause, "step": step, "restored_step": restored}
+            metrics.write({"kind": "restart", "time": time.time(), **fields})
+            metrics.close()
+    return restored
+
+
+def completed_step(config: RunConfig) -> int | None:
+    """The step of a run that resume=auto finds complete: all steps trained and checkpointed, the last weights
+    evaluated. None where something is left to do."""
+    found = checkpoints.steps(Path(config.run_dir)) if config.resume == "auto" else []
+    if not found or found[-1] < config.steps:
+        return None
+    if config.source.startswith("replay:") or not config.evaluation.files:
+        return found[-1]
+    key = "evaluation.files"
+    files = labels(key, [parse_source(key, file) for file in config.evaluation.files])
+    names = ("greedy", "sampled") if config.evaluation.samples else ("greedy",)
+    wanted = {(file, name) for file in files for name in names}
+    done: set[tuple[str, str]] = set()
+    for record in jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start", "evaluation"):
+        if record["kind"] == "start" and record.get("restored_step", -1) < found[-1]:
+            done.clear()  # the last steps were done again
+        elif record.get("label") == "after" and record.get("step", -1) >= found[-1]:
+            done.add((record.get("file", ""), record.get("name", "")))
+    return found[-1] if wanted <= done else None

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
+from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.check import check_store_directory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages import Trajectory, encode
@@ -31,27 +32,41 @@ CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
 class Store:
     """All SQL of the controller. Every method works inside the open transaction; `commit` ends it."""
 
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        check_store_directory(directory)
+    def __init__(self, directory: Path, read_only: bool = False) -> None:
+        """`read_only`: that of another run, which may be a live one, for a replay; only `payloads` and
+        `consumed_groups` work."""
         self.path = directory / "store.sqlite"
         try:
+            if read_only:
+                uri = f"{self.path.resolve().as_uri()}?mode=ro"
+                self._db = sqlite3.connect(uri, uri=True, isolation_level=None)
+                self._db.execute("SELECT 1 FROM groups LIMIT 1").fetchone()
+                return
+            directory.mkdir(parents=True, exist_ok=True)
+            check_store_directory(directory)
             self._db = sqlite3.connect(self.path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(_SCHEMA)
             self._db.execute("BEGIN IMMEDIATE")
         except sqlite3.DatabaseError as error:
-            raise LaminarError(f"{self.path} cannot be used as the store ({error}); move it away or choose another run_dir") from None
+            if is_full_disk(error):
+                raise
+            cure = "restore it from a copy" if read_only else "move it away or choose another run_dir"
+            raise LaminarError(f"{self.path} cannot be used as the store ({error}); {cure}") from None
 
     def commit(self) -> None:
         self._db.execute("COMMIT")
         self._db.execute("BEGIN IMMEDIATE")
 
     def close(self) -> None:
-        self._db.execute("COMMIT")
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        self._db.close()
+        """Commits and closes. On a full disk that raises sqlite3.Error; what was committed before is safe."""
+        try:
+            if self._db.in_transaction:
+                self._db.execute("COMMIT")
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            self._db.close()
 
     # ---- counters --------------------------------------------------------------------------------------------------------------
 

@@ -45,12 +45,17 @@ class Appender:
             self._file.close()
 
 
-def read(path: Path) -> Iterator[dict]:
-    """The objects of `path` in order; nothing if the file is not there. Lines that a death tore apart are left out."""
+def read(path: Path, *kinds: str) -> Iterator[dict]:
+    """The objects of `path` in order, or only those of these kinds, which is faster.
+
+    Nothing if there is no file; lines that a death tore apart are left out."""
     if not path.is_file():
         return
+    wanted = [f'"kind":"{kind}"'.encode() for kind in kinds]
     with open(path, "rb") as file:
         for line in file:
+            if wanted and not any(words in line for words in wanted):
+                continue
             try:
                 yield _decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Fields that say which one was measured rather than what: they become part of the TensorBoard tag.
 LABELS = {"evaluation": ("file", "name"), "pull": ("replica",), "relay": ("index",), "logprob_gap": ("replica",)}
-NOT_CURVES = frozenset({"start", "end", "given_up", "lost", "regranted", "move", "move_off", "repack"})
+NOT_CURVES = frozenset({"start", "end", "restart", "given_up", "lost", "regranted", "move", "move_off", "repack"})
 TENSORBOARD_FLUSH_SECONDS = 5
 
 
@@ -45,8 +45,10 @@ class MetricsWriter:
         elif kind not in NOT_CURVES and isinstance(fields.get("step"), int):
             board = self._board or self._open_board(None)
             found = list(curves(record))
-            for tag, value in found:
-                board.add_scalar(tag, value, global_step=fields["step"], walltime=record["time"])
+            # on a full disk the thread behind it dies, and its queue would block us for good
+            if board.file_writer.event_writer._worker.is_alive():
+                for tag, value in found:
+                    board.add_scalar(tag, value, global_step=fields["step"], walltime=record["time"])
             if self._mirror is not None:
                 self._mirror.log(found, fields["step"])
         elif kind == "end" and self._mirror is not None:

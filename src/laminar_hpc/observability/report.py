@@ -291,6 +291,11 @@ def launches(run: Run) -> str:
         end = launch.reason or "none recorded"
         cells = (index, started, origin, len(launch.steps), duration(launch.end - launch.start), end)
         rows += tag("tr", "".join(tag("td", text(cell)) for cell in cells))
+    for restart in run.records.get("restart", []):
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(restart["time"]))
+        origin, why = f"step {max(0, restart['restored_step'])}", f"because: {restart['cause']}"
+        cells = ("restart", when, origin, "", "", why)
+        rows += tag("tr", "".join(tag("td", text(cell)) for cell in cells))
     kinds = ("given_up", "lost", "regranted")
     incidents = [f"{len(run.records[kind])} × {kind.replace('_', ' ')}" for kind in kinds if kind in run.records]
     if run.abandoned_steps:

@@ -49,6 +49,7 @@ def figures(run: Run) -> dict:
         "trajectories_trained": _per_step(run, "trajectories", Counter(t.consumed_step for t in run.consumed)),
         "trajectories_to_070": trajectories_to_goal(steps),
         "response_tokens_trained": _per_step(run, "response_tokens", _summed(run, lambda t: t.response_length)),
+        "restarts": len(run.records.get("restart", [])),
         "wall_seconds": sum(launch.end - launch.start for launch in run.launches),
         "tokens_per_second": tokens_per_second(run),
         "max_versions_per_trajectory": max(run.versions(), default=_whole_max(steps, "versions_per_trajectory_max")),

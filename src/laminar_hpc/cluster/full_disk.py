@@ -1,0 +1,57 @@
+"""A disk without room: recognised through whatever a library made of it, and said with the place and the
+cure."""
+
+import errno
+import os
+import sqlite3
+import tempfile
+from pathlib import Path
+
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.observability.console import size
+from laminar_hpc.weights.checkpoints import steps
+
+_WORDS = ("No space left on device", "Disk quota exceeded", "disk is full")
+_NO_ROOM_BYTES = 1 << 20
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether it came, however indirectly, from a disk without room."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if isinstance(cause, sqlite3.Error | RuntimeError | OSError) and any(words in str(cause) for words in _WORDS):
+            return True
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def full_disk_text(error: BaseException, config: RunConfig) -> str:
+    """One line: which disk is full, how to go on, and what is safe. "" if the error is of another kind."""
+    places = {
+        f"run_dir={config.run_dir}": Path(config.run_dir),
+        f"store_dir={config.store_dir}": Path(config.store_dir or config.run_dir),
+        f"relay.shm_dir={config.relay.shm_dir}": Path(config.relay.shm_dir),
+        f"the folder for temporary files, {tempfile.gettempdir()}": Path(tempfile.gettempdir()),
+    }
+    room = {name: found for name, path in places.items() if (found := _room(path)) is not None}
+    full = [name for name in room if room[name] < _NO_ROOM_BYTES]
+    if not is_full_disk(error) and not (full and "write" in str(error)):
+        return ""
+    place = full[0] if full else getattr(error, "filename", None) or next(iter(places))
+    left = f" ({size(room[place])} left)" if place in room else ""
+    found = steps(Path(config.run_dir))
+    safe = f"the checkpoint of step {found[-1]}" if found else "step 0, as there is no checkpoint yet"
+    return f"no room on the disk of {place}{left}: make room, then go on with the same command and resume=auto, which begins at {safe}"
+
+
+def _room(path: Path) -> int | None:
+    """Bytes that this user may still write there; 0 without inodes; None where there is no such folder."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return 0 if found.f_files and not found.f_favail else found.f_bavail * found.f_frsize

@@ -1,0 +1,78 @@
+"""Whether a run can go on with its store: looked at before anything is opened for writing.
+
+With an older or an empty store a run would train trajectories twice and break its staleness bound, without a
+sign.
+"""
+
+import sqlite3
+import threading
+from pathlib import Path
+
+from laminar_hpc.cluster.full_disk import is_full_disk
+from laminar_hpc.config.errors import Refused
+from laminar_hpc.weights.checkpoints import checkpoint_path
+
+
+def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, seconds: float) -> None:
+    """Raises Refused if the store at `path` is damaged, or older than the checkpoint of `restored_step` (-1 =
+    none).
+
+    Reads all of it, a second per gigabyte or less; after `seconds` it counts as whole. A replay stores no
+    trajectories of its own, so it needs no store."""
+    if not path.is_file() or path.stat().st_size == 0:
+        if restored_step > 0 and not replay:
+            raise Refused([_refusal(path, "is missing or empty", run_dir, restored_step)])
+        return
+    try:
+        # without a write-ahead log SQLite need not create files of its own to read
+        how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, check_same_thread=False)
+        try:
+            damage = _quick_check(connection, seconds)
+            last = -1 if damage else _last_step(connection)
+        finally:
+            connection.close()
+    except sqlite3.DatabaseError as error:
+        if is_full_disk(error) or "locked" in str(error):
+            raise
+        damage, last = str(error), -1
+    if damage:
+        raise Refused([_refusal(path, f"is damaged ({damage})", run_dir, restored_step)])
+    if last < restored_step and not replay:
+        text = f"is older than the newest checkpoint (it ends at step {max(0, last)})"
+        raise Refused([_refusal(path, text, run_dir, restored_step)])
+
+
+def _quick_check(connection: sqlite3.Connection, seconds: float) -> str:
+    """The first damage that SQLite finds, or ""."""
+    timer = threading.Timer(seconds, connection.interrupt)
+    timer.start()
+    try:
+        [(found,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
+    except sqlite3.OperationalError as error:
+        if "interrupted" not in str(error):
+            raise
+        return ""
+    finally:
+        timer.cancel()
+        timer.join()
+    return "" if found == "ok" else " ".join(found.split())
+
+
+def _last_step(connection: sqlite3.Connection) -> int:
+    """The last step whose batch is on record; 0 where none is."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'groups'").fetchone():
+        return 0
+    rows = connection.execute("SELECT MAX(consumed_step) + 1 FROM groups WHERE state = 'consumed'")
+    return rows.fetchone()[0] or 0
+
+
+def _refusal(path: Path, what: str, run_dir: Path, restored_step: int) -> str:
+    if restored_step < 1:
+        return f"{path} {what}; nothing was changed: no checkpoint needs it yet, so move it away and start again"
+    weights = checkpoint_path(run_dir, restored_step) / "hf"
+    return (
+        f"{path} {what}; nothing was changed: restore it from a copy that is not older than the checkpoint of "
+        f"step {restored_step}, or begin another run with that checkpoint's weights: model.path={weights} "
+        "run_dir=ANOTHER (the optimizer's state and the trajectories not yet trained are left behind)"
+    )

@@ -1,0 +1,81 @@
+"""What `laminar train` does around the job: refuse what cannot begin, start it, and start it again after a
+death.
+
+A restart goes on from the newest checkpoint. `policies/restarts.py` says when there is none; nor is there one
+after an ordered stop, a refusal or a failure that would come again for sure. Each is said on the console and
+noted in the metrics (kind `restart`).
+"""
+
+import signal
+import time
+from pathlib import Path
+
+from laminar_hpc.cluster.launch import GO_ON, Launch
+from laminar_hpc.cluster.run_lock import refuse_if_held
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.ending import close_completed
+from laminar_hpc.controller.rundir import note_restart, store_directory
+from laminar_hpc.controller.store_check import check_store
+from laminar_hpc.observability import console, jsonl
+from laminar_hpc.policies.restarts import Restarts
+from laminar_hpc.weights import checkpoints
+
+_STORE_CHECK_SECONDS = 0.5  # a first look: the controller takes the time to read all of it
+
+
+def nothing_to_start(config: RunConfig) -> bool:
+    """Whether the run is complete, which is then said. Raises Refused when another run is live in its
+    folders, or when its store is damaged."""
+    run_dir, store = Path(config.run_dir), store_directory(config)
+    refuse_if_held(run_dir)
+    refuse_if_held(store)
+    if close_completed(config, lambda text: print(text, flush=True)):
+        return True
+    if config.resume == "auto":
+        newest = max(checkpoints.steps(run_dir), default=-1)
+        check_store(store / "store.sqlite", run_dir, newest, config.source != "rollout", _STORE_CHECK_SECONDS)
+    return False
+
+
+def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
+    """Runs the job to its end. Exit code 0 when it is done or was stopped in order, 2 when it was refused,
+    else 1."""
+    restarts, signals, started = Restarts(config.restarts), list[int](), time.time()
+    launch = Launch(config, overrides, world_size)
+
+    def on_signal(number: int, _: object) -> None:
+        signals.append(number)
+        launch.on_signal(number)
+
+    for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(wanted, on_signal)
+    while True:
+        code = launch.wait()
+        if code == 0:
+            return 0
+        step = last_step(Path(config.run_dir))
+        why_not = restarts.refusal(launch.cause, step, time.time())
+        if signals or launch.is_permanent or why_not:
+            launch.complain(f"; not started again: {why_not}" if why_not and config.restarts and not signals else "")
+            return code
+        cause = launch.cause.removesuffix(GO_ON)
+        restored = note_restart(config, cause, step)
+        origin = f"from the checkpoint of step {restored}" if restored >= 0 else "from the beginning"
+        count = f"{len(restarts.times)} of {config.restarts} within an hour"
+        print(console.line("restart", f"{count}, {origin}: {cause}"), flush=True)
+        resume = ["resume=auto"] if has_begun(config, started) else []
+        launch = Launch(config, [*overrides, *resume], world_size)
+        if signals:  # it came between two lives
+            launch.end()
+
+
+def has_begun(config: RunConfig, since: float) -> bool:
+    """Whether this job has a run of its own in run_dir, rather than an earlier one that it was to move
+    aside."""
+    starts = list(jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start"))
+    return bool(starts) and starts[-1]["time"] >= since
+
+
+def last_step(run_dir: Path) -> int:
+    """The newest step done; 0 before the first."""
+    return next((r["step"] for r in reversed(list(jsonl.read(run_dir / "metrics.jsonl", "step")))), 0)

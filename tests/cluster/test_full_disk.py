@@ -1,0 +1,82 @@
+"""A full disk is recognised through whatever a library makes of it, and nothing waits or breaks because of it."""
+
+import errno
+import os
+import sqlite3
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from laminar_hpc.cluster.full_disk import full_disk_text, is_full_disk
+from laminar_hpc.cluster.launch import Launch
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.store import Store
+from laminar_hpc.observability.metrics import MetricsWriter
+
+
+def config_of(run_dir: Path) -> RunConfig:
+    return RunConfig(run_dir=str(run_dir))
+
+
+def test_a_device_without_room_is_named_with_the_cure(tmp_path):
+    """Promise: the real error of a real device, also under another exception, becomes one line with disk and cure."""
+    with pytest.raises(RuntimeError) as raised:
+        try:
+            with open("/dev/full", "wb", buffering=0) as file:
+                file.write(b"x")
+        except OSError as error:
+            raise RuntimeError("a library failed") from error
+    text = full_disk_text(raised.value, config_of(tmp_path))
+    assert text.startswith(f"no room on the disk of run_dir={tmp_path} (") and "\n" not in text
+    assert text.endswith("go on with the same command and resume=auto, which begins at step 0, as there is no checkpoint yet")
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), True),
+        (RuntimeError("Parent directory ...: [Errno 28] No space left on device"), True),
+        (ValueError("disk is full of surprises"), False),
+        (OSError(errno.EACCES, "Permission denied"), False),
+    ],
+)
+def test_which_errors_are_of_a_full_disk(tmp_path, error, full):
+    """Promise: a quota and a library's own words count; other errors keep their own text."""
+    assert is_full_disk(error) == full and bool(full_disk_text(error, config_of(tmp_path))) == full
+
+
+def test_a_store_that_cannot_grow_keeps_what_it_committed(tmp_path):
+    """Promise: SQLite's own error is recognised, closing does not hide it, and what was committed is whole."""
+    store = Store(tmp_path)
+    store.put("kept", 1)
+    store.commit()
+    store._db.execute("COMMIT")
+    [(pages,)] = store._db.execute("PRAGMA page_count").fetchall()
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    store._db.execute("BEGIN IMMEDIATE")
+    with pytest.raises(sqlite3.OperationalError) as raised:
+        for number in range(100_000):
+            store.put(f"lost {number}", number)
+    assert is_full_disk(raised.value)
+    store.close()
+    assert Store(tmp_path).get("kept", 0) == 1
+
+
+def test_the_launcher_ends_without_a_traceback(tmp_path):
+    """Promise: torchrun's chatter, which is written last, finds no room, and nobody has to read about it."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "torchrun.log").symlink_to("/dev/full")
+    Launch._write_log(SimpleNamespace(_config=config_of(tmp_path), _chatter=["x" * 100_000]))  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(60)
+def test_curves_do_not_block_the_controller(tmp_path):
+    """Promise: when TensorBoard's writing thread has died, metrics are still written and nothing waits for it."""
+    metrics = MetricsWriter(tmp_path)
+    metrics.write("start", restored_step=-1)
+    assert metrics._board is not None
+    metrics._board.file_writer.event_writer._worker.stop()
+    for step in range(20):
+        metrics.write("step", step=step, loss=0.5, entropy=0.1)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 21

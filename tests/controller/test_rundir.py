@@ -1,0 +1,211 @@
+"""The run directory at start-up: what is complete, what is moved aside, whose the store is, and whether it is
+sound."""
+
+import json
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc.config.errors import Refused
+from laminar_hpc.config.load import load_config
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller import rundir
+from laminar_hpc.controller.rundir import cause_of_death, completed_step, note_restart, prepare, was_restarted
+from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.store_check import check_store
+from laminar_hpc.weights.checkpoints import checkpoint_path
+
+FILE = "heldout"  # the label of the demo's held-out file
+
+
+def config_of(run_dir: Path, *words: str) -> RunConfig:
+    return load_config(["experiment=demo", f"run_dir={run_dir}", "resume=auto", "steps=4", *words])
+
+
+def lines(run_dir: Path, *records: dict) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+
+
+def checkpoint(run_dir: Path, step: int) -> None:
+    path = checkpoint_path(run_dir, step)
+    path.mkdir(parents=True)
+    (path / "state.json").write_text("{}")
+
+
+def start(restored: int = -1, **fields: object) -> dict:
+    return {"kind": "start", "time": 1.0, "restored_step": restored, **fields}
+
+
+def evaluated(step: int, name: str, label: str = "after") -> dict:
+    return {"kind": "evaluation", "time": 2.0, "name": name, "file": FILE, "label": label, "step": step}
+
+
+# ---- complete ----------------------------------------------------------------------------------------------
+
+
+def test_complete_means_trained_and_evaluated(tmp_path):
+    """Promise: a run is complete only with its last checkpoint and every evaluation of the last weights."""
+    config = config_of(tmp_path)
+    lines(tmp_path, start(), evaluated(0, "greedy", "before"), evaluated(0, "sampled", "before"))
+    assert completed_step(config) is None, "no checkpoint"
+    checkpoint(tmp_path, 4)
+    assert completed_step(config) is None, "no evaluation after"
+    lines(tmp_path, evaluated(4, "greedy"))
+    assert completed_step(config) is None, "the sampled evaluation is missing"
+    assert completed_step(config_of(tmp_path, "evaluation.samples=0")) == 4
+    lines(tmp_path, evaluated(4, "sampled"))
+    assert completed_step(config) == 4
+    assert completed_step(config_of(tmp_path, "steps=5")) is None, "raised steps go on"
+    assert completed_step(config_of(tmp_path, "resume=never")) is None, "resume=never begins anew"
+    lines(tmp_path, start(restored=2))
+    assert completed_step(config) is None, "the last steps are being done again"
+
+
+def test_a_replay_or_a_run_without_evaluation_is_complete_with_its_checkpoint(tmp_path):
+    """Promise: what evaluates nothing waits for no evaluation."""
+    lines(tmp_path, start())
+    checkpoint(tmp_path, 4)
+    assert completed_step(config_of(tmp_path, "evaluation.files=[]")) == 4
+    assert completed_step(config_of(tmp_path, f"source=replay:{tmp_path}")) == 4
+
+
+# ---- torchrun's own restarts -------------------------------------------------------------------------------
+
+
+def test_a_run_that_torchrun_restarts_goes_on(tmp_path, monkeypatch):
+    """Promise: --max-restarts resumes what this torchrun began, on nodes where nothing failed as well, and
+    never what an earlier job left in the folder."""
+    config = config_of(tmp_path, "resume=never")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job7")
+    lines(tmp_path, start(torchrun="job6 elsewhere 1"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not was_restarted(config), "another job's run"
+    lines(tmp_path, start(torchrun="job7 another-node 1"))
+    assert was_restarted(config)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not was_restarted(config)
+    lines(tmp_path, start(torchrun=rundir.torchrun_identity()))
+    assert was_restarted(config), "the same torchrun, whose own count is still 0"
+
+
+def test_the_cause_of_a_death_is_what_the_controller_could_say(tmp_path):
+    """Promise: the line of a restart by torchrun names the cause if there was time to write it down."""
+    lines(tmp_path, start(), {"kind": "end", "time": 2.0, "reason": "failed: relay 0 has died"})
+    assert cause_of_death(tmp_path) == "relay 0 has died"
+    lines(tmp_path, start())
+    assert "controller died" in cause_of_death(tmp_path)
+    checkpoint(tmp_path, 2)
+    assert note_restart(config_of(tmp_path), "x", 3) == 2
+    kept = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"kind": "restart", "cause": "x", "step": 3, "restored_step": 2}.items() <= kept.items()
+
+
+# ---- moved aside -------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_run_and_its_store_elsewhere_are_moved_aside_whole(tmp_path):
+    """Promise: nothing is overwritten: the write-ahead log goes with its store, and a number is used once for
+    both."""
+    config = config_of(tmp_path / "run", "resume=never", f"store_dir={tmp_path}/stores")
+    folder = tmp_path / "stores" / "run"
+    prepare(config)
+    lines(tmp_path / "run", start())
+    for name in ("store.sqlite", "store.sqlite-wal"):
+        (folder / name).write_text(name)
+    (folder / "store.1.sqlite").write_text("of an earlier run whose folder was deleted")
+    moved = prepare(config).moved_to
+    assert moved == tmp_path / "run.2" and (moved / "metrics.jsonl").exists()
+    assert (folder / "store.2.sqlite").read_text() == "store.sqlite"
+    assert (folder / "store.2.sqlite-wal").read_text() == "store.sqlite-wal"
+    assert (folder / "store.1.sqlite").exists() and not (folder / "store.sqlite").exists()
+
+
+def test_runs_of_the_same_name_do_not_share_a_store(tmp_path):
+    """Promise: with one store_dir, the run a/demo cannot take the store of the run b/demo."""
+    prepare(config_of(tmp_path / "a" / "demo", f"store_dir={tmp_path}/stores"))
+    prepare(config_of(tmp_path / "a" / "demo", f"store_dir={tmp_path}/stores"))
+    with pytest.raises(Refused, match=f"holds the store of another run, {tmp_path}/a/demo: set another store_dir"):
+        prepare(config_of(tmp_path / "b" / "demo", f"store_dir={tmp_path}/stores"))
+
+
+# ---- the store ---------------------------------------------------------------------------------------------
+
+
+def make_store(folder: Path, steps: int) -> Path:
+    """A store of so many steps of a group each."""
+    store = Store(folder)
+    for step in range(steps):
+        store.add_group(step, 0, step, step, step + 1, 0.0)
+        for sample in range(50):
+            store.add_trajectory(50 * step + sample, step, sample, 0, step, step)
+        store.consume([step], step)
+    store.close()
+    return folder / "store.sqlite"
+
+
+def refused(path: Path, restored: int, replay: bool = False) -> str:
+    """The text of the refusal, "" if there is none; fails when anything in the folder changes."""
+    before = {p.name: p.read_bytes() for p in path.parent.iterdir() if p.is_file()}
+    try:
+        check_store(path, path.parent, restored, replay, 60.0)
+        return ""
+    except Refused as error:
+        return str(error)
+    finally:
+        assert before == {p.name: p.read_bytes() for p in path.parent.iterdir() if p.is_file()}, "nothing is changed"
+
+
+def test_a_sound_store_passes(tmp_path):
+    """Promise: a whole store goes with any checkpoint that is not newer; a fresh run needs none."""
+    path = make_store(tmp_path, 4)
+    assert refused(path, 4) == refused(path, 2) == refused(path, -1) == ""
+    path.unlink()
+    assert refused(path, -1) == refused(path, 4, replay=True) == ""
+
+
+@pytest.mark.parametrize("damage", ["no database", "cut off", "a page overwritten", "emptied", "missing"])
+def test_a_damaged_store_is_refused_with_the_choices(tmp_path, damage):
+    """Promise: one line names the file, what is wrong, and how to go on; nothing is overwritten."""
+    path = make_store(tmp_path, 4)
+    content = path.read_bytes()
+    assert len(content) > 5 * 4096
+    if damage == "no database":
+        path.write_bytes(b"x" * len(content))
+    elif damage == "cut off":
+        os.truncate(path, len(content) // 2)
+    elif damage == "a page overwritten":
+        path.write_bytes(content[:8192] + b"\x07" * 8192 + content[16384:])
+    elif damage == "emptied":
+        os.truncate(path, 0)
+    else:
+        path.unlink()
+    text = refused(path, 4)
+    assert text.startswith(f"{path} is ") and "restore it from a copy" in text and "\n" not in text
+    assert f"model.path={tmp_path}/checkpoints/step_000004/hf run_dir=ANOTHER" in text
+    if damage not in ("emptied", "missing"):
+        assert "move it away and start again" in refused(path, -1), "without a checkpoint that is the cure"
+
+
+def test_a_store_older_than_the_checkpoint_is_refused(tmp_path):
+    """Promise: an old copy would train trajectories twice, so it is not gone on with."""
+    assert "older than the newest checkpoint (it ends at step 4)" in refused(make_store(tmp_path, 4), 6)
+
+
+def test_a_replay_reads_the_store_of_a_live_run_without_touching_it(tmp_path):
+    """Promise: source=replay of a run that is going on neither waits for its store nor locks it."""
+    live = Store(tmp_path)
+    live.add_group(0, 0, 0, 0, 1, 0.0)
+    live.consume([0], 0)
+    live.commit()
+    replay = Store(tmp_path, read_only=True)
+    assert replay.consumed_groups(0) == [0] and replay.payloads([0]) == []
+    live.put("x", 1)
+    live.commit()
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        replay.put("x", 2)
+    live.close()
