@@ -28,9 +28,7 @@ TRIES = 2  # fresh engines in a row before the weights themselves are held to be
 LEASE_SECONDS = 30.0  # longest time in which every slot looked at is being rewritten
 
 
-OVERFLOW_CURE = (
-    "its arithmetic overflows; set model.dtype=bfloat16 or float32, or another rollout.engine_arguments.attention_backend"
-)
+OVERFLOW_CURE = "it overflows: set model.dtype=bfloat16 or float32, or another rollout.engine_arguments.attention_backend"
 
 
 class SlotRefused(LaminarError):
