@@ -28,15 +28,9 @@ def test_a_model_with_one_nan_is_refused_by_name(untied_model: Path, tmp_path: P
     tensors = load_file(model / "model.safetensors")
     tensors[DOWN][3, 7] = math.nan
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        LaminarError, match=r"down_proj\.weight \(1 of 1,536 values, the first at \[3, 7\]\) is NaN"
-    ) as error:
+    with pytest.raises(LaminarError, match=r"down_proj\.weight \(1 of 1,536 values, the first at \[3, 7\]\) is NaN") as error:
         MegatronPolicy(tiny.make_config(model))
-    assert (
-        str(model) in str(error.value)
-        and "download it again" in str(error.value)
-        and "\n" not in str(error.value)
-    )
+    assert str(model) in str(error.value) and "download it again" in str(error.value) and "\n" not in str(error.value)
 
 
 class _Recorder:
@@ -51,9 +45,7 @@ class _Recorder:
         self.published.append(step)
 
 
-def test_weights_that_training_made_infinite_are_not_published(
-    untied_model: Path, tmp_path: Path, world: None
-) -> None:
+def test_weights_that_training_made_infinite_are_not_published(untied_model: Path, tmp_path: Path, world: None) -> None:
     """Promise: the trainer's loop ends before they leave, with the tensor, the step and the learning rate in one line."""
     policy, taken = MegatronPolicy(tiny.make_config(untied_model, optimizer__lr=0.5)), _Recorder()
     context = RoleContext(
@@ -77,9 +69,7 @@ def test_weights_that_training_made_infinite_are_not_published(
     assert taken.published == [6]
 
 
-def test_weights_too_large_to_compute_with_are_not_published(
-    untied_model: Path, tmp_path: Path, world: None
-) -> None:
+def test_weights_too_large_to_compute_with_are_not_published(untied_model: Path, tmp_path: Path, world: None) -> None:
     """Promise: finite weights with which the trainer itself gets no finite log-probs go to no engine."""
     policy = MegatronPolicy(tiny.make_config(untied_model))
     with torch.no_grad():
@@ -97,9 +87,7 @@ def test_weights_too_large_to_compute_with_are_not_published(
         Trace(tmp_path, "trainer", 0),
     )
     publisher = Publisher(context, policy)
-    with pytest.raises(
-        LaminarError, match=r"the weights of step 3 are finite, but the log-probs .* lower optimizer\.lr"
-    ):
+    with pytest.raises(LaminarError, match=r"the weights of step 3 are finite, but the log-probs .* lower optimizer\.lr"):
         publisher.publish(3)
     publisher.close()
 
@@ -126,7 +114,4 @@ def test_every_place_and_kind_is_found(dtype: torch.dtype) -> None:
             bad = torch.ones(33, 65, dtype=dtype)
             bad[place] = value
             assert not all_finite([*fine, bad])
-            assert (
-                culprits([("fine", fine[0]), ("bad", bad)])
-                == f"bad (1 of 2,145 values, the first at {list(place)})"
-            )
+            assert culprits([("fine", fine[0]), ("bad", bad)]) == f"bad (1 of 2,145 values, the first at {list(place)})"

@@ -160,9 +160,11 @@ class SglangServer(KvEngine):
             if time.monotonic() - t0 > limit:
                 words = self.process.last_words()
                 raise LaminarError(f"{self.name} did not answer within rollout.engine_start_seconds={limit:g}: {words} (log: {self.log})")
+            self.process.note_shared_memory(every=1.0)
             await asyncio.sleep(0.05)
         self.process.watch_members()
         await self.ping()
+        self.process.note_shared_memory()
         await self._post("/freeze_gc", {}, CONTROL_SECONDS)  # objects made at the start are never collected: shorter pauses later
         return time.monotonic() - t0
 
@@ -272,6 +274,7 @@ class SglangServer(KvEngine):
         if not paused:
             await self.flush()  # the scheduler may not yet have put away the last request that it answered
         replies = await self._call(protocol.Load(str(directory), paused), CONTROL_SECONDS)
+        self.process.note_shared_memory()
         await self._post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False}, CONTROL_SECONDS)
         return whole_sums(self._shards, [reply.sums for reply in replies])
 

@@ -19,8 +19,6 @@ def culprits(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in tensors:
         if not all_finite([tensor]):
             wrong = (~torch.isfinite(tensor)).nonzero()
-            found.append(
-                f"{name} ({len(wrong):,} of {tensor.numel():,} values, the first at {wrong[0].tolist()})"
-            )
+            found.append(f"{name} ({len(wrong):,} of {tensor.numel():,} values, the first at {wrong[0].tolist()})")
     more = f" and {len(found) - _NAMED} more tensors" if len(found) > _NAMED else ""
     return ", ".join(found[:_NAMED]) + more
