@@ -6,7 +6,7 @@ laminar top RUN_DIR [--once]      a run as it goes: ranks, weights, KV cache, qu
 laminar report RUN_DIR            write summary.json and report.html again
 laminar sim EXPERIMENT [key=value ...] [--json]   simulate pipelines and scales; no GPU needed
 laminar plan QUESTION [key=value ...] [--json]    divide a cluster between trainer, relays and rollouts
-laminar doctor                    what this machine can run
+laminar doctor [--clean]          what this machine can run; --clean removes what killed runs have left here
 """
 
 import importlib

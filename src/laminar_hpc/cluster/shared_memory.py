@@ -86,7 +86,7 @@ def noted(folder: Path) -> list[Path]:
     """The segments that the folder's note names and that are still there."""
     try:
         lines = (folder / NOTE_FILE).read_text().splitlines()
-    except FileNotFoundError:
+    except OSError:
         return []
     found = []
     for inode, _, name in (line.partition(" ") for line in lines):
@@ -100,10 +100,11 @@ def remove_noted(folder: Path) -> bool:
     """Removes what the folder's note names but for what a living process has; whether nothing is left."""
     paths = noted(folder)
     inodes = held(_pids()) if paths else set()
-    left = [path for path in paths if path.stat().st_ino in inodes]
-    for path in set(paths) - set(left):
-        path.unlink(missing_ok=True)
-    return not left
+    for path in paths:
+        status = _status(path)
+        if status is not None and status.st_ino not in inodes:
+            path.unlink(missing_ok=True)
+    return not noted(folder)
 
 
 def _status(path: Path) -> os.stat_result | None:

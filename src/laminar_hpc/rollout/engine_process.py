@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from laminar_hpc.cluster import folders, shared_memory
-from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, claim, remove_abandoned
+from laminar_hpc.cluster import folders, leftovers, shared_memory
+from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, claim
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.rollout.sglang_plugin import protocol, serve
 
@@ -37,11 +37,6 @@ _ERROR_LINE = re.compile(
 
 class EngineDied(LaminarError):
     """The engine's process has ended."""
-
-
-def clean_leftovers() -> list[Path]:
-    """Removes the temporary folders of engines whose rollout worker is dead; returns what was removed."""
-    return remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
 
 
 def hold_port() -> socket.socket:
@@ -114,7 +109,7 @@ class EngineProcess:
 
     def start(self, arguments: list[str]) -> None:
         """Starts the server with SGLang's `arguments` on a free loopback port. The end of the calling thread ends the child."""
-        clean_leftovers()
+        leftovers.clean()
         self.folder = Path(tempfile.mkdtemp(prefix=ENGINE_FOLDER_PREFIX))
         claim(self.folder)
         self._note = shared_memory.Note(self.folder)
