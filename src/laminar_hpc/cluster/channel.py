@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
@@ -23,6 +24,7 @@ from laminar_hpc.messages import Failure, Goodbye, Hello, Message, Ping, Pong, R
 log = logging.getLogger(__name__)
 _PING_SECONDS = 1.0
 _ASLEEP_SECONDS = 5.0  # a turn of the thread that took so long: this process stood still, not the controller
+RUN_FAILED = "the run has failed"  # reason of a Stop
 SAME_VERSION = "install the same version of laminar_hpc on all machines"
 _RECONNECT_SECONDS = 3.0  # a connection that carries nothing for so long is made anew
 
@@ -142,6 +144,9 @@ class Channel:
                 self._dealer.send(encode(Ping(self.load)))
             if not lost and (how := self._controller_gone(now - heard)):
                 lost = True
+                if terminal.shared() and self._neighbour is not None and not process_is_alive(self._neighbour):
+                    self._deliver(StopReceived(RUN_FAILED))  # who started the controller says how it died
+                    continue
                 self._deliver(
                     ControllerLost(
                         f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, then go on with the same "

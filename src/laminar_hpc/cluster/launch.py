@@ -109,8 +109,8 @@ class Launch:
         self._write_log()
         clean_leftovers(self._config.relay.shm_dir)
         remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
-        if code and not self._errors:
-            print(f"{_ERROR} {self._explain()}", file=sys.stderr, flush=True)
+        if code and not self._errors and (why := self._explain()):
+            print(f"{_ERROR} {why}", file=sys.stderr, flush=True)
         return 0 if code == 0 else 1
 
     def _write_log(self) -> None:

@@ -19,9 +19,10 @@ from collections.abc import Callable
 import msgspec
 
 from laminar_hpc import messages as m
+from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.cluster.hub import Hub, Refused
-from laminar_hpc.cluster.processes import oom_kills
+from laminar_hpc.cluster.processes import oom_kills, process_is_alive
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import model_config
@@ -226,7 +227,9 @@ class Controller:
     def on_Failure(self, member: Member, failure: m.Failure) -> None:
         self.members.leave(member)
         if member.hello.role in ("rollout", "relay") and self.separate:
-            self.say(f"{member.name} failed: {failure.text}")
+            log.error("%s failed: %s", member.name, failure.text)
+            if not terminal.shared():
+                self.say(f"{member.name} failed: {failure.text}; the others go on")
             self.forget(member)
         elif not self.ending:
             raise LaminarError("a worker has failed")  # it has said itself why
@@ -240,9 +243,14 @@ class Controller:
             how = f"was killed for want of memory: {_MEMORY_CURES.get(member.hello.role, 'give the container more')}"
         log_file = f"logs/{member.hello.role}{member.hello.index}.log in the run directory"
         text = f"{member.name} (pid {member.hello.pid} on {member.hello.machine}) {how}; see {log_file}"
+        told = terminal.shared() and member.hello.machine == self.members.machine and not process_is_alive(member.hello.pid)
+        if told and member.hello.role == "trainer":
+            raise LaminarError("a worker has failed")
         if not self.separate or member.hello.role == "trainer":
             raise LaminarError(f"{text}, then go on with the same command and resume=auto")
-        self.say(f"{text}; the others go on")
+        log.error(text)
+        if not told:
+            self.say(f"{text}; the others go on")
 
     def forget(self, member: Member) -> None:
         """What a rollout had in hand goes to others; a relay's neighbours are joined."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from laminar_hpc.cluster.channel import RUN_FAILED
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values
 from laminar_hpc.config.errors import LaminarError
@@ -186,7 +187,7 @@ def loop(controller: Controller, received: list[str]) -> None:
 def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:
     """Tells whoever is left to leave, and lets go of files and sockets; also after a failure."""
     if controller is not None:
-        controller.tell_all_to_leave("the run has failed" if not controller.finished else "done")
+        controller.tell_all_to_leave(RUN_FAILED if not controller.finished else "done")
         for identity, message in controller.outbox:
             hub.send(identity, message)
         controller.store.close()
