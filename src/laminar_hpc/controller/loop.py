@@ -457,6 +457,8 @@ class Controller:
         record = self.metrics.write("step", **fields)
         left = console.eta(self.step_seconds, self.config.steps - self.trainer_step)
         self.say(console.step_line(record, self.config.steps, left))
+        if skipped := done.metrics.get("skipped_updates"):
+            self.say(console.skipped_line(self.trainer_step, round(skipped), self.config.optimizer.max_skipped_updates))
         every = self.config.evaluation.every
         if self.evaluations and every and self.trainer_step % every == 0 and self.trainer_step < self.config.steps:
             self.evaluations.add("step", self.trainer_step, 1)
