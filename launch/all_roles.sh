@@ -40,6 +40,9 @@ while [ ${#role_of[@]} -gt 0 ]; do
   role=${role_of[$ended]}; unset "role_of[$ended]"
   [ $code != 0 ] || continue
   failed=1                                        # it has said why
-  case $role in controller|trainer) end ;; esac
+  case $role in
+    controller) end ;;
+    trainer) laminar stop "$run_dir" >/dev/null 2>&1 || true ;;    # if it had not joined; else the controller has ended the run
+  esac
 done
 exit $failed
