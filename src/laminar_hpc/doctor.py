@@ -1,8 +1,8 @@
 """`laminar doctor [--clean]`: one line for each thing a run needs from this machine, with the cure where something is wrong.
 
 It reads package metadata and /proc instead of importing torch or SGLang, so it answers in a second and also where an import
-would crash. Each line is `ok|warn|FAIL  what: value  (cure)`; the exit code is 1 when a line says FAIL. With --clean it first
-removes what killed runs have left in shared memory and the folder for temporary files.
+would crash. Each line is `ok|warn|FAIL  what: value  (cure)`; the exit code is 1 when a line says FAIL. With --clean it
+removes what killed runs have left in shared memory and in the folder for temporary files.
 """
 
 import importlib.metadata

@@ -24,7 +24,8 @@ def claim(folder: Path) -> None:
 def abandoned(parent: Path, prefix: str) -> list[Path]:
     """The folders `parent`/`prefix`* whose owner is dead.
 
-    Not among them: what belongs to another user, to a living process, or to one of another container or boot, and what names no owner.
+    Not among them: what belongs to another user, to a living process, or to one of another container or boot, and what
+    names no owner.
     """
     found = []
     for folder in parent.glob(f"{prefix}*"):
@@ -40,8 +41,8 @@ def abandoned(parent: Path, prefix: str) -> list[Path]:
 
 
 def remove(folder: Path) -> bool:
-    """Removes a folder with the shared memory that its note names. Whether all of it is gone: what a process still has stays, and the
-    folder with it, so that the next one who looks finds both."""
+    """Removes a folder and the shared memory that its note names. Returns whether all of it is gone: segments that a process
+    still has stay, and the folder with them, so that whoever looks next finds both."""
     if not remove_noted(folder):
         return False
     shutil.rmtree(folder, ignore_errors=True)

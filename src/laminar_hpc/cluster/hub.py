@@ -1,7 +1,7 @@
 """The controller's end of all channels: one encrypted ROUTER socket that lets in only who holds the run's client key.
 
-Not a thread: the controller's loop polls it. Whoever gets in holds the run's key, so a frame that is no message is a bug or
-another version of laminar_hpc: it comes out as `Refused`, and the loop decides what ends.
+Not a thread: the controller's loop polls it. Whoever gets in holds the run's key, so a frame that is no message is a
+bug or another version of laminar_hpc: it comes out as `Refused`, and the loop decides what ends.
 """
 
 import socket
@@ -57,8 +57,8 @@ class Hub:
         return self._address
 
     def poll(self, seconds: float, most: int = 1000) -> list[tuple[str, AnyMessage | Refused]]:
-        """What has come, as (sender's identity, message): waits up to `seconds` for the first, then takes at most `most` that
-        are there."""
+        """What has come, as (sender's identity, message): waits up to `seconds` for the first, then takes at most `most`
+        that are there."""
         messages: list[tuple[str, AnyMessage | Refused]] = []
         timeout = seconds * 1000
         while len(messages) < most:

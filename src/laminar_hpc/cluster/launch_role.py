@@ -2,9 +2,9 @@
 
     python -m laminar_hpc.cluster.launch_role ROLE PROCESSES run_dir=... [overrides]
 
-It is launch.Launch with another last word: a death is one line that says who died, how, and what starting it again can do. torchrun's
-chatter goes to RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the run cannot do without its controller and trainer,
-so theirs become `laminar stop`; a relay's or a rollout's end these processes only.
+A launch.Launch whose last word differs: a death is one line that says who died, how, and what starting it again can do.
+torchrun's chatter goes to RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the run cannot do without its
+controller and trainer, so theirs become `laminar stop`; a relay's or a rollout's end these processes only.
 """
 
 import re
@@ -43,7 +43,7 @@ class RoleLaunch(Launch):
             (logs / f"torchrun-{self._role}{self._config.first_index}.log").write_text("".join(self._chatter))
 
     def _explain(self) -> str:
-        """As launch.Launch's; "" where nobody needs to be told: it was ended by its user, or what failed has said so here."""
+        """Who died and how. "" where nobody needs to be told: the user ended it, or what failed has said so here."""
         text = "".join(self._chatter)
         root = text[text.find("Root Cause") :] if "Root Cause" in text else text
         rank, code = re.search(r"rank\s*:\s*(\d+)", root), re.search(r"exitcode\s*:\s*(-?\d+)", root)

@@ -1,8 +1,8 @@
-"""Segments in /dev/shm that the engine's processes make and, when killed, leave: noted while they live, removed when they are dead.
+"""Segments in /dev/shm that an engine's processes make and leave when killed: noted while they live, removed once dead.
 
-SGLang, NCCL and CUDA name their segments as they like, so a name proves nothing. A segment is noted as a session's if one of its
-processes has it mapped or open, it is this user's, and it was not there before the session began. It is removed when no living
-process has it any more. The note lies in the session's own folder, whose owner is on record (folders.py).
+SGLang, NCCL and CUDA name their segments as they like, so a name proves nothing. A segment is noted as a session's if one
+of its processes has it mapped or open, it is this user's, and it was not there before the session began. It is removed
+when no living process has it any more. The note lies in the session's own folder, whose owner is on record (folders.py).
 """
 
 import os
@@ -45,7 +45,7 @@ def session(leader: int) -> Iterator[int]:
 
 
 def held(pids: Iterable[int]) -> set[int]:
-    """Inodes under /dev/shm that these processes have mapped or open; of a process that may not be looked into, none."""
+    """Inodes under /dev/shm that these processes have mapped or open; none of a process that we may not look into."""
     inodes = set()
     for pid in pids:
         try:
@@ -69,7 +69,7 @@ class Note:
     noted: set[Segment] = field(default_factory=set)
 
     def update(self, leader: int) -> None:
-        """Adds what the session of `leader` holds by now. Looks into its processes only where /dev/shm has something new."""
+        """Adds what the session of `leader` holds by now. Looks into its processes only if /dev/shm has something new."""
         new = present() - self.before - self.noted
         if not new:
             return

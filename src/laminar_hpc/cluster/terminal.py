@@ -1,7 +1,7 @@
 """Who tells the user of a death, when every role has a torchrun of its own.
 
-Apart, on several machines, each tells it where it is seen: the one who started the process, the controller, and whoever waits for it.
-Under launch/all_roles.sh all of them print to one terminal: there only the one who started the process does, who knows most of it.
+On several machines everybody who sees it does: who started the process, the controller, and whoever waits for it. Under
+launch/all_roles.sh they all print to one terminal: there only who started the process does, and knows most about it.
 """
 
 import os

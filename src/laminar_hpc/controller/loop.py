@@ -159,8 +159,8 @@ class Controller:
         return None
 
     def on_refused(self, identity: str, reason: str) -> None:
-        """The sender has the run's key, so it is a bug or another version: whatever it wanted to say is lost, and waiting for it
-        would end in a time-out. The sender ends with this reason; so does the run, unless it can do without the sender."""
+        """The sender has the run's key, so it is a bug or another version. What it wanted to say is lost, and whoever waits
+        for it would time out: the sender ends with this reason, and so does the run, unless it can do without it."""
         member = self.members.of(identity)
         text = f"a message from {member.name if member else identity} was refused: {reason}; {SAME_VERSION}"
         log.error(text)
