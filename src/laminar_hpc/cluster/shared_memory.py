@@ -67,6 +67,7 @@ class Note:
     folder: Path
     before: set[Segment] = field(default_factory=present)
     noted: set[Segment] = field(default_factory=set)
+    doubtful: set[Segment] = field(default_factory=set)  # new, but nobody of the session had it at the last look
 
     def update(self, leader: int) -> None:
         """Adds what the session of `leader` holds by now. Looks into its processes only if /dev/shm has something new."""
@@ -75,6 +76,8 @@ class Note:
             return
         inodes = held(session(leader))
         ours = {segment for segment in new if segment.inode in inodes}
+        self.before |= self.doubtful & (new - ours)  # seen twice with others: who makes a segment maps it at once
+        self.doubtful = new - ours
         if ours:
             self.noted |= ours
             whole = "".join(f"{segment.inode} {segment.name}\n" for segment in sorted(self.noted, key=lambda s: s.name))
