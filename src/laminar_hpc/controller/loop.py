@@ -171,7 +171,8 @@ class Controller:
             raise LaminarError(text)
         self.members.leave(member)
         self.forget(member)
-        self.say(f"{text}; the others go on")
+        if not terminal.shared():
+            self.say(f"{text}; the others go on")
 
     def tick(self) -> None:
         for member in self.members.dead():
