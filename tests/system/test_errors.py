@@ -83,19 +83,6 @@ def test_one_nan_in_the_model_ends_the_run_as_soon_as_it_is_read(tmp_path):
     run.assert_gone()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_weights_that_training_spoils_are_neither_published_nor_saved(tmp_path):
-    """A learning rate that makes them infinite: the step's own line with tensor and cure, and no checkpoint of it."""
-    run = Run(tmp_path / "run", "optimizer.lr=1e39", "steps=6", "checkpoint.every=1", "evaluation.problems=8")
-    run.read_until("laminar: error:", seconds=200)
-    assert run.finish(40) == 1 and len(run.errors) == 1, run.errors
-    assert "the weights are not finite: model.embed_tokens.weight (2,048 of 2,048 values" in run.errors[0]
-    assert "optimizer.lr (it is 1e+39)" in run.errors[0]
-    spoilt = int(run.errors[0].split("after step ")[1].split()[0])
-    assert not (tmp_path / f"run/checkpoints/step_{spoilt:06d}").exists()
-
-
 def test_a_row_without_its_field_ends_the_run_with_file_and_row(tmp_path):
     rows = Path(examples_directory("arithmetic/data/train.jsonl")).read_text().splitlines()
     rows[7] = json.dumps({"question": "1+1="})
