@@ -5,27 +5,33 @@
 # TRAINERS, ROLLOUTS and LANES are the numbers of processes (default 1 each), as trainer.data_parallel, rollout.replicas and
 # relay.lanes say.
 # Ctrl-C and TERM become `laminar stop`: the step is finished, a checkpoint written, and the exit code is 0. A second one
-# ends the torchruns at once. A relay or rollout that dies is named and may be started again by its own script; without
-# its controller or trainer the run is stopped. The exit code is 1 if any role failed.
+# ends the torchruns at once. Every death is one line here that says what to do. After that of a relay or rollout the others
+# go on, and its own script starts it again; after that of the controller or a trainer the run ends, and this script with
+# resume=auto goes on from the newest checkpoint. The exit code is 1 if any role failed, 2 if the configuration is refused.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 [ $# -ge 1 ] || usage
-python -m laminar_hpc.cluster.run_lock "$1"     # a live run is left alone
-run_dir=$1 here=$(dirname "$0") signals=0 failed=0
+run_dir=$1 here=$(dirname "$0") signals=0 failed=0; shift
+python -m laminar_hpc.cluster.run_lock "$run_dir"     # a live run is left alone
 declare -A role_of=()         # process id -> role
+export LAMINAR_ONE_TERMINAL=1  # so that one of them tells of a death, not all
+
+# all roles would refuse the same: this one says it
+laminar train run_dir="$run_dir" "$@" dry_run=true >/dev/null || exit $?
 
 stop() {
   # `timeout` and some terminals deliver one wish twice at once
   if [ $signals = 1 ] && [ $((SECONDS - asked)) -lt 2 ]; then return; fi
   signals=$((signals + 1)) asked=$SECONDS
   if [ $signals = 1 ]; then laminar stop "$run_dir" || signals=2; fi
-  if [ $signals -ge 2 ]; then kill -TERM "${!role_of[@]}" 2>/dev/null || true; fi
+  if [ $signals -ge 2 ]; then end; fi
 }
+end() { kill -TERM "${!role_of[@]}" 2>/dev/null || true; }
 trap stop INT TERM USR1
 
 for role in controller relay rollout trainer; do
   # its own session, so that Ctrl-C reaches this script only; a parent-death signal, so that it does not outlive it
-  setpriv --pdeathsig TERM setsid "$here/$role.sh" "$@" </dev/null &
+  setpriv --pdeathsig TERM setsid "$here/$role.sh" "$run_dir" "$@" </dev/null &
   role_of[$!]=$role
 done
 
@@ -34,11 +40,10 @@ while [ ${#role_of[@]} -gt 0 ]; do
   [ -n "${ended:-}" ] || continue                 # a trapped signal ended the wait, not a role
   role=${role_of[$ended]}; unset "role_of[$ended]"
   [ $code != 0 ] || continue
-  failed=1
-  echo "launch: $role ended with exit code $code" >&2
+  failed=1                                        # it has said why
   case $role in
-    controller|trainer) [ $signals != 0 ] || stop ;;
-    *) echo "launch: the others go on; to start it again: $here/$role.sh $*" >&2 ;;
+    controller) end ;;
+    trainer) laminar stop "$run_dir" >/dev/null 2>&1 || true ;;    # if it had not joined; else the controller has ended the run
   esac
 done
 exit $failed

@@ -21,8 +21,9 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import keep_to_loopback, launch_id
-from laminar_hpc.cluster.channel import Channel, StopReceived
+from laminar_hpc.cluster.channel import RUN_FAILED, Channel, StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.devices import use_devices
 from laminar_hpc.cluster.full_disk import full_disk_text
@@ -40,7 +41,6 @@ from laminar_hpc.messages import Failure, Hello
 from laminar_hpc.observability import console
 
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
-_RUN_FAILED = "the run has failed"
 
 
 def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
@@ -194,7 +194,7 @@ def main(overrides: list[str]) -> int:
         else:
             run_worker(config, mine, here)
     except StopReceived as stop:
-        return 1 if stop.reason == _RUN_FAILED else 0
+        return terminal.FAILED_ELSEWHERE if stop.reason == RUN_FAILED else 0
     except Refused as error:
         if int(os.environ.get("RANK", "0")) == 0 or mine is not None:
             for line in str(error).splitlines():
@@ -203,9 +203,11 @@ def main(overrides: list[str]) -> int:
             time.sleep(10)  # as below
         return REFUSED
     except LaminarError as error:
+        if str(error) == "a worker has failed":  # it has said itself why
+            return terminal.FAILED_ELSEWHERE
         if mine is None and os.environ.get("RANK", "0") != "0":
             time.sleep(10)  # all ranks see this error: rank 0 says it, and its exit makes torchrun end the others
-        if str(error) != "a worker has failed" and (mine is not None or int(os.environ.get("RANK", "0")) == 0):
+        if mine is not None or int(os.environ.get("RANK", "0")) == 0:
             voice.complain(f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error))
         if isinstance(error, PermanentFailure):
             return PERMANENT

@@ -169,7 +169,11 @@ COMMANDS: dict[str, Command] = {
         keys=True,
         help=plan_help,
     ),
-    "doctor": Command(elsewhere("laminar_hpc.doctor"), "what this machine can run"),
+    "doctor": Command(
+        elsewhere("laminar_hpc.doctor"),
+        "what this machine can run, and what killed runs have left on it, which --clean removes",
+        options=("--clean",),
+    ),
 }
 
 

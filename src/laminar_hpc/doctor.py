@@ -1,7 +1,8 @@
-"""`laminar doctor`: one line for each thing a run needs from this machine, with the cure where something is wrong.
+"""`laminar doctor [--clean]`: one line for each thing a run needs from this machine, with the cure where something is wrong.
 
 It reads package metadata and /proc instead of importing torch or SGLang, so it answers in a second and also where an import
-would crash. Each line is `ok|warn|FAIL  what: value  (cure)`; the exit code is 1 when a line says FAIL.
+would crash. Each line is `ok|warn|FAIL  what: value  (cure)`; the exit code is 1 when a line says FAIL. With --clean it
+removes what killed runs have left in shared memory and in the folder for temporary files.
 """
 
 import importlib.metadata
@@ -15,6 +16,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from laminar_hpc.cluster import leftovers
 
 GIB = 2**30
 DEMO_MEMORY = 5 * GIB  # controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
@@ -178,6 +181,23 @@ def machine() -> Iterator[Finding]:
     yield Finding("warn" if network else "ok", "disk", f"{_bytes(shutil.disk_usage('.').free)} free here, on {kind}", cure)
 
 
+def left_behind(clean: bool = False) -> Iterator[Finding]:
+    """What killed runs have left here, by kind; or, with `clean`, what of it has just been removed."""
+    found = leftovers.clean() if clean else leftovers.find()
+    kinds = {what: [each.size for each in found if each.what == what] for what in dict.fromkeys(each.what for each in found)}
+    value = ", ".join(f"{what} of {len(sizes)} ({_bytes(sum(sizes))})" for what, sizes in kinds.items())
+    if clean:
+        for each in found:
+            yield Finding("ok", "removed", f"{each.what} {each.path}, {_bytes(each.size)}")
+        found = leftovers.find()
+        value = ", ".join(str(each.path) for each in found)
+        yield Finding("warn", "left behind", value, "a process still has them") if found else Finding("ok", "left behind", "nothing")
+    elif found:
+        yield Finding("warn", "left behind", f"{value}, by runs that were killed", "laminar doctor --clean, or the next start")
+    else:
+        yield Finding("ok", "left behind", "nothing")
+
+
 def network() -> Iterator[Finding]:
     """A free port of the loopback interface that accepts a connection."""
     try:
@@ -221,17 +241,19 @@ def demo() -> Iterator[Finding]:
         yield Finding("ok", "demo", "fits: laminar train experiment=demo")
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (python_and_compiler, torch_and_gpus, engines, machine, network, slurm, demo)
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    python_and_compiler, torch_and_gpus, engines, left_behind, machine, network, slurm, demo,
+)  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
-    """Prints the findings; returns 1 if one of them is a FAIL, 2 for arguments (there are none)."""
-    if argv:
-        print("usage: laminar doctor", file=sys.stderr)
+    """Prints the findings; returns 1 if one of them is a FAIL, 2 for other arguments than --clean."""
+    if argv not in ([], ["--clean"]):
+        print("usage: laminar doctor [--clean]", file=sys.stderr)
         return 2
     failed = False
     for check in CHECKS:
-        for finding in check():
+        for finding in check(True) if argv and check is left_behind else check():
             print(finding, flush=True)
             failed |= finding.level == "FAIL"
     return int(failed)

@@ -9,8 +9,8 @@ import zmq
 
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.address import read_address
-from laminar_hpc.cluster.channel import Channel, ControllerLost, StopReceived
-from laminar_hpc.cluster.hub import Hub
+from laminar_hpc.cluster.channel import Channel, ControllerLost, MessageRefused, StopReceived
+from laminar_hpc.cluster.hub import Hub, UnreadableMessage
 from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.config.errors import LaminarError
 
@@ -115,12 +115,46 @@ def test_nobody_gets_in_without_the_runs_key(tmp_path, served):
     context.term()
 
 
-def test_garbage_is_dropped_and_the_channel_lives(tmp_path, served):
+GARBAGE = (
+    b"",
+    b"\xff\x00garbage",
+    m.encode(m.Ping())[:-1],
+    b"\x81\xa4type\xa4Nope",
+    m.encode(m.Scored(1, 0, None, {}, "", 0.0)),
+    m.encode(m.PromptGroup(0, [], "", {"a": 0}, []))[:-2] + b"\x81\xa1a" * 100_000 + b"\xc0",
+)
+
+
+def test_garbage_comes_out_as_refused_and_the_channel_lives(tmp_path, served):
+    """Frames of all kinds, a nesting that is too deep among them, are told to the loop with their sender and a reason."""
     channel = connect(tmp_path)
-    for frame in (b"", b"\xff\x00garbage", m.encode(m.Ping())[:-1], b"\x81\xa4type\xa4Nope"):
+    for frame in GARBAGE:
         channel._outgoing.put(frame)
     channel.send(m.NewWeightId(1))
     assert isinstance(channel.request(m.NewWeightId(2), m.WeightId, timeout=5, what="an id"), m.WeightId)
+    refused = [(identity, message) for identity, message in served.got if isinstance(message, UnreadableMessage)]
+    assert len(refused) == len(GARBAGE) and all(identity == "trainer:0:i" and message.reason for identity, message in refused)
+    assert refused[4][1].reason == "Expected `float`, got `None` - at `$.reward`"
+    channel.close()
+
+
+@pytest.mark.parametrize("frame", GARBAGE[1:3])
+def test_what_the_worker_cannot_read_is_raised_where_it_waits(tmp_path, served, frame):
+    """A worker whose controller says what it cannot read ends at once, with the reason; it does not wait for an answer that it
+    has thrown away."""
+    channel = connect(tmp_path)
+    served.hub._router.send_multipart([b"trainer:0:i", frame])
+    with pytest.raises(MessageRefused, match=r"a message from the controller was refused: .*install the same version"):
+        channel.receive(5, "anything")
+    channel.close()
+
+
+def test_a_controllers_failure_is_the_workers(tmp_path, served):
+    """What the controller has against a worker is the worker's error."""
+    channel = connect(tmp_path)
+    served.hub.send("trainer:0:i", m.Failure("you speak another language"))
+    with pytest.raises(LaminarError, match=r"^you speak another language$"):
+        channel.receive(5, "anything")
     channel.close()
 
 

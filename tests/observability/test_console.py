@@ -91,3 +91,8 @@ def test_derived_block_is_aligned():
     values = ["1", "3.1 MB", "none", "1m32s"]
     assert [line.split("  ")[-1].strip() for line in lines] == values
     assert len({line.rindex(value) for line, value in zip(lines, values, strict=True)}) == 1
+
+
+def test_a_skipped_update_is_seen():
+    """Promise: gradients that are not finite are no secret of the metrics: step, number and the limit are on the console."""
+    assert console.skipped_line(7, 2, 5).endswith("step 7: 2 updates had gradients that are not finite; 5 in a row end the run")

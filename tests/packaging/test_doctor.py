@@ -12,7 +12,7 @@ from laminar_hpc import doctor
 
 TOPICS = (
     "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|KV migration|apex|transformer-engine|"
-    "cores|memory|/dev/shm|disk|loopback|Slurm|demo"
+    "left behind|cores|memory|/dev/shm|disk|loopback|Slurm|demo"
 )
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from laminar_hpc.cluster.address import read_address
+
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = ("controller", "trainer", "relay", "rollout", "all_roles")
 
@@ -21,9 +23,41 @@ def test_without_arguments_each_script_says_how_it_is_used(name: str) -> None:
     assert done.returncode == 2 and done.stdout.startswith(f"launch/{name}.sh RUN_DIR [overrides]")
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def test_the_death_of_a_role_is_one_line(tmp_path: Path) -> None:
+    """Promise: kill -9 of a rank leaves one line on its script's terminal, with what to do; torchrun's words lie in a log."""
+    run_dir = tmp_path / "run"
+    script = subprocess.Popen(
+        [REPOSITORY / "launch/controller.sh", run_dir, "experiment=demo"],
+        cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while (address := read_address(run_dir)) is None:
+        assert script.poll() is None and time.monotonic() < deadline, "the controller was not up within 60 s"
+        time.sleep(0.05)
+    os.kill(address.pid, signal.SIGKILL)
+    _, error = script.communicate(timeout=30)
+    assert script.returncode == 1 and error == (
+        f"laminar: error: controller 0 was killed by SIGKILL; see {run_dir}/logs/controller0.log; the run ends without it; start all "
+        "roles again with resume=auto: it goes on from its newest checkpoint\n"
+    )
+    assert "SIGKILL" in (run_dir / "logs/torchrun-controller0.log").read_text()
+
+
+def test_what_all_roles_would_refuse_is_said_once(tmp_path: Path) -> None:
+    """Exit code 2 and one line, before any torchrun."""
+    words = [REPOSITORY / "launch/all_roles.sh", tmp_path / "run", "experiment=demo", "nonsense=1"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("laminar: error: ") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    return subprocess.Popen([REPOSITORY / "launch/all_roles.sh", run_dir, "experiment=demo", *overrides], cwd=REPOSITORY, env=environment)
+    words = [REPOSITORY / "launch/all_roles.sh", run_dir, "experiment=demo", *overrides]
+    return subprocess.Popen(words, cwd=REPOSITORY, env=environment())
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Real SGLang behind the adapter: its numbers are transformers' numbers, its port tells the truth, its failures are one line."""
 
 import asyncio
+import math
 import shutil
 import stat
 import time
@@ -11,14 +12,14 @@ import psutil
 import pytest
 import torch
 import zmq
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engines import EOS, Pair, file_sums, fill_slot, hf_logprobs, make_model, reference
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import puller
 from laminar_hpc.rollout.batch import objection
-from laminar_hpc.rollout.puller import Puller, SlotRefused, SumsDiffer
+from laminar_hpc.rollout.puller import EngineOverflows, Puller, SlotRefused, SumsDiffer
 from laminar_hpc.rollout.sglang_plugin import protocol
 from laminar_hpc.rollout.sglang_server import REPORTS_SPANS, SglangServer, sampling_parameters
 from laminar_hpc.weights.manifest import WEIGHTS_FILE
@@ -228,6 +229,26 @@ def test_a_flipped_bit_is_found_after_the_load(pair, slots, tmp_path, monkeypatc
     assert set(pulled.parts) == {"lock", "check", "load", "sums", "probe"}
 
 
+def test_weights_with_which_the_engine_overflows_are_refused_at_once(pair, slots, tmp_path, monkeypatch):
+    """The engine answers null for each log-prob that is not finite. A pull whose probe comes out so is refused with engine, step,
+    cure and log, and without a fresh engine, which would do the same; a response is never trained on; the next weights mend it."""
+    monkeypatch.setattr(puller, "TRIES", 2)
+    monkeypatch.setattr(Puller, "_kill", lambda _: pytest.fail("a fresh engine was started"))
+    made = Puller(SlotReader(str(tmp_path), "run"), probe_sequences(500), Trace(tmp_path, "rollout", 1), lambda: pair.engines[1], lambda: 1)
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(pair.models[1], spoilt)
+    tensors = load_file(spoilt / WEIGHTS_FILE)
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 5] = math.nan
+    save_file(tensors, spoilt / WEIGHTS_FILE, {"format": "pt"})
+    fill_slot(slots, spoilt, 6, 4)
+    with pytest.raises(EngineOverflows, match=r"engine 1 holds the trainer's weights of step 4 .* set model\.dtype=.*engine1\.log"):
+        pair.loop.run(made.pull())
+    generation = generate_all(pair, sampling(pair, 1.0, 4), "6", engine=1)[0]
+    assert math.isnan(generation.logprobs[0]) and objection(generation, 6) == "the log-prob of response token 0 is not finite"
+    fill_slot(slots, pair.models[0], 7, 5)
+    assert pair.loop.run(made.pull()).weight_id == 7
+
+
 def test_a_missing_tensor_and_a_wrong_shape_are_found_before_the_load(pair, slots, tmp_path, monkeypatch):
     """SGLang would load the rest and answer success, and would end itself on a wrong shape: neither is ever given to it."""
     monkeypatch.setattr(SglangServer, "load", lambda *_: pytest.fail("it was loaded"))
@@ -237,8 +258,6 @@ def test_a_missing_tensor_and_a_wrong_shape_are_found_before_the_load(pair, slot
     for change in (lambda t: t.pop("lm_head.weight"), lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:400]})):
         tensors = dict(load_file(other / WEIGHTS_FILE))
         change(tensors)
-        from safetensors.torch import save_file
-
         save_file(tensors, directory / WEIGHTS_FILE)  # the file differs from its manifest
         with pytest.raises(SlotRefused, match="not laid out as its manifest says"):
             pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())

@@ -14,9 +14,11 @@ import psutil
 import pytest
 
 from engines import ended, engine_config, make_model
+from laminar_hpc.cluster import leftovers
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
+from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.rollout.engine_process import FOREIGN_VARIABLES, EngineDied, EngineProcess, clean_leftovers, hold_port, last_words
+from laminar_hpc.rollout.engine_process import FOREIGN_VARIABLES, EngineDied, EngineProcess, hold_port, last_words
 from laminar_hpc.rollout.sglang_server import SglangServer
 
 PARENT = """
@@ -28,6 +30,7 @@ from laminar_hpc.rollout.sglang_server import SglangServer
 async def main(model, folder):
     config = RunConfig()
     config.model.path = model
+    config.rollout.tensor_parallel = 2
     engine = SglangServer(config, 0, Path(folder))
     await engine.start(Path(model), "0", 1)
     print(json.dumps(engine.process.pid), flush=True)
@@ -80,21 +83,24 @@ def test_a_worker_needs_no_torch():
 
 
 def test_no_process_outlives_the_rank(parent):
-    """kill -9 of a rollout rank takes the server, the scheduler and the detokenizer with it; the next start removes what it leaves."""
+    """kill -9 of a rollout rank takes the server, the schedulers and the detokenizer with it; the next start removes what it leaves:
+    the engine's files, and the shared memory in which its tensor-parallel ranks talk."""
     engine = psutil.Process(json.loads(parent.stdout.readline()))
     family = [engine, *engine.children(recursive=True)]
-    assert len(family) == 3
-    files = {Path(file.path) for process in family for file in process.open_files()}
+    names = [process.cmdline()[0] for process in family]
+    assert [sum(name.startswith(f"sglang::{role}") for name in names) for role in ("scheduler", "detokenizer")] == [2, 1]
     folder = next(
         path
         for path in Path(tempfile.gettempdir()).glob(f"{ENGINE_FOLDER_PREFIX}*")
         if (path / OWNER_FILE).is_file() and (path / OWNER_FILE).read_text().split()[0] == str(parent.pid)
     )
-    assert not {path for path in files if path.is_relative_to("/dev/shm")}  # nothing would remove it
+    segments = {Path(file.path) for process in family for file in process.open_files() if file.path.startswith("/dev/shm/")}
+    assert segments and set(noted(folder)) == segments
     parent.send_signal(signal.SIGKILL)
     assert ended(family)
     parent.wait()
-    assert folder in clean_leftovers() and not folder.exists()
+    assert folder in [each.path for each in leftovers.clean()] and not folder.exists()
+    assert not [path for path in segments if path.exists()]
 
 
 def test_an_engine_that_does_not_answer_in_time(model, tmp_path):

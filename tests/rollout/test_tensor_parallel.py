@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engines import LoopThread, ended, engine_config, file_sums, fill_slot, hf_logprobs, make_model, reference
+from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.observability.trace import Trace
@@ -101,7 +102,8 @@ def test_a_pull_verifies_the_shards_of_both(split, tmp_path, monkeypatch):
 
 
 def test_the_death_of_one_rank_is_the_engines(split):
-    """The second rank's process is killed: noticed within a second while idle, named, and stopping takes all the others along."""
+    """The second rank's process is killed: noticed within a second while idle, named, and stopping takes all the others along, and
+    the shared memory that they leave."""
     members = split.members()
     victim = next(p for p in members if p.cmdline()[0] == "sglang::scheduler_TP1")
     t0 = time.monotonic()
@@ -111,8 +113,9 @@ def test_the_death_of_one_rank_is_the_engines(split):
     assert "its process sglang::scheduler_TP1 ended" in str(split.engine.process.death())
     with pytest.raises(EngineDied, match="sglang::scheduler_TP1"):
         split.loop.run(split.engine.sums())
+    assert len(segments := noted(split.engine.process.folder)) == 1, "SGLang's ranks talk through shared memory"
     split.loop.run(split.engine.stop())
-    assert ended(members)
+    assert ended(members) and not segments[0].exists()
 
 
 # ---- shards, without an engine -----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """The rollout role end to end: a real engine, real slots and real reward workers; the test plays the controller and the relay."""
 
+import asyncio
+import itertools
+import math
 import os
 import queue
 import signal
@@ -36,6 +39,7 @@ from laminar_hpc.messages import (
 )
 from laminar_hpc.observability.trace import Trace, read_spans
 from laminar_hpc.rollout import worker
+from laminar_hpc.rollout.batch import Work, works
 from laminar_hpc.rollout.sglang_server import SglangServer
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotWriter
@@ -255,6 +259,58 @@ def test_more_than_one_version_is_lost(replica, monkeypatch):
     monkeypatch.undo()
     replica.controller.grant(5, groups=1)
     assert all(isinstance(message, Generated) for message in replica.controller.collect(4, Lost, Generated))
+
+
+def spoil_logprobs(monkeypatch: pytest.MonkeyPatch, spoilt: Callable[[int], bool]) -> None:
+    """What SGLang writes for a log-prob that is not finite, in the replies whose numbers `spoilt` says."""
+    from laminar_hpc.rollout import sglang_server
+
+    numbers = itertools.count()
+
+    def parse_spoilt(reply: dict, parse=sglang_server.parse_generation):
+        if spoilt(next(numbers)):
+            reply["meta_info"]["output_token_logprobs"][0][0] = None
+        return parse(reply)
+
+    monkeypatch.setattr(sglang_server, "parse_generation", parse_spoilt)
+
+
+def test_a_response_whose_logprobs_are_not_finite_is_lost_alone(replica, monkeypatch):
+    """One overflow may be chance: that trajectory is given back with the reason, the others of its local batch are Generated."""
+    spoil_logprobs(monkeypatch, lambda number: number == 2)
+    replica.controller.grant(5, groups=1)
+    messages = replica.controller.collect(4, Lost, Generated)
+    assert sorted(type(message).__name__ for message in messages) == ["Generated"] * 3 + ["Lost"]
+    assert [m.reason for m in messages if isinstance(m, Lost)] == ["the log-prob of response token 0 is not finite"]
+
+
+def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):
+    """One trajectory that overflows again and again, or a whole local batch: never retried for ever, one line with the cure."""
+    idle = worker.RolloutWorker(replica.worker.context, replica.worker.pool)
+    groups = [PromptGroup(1, [1, 2], "", {}, [Sample(90, 0), Sample(91, 0)])]
+
+    def overflow(work: Work) -> None:
+        work.partial = Partial([1, 2], [-0.5, math.nan], [VersionSpan(5, 0, 2)])
+        idle._ended(work, "not finite")
+
+    async def run(begin: list[Work]) -> None:
+        for work in begin:
+            overflow(work)
+
+    def local_batch(number: int) -> None:
+        idle.state.begin_pull(number, False)
+        idle.state.verified(number)
+        idle.state.open(number)
+        asyncio.run(idle._local_batch(Grant(number, number, number, groups, 1.0, 8)))
+
+    monkeypatch.setattr(idle.batch, "run", run)
+    with pytest.raises(LaminarError, match=r"not finite for all 2 responses of a local batch.*weights of id 1 .*engine0\.log"):
+        local_batch(1)
+    work = works(Grant(2, 1, 1, groups, 1.0, 8))[0]
+    overflow(work)
+    with pytest.raises(LaminarError, match=r"not finite for 3 responses to one prompt \(trajectory 90\)"):
+        overflow(work)
+    replica.controller.collect(3, Lost)
 
 
 def test_a_pull_that_fails_is_mended_by_a_fresh_engine(replica, monkeypatch):

@@ -1,6 +1,7 @@
 """What a user does wrong, or what dies: one line with cause and cure, a non-zero exit, nothing left behind."""
 
 import json
+import math
 import shutil
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from runs import Run
+from safetensors.torch import load_file, save_file
 
 from laminar_hpc.config.load import examples_directory
 
@@ -61,6 +63,24 @@ def test_a_world_of_the_wrong_size():
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     errors = [line for line in done.stderr.splitlines() if line.startswith("laminar: error:")]
     assert done.returncode != 0 and len(errors) == 1 and "start 4 ranks per node" in errors[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_one_nan_in_the_model_ends_the_run_as_soon_as_it_is_read(tmp_path):
+    """One line that names the tensor, once, and everybody leaves within seconds of it; no step, no checkpoint."""
+    model = tmp_path / "model"
+    shutil.copytree(examples_directory("arithmetic/base"), model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 5] = math.nan
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    run = Run(tmp_path / "run", f"model.path={model}")
+    run.read_until("laminar: error:")
+    assert run.finish(25) == 1
+    assert len(run.errors) == 1 and "trainer 0" in run.errors[0], run.errors
+    assert "model.layers.1.mlp.down_proj.weight (1 of 32,768 values, the first at [0, 5]) is NaN or infinite" in run.errors[0]
+    assert not (tmp_path / "run/checkpoints").exists() and not any("step   1" in line for line in run.lines)
+    run.assert_gone()
 
 
 def test_a_row_without_its_field_ends_the_run_with_file_and_row(tmp_path):

@@ -65,5 +65,38 @@ def test_a_rollout_and_a_relay_die_and_come_back(tmp_path):
     assert figures["steps"] == STEPS and figures["max_versions_per_trajectory"] == 1 and figures["staleness_training_max"] <= 2
     trained = [t for batch in consumed(run_dir).values() for t in batch]
     assert len(trained) == len(set(trained)) == STEPS * 256
-    text = (tmp_path / "out").read_text()
-    assert "rollout 0 (pid" in text and "relay 0 (pid" in text and "the others go on" in text
+    errors = [line for line in (tmp_path / "out").read_text().splitlines() if "error" in line or "Traceback" in line]
+    assert errors == [
+        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; the others go on; start it again with "
+        f"launch/{role}.sh and the same arguments"
+        for role in ("rollout", "relay")
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("role", ["controller", "trainer"])
+def test_a_run_without_its_controller_or_trainer_ends_with_one_line_and_goes_on(tmp_path, role):
+    """Within 25 s, and says what to do, which is then done: nothing is left in shared memory, no step is lost but those since the
+    newest checkpoint."""
+    run_dir = tmp_path / "run"
+    words = [ROOT / "launch/all_roles.sh", run_dir, *SHORT, "checkpoint.every=2", "evaluation.problems=8"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "out", "w") as out:
+        first = subprocess.Popen([*words, "steps=100"], stdout=out, stderr=out, cwd=ROOT, env=environment)
+        try:
+            wait_for_step(run_dir, 3)
+            rank_of(role, run_dir).kill()
+            assert first.wait(25) == 1
+        finally:
+            if first.poll() is None:
+                first.send_signal(signal.SIGTERM)
+                first.wait(60)
+    errors = [line for line in (tmp_path / "out").read_text().splitlines() if "error" in line or "Traceback" in line]
+    assert errors == [
+        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; the run ends without it; start all roles "
+        "again with resume=auto: it goes on from its newest checkpoint"
+    ]
+    assert not list(Path("/dev/shm").glob(f"laminar-{run_dir.name}-*"))
+    again = subprocess.run([*words, "steps=4", "resume=auto"], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert again.returncode == 0 and "going on from the checkpoint of step" in again.stdout, again.stdout + again.stderr

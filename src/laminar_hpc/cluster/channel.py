@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
@@ -23,11 +24,20 @@ from laminar_hpc.messages import Failure, Goodbye, Hello, Message, Ping, Pong, R
 log = logging.getLogger(__name__)
 _PING_SECONDS = 1.0
 _ASLEEP_SECONDS = 5.0  # a turn of the thread that took so long: this process stood still, not the controller
+RUN_FAILED = "the run has failed"  # reason of a Stop
+SAME_VERSION = "install the same version of laminar_hpc on all machines"
 _RECONNECT_SECONDS = 3.0  # a connection that carries nothing for so long is made anew
 
 
 class ControllerLost(LaminarError):
     """The controller has said nothing for too long."""
+
+
+class MessageRefused(LaminarError):
+    """The controller has sent what this worker cannot read, so the two no longer agree on what happens."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"a message from the controller was refused: {error}; {SAME_VERSION}")
 
 
 class StopReceived(Exception):
@@ -90,7 +100,10 @@ class Channel:
             patience = time.monotonic() + 5
             while time.monotonic() < min(patience, deadline):
                 if dealer.poll(200):
-                    answer = decode(dealer.recv())
+                    try:
+                        answer = decode(dealer.recv())
+                    except msgspec.DecodeError as error:
+                        raise MessageRefused(error) from None
                     if isinstance(answer, Welcome):
                         self._address = address
                         self._neighbour = address.pid if address.machine == self._hello.machine else None
@@ -136,6 +149,9 @@ class Channel:
                 self._dealer.send(encode(Ping(self.load)))
             if not lost and (how := self._controller_gone(now - heard)):
                 lost = True
+                if terminal.shared() and self._neighbour is not None and not process_is_alive(self._neighbour):
+                    self._deliver(StopReceived(RUN_FAILED))  # who started the controller says how it died
+                    continue
                 self._deliver(
                     ControllerLost(
                         f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, then go on with the same "
@@ -158,11 +174,13 @@ class Channel:
     def _take(self, frame: bytes) -> None:
         try:
             message = decode(frame)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            log.error("a message from the controller was refused: %s", error)
+        except msgspec.DecodeError as error:
+            self._deliver(MessageRefused(error))
             return
         if isinstance(message, Stop):
             self._deliver(StopReceived(message.reason))
+        elif isinstance(message, Failure):
+            self._deliver(LaminarError(message.text))
         elif isinstance(message, Rejoin):
             log.warning("the controller had taken this %s for dead; joining again", self._hello.role)
             self._rejoining = True

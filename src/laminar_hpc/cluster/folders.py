@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from laminar_hpc.cluster.processes import process_started, process_world
+from laminar_hpc.cluster.shared_memory import remove_noted
 
 OWNER_FILE = "owner"
 ENGINE_FOLDER_PREFIX = "laminar-engine-"  # in the folder for temporary files: an engine's sockets and files
@@ -15,12 +16,13 @@ def claim(folder: Path) -> None:
     (folder / OWNER_FILE).write_text(f"{os.getpid()} {process_started(os.getpid())} {process_world()}")
 
 
-def remove_abandoned(parent: Path, prefix: str) -> list[Path]:
-    """Removes the folders `parent`/`prefix`* whose owner is dead; returns what was removed.
+def abandoned(parent: Path, prefix: str) -> list[Path]:
+    """The folders `parent`/`prefix`* whose owner is dead.
 
-    Left alone: what belongs to another user, to a living process, or to one of another container or boot, and what names no owner.
+    Not among them: what belongs to another user, to a living process, or to one of another container or boot, and what
+    names no owner.
     """
-    removed = []
+    found = []
     for folder in parent.glob(f"{prefix}*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -29,6 +31,19 @@ def remove_abandoned(parent: Path, prefix: str) -> list[Path]:
         except (OSError, ValueError):
             continue
         if world == process_world() and process_started(int(pid)) != started:
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-    return removed
+            found.append(folder)
+    return found
+
+
+def remove(folder: Path) -> bool:
+    """Removes a folder and the shared memory that its note names. Returns whether all of it is gone: segments that a process
+    still has stay, and the folder with them, so that whoever looks next finds both."""
+    if not remove_noted(folder):
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
+def remove_abandoned(parent: Path, prefix: str) -> list[Path]:
+    """Removes the abandoned folders; returns what was removed."""
+    return [folder for folder in abandoned(parent, prefix) if remove(folder)]

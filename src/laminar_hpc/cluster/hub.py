@@ -1,10 +1,11 @@
 """The controller's end of all channels: one encrypted ROUTER socket that lets in only who holds the run's client key.
 
-Not a thread: the controller's loop polls it. A frame that is no message is logged and dropped.
+Not a thread: the controller's loop polls it. Whoever gets in holds the run's key, so a frame that is no message is a
+bug or another version of laminar_hpc: it comes out as `UnreadableMessage`, and the loop decides what ends.
 """
 
-import logging
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,12 @@ from laminar_hpc.cluster.address import ControllerAddress, new_address, write_ad
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages import AnyMessage, Message, decode, encode
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class UnreadableMessage:
+    """A frame that is no message, and why."""
+
+    reason: str
 
 
 class Hub:
@@ -50,9 +56,10 @@ class Hub:
     def address(self) -> ControllerAddress:
         return self._address
 
-    def poll(self, seconds: float, most: int = 1000) -> list[tuple[str, AnyMessage]]:
-        """What has come, as (sender's identity, message): waits up to `seconds` for the first, then takes at most `most` that are there."""
-        messages: list[tuple[str, AnyMessage]] = []
+    def poll(self, seconds: float, most: int = 1000) -> list[tuple[str, AnyMessage | UnreadableMessage]]:
+        """What has come, as (sender's identity, message): waits up to `seconds` for the first, then takes at most `most`
+        that are there."""
+        messages: list[tuple[str, AnyMessage | UnreadableMessage]] = []
         timeout = seconds * 1000
         while len(messages) < most:
             events = dict(self._poller.poll(timeout))
@@ -62,10 +69,11 @@ class Hub:
                 self._admit()
             if self._router in events:
                 identity, *frames = self._router.recv_multipart()
+                name = identity.decode(errors="backslashreplace")
                 try:
-                    messages.append((identity.decode(), decode(frames[-1])))
-                except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, IndexError) as error:
-                    log.error("a message from %r was refused: %s", identity, error)
+                    messages.append((name, decode(frames[-1] if frames else b"")))
+                except msgspec.DecodeError as error:
+                    messages.append((name, UnreadableMessage(str(error))))
                 timeout = 0
         return messages
 

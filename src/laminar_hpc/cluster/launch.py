@@ -144,7 +144,8 @@ class Launch:
         if code == 0:
             return 0
         rank, number = self._root_cause()
-        self._causes = self._causes or [self._explain(rank, number)]
+        if not self._causes and (why := self._explain(rank, number)):
+            self._causes.append(why)
         self.is_permanent = self._refused or number in (REFUSED, PERMANENT)
         return REFUSED if self._refused or number == REFUSED else 1
 
@@ -163,7 +164,7 @@ class Launch:
         return (int(rank.group(1)), int(code.group(1))) if rank and code else (-1, 1)
 
     def _explain(self, rank: int, number: int) -> str:
-        """Which rank died first, and how."""
+        """Which rank died first, and how; empty where nobody needs to be told."""
         logs = Path(self._config.run_dir) / "logs"
         if rank < 0:
             return f"the job ended without a word; see {logs}"

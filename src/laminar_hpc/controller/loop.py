@@ -19,8 +19,10 @@ from collections.abc import Callable
 import msgspec
 
 from laminar_hpc import messages as m
-from laminar_hpc.cluster.hub import Hub
-from laminar_hpc.cluster.processes import oom_kills
+from laminar_hpc.cluster import terminal
+from laminar_hpc.cluster.channel import SAME_VERSION
+from laminar_hpc.cluster.hub import Hub, UnreadableMessage
+from laminar_hpc.cluster.processes import oom_kills, process_is_alive
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import model_config
@@ -89,6 +91,27 @@ class Controller:
         self.oom_kills = oom_kills()
         self.mover = Mover(self)
         self.rounds = Rounds(derived.rollout_ranks) if config.pipeline.refresh == "barrier" else None
+        self.handlers = self._handlers()
+
+    def _handlers(self) -> dict[str, dict[type, Callable]]:
+        """By the sender's role, who takes which message: handler(member, message)."""
+        everyone = {m.Goodbye: self.on_Goodbye, m.Failure: self.on_Failure}
+        weights, moves = self.weights, (m.Reserved, m.MoveReady, m.Imported, m.MoveFailed)
+        return {
+            "trainer": everyone | {
+                m.TrainersMeet: self.on_TrainersMeet, m.TakeBatch: self.on_TakeBatch, m.StepDone: self.on_StepDone,
+                m.Checkpointed: self.on_Checkpointed, m.TrainerDone: self.on_TrainerDone, m.LaneSenders: weights.on_LaneSenders,
+                m.NewWeightId: weights.on_NewWeightId, m.Published: weights.on_Published, m.StoreOpened: weights.on_StoreOpened,
+                m.LinkDown: weights.on_LinkDown,
+            },
+            "relay": everyone | {
+                m.StoreOpened: weights.on_StoreOpened, m.LinkDown: weights.on_LinkDown, m.RelayHas: weights.on_RelayHas
+            },
+            "rollout": everyone | {kind: self.mover.heard for kind in moves} | {
+                m.WeightsOpened: self.on_WeightsOpened, m.RequestWork: self.on_RequestWork, m.NotLoaded: self.on_NotLoaded,
+                m.Generated: self.on_Generated, m.Scored: self.on_Scored, m.Lost: self.on_Lost, m.Increment: self.on_Increment,
+            },
+        }  # fmt: skip
 
     # ---- one turn --------------------------------------------------------------------------------------------------------------
 
@@ -113,7 +136,9 @@ class Controller:
         if member is not None:
             self.outbox.append((member.identity, message))
 
-    def handle(self, identity: str, message: m.AnyMessage) -> None:
+    def handle(self, identity: str, message: m.AnyMessage | UnreadableMessage) -> None:
+        if isinstance(message, UnreadableMessage):
+            return self.on_refused(identity, message.reason)
         if isinstance(message, m.Hello):
             return self.on_hello(identity, message)
         if isinstance(message, m.StopRequest):
@@ -127,15 +152,27 @@ class Controller:
                 self.loads[member.hello.index] = message.load
                 self.mover.loaded(member.hello.index, message.load)
             self.send(member, m.Pong())
-        elif isinstance(message, m.Reserved | m.MoveReady | m.Imported | m.MoveFailed):
-            self.mover.heard(member, message)
-        elif isinstance(message, m.Increment):
-            if self.book.counts_as(message.trajectory_id, message.attempt):
-                self.mover.pool.add(message)
+        elif (handler := self.handlers[member.hello.role].get(type(message))) is not None:
+            handler(member, message)
         else:
-            name = f"on_{type(message).__name__}"
-            getattr(self if hasattr(self, name) else self.weights, name)(member, message)
+            self.on_refused(identity, f"a {member.hello.role} sends no {type(message).__name__}")
         return None
+
+    def on_refused(self, identity: str, reason: str) -> None:
+        """The sender has the run's key, so it is a bug or another version. What it wanted to say is lost, and whoever waits
+        for it would time out: the sender ends with this reason, and so does the run, unless it can do without it."""
+        member = self.members.of(identity)
+        text = f"a message from {member.name if member else identity} was refused: {reason}; {SAME_VERSION}"
+        log.error(text)
+        self.outbox.append((identity, m.Failure(text)))
+        if member is None or self.ending:
+            return
+        if not self.separate or member.hello.role == "trainer":
+            raise LaminarError(text)
+        self.members.leave(member)
+        self.forget(member)
+        if not terminal.shared():
+            self.say(f"{text}; the others go on")
 
     def tick(self) -> None:
         for member in self.members.dead():
@@ -152,6 +189,8 @@ class Controller:
     # ---- membership ------------------------------------------------------------------------------------------------------------
 
     def on_hello(self, identity: str, hello: m.Hello) -> None:
+        if hello.role not in self.handlers or not identity.startswith(f"{hello.role}:{hello.index}:"):
+            return self.on_refused(identity, f"{hello.role} {hello.index} is no place in this run")
         if rival := self.members.rival(hello):
             where = f"pid {rival.hello.pid} on {rival.hello.machine}"
             text = f"{rival.name} is in this run already ({where}): start another run_dir, or set first_index"
@@ -179,9 +218,11 @@ class Controller:
     def on_stranger(self, identity: str, message: m.AnyMessage) -> None:
         """Who was taken for dead and is heard again may come back, unless another process has taken its place."""
         log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
-        role, index, _ = identity.split(":", 2)
         if self.ending or not self.separate or not isinstance(message, m.Ping):
             return
+        role, index, *_ = [*identity.split(":"), ""]
+        if role not in self.handlers or not index.isdecimal():
+            return self.on_refused(identity, "it is no role and index")
         replaced = self.members.at(role, int(index)) is not None
         self.outbox.append((identity, m.Stop(f"another {role} {index} has taken its place") if replaced else m.Rejoin()))
 
@@ -192,7 +233,9 @@ class Controller:
     def on_Failure(self, member: Member, failure: m.Failure) -> None:
         self.members.leave(member)
         if member.hello.role in ("rollout", "relay") and self.separate:
-            self.say(f"{member.name} failed: {failure.text}")
+            log.error("%s failed: %s", member.name, failure.text)
+            if not terminal.shared():
+                self.say(f"{member.name} failed: {failure.text}; the others go on")
             self.forget(member)
         elif not self.ending:
             raise LaminarError("a worker has failed")  # it has said itself why
@@ -206,9 +249,14 @@ class Controller:
             how = f"was killed for want of memory: {_MEMORY_CURES.get(member.hello.role, 'give the container more')}"
         log_file = f"logs/{member.hello.role}{member.hello.index}.log in the run directory"
         text = f"{member.name} (pid {member.hello.pid} on {member.hello.machine}) {how}; see {log_file}"
+        told = terminal.shared() and member.hello.machine == self.members.machine and not process_is_alive(member.hello.pid)
+        if told and member.hello.role == "trainer":
+            raise LaminarError("a worker has failed")
         if not self.separate or member.hello.role == "trainer":
             raise LaminarError(f"{text}, then go on with the same command and resume=auto")
-        self.say(f"{text}; the others go on")
+        log.error(text)
+        if not told:
+            self.say(f"{text}; the others go on")
 
     def forget(self, member: Member) -> None:
         """What a rollout had in hand goes to others; a relay's neighbours are joined."""
@@ -314,6 +362,10 @@ class Controller:
             if self.book.generated(generated.trajectory, self.trainer_step):
                 self.mover.ended(generated.trajectory.trajectory_id)
 
+    def on_Increment(self, member: Member, increment: m.Increment) -> None:
+        if self.book.counts_as(increment.trajectory_id, increment.attempt):
+            self.mover.pool.add(increment)
+
     def on_Scored(self, member: Member, scored: m.Scored) -> None:
         if scored.error:
             log.warning("reward of trajectory %d: %s", scored.trajectory_id, scored.error)
@@ -411,6 +463,8 @@ class Controller:
         record = self.metrics.write("step", **fields)
         left = console.eta(self.step_seconds, self.config.steps - self.trainer_step)
         self.say(console.step_line(record, self.config.steps, left))
+        if skipped := done.metrics.get("skipped_updates"):
+            self.say(console.skipped_line(self.trainer_step, round(skipped), self.config.optimizer.max_skipped_updates))
         every = self.config.evaluation.every
         if self.evaluations and every and self.trainer_step % every == 0 and self.trainer_step < self.config.steps:
             self.evaluations.add("step", self.trainer_step, 1)

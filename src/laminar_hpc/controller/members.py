@@ -49,8 +49,9 @@ class Members:
         self.by_place.pop((member.hello.role, member.hello.index), None)
 
     def of(self, identity: str) -> Member | None:
-        role, index, _ = identity.split(":", 2)
-        member = self.by_place.get((role, int(index)))
+        role, _, rest = identity.partition(":")
+        index = rest.partition(":")[0]
+        member = self.by_place.get((role, int(index))) if index.isdecimal() else None
         return member if member and member.identity == identity else None
 
     def at(self, role: str, index: int = 0) -> Member | None:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from laminar_hpc.cluster.address import ADDRESS_FILE, read_address
+from laminar_hpc.cluster.channel import RUN_FAILED
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
@@ -240,7 +241,7 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
 def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:
     """Tells whoever is left to leave, and lets go of files and sockets; also after a failure."""
     if controller is not None:
-        controller.tell_all_to_leave("the run has failed" if not controller.finished else "done")
+        controller.tell_all_to_leave(RUN_FAILED if not controller.finished else "done")
         for identity, message in controller.outbox:
             hub.send(identity, message)
         for part in (controller.store, controller.metrics, controller.trace):

@@ -78,7 +78,8 @@ class Weights:
     def on_LinkDown(self, member: Member, down: m.LinkDown) -> None:
         if self.chain_of(down.epoch).link_down(down.epoch, self._place(member), time.monotonic()) is not None:
             log.warning("%s: %s; linking again", member.name, down.text)
-            if self.c.separate and not self.c.ending:  # in one torchrun a death ends the run, with a line of its own
+            # A death has a line of its own; in one torchrun it ends the run.
+            if self.c.separate and not self.c.ending and not self.c.members.dead():
                 self.c.say(console.line("warning", f"{member.name}: {down.text}; linking again"))
 
     # ---- ids, and who has them -----------------------------------------------------------------------------------------------

@@ -11,14 +11,11 @@ Each side holds a lock on its byte of the file (source 0, destination 1), which 
 Every wait for the other side is bounded. The same user on the same machine is trusted not to cut the file while it is mapped.
 """
 
-import contextlib
-import fcntl
 import mmap
 import os
 import secrets
 import stat
 import struct
-import time
 from pathlib import Path
 
 import torch
@@ -26,18 +23,17 @@ import torch
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import MAX_HEADER_BYTES, Header, decode_header, encode_header
 from laminar_hpc.kv.native import extension
+from laminar_hpc.kv.offers import PREFIX, held, hold, remove_abandoned
 from laminar_hpc.kv.pool import Pool
 
 CHUNK_BYTES = 1 << 17  # the ring stays in the second-level cache, and a chunk's turn costs little beside its copy
 RING_SLOTS = 8
 WAIT_SECONDS = 30.0  # of one wait for the other side
-_PREFIX, _YOUNG_SECONDS = "laminar-kv-", 60.0  # a file this young may not have its source's lock yet
 THERE, DONE, GONE = 1, 2, 3  # a side's states, as in csrc/ring.h
 _MAGIC = 0x31474E49524B564C
 _HEAD = struct.Struct("<QQ")
 _STATES = (64, 128)
 _SEQUENCES, _MOST_SLOTS = 192, 1024
-_LOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _ENDS = {1: "said nothing for {seconds:g} s", 2: "died", 3: "gave the move up"}
 
 
@@ -79,13 +75,13 @@ class Offer(_Side):
 
     def __init__(self, header: Header, folder: str | Path = "/dev/shm", slots: int = RING_SLOTS, seconds: float = WAIT_SECONDS) -> None:
         encoded = encode_header(header)
-        _remove_abandoned(Path(folder))
-        self.path = Path(folder) / f"{_PREFIX}{secrets.token_hex(8)}"
+        remove_abandoned(Path(folder))
+        self.path = Path(folder) / f"{PREFIX}{secrets.token_hex(8)}"
         size = _records_at(slots, len(encoded)) + slots * header.shape.record_bytes(header.chunk_bytes)
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)
-            _hold(fd, 0)
+            hold(fd, 0)
             os.pwrite(fd, _HEAD.pack(_MAGIC, slots), 0)
             os.pwrite(fd, encoded, _SEQUENCES + 64 * slots)
             super().__init__(fd, 0, header, slots, len(encoded), seconds)
@@ -128,9 +124,9 @@ class Taken(_Side):
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o600:
                 raise KvRefused(f"KV offer {path} refused: it is no file of this user with mode 0600")
-            _hold(fd, 1)
+            hold(fd, 1)
             header, slots, header_bytes = _read_head(fd, found.st_size)
-            if not _held(fd, 0):
+            if not held(fd, 0):
                 raise KvRefused(f"KV offer {path} refused: the source has died")
             super().__init__(fd, 1, header, slots, header_bytes, seconds)
         except KvRefused:
@@ -181,26 +177,3 @@ def _read_head(fd: int, size: int) -> tuple[Header, int, int]:
 def _same(header: Header, pool: Pool, slots: torch.Tensor) -> None:
     if header.shape != pool.shape or header.tokens != len(slots):
         raise KvRefused(f"KV move refused: {header.tokens} tokens of {header.shape} against {len(slots)} slots of {pool.shape}")
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Removes the offers of this user whose source was killed before anyone took them."""
-    for path in folder.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another one removes it, or it is another user's
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                found = os.fstat(fd)
-                if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_SECONDS and not _held(fd, 0):
-                    path.unlink()
-            finally:
-                os.close(fd)
-
-
-def _hold(fd: int, byte: int) -> None:
-    """Locks a byte of the file for this process's life (an open file description's lock: a thread's other opening counts as another)."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-
-
-def _held(fd: int, byte: int) -> bool:
-    found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-    return _LOCK.unpack(found)[0] != fcntl.F_UNLCK

@@ -88,7 +88,7 @@ class Pong(Message):
 
 
 class Failure(Message):
-    """A worker ends with this error; the run ends with it."""
+    """A worker ends with this error, and the run with it. From the controller: end with this error."""
 
     text: str
 
@@ -388,8 +388,11 @@ def encode(value: Message | Trajectory) -> bytes:
 
 
 def decode(frame: bytes) -> AnyMessage:
-    """Raises msgspec.ValidationError or msgspec.DecodeError on anything that is not one of the messages above."""
-    return _decoder.decode(frame)
+    """Raises msgspec.DecodeError (of which ValidationError is one) on anything that is not one of the messages above."""
+    try:
+        return _decoder.decode(frame)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from None
 
 
 def decode_trajectory(blob: bytes) -> Trajectory:

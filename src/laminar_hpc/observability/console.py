@@ -93,6 +93,12 @@ def step_line(step: Mapping, steps: int, eta_seconds: float | None) -> str:
     ))  # fmt: skip
 
 
+def skipped_line(step: int, skipped: int, most: int) -> str:
+    """Updates of a step that were not made. `most`: optimizer.max_skipped_updates."""
+    what = f"step {step}: {skipped} update{'s' if skipped > 1 else ''} had gradients that are not finite; {most} in a row end the run"
+    return line("skipped", what)
+
+
 def eta(seconds_per_step: Sequence[float], steps_left: int) -> float | None:
     """Seconds until the last step, by the median of the newest steps; None before the first one."""
     return statistics.median(seconds_per_step[-ETA_STEPS:]) * steps_left if seconds_per_step else None

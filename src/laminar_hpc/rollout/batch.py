@@ -10,8 +10,9 @@ Owned by worker.py, which says what becomes of results; moving.py adds trajector
 import asyncio
 import itertools
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from laminar_hpc.cluster.context import RoleContext
@@ -70,10 +71,19 @@ def extended(partial: Partial, generation: Generation) -> Partial:
     return Partial(tokens, logprobs, spans, partial.time_started, partial.moves)
 
 
+def first_not_finite(logprobs: Sequence[float]) -> int | None:
+    """Place of the first log-prob that is NaN or infinite."""
+    return next((i for i, value in enumerate(logprobs) if not math.isfinite(value)), None)
+
+
 def objection(generation: Generation, weight_id: int | None) -> str:
-    """Why this response must not be trained on, or "". One trajectory, one policy, by the engine's own
-    report (docs/architecture.md#one-policy); with
-    `weight_id` None several are meant."""
+    """Why this response must not be trained on, or "". One trajectory, one policy, by the engine's own report
+    (docs/architecture.md#one-policy); with `weight_id` None several are meant.
+
+    Log-probs that are not finite: the trainer never publishes weights that are not, so the engine's arithmetic overflowed. That
+    may be chance, so the trajectory alone is lost and generated again. It is not chance when a whole local batch comes out so, or
+    one trajectory MOST_OVERFLOWS times: then worker.py ends the replica, and with it a run in one torchrun.
+    """
     if generation.finish_reason not in ("stop", "length"):
         return f"the engine ended it with {generation.finish_reason}"
     if not generation.tokens:
@@ -81,6 +91,8 @@ def objection(generation: Generation, weight_id: int | None) -> str:
     ids = [span.weight_id for span in generation.spans]
     if weight_id is not None and ids != [weight_id]:
         return f"generated with weight ids {ids} instead of {weight_id}"
+    if (place := first_not_finite(generation.logprobs)) is not None:
+        return f"the log-prob of response token {place} is not finite"
     return ""
 
 

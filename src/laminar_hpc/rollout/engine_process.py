@@ -2,7 +2,8 @@
 
 Used by `sglang_server.SglangServer` only. The child runs in a session of its own, so that one signal reaches all of its processes, and dies
 with its parent (sglang_plugin/serve.py asks the kernel for that); its temporary files, the ports' sockets among them, lie in a folder
-that only this user can enter and that `stop` removes, or after a kill the next start on this machine.
+that only this user can enter. `stop` removes it, and the segments of shared memory that the engine's processes left, which are noted
+in it; after a kill the next start on this machine does.
 """
 
 import asyncio
@@ -10,23 +11,25 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
 
-from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, claim, remove_abandoned
+from laminar_hpc.cluster import folders, leftovers, shared_memory
+from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, claim
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.rollout.sglang_plugin import protocol, serve
 
 MODEL_PACKAGE = "laminar_hpc.rollout.sglang_plugin.models"
 # What torchrun and Slurm tell their workers must not reach the engine's own torch.distributed.
 FOREIGN_VARIABLES = re.compile(r"^(TORCHELASTIC_|GROUP_|ROLE_|LOCAL_(RANK|WORLD_SIZE)$|RANK$|WORLD_SIZE$|MASTER_|TORCH_NCCL_|SLURM_)")
+DYING_SECONDS = 5.0  # the kernel frees a large process's memory for so long; later, the next start removes what it had
 _ERROR_LINE = re.compile(
     r"^(\w+\.)*\w*(Error|Exception|Killed)\b.*|.*\b(ERROR|error:|Fatal|SIGKILL|crashed with)\b.*|SGLang does not find .*"
 )
@@ -34,11 +37,6 @@ _ERROR_LINE = re.compile(
 
 class EngineDied(LaminarError):
     """The engine's process has ended."""
-
-
-def clean_leftovers() -> list[Path]:
-    """Removes the temporary folders of engines whose rollout worker is dead; returns what was removed."""
-    return remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
 
 
 def hold_port() -> socket.socket:
@@ -92,6 +90,8 @@ class EngineProcess:
         self.folder: Path | None = None  # temporary files and the ports' sockets; made by `start`, removed by `stop`
         self.dead = asyncio.Event()
         self._child: subprocess.Popen | None = None
+        self._note: shared_memory.Note | None = None
+        self._note_time = 0.0
         self._log_begin = 0
         self._ended = ""  # the member that ended first, if it was not the server
         self._watched: list[int] = []  # descriptors of processes
@@ -109,9 +109,10 @@ class EngineProcess:
 
     def start(self, arguments: list[str]) -> None:
         """Starts the server with SGLang's `arguments` on a free loopback port. The end of the calling thread ends the child."""
-        clean_leftovers()
+        leftovers.clean()
         self.folder = Path(tempfile.mkdtemp(prefix=ENGINE_FOLDER_PREFIX))
         claim(self.folder)
+        self._note = shared_memory.Note(self.folder)
         self._held_port, self.key = hold_port(), secrets.token_hex(24)
         self.port = self._held_port.getsockname()[1]
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -168,6 +169,12 @@ class EngineProcess:
                 if title.startswith("sglang::"):
                     self._watch(member.pid, title)
 
+    def note_shared_memory(self, every: float = 0.0) -> None:
+        """Records which segments the engine's processes have made, unless that was done within the last `every` seconds."""
+        if self._note is not None and time.monotonic() - self._note_time >= every:
+            self._note.update(self.pid)
+            self._note_time = time.monotonic()
+
     def last_words(self) -> str:
         """What this life said in the log that all lives share."""
         return last_words(self.log, self._log_begin)
@@ -188,6 +195,7 @@ class EngineProcess:
             os.close(descriptor)
         self._watched = []
         if self._child is not None:
+            self.note_shared_memory()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
             try:
@@ -197,4 +205,6 @@ class EngineProcess:
         if self._held_port is not None:
             self._held_port.close()
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            deadline = time.monotonic() + DYING_SECONDS
+            while not folders.remove(self.folder) and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)

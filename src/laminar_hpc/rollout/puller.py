@@ -8,6 +8,7 @@ sums (docs/architecture.md#verified-weights).
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import struct
 import time
@@ -27,8 +28,15 @@ TRIES = 2  # fresh engines in a row before the weights themselves are held to be
 LEASE_SECONDS = 30.0  # longest time in which every slot looked at is being rewritten
 
 
+OVERFLOW_CURE = "it overflows: set model.dtype=bfloat16 or float32, or another rollout.engine_arguments.attention_backend"
+
+
 class SlotRefused(LaminarError):
     """The slot is not what its manifest says, or does not fit the engine; a fresh engine would not mend that."""
+
+
+class EngineOverflows(SlotRefused):
+    """The live weights are the trainer's, which are finite, but what the engine computes with them is not."""
 
 
 class SumsDiffer(LaminarError):
@@ -136,6 +144,11 @@ class Puller:
                     await self.engine.resume()
                 values = await self.engine.score(self.probe, str(handle.weight_id))
                 clock.lap("probe")
+                if not all(math.isfinite(value) for sequence in values for value in sequence):
+                    raise EngineOverflows(
+                        f"{self.engine.name} holds the trainer's weights of step {handle.step} bit for bit and they are finite, but "
+                        f"its log-probs of the fixed probe are not: {OVERFLOW_CURE}; see {self.engine.log}"
+                    )
                 break
             except SlotGone as gone:
                 if weight_id is not None:

@@ -7,6 +7,7 @@ EngineDied.
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class EngineLoad:
 
 @dataclass(frozen=True)
 class Generation:
-    """One response: tokens with the end-of-sequence token, the log-probs of exactly these tokens, and which weights drew them."""
+    """One response: tokens with the end-of-sequence token, the log-probs of exactly these tokens (NaN where the engine gives none
+    that is finite), and which weights drew them."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -72,6 +74,11 @@ def sampling_parameters(sampling: SamplingConfig, temperature: float, max_tokens
     }
 
 
+def _logprob(value: float | None) -> float:
+    """JSON has no NaN and no infinities: SGLang writes null for each. They are NaN here, and whoever uses them decides."""
+    return math.nan if value is None else value
+
+
 def _weight_id(version_name: object) -> int:
     return int(version_name) if str(version_name).isdigit() else -1
 
@@ -88,7 +95,7 @@ def parse_generation(reply: dict) -> Generation:
         spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
     return Generation(
         tokens,
-        [entry[0] for entry in pairs],
+        [_logprob(entry[0]) for entry in pairs],
         meta["finish_reason"]["type"],
         [VersionSpan(_weight_id(span["version"]), span["start"], span["end"]) for span in spans],
         int(meta.get("cached_tokens") or 0),
@@ -153,9 +160,11 @@ class SglangServer(KvEngine):
             if time.monotonic() - t0 > limit:
                 words = self.process.last_words()
                 raise LaminarError(f"{self.name} did not answer within rollout.engine_start_seconds={limit:g}: {words} (log: {self.log})")
+            self.process.note_shared_memory(every=1.0)
             await asyncio.sleep(0.05)
         self.process.watch_members()
         await self.ping()
+        self.process.note_shared_memory()
         await self._post("/freeze_gc", {}, CONTROL_SECONDS)  # objects made at the start are never collected: shorter pauses later
         return time.monotonic() - t0
 
@@ -215,7 +224,7 @@ class SglangServer(KvEngine):
                     tokens += reply["output_ids"]
                     pairs += found
                     if reply["meta_info"]["finish_reason"] is None:
-                        on_tokens([entry[1] for entry in found], [entry[0] for entry in found])
+                        on_tokens([entry[1] for entry in found], [_logprob(entry[0]) for entry in found])
         except TimeoutError:
             raise RequestFailed(f"{self.name} did not end its answer within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -228,7 +237,7 @@ class SglangServer(KvEngine):
         return reply
 
     async def score(self, sequences: list[list[int]], namespace: str) -> list[list[float]]:
-        """Log-probs of tokens 1.. of each sequence given the prefix, at temperature 1."""
+        """Log-probs of tokens 1.. of each sequence given the prefix, at temperature 1; NaN for one that is not finite."""
         payload = {
             "input_ids": sequences,
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
@@ -237,7 +246,7 @@ class SglangServer(KvEngine):
             "extra_key": [namespace] * len(sequences),
         }
         replies = await self._post("/generate", payload, CONTROL_SECONDS)
-        return [[entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]] for reply in replies]
+        return [[_logprob(entry[0]) for entry in reply["meta_info"]["input_token_logprobs"][1:]] for reply in replies]
 
     async def decode_curve(self, most: int, context: int) -> list[tuple[int, float]]:
         """(requests, seconds per decode step) for 1, 2, 4 ... `most` requests of `context` tokens, measured now on the idle engine."""
@@ -265,6 +274,7 @@ class SglangServer(KvEngine):
         if not paused:
             await self.flush()  # the scheduler may not yet have put away the last request that it answered
         replies = await self._call(protocol.Load(str(directory), paused), CONTROL_SECONDS)
+        self.process.note_shared_memory()
         await self._post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False}, CONTROL_SECONDS)
         return whole_sums(self._shards, [reply.sums for reply in replies])
 

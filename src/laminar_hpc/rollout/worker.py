@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Coroutine
 from pathlib import Path
 
@@ -41,9 +41,9 @@ from laminar_hpc.messages import (
     Welcome,
 )
 from laminar_hpc.policies.sizing import saturation_requests
-from laminar_hpc.rollout.batch import LocalBatch, Work, trajectory, works
+from laminar_hpc.rollout.batch import LocalBatch, Work, first_not_finite, trajectory, works
 from laminar_hpc.rollout.moving import Moving
-from laminar_hpc.rollout.puller import Puller
+from laminar_hpc.rollout.puller import OVERFLOW_CURE, Puller
 from laminar_hpc.rollout.sglang_server import SglangServer
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.tokens import TextDecoder, model_config, stop_token_ids
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 LOAD_SECONDS = 1.0
 CURVE_MOST, CURVE_CONTEXT = 256, 64  # requests and tokens of each, up to which the decode curve is measured
 RATE_SECONDS = 30.0  # over which tokens per second are counted
+MOST_OVERFLOWS = 3  # of one trajectory on one replica, see batch.objection
 MOST_FRUITLESS = 3  # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
 
 
@@ -90,6 +91,8 @@ class RolloutWorker:
         self.ask_again = False
         self.scoring: set[asyncio.Task] = set()
         self.ended: deque[tuple[float, int]] = deque()  # (when, response tokens) of the trajectories of the last RATE_SECONDS
+        self.overflows: Counter[tuple[str, int]] = Counter()  # responses with log-probs that are not finite, by trajectory
+        self.overflowed = 0  # of this local batch
         self.fruitless = 0  # local batches in a row of which everything was lost
 
     def _new_engine(self) -> SglangServer:
@@ -283,11 +286,13 @@ class RolloutWorker:
         finally:
             if grant.parts:
                 self.puller.let_go()
-        self.tokens = 0
+        self.tokens = self.overflowed = 0
         with self.context.trace.span("generate", batch_id=grant.batch_id, weight_id=grant.weight_id, step=grant.weight_step) as fields:
             fields |= {"trajectories": len(begun), "evaluation": grant.evaluation}
             await (self._interruptible(begun) if self.interrupts and not grant.evaluation else self.batch.run(begun))
             fields["tokens"] = self.tokens
+        if begun and self.overflowed >= len(begun):
+            raise self._overflow(f"all {len(begun)} responses of a local batch")
         self.fruitless = 0 if self.tokens or self.batch.moved_away else self.fruitless + 1
         if self.fruitless == MOST_FRUITLESS:
             raise LaminarError(
@@ -327,6 +332,8 @@ class RolloutWorker:
     def _ended(self, work: Work, reason: str) -> None:
         """A trajectory has its last token, or is lost."""
         if reason:
+            if first_not_finite(work.partial.logprobs) is not None:
+                self._count_overflow(work)
             self._lost(work, reason)
             return
         done = trajectory(work, self.context.index)
@@ -336,6 +343,21 @@ class RolloutWorker:
         task = asyncio.create_task(self._score(work.evaluation, work.group, done))
         self.scoring.add(task)
         task.add_done_callback(self._scored)
+
+    def _count_overflow(self, work: Work) -> None:
+        """See `batch.objection`."""
+        key = (work.evaluation, work.trajectory_id)
+        self.overflowed += 1
+        self.overflows[key] += 1
+        if self.overflows[key] >= MOST_OVERFLOWS:
+            raise self._overflow(f"{MOST_OVERFLOWS} responses to one prompt (trajectory {work.trajectory_id})")
+
+    def _overflow(self, what: str) -> LaminarError:
+        engine = self.puller.engine
+        return LaminarError(
+            f"{engine.name} gave log-probs that are not finite for {what}, with the trainer's weights of id {self.state.weight_id} bit "
+            f"for bit, which are finite: {OVERFLOW_CURE}; see {engine.log}"
+        )
 
     async def _score(self, evaluation: str, group: PromptGroup, trajectory: Trajectory) -> None:
         score = await self.pool.score(group.prompt, self.decoder.text(trajectory.response_tokens), group.row)

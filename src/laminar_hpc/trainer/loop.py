@@ -44,7 +44,7 @@ def run(context: RoleContext) -> None:
         inbox = Inbox(context)
         publisher = _NoPublisher() if config.source.startswith("replay:") else Publisher(context, policy)
     step, saved = max(0, restored), restored
-    _publish(context, publisher, step)
+    _publish(context, policy, publisher, step)
 
     ended, minibatches = time.time(), config.algorithm.minibatches_per_step
     while step < config.steps:
@@ -64,7 +64,7 @@ def run(context: RoleContext) -> None:
             break
         metrics, trained = merged(found), time.time()
         step += 1
-        _publish(context, publisher, step)
+        _publish(context, policy, publisher, step)
         if step % config.checkpoint.every == 0 or step == config.steps:
             _checkpoint(context, checkpointer, step, publisher.weight_id)
             saved = step
@@ -81,7 +81,8 @@ def run(context: RoleContext) -> None:
     dist.destroy_process_group()
 
 
-def _publish(context: RoleContext, publisher: Publisher | _NoPublisher, step: int) -> None:
+def _publish(context: RoleContext, policy: MegatronPolicy, publisher: Publisher | _NoPublisher, step: int) -> None:
+    policy.check_finite(step)
     with context.trace.span("publish", step=step):
         publisher.publish(step)
 

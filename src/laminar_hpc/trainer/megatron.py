@@ -28,6 +28,7 @@ from laminar_hpc.trainer.cpu import cuda_as_cpu, native_calls
 from laminar_hpc.trainer.exchange import Exchange
 from laminar_hpc.trainer.logprobs import entropy, mask_padding, token_logprobs
 from laminar_hpc.trainer.microbatch import MicroBatch, Pack, make_pack
+from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import TensorReader, read_shape, save_directory
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.mapping import Piece, Shard, check_names, pieces
@@ -205,7 +206,23 @@ class MegatronPolicy:
             for piece in local:
                 if (there := tensors.shape(piece.name)) != piece.shape:
                     raise LaminarError(f"{directory}: {piece.name} is {there}, config.json says {piece.shape}; download the model again")
-                piece.load(tensors.narrow(piece.name, piece.dim, piece.start, piece.length))
+                part = tensors.narrow(piece.name, piece.dim, piece.start, piece.length)
+                if not all_finite([part]):
+                    raise LaminarError(
+                        f"{directory}: {culprits([(piece.name, part)])} is NaN or infinite, so the model cannot be trained; "
+                        "download it again, or repair the checkpoint that it comes from"
+                    )
+                piece.load(part)
+
+    @torch.no_grad()
+    def check_finite(self, step: int) -> None:
+        """Raises LaminarError, naming tensors, when this rank's live parameters hold NaN or an infinity. Not collective."""
+        if not all_finite(self.gpt.parameters()):
+            wrong = culprits([(piece.name, piece.value()) for piece in self.pieces])
+            raise LaminarError(
+                f"after step {step} the weights are not finite: {wrong}; they were neither published nor saved. Lower optimizer.lr "
+                f"(it is {self.config.optimizer.lr:g}), then go on from the newest checkpoint with resume=auto"
+            )
 
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and serving dtype of each canonical tensor of the whole model, in the order of a Hugging Face state dict."""

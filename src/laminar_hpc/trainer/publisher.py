@@ -16,6 +16,7 @@ Used by `trainer.loop` (publish, fence, close).
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -106,7 +107,8 @@ class Publisher:
     # ---- called by the trainer -------------------------------------------------------------------------------------------------
 
     def publish(self, step: int) -> None:
-        """The live weights are those of step `step`. Collective, for the probe. Raises LaminarError if publishing failed.
+        """The live weights are those of step `step`. Collective, for the probe. Raises LaminarError if publishing failed, or
+        when the probe's log-probs are not finite.
 
         With relay.publish=blocking rank 0 stands still here until they are read, for relay.publish_timeout_seconds at most.
         """
@@ -114,6 +116,12 @@ class Publisher:
         started = time.monotonic()
         probe = self._model.probe_logprobs()
         handed = time.monotonic()
+        if not all(map(math.isfinite, probe)):
+            raise LaminarError(
+                f"the weights of step {step} are finite, but the log-probs that they give to the fixed probe are not: they are too "
+                "large to compute with, and were not published; lower optimizer.lr, then go on from the newest checkpoint with "
+                "resume=auto"
+            )
         if not self._holder:
             return
         if self._model.device.type == "cuda":
