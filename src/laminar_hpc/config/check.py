@@ -15,6 +15,7 @@ from pathlib import Path
 from laminar_hpc.config.algorithm import check_algorithm
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import count_parameters, model_config, rollout_bytes, trainer_bytes
+from laminar_hpc.config.rewards import check_reward
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
 
@@ -247,7 +248,6 @@ def _check_numbers(config: RunConfig, model: dict) -> None:
     _refuse(bound is not None and bound < 0, f"pipeline.max_staleness={bound}: must be 0 or more, or null for no bound")
     _check_pipeline(config)
     _refuse(config.rollout.max_concurrent < 1, f"rollout.max_concurrent={config.rollout.max_concurrent}: must be at least 1")
-    _refuse(config.reward.slots < 1 or config.reward.workers < 1, "reward.slots and reward.workers must be at least 1")
     _refuse(config.checkpoint.every < 1 or config.checkpoint.keep < 1, "checkpoint.every and checkpoint.keep must be at least 1")
 
 
@@ -320,10 +320,7 @@ def _check_rollout_inputs(config: RunConfig) -> None:
     limit = config.data.max_prompt_tokens
     _refuse(limit is not None and limit < 1, f"data.max_prompt_tokens={limit}: must be at least 1, or null")
     _refuse(config.evaluation.samples < 0, f"evaluation.samples={config.evaluation.samples}: must be 0 or more")
-    _refuse(
-        not config.reward.function,
-        "reward.function is empty: name a Python function by its dotted path, e.g. laminar_hpc.environments.arithmetic.reward",
-    )
+    check_reward(config.reward)
 
 
 def check_machine(config: RunConfig, derived: Derived) -> None:

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 
+_OPEN_TABLES = ("reward.functions.", "reward.functions={")
 _SOURCE_TREE = Path(__file__).resolve().parents[3]
 
 
@@ -37,12 +38,17 @@ def load_config(overrides: list[str]) -> RunConfig:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_directory()), version_base="1.3"):
-            composed = compose("config", overrides=overrides)
+            composed = compose("config", overrides=[_open(word) for word in overrides])
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise LaminarError(f"configuration: {_explain(error)}; the keys are in docs/configuration.md") from None
     assert isinstance(config, RunConfig)
     return config
+
+
+def _open(word: str) -> str:
+    """Keys under an open table (`reward.functions.NAME...=`) are new ones, for which Hydra wants a `++`; ours are written plainly."""
+    return f"++{word}" if word.startswith(_OPEN_TABLES) else word
 
 
 def _explain(error: Exception) -> str:

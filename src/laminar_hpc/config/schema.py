@@ -4,6 +4,7 @@ Read by `config.load.load_config`, which merges `conf/` with the command line an
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -30,14 +31,27 @@ class DataConfig:
 
 
 @dataclass
+class RewardFunction:
+    """One of `reward.functions`: a Python function or a reward model behind a URL, and its weight in the sum."""
+
+    function: str = ""  # dotted path; or else a url
+    url: str = ""  # http(s)://HOST:PORT/PATH of a reward model
+    weight: float = 1.0
+    style: str = "laminar"  # of a function: laminar | trl | verl; of a URL: laminar | sglang (its /classify)
+    api_key_env: str = ""  # of a URL: the environment variable that holds its key, sent as a bearer token
+
+
+@dataclass
 class RewardConfig:
-    """The reward: `function` is called as f(prompt=str, response=str, row=dict) in worker processes of each rollout rank."""
+    """The reward: `function`, or the weighted sum of `functions`, called in worker processes of each rollout rank; see docs/rewards.md."""
 
     function: str = ""  # dotted path, plain or async; returns a float or a dict with "reward" and named parts
-    workers: int = 1  # processes per rollout rank
+    style: str = "laminar"  # how it is called: laminar | trl | verl, so that functions written for those run unchanged
+    functions: dict[str, Any] = field(default_factory=dict)  # several, NAME: {function or url, weight, style, api_key_env}
+    workers: int = 1  # processes per rollout rank; more are started while calls wait, hang or compute for long
     slots: int = 64  # calls in flight per rollout rank
     timeout_seconds: float = 10.0
-    score_on_failure: float = 0.0  # given to a trajectory whose reward raised, hung or returned something else
+    score_on_failure: float = 0.0  # given in place of a reward whose call raised, hung or returned something else
 
 
 @dataclass

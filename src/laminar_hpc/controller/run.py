@@ -28,6 +28,7 @@ from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
 from laminar_hpc.controller.prompts import Prompt, PromptSet, check_token_ids, load_prompts, load_tokenizer
+from laminar_hpc.controller.rewards import try_rewards
 from laminar_hpc.controller.rundir import Start, prepare, store_directory
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import console, report, status, summary
@@ -81,6 +82,7 @@ def load_data(config: RunConfig, say: Callable[[str], None]) -> tuple[list[Promp
 
 def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: int, machine: str, say: Callable[[str], None]) -> Controller:
     prompts, held_out = load_data(config, say)
+    try_rewards(config, say, prompts)
     store = Store(store_directory(config))
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)

@@ -116,6 +116,7 @@ def batch_metrics(trajectories: list[m.Trajectory], step: int) -> dict[str, floa
     generation, training = [t.step_finished - t.weight_step for t in trajectories], [step - t.weight_step for t in trajectories]
     return {
         "trajectories": n, "reward_mean": sum(t.reward for t in trajectories) / n,
+        "reward_error_count": sum(bool(t.reward_error) for t in trajectories),
         "accuracy_mean": sum(t.reward_parts.get("accuracy", 0.0) for t in trajectories) / n,
         "prompt_tokens": sum(len(t.prompt_tokens) for t in trajectories), "response_tokens": sum(lengths),
         "response_length_mean": sum(lengths) / n, "response_length_max": max(lengths),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.observability import rundata, samples, summary, svg, timeline
+from laminar_hpc.observability import rewards, rundata, samples, summary, svg, timeline
 from laminar_hpc.observability.console import count, duration, number, value_text
 from laminar_hpc.observability.page import figure, grid, keys, page, section, tiles
 from laminar_hpc.observability.rundata import Run
@@ -51,6 +51,7 @@ def document(run: Run) -> str:
     figures = summary.figures(run)
     sections = (
         learning,
+        rewards.rewards,
         staleness,
         lengths,
         sampling,

@@ -5,7 +5,7 @@ those of the whole batch on every rank; those of tokens leave out the mini-batch
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,7 @@ class Learner:
         self.gaps = {t.trajectory_id: (gap, ahead[i]) for i, (t, gap) in enumerate(zip(trajectories, gaps.tolist(), strict=True))}
         metrics = {
             **batch_metrics(trajectories, step),
+            **reward_means(trajectories, self.config.reward.functions),
             **self._token_metrics(collected),
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": rate,
@@ -169,17 +170,24 @@ def merged(parts: list[dict[str, float]]) -> dict[str, float]:
     """The metrics of a step from those of its mini-batches: sums of counts, largest values, means over trajectories."""
     if len(parts) == 1:
         return parts[0]
-    weight = sum(part["trajectories"] for part in parts)
     found = {}
-    for name in parts[0]:
-        values = [part[name] for part in parts]
+    for name in dict.fromkeys(name for part in parts for name in part):
+        having = [part for part in parts if name in part]  # a reward function may have given none to a mini-batch
+        values = [part[name] for part in having]
         if name in _COUNTS:
             found[name] = sum(values)
         elif name.endswith("_max"):
             found[name] = max(values)
         else:
-            found[name] = sum(part[name] * part["trajectories"] for part in parts) / weight
+            weight = sum(part["trajectories"] for part in having)
+            found[name] = sum(part[name] * part["trajectories"] for part in having) / weight
     return found
+
+
+def reward_means(trajectories: list[Trajectory], names: Iterable[str]) -> dict[str, float]:
+    """Mean of each reward function over the trajectories that it gave a reward to; nothing for one that gave none."""
+    given = {name: [t.reward_parts[name] for t in trajectories if name in t.reward_parts] for name in names}
+    return {f"reward_mean/{name}": sum(values) / len(values) for name, values in given.items() if values}
 
 
 def batch_metrics(trajectories: list[Trajectory], step: int) -> dict[str, float]:
