@@ -4,8 +4,9 @@ A call in a crew of its own can only harm itself: at its time limit its process 
 that wait (on a server, on a child) nor calls that hang keep others from running, a crew grows while calls queue:
 
     a worker is in the way    its call has just begun, or computes and has not done so for long
-    it is out of the way      its call waits, or has computed for HOG seconds; the latter goes on at the lowest priority
+    it is out of the way      its call waits, or has computed for HOG seconds
     start workers             when fewer than `workers` are in the way: GROWTH times as many as are out of the way, at most `most`
+    slow a worker down        when its call has computed for a quarter of the time limit: to the lowest priority, for the others' sake
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from laminar_hpc.environments.reward_protocol import Call, Result
 LOOK_SECONDS = 0.02  # between two looks at the queue
 GROWTH = 3
 MAX_HOG_SECONDS, HOG_SHARE_OF_LIMIT = 0.5, 0.05  # computing for longer makes way: the sooner, the less others wait
-LOWEST_PRIORITY = 19
+SLOW_SHARE_OF_LIMIT, LOWEST_PRIORITY = 0.25, 19
 IDLE_SECONDS = 60.0  # workers that the crew has grown by leave after it
 FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT = 1.0, 0.2  # an event loop that is silent for so long, whichever is longer, is stuck
 
@@ -57,7 +58,7 @@ class Crew:
             return Result(call.id, 0.0, {}, t0, time.time(), f"no result within {self._limit:g} s", "time")
         finally:
             self._busy.discard(worker)
-            if answered and not worker.slowed:
+            if answered and (not worker.slowed or _restore(worker)):
                 self._put(worker)
             else:
                 self._dismiss(worker)
@@ -136,8 +137,8 @@ class Crew:
 
     def _is_in_the_way(self, worker: Worker, now: float) -> bool:
         taken = now - worker.began
-        if taken > self._hog and not worker.slowed and computes(worker.pid):
-            worker.slowed = True  # it cannot be made faster again, so its process ends with its call
+        if taken > SLOW_SHARE_OF_LIMIT * self._limit and not worker.slowed and computes(worker.pid):
+            worker.slowed = True
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PGRP, worker.pid, LOWEST_PRIORITY)
         return taken < LOOK_SECONDS or (taken <= self._hog and computes(worker.pid))
@@ -152,6 +153,16 @@ class Crew:
             self._wishes.clear()
         finally:
             self._starting -= 1
+
+
+def _restore(worker: Worker) -> bool:
+    """Back to our own priority; few may do that, and where it fails the process is no longer of use."""
+    try:
+        os.setpriority(os.PRIO_PGRP, worker.pid, os.getpriority(os.PRIO_PROCESS, 0))
+        worker.slowed = False
+    except OSError:
+        return False
+    return True
 
 
 def computes(pid: int) -> bool:

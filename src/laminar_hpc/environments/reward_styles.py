@@ -108,13 +108,14 @@ def _check_signature(parameters: Mapping[str, inspect.Parameter], style: str, la
     if not missing and not positional:
         return
     found = style_of(parameters)
+    key = label.partition("=")[0].removesuffix(".function") + ".style"
     shown = f"{label}: its parameters ({', '.join(parameters)}) "
     if found and found != style:
         whose = {"trl": "those of a TRL reward function", "verl": "those of verl's compute_score", "laminar": "laminar's own"}[found]
-        raise LaminarError(f"{shown}are {whose}: set its style={found}, and it runs as it is")
+        raise LaminarError(f"{shown}are {whose}: set {key}={found}, and it runs as it is")
     wanted = {"laminar": "prompt=, response= and row=", "trl": "completions= and the row's columns",
               "verl": "data_source=, solution_str=, ground_truth= and extra_info="}[style]  # fmt: skip
-    raise LaminarError(f"{shown}do not fit its style={style}, which calls it with {wanted}; change them, or add **kwargs")
+    raise LaminarError(f"{shown}do not fit {key}={style}, which calls it with {wanted}; change them, or set another style")
 
 
 def _given(arguments: dict, parameters: Mapping[str, inspect.Parameter] | None) -> dict:
