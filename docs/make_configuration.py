@@ -138,7 +138,8 @@ def rows(cls: type, prefix: str, known: dict[tuple[str, str], str]) -> list[str]
         meaning = "; ".join(text for text in (MEANING.get(key), comment) if text)
         if not meaning:
             raise SystemExit(f"{key} has no meaning: write a comment behind it in {schema.__file__}, or an entry of MEANING here")
-        kind = field.type.__name__ if isinstance(field.type, type) and not hasattr(field.type, "__args__") else str(field.type).replace("typing.", "")
+        kind = field.type.__name__ if isinstance(field.type, type) and not hasattr(field.type, "__args__") else str(field.type)
+        kind = kind.replace("typing.", "")
         found.append(f"| `{key}` | {kind.replace('|', 'or')} | `{default(field)}` | {unit(key)} | {meaning.replace('|', 'or')} |")
     return found
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -98,31 +97,28 @@ async def test_a_server_that_is_not_ready_is_asked_again(server):
     assert (found[0].reward, found[0].error) == (1.0, "") and len(server.asked) == 4
 
 
-@pytest.mark.parametrize(
-    ("do", "says"),
-    [
-        ("text", "sent no JSON: not json"),
-        ("no reward", "no 'reward' in its reply"),
-        ("NaN", "sent no JSON"),
-        ("text reward", "it returned 'reward': str instead of a number"),
-        ("label", "it returned 'label': str instead of a number"),
-        ("null", "it returned 'reward': NoneType instead of a number"),
-        ("long", "sent more than 1,048,576 bytes"),
-        ("redirect", "HTTP 302"),
-    ],
-)
-async def test_a_bad_reply_is_an_error_of_that_call(server, do, says):
+async def test_a_bad_reply_is_an_error_of_that_call(server):
     """It is said what was wrong, and the others have their rewards. Redirects are not followed: nothing else is contacted."""
-    found = await scores([{}, {"do": do}, {}], url=f"{server.address}/score")
-    assert [s.reward for s in found] == [1.0, -7.0, 3.0] and says in found[1].error
+    bad = {
+        "text": "sent no JSON: not json",
+        "no reward": "no 'reward' in its reply",
+        "NaN": "sent no JSON",
+        "text reward": "it returned 'reward': str instead of a number",
+        "label": "it returned 'label': str instead of a number",
+        "null": "it returned 'reward': NoneType instead of a number",
+        "long": "sent more than 1,048,576 bytes",
+        "redirect": "HTTP 302",
+    }
+    found = await scores([{}, *({"do": do} for do in bad), {}], url=f"{server.address}/score")
+    assert [s.reward for s in found] == [1.0, *[-7.0] * len(bad), len(bad) + 2.0]
+    assert all(says in score.error for says, score in zip(bad.values(), found[1:-1], strict=True)), found
     assert {path for path, *_ in server.asked} == {"/score"}
 
 
 async def test_the_time_limit_holds(server):
     """A server that never answers, and one that is not there: the URL is named, without its query, and the time is kept."""
-    t0 = time.monotonic()
     found = await scores([{"do": "hang"}, {}], timeout=1.0, url=f"{server.address}/score?token=secret")
-    assert time.monotonic() - t0 < 4.0 and [s.reward for s in found] == [-7.0, 2.0]
+    assert [s.reward for s in found] == [-7.0, 2.0] and found[0].t1 - found[0].t0 < 2.0
     assert found[0].error == f"judge: {server.address}/score: no reply in time, 1 tries in 0.95 s"
     found = await scores([{}], timeout=1.0, url="http://127.0.0.1:9/score?token=secret")
     assert "http://127.0.0.1:9/score: no connection (" in found[0].error and "tries in 0.95 s" in found[0].error

@@ -61,6 +61,22 @@ class Callable:
 as_object = Callable()
 number = 3
 """
+THREADS = """
+import logging, threading, time
+lock = threading.Lock()
+def hold():
+    while True:
+        with lock: time.sleep(0.02)
+threading.Thread(target=hold, daemon=True).start()
+def score(*, prompt, response, row):
+    time.sleep(0.05)
+    with lock: return row["n"]
+"""
+TORCH = """
+import torch
+torch.ones(256, 256) @ torch.ones(256, 256)
+def score(*, prompt, response, row): return (torch.ones(256, 256) @ torch.ones(256, 256)).mean() / 256 * row["n"]
+"""
 MODULE = "functions_for_pool_test"
 
 
@@ -70,6 +86,8 @@ def user_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder, before = tmp_path_factory.mktemp("user"), os.getcwd()
     (folder / f"{MODULE}.py").write_text(FUNCTIONS)
     (folder / "broken_for_pool_test.py").write_text("import no_such_module_anywhere\n")
+    (folder / "threads_for_pool_test.py").write_text(THREADS)
+    (folder / "torch_for_pool_test.py").write_text(TORCH)
     os.chdir(folder)
     yield folder
     os.chdir(before)
@@ -214,6 +232,17 @@ async def test_what_functions_print_is_bounded(capfd):
             break
         await asyncio.sleep(0.05)
     assert MAX_OUTPUT // 2 < len(printed) < 1.1 * MAX_OUTPUT and "the rest is dropped" in printed
+
+
+@pytest.mark.parametrize("module", ["threads_for_pool_test", "torch_for_pool_test"])
+async def test_modules_with_threads(module):
+    """A module that starts threads, or loads a library that may, is not forked into a lock that nobody holds any more."""
+    pool = RewardPool(RewardConfig(function=f"{module}.score", timeout_seconds=20.0))
+    await pool.start()
+    try:
+        assert [s.reward for s in await asyncio.gather(*(pool.score("", "", {"n": i}) for i in range(6)))] == list(range(6))
+    finally:
+        await pool.close()
 
 
 async def test_the_fork_server_is_started_again():

@@ -231,4 +231,6 @@ async def test_one_that_fails_is_named_and_the_others_count():
 
 
 def test_reward_function_alone_is_one_of_weight_one():
-    assert list(reward_functions(RewardConfig(function="a.b", style="trl")).items())[0][1].style == "trl"
+    """Its name is empty, and its parts are the trajectory's own."""
+    (entry,) = reward_functions(RewardConfig(function="a.b", style="trl")).values()
+    assert (entry.style, entry.weight) == ("trl", 1.0)

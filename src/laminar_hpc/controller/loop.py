@@ -328,6 +328,8 @@ class Controller:
         """A whole batch of failures ends the run: at once when nothing has been trained yet, else with a checkpoint."""
         if scored.error:
             log.warning("reward of trajectory %d: %s", scored.trajectory_id, scored.error)
+            if not self.reward_errors.count:
+                self.metrics.write("reward_error", trajectory_id=scored.trajectory_id, text=scored.error, evaluation=scored.evaluation)
         why = self.reward_errors.take(scored)
         if why and not self.seen_steps:
             raise LaminarError(why)

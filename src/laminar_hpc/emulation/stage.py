@@ -18,6 +18,7 @@ from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.weights import weights_file
+from laminar_hpc.policies.rewards import reward_means
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 
@@ -75,7 +76,7 @@ def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQu
             if not trajectories:
                 break
             trained = time.time()
-            metrics = batch_metrics(trajectories, step)
+            metrics = batch_metrics(trajectories, step) | reward_means(trajectories, config.reward.functions)
             step += 1
             weight_id = _publish(channel, step, handed)
             channel.send(m.StepDone(step - 1, {**metrics, "wait_seconds": waited, "train_seconds": trained - asked - waited}))

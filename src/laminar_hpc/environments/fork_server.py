@@ -52,14 +52,18 @@ class Worker:
 
     async def ask(self, call: Call, limit: float | None = None) -> Result:
         """Raises WorkerLost, and TimeoutError after `limit` seconds."""
-        self.calls[call.id] = waiter = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.calls[call.id] = waiter = loop.create_future()
+        timer = loop.call_later(limit, _expire, waiter) if limit is not None else None
         try:
             if self.retired:
                 raise WorkerLost
             write_frame(self._writer, call)
-            return await asyncio.wait_for(waiter, limit)
+            return await waiter
         finally:
             del self.calls[call.id]
+            if timer is not None:
+                timer.cancel()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -88,6 +92,11 @@ class Worker:
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)  # it had no group yet
+
+
+def _expire(waiter: asyncio.Future) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())
 
 
 class ForkServer:

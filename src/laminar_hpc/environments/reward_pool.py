@@ -67,7 +67,7 @@ class RewardPool:
         """What became of the call of each reward, by name."""
         given = list(tokens) if self._wants_tokens else []
         calls = [Call(next(self._ids), name, prompt, response, row, given) for name in self.entries]
-        results = await asyncio.gather(*(self._call(call) for call in calls))
+        results = await asyncio.gather(*map(self._call, calls)) if len(calls) > 1 else [await self._call(calls[0])]
         return dict(zip(self.entries, results, strict=True))
 
     async def _call(self, call: Call) -> Result:

@@ -55,7 +55,6 @@ class Status(msgspec.Struct):
     queues: Queues
     rewards_scored: int = 0  # of this launch, evaluations included
     reward_errors: int = 0
-    first_reward_error: str = ""
 
 
 def write(run_dir: Path, status: Status) -> None:

@@ -194,8 +194,11 @@ def _incidents(view: View) -> Text | None:
 
 
 def _reward_errors(view: View) -> Text | None:
-    """Of this launch, evaluations included."""
-    s = view.status
-    if s is None or not s.reward_errors:
+    """While a launch goes on of all its responses, evaluations included; afterwards of the trained ones."""
+    first, s = view.newest.get("reward_error"), view.status
+    if first is None:
         return None
-    return _line("rewards", f"errors in {s.reward_errors:,} of {s.rewards_scored:,} responses, the first: {s.first_reward_error}")
+    trained = f"{view.counts.get('reward_errors', 0):,} trained trajectories"
+    live = s is not None and s.rewards_scored and view.state == "going on"
+    where = f"{s.reward_errors:,} of {s.rewards_scored:,} responses" if s and live else trained
+    return _line("rewards", f"errors in {where}, the first: {first['text']}")

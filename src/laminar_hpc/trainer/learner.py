@@ -5,7 +5,7 @@ those of the whole batch on every rank; those of tokens leave out the mini-batch
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages import Trajectory
+from laminar_hpc.policies.rewards import reward_means
 from laminar_hpc.trainer.algorithms.advantages import token_advantages
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
@@ -182,12 +183,6 @@ def merged(parts: list[dict[str, float]]) -> dict[str, float]:
             weight = sum(part["trajectories"] for part in having)
             found[name] = sum(part[name] * part["trajectories"] for part in having) / weight
     return found
-
-
-def reward_means(trajectories: list[Trajectory], names: Iterable[str]) -> dict[str, float]:
-    """Mean of each reward function over the trajectories that it gave a reward to; nothing for one that gave none."""
-    given = {name: [t.reward_parts[name] for t in trajectories if name in t.reward_parts] for name in names}
-    return {f"reward_mean/{name}": sum(values) / len(values) for name, values in given.items() if values}
 
 
 def batch_metrics(trajectories: list[Trajectory], step: int) -> dict[str, float]:
