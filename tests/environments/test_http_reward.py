@@ -1,4 +1,5 @@
-"""A reward model behind a URL: what is asked and answered, against a real server on loopback that can be as bad as servers are."""
+"""A reward model behind a URL: what is asked and answered, against a real server on loopback that can be
+as bad as servers are."""
 
 import asyncio
 import json
@@ -37,8 +38,15 @@ class Server:
             raise web.HTTPFound("/elsewhere")
         if what == "forbidden":
             return web.Response(status=403, text="no such key")
-        replies = {"text": "not json", "no reward": '{"score": 1}', "NaN": '{"reward": NaN}', "text reward": '{"reward": "1"}',
-                   "long": "x" * 3_000_000, "label": '{"reward": 1, "label": "good"}', "null": '{"reward": null}'}  # fmt: skip
+        replies = {
+            "text": "not json",
+            "no reward": '{"score": 1}',
+            "NaN": '{"reward": NaN}',
+            "text reward": '{"reward": "1"}',
+            "long": "x" * 3_000_000,
+            "label": '{"reward": 1, "label": "good"}',
+            "null": '{"reward": null}',
+        }
         if what in replies:
             return web.Response(text=replies[what])
         return web.json_response({"reward": float(len(body["response"])), "confidence": 0.5})
@@ -60,28 +68,45 @@ async def server() -> AsyncIterator[Server]:
 
 async def scores(rows: list[dict], timeout: float = 5.0, **entry) -> list[Score]:
     """Of responses "a", "aa", ... with these rows, all asked for at once."""
-    pool = RewardPool(RewardConfig(functions={"judge": entry}, timeout_seconds=timeout, score_on_failure=-7.0))
+    pool = RewardPool(
+        RewardConfig(functions={"judge": entry}, timeout_seconds=timeout, score_on_failure=-7.0)
+    )
     await pool.start()
     try:
-        return await asyncio.gather(*(pool.score("a prompt", "a" * (i + 1), row) for i, row in enumerate(rows)))
+        return await asyncio.gather(
+            *(pool.score("a prompt", "a" * (i + 1), row) for i, row in enumerate(rows))
+        )
     finally:
         await pool.close()
 
 
 async def test_the_protocol(server):
-    """Prompt, response and row go out as JSON; the reward and named parts come back; the key goes with it and only there."""
+    """Prompt, response and row go out as JSON; the reward and named parts come back; the key goes with it
+    and only there."""
     found = await scores([{"answer": "é", "n": 1}], url=f"{server.address}/score?token=secret", weight=0.5)
-    assert (found[0].reward, found[0].parts, found[0].error) == (0.5, {"judge": 1.0, "judge.confidence": 0.5}, "")
+    assert (found[0].reward, found[0].parts, found[0].error) == (
+        0.5,
+        {"judge": 1.0, "judge.confidence": 0.5},
+        "",
+    )
     path, headers, body = server.asked[0]
-    assert path == "/score" and body == {"prompt": "a prompt", "response": "a", "row": {"answer": "é", "n": 1}}
+    assert path == "/score" and body == {
+        "prompt": "a prompt",
+        "response": "a",
+        "row": {"answer": "é", "n": 1},
+    }
     assert "Authorization" not in headers
 
 
 async def test_the_key_is_sent_and_never_said(server, monkeypatch):
     monkeypatch.setenv(KEY, "very-secret")
-    found = await scores([{}, {"do": "forbidden"}], url=f"{server.address}/score?token=secret", api_key_env=KEY)
+    found = await scores(
+        [{}, {"do": "forbidden"}], url=f"{server.address}/score?token=secret", api_key_env=KEY
+    )
     assert server.asked[0][1]["Authorization"] == "Bearer very-secret"
-    assert found[1].error == f"judge: {server.address}/score: HTTP 403: no such key" and len(server.asked) == 2, "not tried again"
+    assert (
+        found[1].error == f"judge: {server.address}/score: HTTP 403: no such key" and len(server.asked) == 2
+    ), "not tried again"
 
 
 async def test_sglang_classify(server):
@@ -98,7 +123,8 @@ async def test_a_server_that_is_not_ready_is_asked_again(server):
 
 
 async def test_a_bad_reply_is_an_error_of_that_call(server):
-    """It is said what was wrong, and the others have their rewards. Redirects are not followed: nothing else is contacted."""
+    """It is said what was wrong, and the others have their rewards. Redirects are not followed: nothing
+    else is contacted."""
     bad = {
         "text": "sent no JSON: not json",
         "no reward": "no 'reward' in its reply",
@@ -116,12 +142,15 @@ async def test_a_bad_reply_is_an_error_of_that_call(server):
 
 
 async def test_the_time_limit_holds(server):
-    """A server that never answers, and one that is not there: the URL is named, without its query, and the time is kept."""
+    """A server that never answers, and one that is not there: the URL is named, without its query, and the
+    time is kept."""
     found = await scores([{"do": "hang"}, {}], timeout=1.0, url=f"{server.address}/score?token=secret")
     assert [s.reward for s in found] == [-7.0, 2.0] and found[0].t1 - found[0].t0 < 2.0
     assert found[0].error == f"judge: {server.address}/score: no reply in time, 1 tries in 0.95 s"
     found = await scores([{}], timeout=1.0, url="http://127.0.0.1:9/score?token=secret")
-    assert "http://127.0.0.1:9/score: no connection (" in found[0].error and "tries in 0.95 s" in found[0].error
+    assert (
+        "http://127.0.0.1:9/score: no connection (" in found[0].error and "tries in 0.95 s" in found[0].error
+    )
     assert "secret" not in json.dumps([s.error for s in found])
 
 
@@ -133,9 +162,13 @@ async def test_before_a_run(server):
         return first_call(config, "1+1=", {"answer": "2", "do": entry.pop("do", "")})
 
     assert await asyncio.to_thread(first, url=f"{server.address}/score") == []
-    with pytest.raises(LaminarError, match=r"reward\.functions\.judge=.*HTTP 403: no such key; check the URL, its style"):
+    with pytest.raises(
+        LaminarError, match=r"reward\.functions\.judge=.*HTTP 403: no such key; check the URL, its style"
+    ):
         await asyncio.to_thread(first, url=f"{server.address}/score", do="forbidden")
     with pytest.raises(LaminarError, match="no 'reward' in its reply"):
         await asyncio.to_thread(first, url=f"{server.address}/score", do="no reward")
     (warning,) = await asyncio.to_thread(first, url="http://127.0.0.1:9/score")
-    assert warning.startswith("warning: reward.functions.judge=http://127.0.0.1:9/score failed on the first row")
+    assert warning.startswith(
+        "warning: reward.functions.judge=http://127.0.0.1:9/score failed on the first row"
+    )

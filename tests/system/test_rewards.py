@@ -1,6 +1,8 @@
-"""Runs with rewards that fail, with several rewards and with a reward model behind a URL: what a user sees, and what is on record.
+"""Runs with rewards that fail, with several rewards and with a reward model behind a URL: what a user sees,
+and what is on record.
 
-Controller and replicas are real processes with emulated engines, so that a run takes seconds; the last test is a real one.
+Controller and replicas are real processes with emulated engines, so that a run takes seconds; the last test
+is a real one.
 """
 
 import asyncio
@@ -60,19 +62,23 @@ def seen_in_top(run_dir: str) -> str:
 
 
 def test_a_reward_that_always_raises_ends_the_run(config):
-    """Warned about before anything starts; the first batch ends the run, exit code 1, with the error and the cure, before a step."""
+    """Warned about before anything starts; the first batch ends the run, exit code 1, with the error and
+    the cure, before a step."""
     config.reward.function = "rewards_of_user.fails"
     code, printed, seconds = finished(config)
     assert code == 1 and seconds < 40
     assert "warning: reward.function='rewards_of_user.fails' failed on the first row" in printed
     assert printed.count("reward       the first error, trajectory") == 1
-    assert "the rewards of the first 32 responses, a whole batch, all failed, the last with: KeyError: 'no_such_field'" in printed
+    assert (
+        "first 32 responses, a whole batch, all failed, the last with: KeyError: 'no_such_field'" in printed
+    )
     assert metrics(Path(config.run_dir), "step") == []
     assert metrics(Path(config.run_dir), "end")[0]["reason"].startswith("failed: the rewards of the first 32")
 
 
 def test_errors_are_seen_everywhere(config):
-    """A reward that fails now and then: in the step line, in `top`, at the end, in summary and report, with the first error's words."""
+    """A reward that fails now and then: in the step line, in `top`, at the end, in summary and report,
+    with the first error's words."""
     short = {"function": "rewards_of_user.short", "weight": 0.5}
     config.reward.functions = {"right": {"function": "rewards_of_user.sometimes"}, "short": short}
     config.reward.function = ""
@@ -84,16 +90,26 @@ def test_errors_are_seen_everywhere(config):
     errors = sum(map(bool, failed))
     assert 0 < errors < 96 and summary["reward_errors"] == errors
     assert summary["reward_error_first"] == "right: ValueError: of three"
-    assert summary["rewards"] == {"right": {"first": 1.0, "last": 1.0}, "short": {"first": -1.0, "last": -1.0}}
+    assert summary["rewards"] == {
+        "right": {"first": 1.0, "last": 1.0},
+        "short": {"first": -1.0, "last": -1.0},
+    }
     steps = metrics(run_dir, "step")
     for step in steps:
-        assert f"reward errors {step['reward_error_count']:.0f}/32" in printed or not step["reward_error_count"]
-        assert step["reward_mean/right"] == 1.0 and step["reward_mean"] == pytest.approx(0.5 - step["reward_error_count"] / 32)
+        assert (
+            f"reward errors {step['reward_error_count']:.0f}/32" in printed or not step["reward_error_count"]
+        )
+        assert step["reward_mean/right"] == 1.0 and step["reward_mean"] == pytest.approx(
+            0.5 - step["reward_error_count"] / 32
+        )
     assert f"errors in {errors} of 96 trajectories trained, the first: right: ValueError: of three" in printed
     assert "first and last step: right 1.000 to 1.000, short -1.000 to -1.000" in printed
     assert "the first: right: ValueError: of three" in seen_in_top(config.run_dir)
     page = report.write(run_dir).read_text()
-    assert "mean of each reward function per batch" in page and f"<td>{errors}</td><td>right: ValueError: of three</td>" in page
+    assert (
+        "mean of each reward function per batch" in page
+        and f"<td>{errors}</td><td>right: ValueError: of three</td>" in page
+    )
 
 
 class JudgeThread:
@@ -125,7 +141,9 @@ class JudgeThread:
         body = await request.json()
         self.asked += 1
         broken = self.broken or self.asked > 40
-        return web.json_response({"detail": "out of memory"} if broken else {"reward": len(body["response"]) % 2})
+        return web.json_response(
+            {"detail": "out of memory"} if broken else {"reward": len(body["response"]) % 2}
+        )
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -133,7 +151,8 @@ class JudgeThread:
 
 
 def test_a_reward_model_that_breaks_down_ends_the_run(config):
-    """Its first step is trained; when a whole batch has failed later, the run stops in order, fails, and can go on with resume=auto."""
+    """Its first step is trained; when a whole batch has failed later, the run stops in order, fails, and
+    can go on with resume=auto."""
     judge = JudgeThread()
     config.reward.function, config.reward.functions, config.steps = "", {"judge": {"url": judge.url}}, 20
     try:
@@ -141,19 +160,26 @@ def test_a_reward_model_that_breaks_down_ends_the_run(config):
     finally:
         judge.stop()
     assert code == 1 and metrics(Path(config.run_dir), "step"), printed
-    assert "responses, a whole batch, all failed, the last with: judge: " in printed and "no 'reward' in its reply" in printed
+    assert (
+        "responses, a whole batch, all failed, the last with: judge: " in printed
+        and "no 'reward' in its reply" in printed
+    )
     assert "every reward fails: finishing step" in printed
 
 
 @pytest.mark.slow
 def test_a_real_run_whose_reward_always_raises(tmp_path, monkeypatch):
-    """`laminar train`: exit code 1, one error line, within seconds of the first batch, and nothing is left behind."""
+    """`laminar train`: exit code 1, one error line, within seconds of the first batch, and nothing is left
+    behind."""
     (tmp_path / "rewards_of_user.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
     run = Run(tmp_path / "run", "reward.function=rewards_of_user.fails")
     assert run.finish() == 1
     (error,) = [line for line in run.lines if line.startswith("laminar: error:")]
-    assert "the rewards of the first 256 responses, a whole batch, all failed" in error and "mend reward.function" in error
+    assert (
+        "the rewards of the first 256 responses, a whole batch, all failed" in error
+        and "mend reward.function" in error
+    )
     run.assert_gone()
 
 

@@ -47,7 +47,7 @@ def load_config(overrides: list[str]) -> RunConfig:
 
 
 def _open(word: str) -> str:
-    """Keys under an open table (`reward.functions.NAME...=`) are new ones, for which Hydra wants a `++`; ours are written plainly."""
+    """Hydra wants `++` before a new key. Those of an open table (`reward.functions.NAME...=`) are written plainly."""
     return f"++{word}" if word.startswith(_OPEN_TABLES) else word
 
 

@@ -1,6 +1,8 @@
-"""The rewards of a run, whichever way they are written: `reward.function` alone, or several by name in `reward.functions`.
+"""The rewards of a run, whichever way they are written: `reward.function` alone, or several by name in
+`reward.functions`.
 
-Checked before anything starts. Imports no user code, so it does not know whether a function is there: environments/preflight.py does.
+Checked before anything starts. Imports no user code, so it does not know whether a function is there:
+environments/preflight.py does.
 """
 
 import dataclasses
@@ -32,13 +34,18 @@ def _entry(key: str, value: object) -> RewardFunction:
         return value
     known = [field.name for field in dataclasses.fields(RewardFunction)]
     if not isinstance(value, dict):
-        raise LaminarError(f"{key}={value!r:.60}: must be {{function: MODULE.FUNCTION, weight: NUMBER}}, or url in place of function")
+        raise LaminarError(
+            f"{key}={value!r:.60}: must be {{function: MODULE.FUNCTION, weight: NUMBER}}, or url in place of "
+            "function"
+        )
     if unknown := [str(name) for name in value if name not in known]:
         raise LaminarError(f"{key}.{unknown[0]}: no such key; an entry has {', '.join(known)}")
     for name, part in value.items():
         number = isinstance(part, int | float) and not isinstance(part, bool)
         if not (number if name == "weight" else isinstance(part, str)):
-            raise LaminarError(f"{key}.{name}={part!r:.60}: must be {'a number' if name == 'weight' else 'a text'}")
+            raise LaminarError(
+                f"{key}.{name}={part!r:.60}: must be {'a number' if name == 'weight' else 'a text'}"
+            )
     return RewardFunction(**value)
 
 
@@ -60,15 +67,19 @@ def check_reward(config: RewardConfig) -> None:
         if value < least:
             raise LaminarError(f"reward.{key}={value}: must be at least {least}")
     if not 0 < config.timeout_seconds < math.inf:
-        raise LaminarError(f"reward.timeout_seconds={config.timeout_seconds:g}: must be above 0, in seconds; the default is 10")
+        raise LaminarError(
+            f"reward.timeout_seconds={config.timeout_seconds:g}: must be above 0; the default is 10 seconds"
+        )
     _check_number("reward.score_on_failure", config.score_on_failure)
     if config.functions and config.function:
         raise LaminarError(
-            f"reward.function={config.function} and reward.functions (with {', '.join(config.functions)}) are both set: add "
-            "`reward.function=` to leave the first out, or name it among the others"
+            f"reward.function={config.function} and reward.functions (of {', '.join(config.functions)}) are "
+            "both set: add `reward.function=` to leave the first out, or name it among the others"
         )
     if config.functions and config.style != "laminar":
-        raise LaminarError(f"reward.style={config.style} is of reward.function; of the others set reward.functions.NAME.style")
+        raise LaminarError(
+            f"reward.style={config.style} is of reward.function; set reward.functions.NAME.style instead"
+        )
     if not config.functions:
         if not config.function:
             raise LaminarError(
@@ -80,15 +91,21 @@ def check_reward(config: RewardConfig) -> None:
     for name, entry in entries.items() if config.functions else ():
         _check_entry(name, entry)
     if all(entry.weight == 0 for entry in entries.values()):
-        raise LaminarError("reward.functions: every weight is 0, so there is nothing to learn; give one of them a weight")
+        raise LaminarError(
+            "reward.functions: every weight is 0, so there is nothing to learn; give one of them a weight"
+        )
 
 
 def _check_entry(name: str, entry: RewardFunction) -> None:
     key = f"reward.functions.{name}"
     if not _NAME.fullmatch(name) or name == "reward":
-        raise LaminarError(f"{key}: a name has letters, digits, _ and - only, and 'reward' is that of the sum; choose another")
+        raise LaminarError(
+            f"{key}: a name has letters, digits, _ and - only, and 'reward' is that of the sum; change it"
+        )
     if bool(entry.function) == bool(entry.url):
-        raise LaminarError(f"{key}: set either {key}.function=MODULE.FUNCTION or {key}.url=http://HOST:PORT/PATH")
+        raise LaminarError(
+            f"{key}: set either {key}.function=MODULE.FUNCTION or {key}.url=http://HOST:PORT/PATH"
+        )
     _check_number(f"{key}.weight", entry.weight)
     styles, what = (URL_STYLES, "a URL") if entry.url else (FUNCTION_STYLES, "a function")
     _check_style(f"{key}.style", entry.style, styles, what)
@@ -101,15 +118,19 @@ def _check_entry(name: str, entry: RewardFunction) -> None:
 def _check_url(key: str, entry: RewardFunction) -> None:
     try:
         parts = urlsplit(entry.url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        good = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and (parts.port is None or parts.port > 0)
+        )
     except ValueError:
         good = False
     if not good:
         raise LaminarError(f"{key}.url is not a URL: write it as http://HOST:PORT/PATH")
     if "@" in parts.netloc:
         raise LaminarError(
-            f"{key}.url holds a user or password, which would stand in the run's files: put the key into an environment variable "
-            f"and name that in {key}.api_key_env"
+            f"{key}.url holds a user or password, which would stand in the run's files: put the key into an "
+            f"environment variable and name that in {key}.api_key_env"
         )
     if entry.api_key_env and not os.environ.get(entry.api_key_env):
         raise LaminarError(f"{key}.api_key_env={entry.api_key_env}: this environment variable is not set")

@@ -43,15 +43,15 @@ class RewardFunction:
 
 @dataclass
 class RewardConfig:
-    """The reward: `function`, or the weighted sum of `functions`, called in worker processes of each rollout rank; see docs/rewards.md."""
+    """The reward: `function`, or the weighted sum of `functions`, called in processes of each rollout rank; see rewards.md."""
 
     function: str = ""  # dotted path, plain or async; returns a float or a dict with "reward" and named parts
-    style: str = "laminar"  # how it is called: laminar | trl | verl, so that functions written for those run unchanged
-    functions: dict[str, Any] = field(default_factory=dict)  # several, NAME: {function or url, weight, style, api_key_env}
-    workers: int = 1  # processes per rollout rank; more are started while calls wait, hang or compute for long
+    style: str = "laminar"  # laminar | trl | verl: functions written for the latter two run unchanged
+    functions: dict[str, Any] = field(default_factory=dict)  # several by name, in place of function
+    workers: int = 1  # processes per rollout rank; more while calls wait, hang or compute for long
     slots: int = 64  # calls in flight per rollout rank
     timeout_seconds: float = 10.0
-    score_on_failure: float = 0.0  # given in place of a reward whose call raised, hung or returned something else
+    score_on_failure: float = 0.0  # in place of a reward whose call raised, hung or returned something else
 
 
 @dataclass

@@ -325,11 +325,12 @@ class Controller:
                 self.on_filtered(group)
 
     def watch_reward(self, scored: m.Scored) -> None:
-        """A whole batch of failures ends the run: at once when nothing has been trained yet, else with a checkpoint."""
+        """A whole batch of failures ends the run: at once when nothing was trained yet, else with a checkpoint."""
         if scored.error:
             log.warning("reward of trajectory %d: %s", scored.trajectory_id, scored.error)
             if not self.reward_errors.count:
-                self.metrics.write("reward_error", trajectory_id=scored.trajectory_id, text=scored.error, evaluation=scored.evaluation)
+                where = {"trajectory_id": scored.trajectory_id, "evaluation": scored.evaluation}
+                self.metrics.write("reward_error", text=scored.error, **where)
         why = self.reward_errors.take(scored)
         if why and not self.seen_steps:
             raise LaminarError(why)

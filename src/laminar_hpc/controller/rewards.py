@@ -1,4 +1,5 @@
-"""Rewards as the controller sees them: tried on a first row before anything starts, and watched for errors while the run goes on."""
+"""Rewards as the controller sees them: tried on a first row before anything starts, and watched for errors
+while the run goes on."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from laminar_hpc.observability import console
 
 
 def try_rewards(config: RunConfig, say: Callable[[str], None], prompts: list[Prompt] | None = None) -> None:
-    """Calls every reward once, on the first of `prompts`, else on the first row of data.train. Raises LaminarError for a mistake."""
+    """Calls every reward once, on the first of `prompts`, else on the first row of data.train. Raises
+    LaminarError for a mistake."""
     if config.source.startswith("replay:"):
         return
     first = (prompts or _first_prompt(config))[0]
@@ -27,7 +29,9 @@ def _first_prompt(config: RunConfig) -> list[Prompt]:
     data = dataclasses.replace(config.data, too_long="drop", max_prompt_tokens=None)
     render = load_chat_template(config.model.path) if data.chat_template else None
     tokenizer = load_tokenizer(config.model.path)
-    return load_prompts(parse_source("data.train", data.train), data, tokenizer, render, 1 << 30, limit=1).prompts
+    return load_prompts(
+        parse_source("data.train", data.train), data, tokenizer, render, 1 << 30, limit=1
+    ).prompts
 
 
 class RewardErrors:
@@ -52,11 +56,15 @@ class RewardErrors:
         if not self.first:
             self.first = scored.error
             what = f"trajectory {scored.trajectory_id}" + (" of an evaluation" if scored.evaluation else "")
-            self._say(console.line("reward", f"the first error, {what}: {scored.error} (it counts as {self._instead:g})"))
+            self._say(
+                console.line(
+                    "reward", f"the first error, {what}: {scored.error} (it counts as {self._instead:g})"
+                )
+            )
         if self.in_a_row < self._batch:
             return ""
         which = "first" if self.in_a_row == self.scored else "last"
         return (
-            f"the rewards of the {which} {self.in_a_row} responses, a whole batch, all failed, the last with: {scored.error}; mend "
-            f"{self._keys} (docs/rewards.md; what it printed is in {self._logs}/rollout*.log)"
+            f"the rewards of the {which} {self.in_a_row} responses, a whole batch, all failed, the last "
+            f"with: {scored.error}; mend {self._keys} (docs/rewards.md; its output is in {self._logs}/rollout*.log)"
         )

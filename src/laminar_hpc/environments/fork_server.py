@@ -1,6 +1,8 @@
-"""The rollout's side of a fork server (reward_worker.py): it starts the server, has workers forked, ends them, and bounds what they print.
+"""The rollout's side of a fork server (reward_worker.py): it starts the server, has workers forked, ends
+them, and bounds what they print.
 
-Used by reward_crews.py on one event loop. Everything that a worker has started dies with it, as each leads a process group.
+Used by reward_crews.py on one event loop. Everything that a worker has started dies with it, as each leads a
+process group.
 """
 
 import asyncio
@@ -32,7 +34,9 @@ from laminar_hpc.environments.reward_protocol import (
 )
 
 IMPORT_SECONDS = 60.0  # longest import of the user's modules
-MAX_OUTPUT = 4 << 20  # bytes of what reward functions print that go into the rollout's log; the rest is dropped
+MAX_OUTPUT = (
+    4 << 20
+)  # bytes of what reward functions print that go into the rollout's log; the rest is dropped
 _MAX_PACKET = 1 << 16
 
 
@@ -73,7 +77,11 @@ class Worker:
                 waiter = self.calls.get(message.id) if isinstance(message, Result) else None
                 if waiter is not None and not waiter.done():
                     waiter.set_result(message)
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):  # the last: a function wrote into our socket
+        except (
+            asyncio.IncompleteReadError,
+            ConnectionError,
+            msgspec.DecodeError,
+        ):  # the last: a function wrote into our socket
             self.lose()
 
     def lose(self) -> None:
@@ -112,15 +120,17 @@ class ForkServer:
         self.left_to_print = MAX_OUTPUT
 
     async def start(self) -> None:
-        """Raises LaminarError when the process does not come up, or a function is not there or has the wrong parameters."""
+        """Raises LaminarError when the process does not come up, or a function is not there or has the
+        wrong parameters."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(IMPORT_SECONDS)
         with theirs:
             words = ["server", str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "laminar_hpc.environments.reward_worker", *words],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(theirs.fileno(),),
-                start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
         self._control = ours
         assert self._process.stdout is not None
@@ -131,7 +141,9 @@ class ForkServer:
             raise LaminarError(f"{self._label}: the import took longer than {IMPORT_SECONDS:g} s") from None
         except (OSError, EOFError):
             code = self._process.wait()
-            raise LaminarError(f"{self._label}: the process ended with {code} during the import; see what it printed") from None
+            raise LaminarError(
+                f"{self._label}: the process ended with {code} during the import; see what it printed"
+            ) from None
         assert isinstance(ready, Ready)
         if ready.error:
             raise LaminarError(ready.error)
@@ -153,7 +165,9 @@ class ForkServer:
                 return await self._fork(together)
             except (OSError, EOFError, asyncio.IncompleteReadError) as error:
                 if attempt:
-                    raise LaminarError(f"{self._label}: no worker process can be started ({type(error).__name__})") from None
+                    raise LaminarError(
+                        f"{self._label}: no worker process can be started ({type(error).__name__})"
+                    ) from None
                 await self._restart()
         raise AssertionError
 
@@ -178,7 +192,8 @@ class ForkServer:
         return Worker(forked.pid, reader, writer)
 
     async def _restart(self) -> None:
-        """After the server itself has died, for want of memory for instance. Its workers have died with it."""
+        """After the server itself has died, for want of memory for instance. Its workers have died with
+        it."""
         async with self._starting:
             if self._process is None or self._process.poll() is not None:
                 self._end()
@@ -195,13 +210,15 @@ class ForkServer:
                 self._control.send(encode(Reap(pid)))
 
     def _print(self, pipe: BinaryIO) -> None:
-        """What reward functions print goes into our log, up to a bound. Ends when nobody can print any more."""
+        """What reward functions print goes into our log, up to a bound. Ends when nobody can print any
+        more."""
         with pipe:
             while chunk := os.read(pipe.fileno(), 1 << 16):
                 kept = b"" if self._quiet else chunk[: self.left_to_print]
                 self.left_to_print -= len(kept)
                 if kept and self.left_to_print == 0:
-                    kept += f"\n[reward functions have printed {MAX_OUTPUT >> 20} MiB; the rest is dropped]\n".encode()
+                    bound = f"{MAX_OUTPUT >> 20} MiB"
+                    kept += f"\n[reward functions have printed {bound}; the rest is dropped]\n".encode()
                 while kept:
                     kept = kept[os.write(2, kept) :]
 

@@ -1,12 +1,13 @@
-"""A reward model behind a URL, as an async reward function. Runs in reward workers; contacts the configured URL and nothing else.
+"""A reward model behind a URL, as an async reward function. Runs in reward workers; contacts the configured
+URL and nothing else.
 
 | style | request | reply |
 |---|---|---|
 | laminar | `{"prompt": text, "response": text, "row": {...}}` | `{"reward": number, ...named parts}` |
 | sglang | `{"text": prompt + response}`, to SGLang's `/classify` | `{"embedding": [number], ...}` |
 
-A connection that fails, 408, 429 and 5xx are tried again, with growing pauses, within the call's time limit. Other answers are final.
-The key of `api_key_env` is sent as a bearer token and appears in no message.
+A connection that fails, 408, 429 and 5xx are tried again, with growing pauses, within the call's time limit.
+Other answers are final. The key of `api_key_env` is sent as a bearer token and appears in no message.
 """
 
 import asyncio
@@ -21,8 +22,9 @@ from laminar_hpc.config.rewards import shown_url
 from laminar_hpc.environments.reward_protocol import Call, Spec
 from laminar_hpc.environments.reward_styles import NotAReward, RewardFault
 
-FIRST_PAUSE, MAX_PAUSE = 0.1, 2.0  # seconds between tries; each is twice the one before, with up to half of it more at random
-SHARE_OF_LIMIT = 0.95  # of the call's time limit: what is wrong with the server shall be said, not only that it took too long
+# Seconds between tries; each is twice the one before, with up to half of it more at random.
+FIRST_PAUSE, MAX_PAUSE = 0.1, 2.0
+SHARE_OF_LIMIT = 0.95  # of the call's time limit: so that the error says what is wrong with the server
 MAX_REPLY = 1 << 20  # bytes
 _AGAIN = (408, 429)
 
@@ -54,7 +56,9 @@ class HttpReward:
                 left = deadline - time.monotonic()
                 if left <= pause:
                     what = _words(error)
-                    raise RewardFault(f"{shown_url(self._url)}: {what}, {tries} tries in {self._seconds:.3g} s") from None
+                    raise RewardFault(
+                        f"{shown_url(self._url)}: {what}, {tries} tries in {self._seconds:.3g} s"
+                    ) from None
             await asyncio.sleep(pause * random.uniform(1.0, 1.5))
             pause = min(2 * pause, MAX_PAUSE)
 
@@ -83,7 +87,8 @@ class HttpReward:
         return text
 
     def _connected(self) -> aiohttp.ClientSession:
-        """One session per event loop. Neither proxies nor .netrc of the environment: only the URL is contacted."""
+        """One session per event loop. Neither proxies nor .netrc of the environment: only the URL is
+        contacted."""
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
             self._session, self._loop = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)), loop
@@ -97,7 +102,10 @@ class HttpReward:
         if self._style == "sglang":
             values = reply.get("embedding") if isinstance(reply, dict) else None
             if not isinstance(values, list) or len(values) != 1:
-                raise NotAReward(f"{shown_url(self._url)}: no single score in its reply{_quoted(text)}; is it a reward model?")
+                raise NotAReward(
+                    f"{shown_url(self._url)}: no single score in its reply{_quoted(text)}; is it a "
+                    "reward model?"
+                )
             return {"reward": values[0]}
         if not isinstance(reply, dict) or "reward" not in reply:
             raise NotAReward(f"{shown_url(self._url)}: no 'reward' in its reply{_quoted(text)}")

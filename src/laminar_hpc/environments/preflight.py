@@ -1,7 +1,9 @@
-"""Rewards tried before anything starts, in a worker process as in the run: are they there, and do they give rewards?
+"""Rewards tried before anything starts, in a worker process as in the run: are they there, and do they give
+rewards?
 
-`check_functions` imports them; `first_call` calls each once, on a first row, with that row's own answer as the response. What can only
-be a mistake is refused. A call that raises or takes too long is only warned about: the response is not one of the model's.
+`check_functions` imports them; `first_call` calls each once, on a first row, with that row's own answer as
+the response. What can only be a mistake is refused. A call that raises or takes too long is only warned
+about: the response is not one of the model's.
 """
 
 import asyncio
@@ -21,12 +23,14 @@ _CURES = {
 
 
 def check_functions(config: RunConfig) -> None:
-    """Raises LaminarError when a reward function is not there, cannot be imported, or has parameters of another style."""
+    """Raises LaminarError when a reward function is not there, cannot be imported, or has parameters of
+    another style."""
     asyncio.run(_results(config, None))
 
 
 def first_call(config: RunConfig, prompt: str, row: dict) -> list[str]:
-    """Warnings, one line each. Raises LaminarError as `check_functions`, and for what is returned but is no reward."""
+    """Warnings, one line each. Raises LaminarError as `check_functions`, and for what is returned but is
+    no reward."""
     response = str(row.get("answer", ""))
     results = asyncio.run(_results(config, (prompt, response, row)))
     warnings = []
@@ -34,7 +38,9 @@ def first_call(config: RunConfig, prompt: str, row: dict) -> list[str]:
     for name, entry in _pool(config).entries.items():
         got, what = results[name], label(name, entry)
         if got.fault in _CURES:
-            raise LaminarError(f"{what} on the first row, {tried}: {got.error}; {_CURES[got.fault]} (docs/rewards.md)")
+            raise LaminarError(
+                f"{what} on the first row, {tried}: {got.error}; {_CURES[got.fault]} (docs/rewards.md)"
+            )
         if got.error:
             warnings.append(f"warning: {what} failed on the first row, {tried}: {got.error}")
     return warnings

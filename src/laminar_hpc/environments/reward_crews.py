@@ -1,12 +1,14 @@
-"""Who runs a call: `Crew` gives each call a process to itself, `SharedCrew` lets async calls share an event loop.
+"""Who runs a call: `Crew` gives each call its own process, `SharedCrew` lets async calls share an event loop.
 
-A call in a crew of its own can only harm itself: at its time limit its process is killed, and nobody else was in it. So that neither calls
-that wait (on a server, on a child) nor calls that hang keep others from running, a crew grows while calls queue:
+A call in a crew of its own can only harm itself: at its time limit its process is killed, and nobody else was
+in it. So that neither calls that wait (on a server, on a child) nor calls that hang keep others from running,
+a crew grows while calls queue:
 
     a worker is in the way    its call has just begun, or computes and has not done so for long
     it is out of the way      its call waits, or has computed for HOG seconds
-    start workers             when fewer than `workers` are in the way: GROWTH times as many as are out of the way, at most `most`
-    slow a worker down        when its call has computed for a quarter of the time limit: to the lowest priority, for the others' sake
+    start workers             when fewer than `workers` are in the way: GROWTH times as many as are out of the
+                              way, `most` in all
+    slow a worker down        when its call has computed for a quarter of its time: to the lowest priority
 """
 
 import asyncio
@@ -23,10 +25,16 @@ from laminar_hpc.environments.reward_protocol import Call, Result
 
 LOOK_SECONDS = 0.02  # between two looks at the queue
 GROWTH = 3
-MAX_HOG_SECONDS, HOG_SHARE_OF_LIMIT = 0.5, 0.05  # computing for longer makes way: the sooner, the less others wait
+MAX_HOG_SECONDS, HOG_SHARE_OF_LIMIT = (
+    0.5,
+    0.05,
+)  # computing for longer makes way: the sooner, the less others wait
 SLOW_SHARE_OF_LIMIT, LOWEST_PRIORITY = 0.25, 19
 IDLE_SECONDS = 60.0  # workers that the crew has grown by leave after it
-FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT = 1.0, 0.2  # an event loop that is silent for so long, whichever is longer, is stuck
+FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT = (
+    1.0,
+    0.2,
+)  # an event loop that is silent for so long, whichever is longer, is stuck
 
 
 class Crew:
@@ -47,7 +55,8 @@ class Crew:
             self._put(worker)
 
     async def run(self, call: Call) -> Result:
-        """What came of the call, which is ended at the time limit. Raises WorkerLost when its process died meanwhile."""
+        """What came of the call, which is ended at the time limit. Raises WorkerLost when its process died
+        meanwhile."""
         worker = await self._take()
         t0, worker.began, answered = time.time(), time.monotonic(), False
         try:
@@ -72,7 +81,7 @@ class Crew:
         self._busy.clear()
         self._idle.clear()
 
-    # ---- who is free ------------------------------------------------------------------------------------------------------------
+    # ---- who is free ---------------------------------------------------------------------------------------
 
     async def _take(self) -> Worker:
         if self._idle:
@@ -115,7 +124,7 @@ class Crew:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # ---- growing ----------------------------------------------------------------------------------------------------------------
+    # ---- growing -------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
         """While calls queue."""
@@ -174,7 +183,8 @@ def computes(pid: int) -> bool:
 
 
 class SharedCrew:
-    """Processes that each run many async calls on one event loop. A loop that is stuck is given up with all its calls."""
+    """Processes that each run many async calls on one event loop. A loop that is stuck is given up with
+    all its calls."""
 
     def __init__(self, server: ForkServer, workers: int, limit: float) -> None:
         self._server, self._number = server, workers
@@ -187,7 +197,8 @@ class SharedCrew:
         await asyncio.gather(*(self._add() for _ in range(self._number)))
 
     async def run(self, call: Call) -> Result:
-        """Raises WorkerLost when the process died or its loop was stuck: it may have been another call's fault."""
+        """Raises WorkerLost when the process died or its loop was stuck: it may have been another call's
+        fault."""
         async with self._changing:
             while len(self._workers) < self._number:
                 await self._add()
@@ -202,7 +213,8 @@ class SharedCrew:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self, worker: Worker) -> None:
-        """Gives it up when it has been silent through so many looks of ours: a loop of ours that is late looks less often."""
+        """Gives it up when it has been silent through so many looks of ours: a loop of ours that is late
+        looks less often."""
         look, silent = self._patience / 4, 0
         seen = worker.frames
         while silent < 4 and not worker.retired:

@@ -1,12 +1,13 @@
-"""The rewards of a rollout rank, computed in worker processes, so that nothing a reward function does can stop a rollout.
+"""The rewards of a rollout rank, computed in worker processes, so that nothing a reward function does can
+stop a rollout.
 
-    score(response) -> one call per reward --plain--> Crew: a process to itself; ended at its time limit
-                                           --async--> SharedCrew: many on one loop; if that is lost, again in a process to itself
-                    -> the sum of weight x reward
+score(response) -> one call per reward --plain--> Crew: a process to itself; ended at its time limit
+--async--> SharedCrew: many on one loop; if that is lost, again in a process to itself -> the sum of weight x
+reward
 
-A rollout worker owns one RewardPool and awaits `score` per trajectory, with up to reward.slots calls in flight. A call that raises,
-hangs or returns something else than a reward counts as reward.score_on_failure, with the reason. A call whose process died is done
-again, once.
+A rollout worker owns one RewardPool and awaits `score` per trajectory, with up to reward.slots calls in
+flight. A call that raises, hangs or returns something else than a reward counts as reward.score_on_failure,
+with the reason. A call whose process died is done again, once.
 """
 
 import asyncio
@@ -26,7 +27,8 @@ TRIES = 2  # of a call whose process dies: by accident, once
 
 @dataclass(frozen=True)
 class Score:
-    """The reward of one trajectory. `error` is "" or says what went wrong; times are seconds since the epoch."""
+    """The reward of one trajectory. `error` is "" or says what went wrong; times are seconds since the
+    epoch."""
 
     reward: float
     parts: dict[str, float]
@@ -36,11 +38,14 @@ class Score:
 
 
 class RewardPool:
-    """`prompt_field`: data.prompt_field, for functions that want messages. `quiet`: what functions print is dropped."""
+    """`prompt_field`: data.prompt_field, for functions that want messages. `quiet`: what functions print
+    is dropped."""
 
     def __init__(self, config: RewardConfig, prompt_field: str = "prompt", quiet: bool = False) -> None:
         self.config, self.entries = config, reward_functions(config)
-        specs = [Spec(n, label(n, e), e.function, e.url, e.style, e.api_key_env) for n, e in self.entries.items()]
+        specs = [
+            Spec(n, label(n, e), e.function, e.url, e.style, e.api_key_env) for n, e in self.entries.items()
+        ]
         self._wants_tokens = any(entry.style == "trl" for entry in self.entries.values())
         self._server = ForkServer(Setup(specs, config.timeout_seconds, prompt_field), quiet)
         self._crew = Crew(self._server, config.workers, config.slots, config.timeout_seconds)
@@ -49,11 +54,15 @@ class RewardPool:
         self._free = asyncio.Semaphore(config.slots)
 
     async def start(self) -> None:
-        """Raises LaminarError when a function is missing, cannot be imported, or has other parameters than its style."""
+        """Raises LaminarError when a function is missing, cannot be imported, or has other parameters than
+        its style."""
         try:
             await self._server.start()
             shared = len(self._server.asynchronous)
-            crews = [*([self._shared] if shared else []), *([self._crew] if shared < len(self.entries) else [])]
+            crews = [
+                *([self._shared] if shared else []),
+                *([self._crew] if shared < len(self.entries) else []),
+            ]
             await asyncio.gather(*(crew.start() for crew in crews))
         except BaseException:
             await self.close()
@@ -61,13 +70,19 @@ class RewardPool:
 
     async def score(self, prompt: str, response: str, row: dict, tokens: Sequence[int] = ()) -> Score:
         """The reward of one response. Raises LaminarError only when no worker can be started any more."""
-        return combined(self.entries, await self.call_each(prompt, response, row, tokens), self.config.score_on_failure)
+        return combined(
+            self.entries, await self.call_each(prompt, response, row, tokens), self.config.score_on_failure
+        )
 
-    async def call_each(self, prompt: str, response: str, row: dict, tokens: Sequence[int] = ()) -> dict[str, Result]:
+    async def call_each(
+        self, prompt: str, response: str, row: dict, tokens: Sequence[int] = ()
+    ) -> dict[str, Result]:
         """What became of the call of each reward, by name."""
         given = list(tokens) if self._wants_tokens else []
         calls = [Call(next(self._ids), name, prompt, response, row, given) for name in self.entries]
-        results = await asyncio.gather(*map(self._call, calls)) if len(calls) > 1 else [await self._call(calls[0])]
+        results = (
+            await asyncio.gather(*map(self._call, calls)) if len(calls) > 1 else [await self._call(calls[0])]
+        )
         return dict(zip(self.entries, results, strict=True))
 
     async def _call(self, call: Call) -> Result:
@@ -89,8 +104,11 @@ class RewardPool:
         await self._server.stop()
 
 
-def combined(entries: Mapping[str, RewardFunction], results: Mapping[str, Result], on_failure: float) -> Score:
-    """The weighted sum. Where there are several, each one's reward is a part by its name, and its parts are `name.part`.
+def combined(
+    entries: Mapping[str, RewardFunction], results: Mapping[str, Result], on_failure: float
+) -> Score:
+    """The weighted sum. Where there are several, each one's reward is a part by its name, and its parts are
+    `name.part`.
 
     A call that failed counts as `on_failure`; one that says that it does not apply counts as nothing.
     """

@@ -1,7 +1,8 @@
-"""What passes between a rollout (reward_pool.py), its fork server and its reward workers: frames of msgpack, nothing pickled.
+"""What passes between a rollout (reward_pool.py), its fork server and its reward workers: frames of msgpack,
+nothing pickled.
 
-    rollout -> fork server (one message per packet)   Setup | Fork with a socket | Reap          Ready | Forked
-    rollout -> worker (length, then the message)      Setup, then Calls                          Ready, then Results and Ticks
+    rollout <-> fork server, one message per packet   Setup | Fork with a socket | Reap   Ready | Forked
+    rollout <-> worker, length before each message    Setup, then Calls                   Ready, Results, Ticks
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import msgspec
 LENGTH = struct.Struct("<I")  # bytes of the frame that follows
 MAX_ERROR = 300  # characters of an error that are kept
 
-# ---- to a fork server or a worker ---------------------------------------------------------------------------------------------
+# ---- to a fork server or a worker --------------------------------------------------------------------------
 
 
 class Spec(msgspec.Struct):
@@ -28,7 +29,8 @@ class Spec(msgspec.Struct):
 
 
 class Setup(msgspec.Struct, tag=True):
-    """First message to a fork server and to a worker. `prompt_field`: where a row has its prompt, as in data.prompt_field."""
+    """First message to a fork server and to a worker. `prompt_field`: where a row has its prompt, as in
+    data.prompt_field."""
 
     specs: list[Spec]
     timeout_seconds: float
@@ -36,7 +38,8 @@ class Setup(msgspec.Struct, tag=True):
 
 
 class Fork(msgspec.Struct, tag=True):
-    """A worker that serves the socket which comes with this: one call after the other, or `together` on one event loop."""
+    """A worker that serves the socket which comes with this: one call after the other, or `together` on
+    one event loop."""
 
     together: bool
 
@@ -58,11 +61,12 @@ class Call(msgspec.Struct, tag=True):
     tokens: list[int]
 
 
-# ---- from them ------------------------------------------------------------------------------------------------------------------
+# ---- from them ---------------------------------------------------------------------------------------------
 
 
 class Ready(msgspec.Struct, tag=True):
-    """All functions are imported, or `error` says why not. `asynchronous`: the names of those that are awaited."""
+    """All functions are imported, or `error` says why not. `asynchronous`: the names of those that are
+    awaited."""
 
     error: str
     asynchronous: list[str] = []
@@ -79,8 +83,9 @@ class Tick(msgspec.Struct, tag=True):
 class Result(msgspec.Struct, tag=True):
     """What became of a call. Times are seconds since the epoch.
 
-    `reward`: None = the function says that it does not apply to this row. `error`: "" or what went wrong; `fault` is its kind:
-    raised, value (it returned no reward), arguments (it cannot be called like this), refused (by a server, for good), time, died.
+    `reward`: None = the function says that it does not apply to this row. `error`: "" or what went wrong;
+    `fault` is its kind: raised, value (it returned no reward), arguments (it cannot be called like this),
+    refused (by a server, for good), time, died.
     """
 
     id: int

@@ -1,12 +1,14 @@
-"""How reward functions are called: ours, and those written for TRL or verl, which run unchanged. Called in reward workers; no torch.
+"""How reward functions are called: ours, and those written for TRL or verl, which run unchanged. Called in
+reward workers; no torch.
 
 | style | is called as | returns |
 |---|---|---|
 | laminar | f(prompt=, response=, row=) | a number, or a dict with `reward` and named parts |
-| trl | f(prompts=[1], completions=[1], completion_ids=[1], every column of the row=[1], ...) | a list of one number or None |
-| verl | f(data_source=, solution_str=, ground_truth=, extra_info=) | a number, or a dict with `score` and named parts |
+| trl | f(prompts=[...], completions=[...], completion_ids=[...], each column=[...]) | [a number or None] |
+| verl | f(data_source=, solution_str=, ground_truth=, extra_info=) | a number, or a dict with `score` |
 
-Every style gives back what `checked` makes of it: (reward or None, parts). None means that the function does not apply to the row.
+Every style gives back what `checked` makes of it: (reward or None, parts). None means that the function does
+not apply to the row.
 """
 
 import inspect
@@ -44,7 +46,8 @@ class BadArguments(RewardFault):
 
 
 def adapted(function: Callable, style: str, label: str, prompt_field: str) -> Callable[[Call], object]:
-    """call -> what the function returns (or an awaitable of it). Raises LaminarError when its parameters are not of this style."""
+    """call -> what the function returns (or an awaitable of it). Raises LaminarError when its parameters
+    are not of this style."""
     parameters = _parameters(function)
     if parameters is not None:
         _check_signature(parameters, style, label)
@@ -77,7 +80,7 @@ def style_of(parameters: Mapping[str, inspect.Parameter]) -> str:
     return "laminar" if "response" in parameters else ""
 
 
-# ---- signatures -----------------------------------------------------------------------------------------------------------------
+# ---- signatures --------------------------------------------------------------------------------------------
 
 
 def _parameters(function: Callable) -> Mapping[str, inspect.Parameter] | None:
@@ -98,46 +101,68 @@ def _check_signature(parameters: Mapping[str, inspect.Parameter], style: str, la
     needed = [
         name
         for name, p in parameters.items()
-        if p.default is inspect.Parameter.empty and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        if p.default is inspect.Parameter.empty
+        and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     ]
     if style == "laminar":
         missing += [name for name in needed if name not in given]
     elif style == "verl":
         missing += [name for name in needed if name not in _VERL]
-    positional = [name for name in given if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY]
+    positional = [
+        name
+        for name in given
+        if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY
+    ]
     if not missing and not positional:
         return
     found = style_of(parameters)
     key = label.partition("=")[0].removesuffix(".function") + ".style"
     shown = f"{label}: its parameters ({', '.join(parameters)}) "
     if found and found != style:
-        whose = {"trl": "those of a TRL reward function", "verl": "those of verl's compute_score", "laminar": "laminar's own"}[found]
+        whose = {
+            "trl": "those of a TRL reward function",
+            "verl": "those of verl's compute_score",
+            "laminar": "laminar's own",
+        }[found]
         raise LaminarError(f"{shown}are {whose}: set {key}={found}, and it runs as it is")
     wanted = {"laminar": "prompt=, response= and row=", "trl": "completions= and the row's columns",
               "verl": "data_source=, solution_str=, ground_truth= and extra_info="}[style]  # fmt: skip
-    raise LaminarError(f"{shown}do not fit {key}={style}, which calls it with {wanted}; change them, or set another style")
+    raise LaminarError(
+        f"{shown}do not fit {key}={style}, which calls it with {wanted}; change them, or set another style"
+    )
 
 
 def _given(arguments: dict, parameters: Mapping[str, inspect.Parameter] | None) -> dict:
     """Those that the function takes. Raises BadArguments when it needs others."""
     if parameters is None:
         return arguments
-    kept = arguments if _takes_any(parameters) else {name: value for name, value in arguments.items() if name in parameters}
+    kept = (
+        arguments
+        if _takes_any(parameters)
+        else {name: value for name, value in arguments.items() if name in parameters}
+    )
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for name, p in parameters.items():
         if p.kind in named and p.default is inspect.Parameter.empty and name not in kept:
-            raise BadArguments(f"it asks for '{name}', which the row does not have; it has: {', '.join(arguments)}")
+            raise BadArguments(
+                f"it asks for '{name}', which the row does not have; it has: {', '.join(arguments)}"
+            )
     return kept
 
 
-# ---- TRL ------------------------------------------------------------------------------------------------------------------------
+# ---- TRL ---------------------------------------------------------------------------------------------------
 
 
 def _trl_arguments(call: Call, prompt_field: str) -> dict:
-    """A batch of one. Prompt and completion are messages where the row's prompt is messages, as in a conversational dataset."""
+    """A batch of one. Prompt and completion are messages where the row's prompt is messages, as in a
+    conversational dataset."""
     messages = _messages(call.row, prompt_field)
     answer = call.response if messages is None else [{"role": "assistant", "content": call.response}]
-    columns = {key: [value] for key, value in call.row.items() if key not in ("prompt", "completion", "completion_ids")}
+    columns = {
+        key: [value]
+        for key, value in call.row.items()
+        if key not in ("prompt", "completion", "completion_ids")
+    }
     return {
         **columns,
         "log_extra": lambda column, values: None,
@@ -169,7 +194,7 @@ def _of_trl(value: object) -> Checked:
     return (None if values[0] is None else _number("reward", values[0])), {}
 
 
-# ---- verl -----------------------------------------------------------------------------------------------------------------------
+# ---- verl --------------------------------------------------------------------------------------------------
 
 
 def _verl_arguments(call: Call) -> dict:
@@ -186,22 +211,29 @@ def _verl_arguments(call: Call) -> dict:
 
 
 def _of_verl(value: object) -> Checked:
-    """Its dicts may hold texts beside numbers, which verl logs; they are left out. Its `acc` is our `accuracy`."""
+    """Its dicts may hold texts beside numbers, which verl logs; they are left out. Its `acc` is our
+    `accuracy`."""
     if not isinstance(value, dict):
         return _number("score", value), {}
     if "score" not in value:
         raise NotAReward(f"it returned a dict without 'score': {list(value)!r:.100}")
-    parts = {key: part for key, part in _bounded(value).items() if key != "score" and isinstance(part, numbers.Real)}
+    parts = {
+        key: part
+        for key, part in _bounded(value).items()
+        if key != "score" and isinstance(part, numbers.Real)
+    }
     named = {("accuracy" if key == "acc" else key): _number(key, part) for key, part in parts.items()}
     return _number("score", value["score"]), named
 
 
-# ---- numbers --------------------------------------------------------------------------------------------------------------------
+# ---- numbers -----------------------------------------------------------------------------------------------
 
 
 def _bounded(values: dict) -> dict:
     if len(values) > MAX_PARTS:
-        raise NotAReward(f"it returned a dict of {len(values)} parts; at most {MAX_PARTS} are kept per trajectory")
+        raise NotAReward(
+            f"it returned a dict of {len(values)} parts; at most {MAX_PARTS} are kept per trajectory"
+        )
     return values
 
 

@@ -1,10 +1,13 @@
-"""The processes in which rewards are computed: `python -m laminar_hpc.environments.reward_worker`, started by fork_server.py.
+"""The processes in which rewards are computed: `python -m laminar_hpc.environments.reward_worker`, started by
+fork_server.py.
 
-The first is a fork server: it imports the user's functions once and then only forks, so that a worker is there within milliseconds and
-shares the memory of what was imported. A worker answers calls on its socket, in one of two ways:
+The first is a fork server: it imports the user's functions once and then only forks, so that a worker is
+there within milliseconds and shares the memory of what was imported. A worker answers calls on its socket, in
+one of two ways:
 
-    one at a time   plain functions, in its main thread. Whoever waits for the answer ends the worker when the time is over.
-    together        async functions, as tasks on one event loop that bounds their time and ticks; silence means that the loop is stuck.
+    one at a time   plain functions, in its main thread; the rollout kills the worker when the time is over
+    together        async functions, as tasks on one event loop, which bounds their time and ticks; silence
+                    means that the loop is stuck
 
 Every process ends with its parent or its socket. Imports nothing heavy.
 """
@@ -47,7 +50,7 @@ from laminar_hpc.environments.reward_styles import RewardFault, adapted, checked
 TICK_SECONDS = 0.2
 MAX_PACKET = 1 << 20  # bytes of a message to the fork server
 
-# ---- the functions --------------------------------------------------------------------------------------------------------------
+# ---- the functions -----------------------------------------------------------------------------------------
 
 
 class Reward:
@@ -62,12 +65,15 @@ class Reward:
             self.call: Callable[[Call], object] = HttpReward(spec, timeout_seconds)
             return
         function = load_function(spec.function, spec.label)
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(function).__call__
+        )
         self.call = adapted(function, spec.style, spec.label, prompt_field)
 
 
 def load_function(path: str, label: str) -> Callable:
-    """The callable at a dotted path, searched from the current folder on too. Raises LaminarError when there is none."""
+    """The callable at a dotted path, searched from the current folder on too. Raises LaminarError when
+    there is none."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise LaminarError(f"{label} is no dotted path: write it as module.function")
@@ -78,7 +84,9 @@ def load_function(path: str, label: str) -> Callable:
     except AttributeError:
         raise LaminarError(f"{label}: {module_name} has no '{name}'") from None
     except (Exception, SystemExit) as error:
-        raise LaminarError(f"{label} cannot be imported: {type(error).__name__}: {str(error)[:MAX_ERROR]}") from None
+        raise LaminarError(
+            f"{label} cannot be imported: {type(error).__name__}: {str(error)[:MAX_ERROR]}"
+        ) from None
     if not callable(function):
         raise LaminarError(f"{label} is a {type(function).__name__}, not a function")
     return function
@@ -96,10 +104,12 @@ def result(call: Call, t0: float, error: BaseException) -> Result:
     """Of a call that raised."""
     fault = error.fault if isinstance(error, RewardFault) else "raised"
     text = str(error) if isinstance(error, RewardFault) else f"{type(error).__name__}: {error}"
-    return Result(call.id, 0.0, {}, t0, time.time(), " ".join(text[: 2 * MAX_ERROR].split())[:MAX_ERROR], fault)
+    return Result(
+        call.id, 0.0, {}, t0, time.time(), " ".join(text[: 2 * MAX_ERROR].split())[:MAX_ERROR], fault
+    )
 
 
-# ---- a worker, one call at a time -----------------------------------------------------------------------------------------------
+# ---- a worker, one call at a time --------------------------------------------------------------------------
 
 
 async def _awaited(value: object) -> object:
@@ -122,7 +132,7 @@ def serve_one_by_one(connection: socket.socket, rewards: dict[str, Reward]) -> N
         connection.sendall(framed(answer))
 
 
-# ---- a worker, calls together ---------------------------------------------------------------------------------------------------
+# ---- a worker, calls together ------------------------------------------------------------------------------
 
 
 async def _answer(reward: Reward, call: Call, limit: float) -> Result:
@@ -170,7 +180,7 @@ async def serve_together(connection: socket.socket, rewards: dict[str, Reward], 
         task.add_done_callback(tasks.discard)
 
 
-# ---- processes ------------------------------------------------------------------------------------------------------------------
+# ---- processes ---------------------------------------------------------------------------------------------
 
 
 def _follow(parent: int) -> bool:
@@ -200,8 +210,11 @@ def work(connection: socket.socket, parent: int, together: bool, rewards: dict[s
         serve_one_by_one(connection, rewards)
 
 
-def _child(control: socket.socket, fd: int, server: int, together: bool, rewards: dict[str, Reward], threads: bool) -> None:
-    """What a forked process does; it never returns to the server's loop. Its group is its own, so that its children end with it."""
+def _child(
+    control: socket.socket, fd: int, server: int, together: bool, rewards: dict[str, Reward], threads: bool
+) -> None:
+    """What a forked process does; it never returns to the server's loop. Its group is its own, so that its
+    children end with it."""
     try:
         os.setsid()
         control.close()
@@ -220,7 +233,8 @@ def _child(control: socket.socket, fd: int, server: int, together: bool, rewards
 
 
 def serve_forks(control: socket.socket) -> None:
-    """The fork server: one packet, one message. It runs no user code after the import, so it always answers."""
+    """The fork server: one packet, one message. It runs no user code after the import, so it always
+    answers."""
     setup = decode_to_server(control.recv(MAX_PACKET))
     assert isinstance(setup, Setup)
     try:

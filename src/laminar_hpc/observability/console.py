@@ -136,7 +136,8 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
         lines.append(line("accuracy", f"before {number(found['before'])}   after {number(found['after'])}"
                           + (f"   (sampled {number(sampled)})" if sampled is not None else "") + f"   {file}"))  # fmt: skip
     if len(summary["rewards"]) > 1:
-        shown = (f"{name} {number(mean['first'])} to {number(mean['last'])}" for name, mean in summary["rewards"].items())
+        means = summary["rewards"].items()
+        shown = (f"{name} {number(mean['first'])} to {number(mean['last'])}" for name, mean in means)
         lines.append(line("rewards", f"first and last step: {', '.join(shown)}"))
     if summary["reward_errors"]:
         of = f"{summary['reward_errors']:,} of {summary['trajectories_trained']:,} trajectories trained"

@@ -46,7 +46,7 @@ class View:
     steps: deque[dict] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     evaluations: dict[str, dict] = field(default_factory=dict)  # the newest of each file
     newest: dict[str, dict] = field(default_factory=dict)  # kind -> its newest record
-    # of lost, regranted, given_up, move, move_off; of moves: rescued, loaded; of trained trajectories: reward_errors
+    # lost, regranted, given_up, move, move_off; rescued and loaded (of moves), reward_errors (of trained ones)
     counts: dict[str, int] = field(default_factory=dict)
     processes: list[Process] = field(default_factory=list)
     wanted_steps: int | None = None
@@ -109,7 +109,8 @@ class Follower:
             view.reason = record.get("reason") or "done"
         elif kind == "step":
             view.steps.append(record)
-            view.counts["reward_errors"] = view.counts.get("reward_errors", 0) + int(record.get("reward_error_count") or 0)
+            errors = int(record.get("reward_error_count") or 0)
+            view.counts["reward_errors"] = view.counts.get("reward_errors", 0) + errors
         elif kind == "evaluation":
             view.evaluations[record.get("file", "")] = record
         elif kind:
