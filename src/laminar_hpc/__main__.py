@@ -27,7 +27,6 @@ from laminar_hpc.config.check import check, derive, derived_values, missing_inpu
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.environments.preflight import check_functions
 from laminar_hpc.messages import Failure, Hello
 from laminar_hpc.observability import console
 
@@ -168,8 +167,7 @@ def main(overrides: list[str]) -> int:
         mine, here, relays = place(config)
         if config.dry_run:
             if mine.role == "controller":
-                if config.reward.function or config.reward.functions:
-                    check_functions(config)
+                importlib.import_module("laminar_hpc.controller.rewards").check_rewards(config)
                 for text in console.dry_run_lines(derived_values(config, check(config)), missing_inputs(config)):
                     voice.say(text)
             return 0

@@ -22,8 +22,7 @@ from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.config.check import check, check_machine, derived_values, missing_inputs
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
-from laminar_hpc.controller.rewards import try_rewards
-from laminar_hpc.environments.preflight import check_functions
+from laminar_hpc.controller.rewards import check_rewards
 from laminar_hpc.observability import console
 from laminar_hpc.observability.wandb_mirror import check_wandb
 
@@ -32,14 +31,13 @@ def train(arguments: list[str]) -> int:
     config = load_config(arguments)
     derived = check(config)
     if config.dry_run:
-        if config.reward.function or config.reward.functions:
-            check_functions(config)
+        check_rewards(config)
         for text in console.dry_run_lines(derived_values(config, derived), missing_inputs(config)):
             print(text)
         return 0
     check_machine(config, derived)
     check_wandb(config.observability.wandb)
-    try_rewards(config, lambda _: None)  # the controller says its warnings
+    check_rewards(config)
     if config.role != "all":
         raise LaminarError(
             "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the scripts in launch/ do"

@@ -234,7 +234,7 @@ async def test_what_functions_print_is_bounded(capfd):
     assert MAX_OUTPUT // 2 < len(printed) < 1.1 * MAX_OUTPUT and "the rest is dropped" in printed
 
 
-@pytest.mark.parametrize("module", ["threads_for_pool_test", "torch_for_pool_test"])
+@pytest.mark.parametrize("module", ["threads_for_pool_test", pytest.param("torch_for_pool_test", marks=pytest.mark.slow)])
 async def test_modules_with_threads(module):
     """A module that starts threads, or loads a library that may, is not forked into a lock that nobody holds any more."""
     pool = RewardPool(RewardConfig(function=f"{module}.score", timeout_seconds=20.0))

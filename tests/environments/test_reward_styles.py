@@ -248,8 +248,8 @@ def test_the_first_call_refuses_mistakes_and_warns_of_failures():
             "reward.functions.c.weigth: no such key",
         ),
         (
-            RewardConfig(functions={"c": {"function": "c.d", "weight": "1"}}),
-            "reward.functions.c.weight='1': must be a number",
+            RewardConfig(functions={"c": {"function": "c.d", "weight": "heavy"}}),
+            "reward.functions.c.weight='heavy': must be a number",
         ),
         (
             RewardConfig(functions={"c": {"function": "c.d", "weight": float("inf")}}),

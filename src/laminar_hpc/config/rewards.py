@@ -40,13 +40,17 @@ def _entry(key: str, value: object) -> RewardFunction:
         )
     if unknown := [str(name) for name in value if name not in known]:
         raise LaminarError(f"{key}.{unknown[0]}: no such key; an entry has {', '.join(known)}")
+    weight = value.get("weight", 1.0)
+    try:  # a command line may leave it a text
+        weight = float(weight) if not isinstance(weight, bool) else None
+    except (TypeError, ValueError):
+        weight = None
+    if weight is None:
+        raise LaminarError(f"{key}.weight={value['weight']!r:.60}: must be a number")
     for name, part in value.items():
-        number = isinstance(part, int | float) and not isinstance(part, bool)
-        if not (number if name == "weight" else isinstance(part, str)):
-            raise LaminarError(
-                f"{key}.{name}={part!r:.60}: must be {'a number' if name == 'weight' else 'a text'}"
-            )
-    return RewardFunction(**value)
+        if name != "weight" and not isinstance(part, str):
+            raise LaminarError(f"{key}.{name}={part!r:.60}: must be a text")
+    return RewardFunction(**{**value, "weight": weight})
 
 
 def label(name: str, entry: RewardFunction) -> str:

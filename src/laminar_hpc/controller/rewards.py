@@ -15,6 +15,15 @@ from laminar_hpc.messages import Scored
 from laminar_hpc.observability import console
 
 
+def check_rewards(config: RunConfig) -> None:
+    """For a command line: refuses what can only be a mistake. A dry run has no rows, so it calls no function."""
+    named = bool(config.reward.function or config.reward.functions)
+    if config.dry_run and named and not config.source.startswith("replay:"):
+        preflight.check_functions(config)
+    elif not config.dry_run:
+        try_rewards(config, lambda _: None)  # the controller says the warnings
+
+
 def try_rewards(config: RunConfig, say: Callable[[str], None], prompts: list[Prompt] | None = None) -> None:
     """Calls every reward once, on the first of `prompts`, else on the first row of data.train. Raises
     LaminarError for a mistake."""
