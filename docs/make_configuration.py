@@ -161,6 +161,7 @@ def rows(cls: type, prefix: str, known: dict[tuple[str, str], str]) -> list[str]
         if not meaning:
             raise SystemExit(f"{key} has no meaning: write a comment behind it in {schema.__file__}, or an entry of MEANING here")
         kind = field.type.__name__ if isinstance(field.type, type) and not hasattr(field.type, "__args__") else str(field.type)
+        kind = kind.replace("typing.", "")
         cells = f"`{key}`", kind.replace("|", "or"), f"`{default(field)}`", values(field), unit(key), meaning.replace("|", "or")
         found.append(f"| {' | '.join(cells)} |")
     return found

@@ -180,6 +180,7 @@ def main(overrides: list[str]) -> int:
             check_gpus(config, derive(config), here, sizes)
         if config.dry_run:
             if mine.role == "controller":
+                importlib.import_module("laminar_hpc.controller.rewards").check_rewards(config)
                 for text in console.dry_run_lines(derived_values(config, check(config)), missing_inputs(config)):
                     voice.say(text)
             return 0

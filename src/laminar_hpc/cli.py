@@ -30,6 +30,7 @@ def train(arguments: list[str]) -> int:
     config = load_config(arguments)
     derived = check(config)
 
+    from laminar_hpc.controller.rewards import check_rewards
     from laminar_hpc.controller.rows import wrong_first_rows
     from laminar_hpc.emulation.constants import unknown_constants
     from laminar_hpc.observability import console
@@ -45,6 +46,7 @@ def train(arguments: list[str]) -> int:
 
     if config.dry_run:
         check_dry_run(config, derived)
+        check_rewards(config)
         for text in console.dry_run_lines(derived_values(config, derived), lacking):
             print(text)
         for text in warnings(config, derived):
@@ -60,6 +62,7 @@ def train(arguments: list[str]) -> int:
         raise Refused(lacking)
     check_machine(config, derived)
     check_wandb(config.observability.wandb)
+    check_rewards(config)
 
     from laminar_hpc.cluster.devices import devices_of, present
     from laminar_hpc.cluster.roles import assign_roles

@@ -13,7 +13,8 @@ from laminar_hpc.config.check import check, check_machine, derive, file_system
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory, dump_config, load_config, read_config
 from laminar_hpc.config.models import count_parameters, known_models, kv_bytes_per_token, rollout_bytes, trainer_bytes
-from laminar_hpc.config.schema import TrainerConfig
+from laminar_hpc.config.rewards import reward_functions
+from laminar_hpc.config.schema import RewardFunction, TrainerConfig
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -223,3 +224,19 @@ def test_port_in_use_and_too_little_shared_memory(words, tmp_path):
 
 def test_file_system_of_a_path():
     assert file_system(Path("/dev/shm")) == "tmpfs" and re.fullmatch(r"[\w.]+", file_system(Path("/")))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["reward.functions.right.function=my.f", "reward.functions.right.weight=0.5"],
+        ["+reward.functions.right.function=my.f", "+reward.functions.right.weight=0.5"],
+        ["reward.functions={right:{function:my.f,weight:0.5}}"],
+    ],
+)
+def test_rewards_by_name_are_written_plainly(words, tmp_path):
+    """Several rewards stand on the command line without Hydra's signs, and in a run's own config.yaml."""
+    config = load_config(words)
+    assert reward_functions(config.reward) == {"right": RewardFunction(function="my.f", weight=0.5)}
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    assert reward_functions(read_config(tmp_path / "config.yaml").reward) == reward_functions(config.reward)

@@ -38,7 +38,7 @@ def test_a_row_without_an_answer_is_an_error():
 
 @pytest.mark.timeout(240)
 async def test_in_reward_workers():
-    """In threads, many at once, every score is right; a response on which sympy hangs costs only itself, by reward.timeout_seconds."""
+    """Many at once, every score is right; a response on which sympy hangs costs only itself, by reward.timeout_seconds."""
     config = RewardConfig(function="laminar_hpc.environments.math.reward", workers=1, slots=16, timeout_seconds=20.0)
     pool = RewardPool(config)
     await pool.start()
@@ -46,12 +46,14 @@ async def test_in_reward_workers():
         calls = [(response, answer, right) for answer, response, right in CASES] * 10
         scores = await asyncio.gather(*(pool.score("", response, {"answer": answer}) for response, answer, _ in calls))
         assert [(s.error, s.reward) for s in scores] == [("", right) for *_, right in calls]
-        config.timeout_seconds = 3.0
-        for worker in pool._workers:  # a limit goes to a worker when it starts
-            worker.retired = True
+    finally:
+        await pool.close()
+    pool = RewardPool(RewardConfig(function=config.function, timeout_seconds=3.0))
+    await pool.start()
+    try:
         stuck = pool.score("", "\\boxed{9^{9^{9^{9}}}+1}", {"answer": "5"})
         found = await asyncio.gather(stuck, *(pool.score("", "so 72", {"answer": "#### 72"}) for _ in range(8)))
-        assert found[0].reward == 0.0 and "limit 3 s" in found[0].error
+        assert (found[0].reward, found[0].error) == (0.0, "no result within 3 s")
         assert [(s.error, s.reward) for s in found[1:]] == [("", 1.0)] * 8
     finally:
         await pool.close()

@@ -14,7 +14,8 @@ KEYS = [
     "response_tokens_trained", "restarts", "wall_seconds", "tokens_per_second", "max_versions_per_trajectory", "staleness_generation_mean",
     "staleness_generation_max", "staleness_training_mean", "staleness_training_max", "trainer_idle_fraction", "rollout_idle_fraction",
     "publish_stall_seconds_mean", "publish_bytes_over_full_mean", "publish_changed_fraction_mean", "pull_seconds_mean",
-    "logprob_gap_mean", "logprob_gap_max", "reward_errors", "trajectories_moved", "trajectories_rescued", "trajectories_rescued_by_load",
+    "logprob_gap_mean", "logprob_gap_max", "reward_errors", "reward_error_first", "rewards",
+    "trajectories_moved", "trajectories_rescued", "trajectories_rescued_by_load",
     "tokens_moved", "prefill_tokens_saved", "move_seconds_mean", "move_seconds_max", "groups_filtered",
     "tokens_discarded", "reports_refused", "tokens_saved", "tokens_saved_fraction", "pipeline",
 ]  # fmt: skip

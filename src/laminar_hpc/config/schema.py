@@ -6,6 +6,7 @@ torch.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from laminar_hpc.config.bounds import bounds, choice, number, seconds
 
@@ -38,14 +39,28 @@ class DataConfig:
 
 
 @dataclass
+class RewardFunction:
+    """One of `reward.functions`: a Python function or a reward model behind a URL, and its weight in the sum."""
+
+    function: str = ""  # dotted path; or else a url
+    url: str = ""  # http(s)://HOST:PORT/PATH of a reward model
+    weight: float = 1.0
+    style: str = "laminar"  # of a function: laminar | trl | verl; of a URL: laminar | sglang (its /classify)
+    api_key_env: str = ""  # of a URL: the environment variable that holds its key, sent as a bearer token
+
+
+@dataclass
 class RewardConfig:
-    """The reward: `function` is called as f(prompt=str, response=str, row=dict) in worker processes of each rollout rank."""
+    """The reward: `function`, or the weighted sum of `functions`, called in processes of each rollout rank; see rewards.md."""
 
     function: str = ""  # dotted path, plain or async; returns a float or a dict with "reward" and named parts
-    workers: int = number(1, at_least=1, at_most=_MOST_THREADS)  # processes per rollout rank
+    style: str = choice("laminar", "trl", "verl")  # functions written for the latter two run unchanged
+    functions: dict[str, Any] = field(default_factory=dict)  # several by name, in place of function
+    # processes per rollout rank; more while calls wait, hang or compute for long
+    workers: int = number(1, at_least=1, at_most=_MOST_THREADS)
     slots: int = number(64, at_least=1)  # calls in flight per rollout rank
     timeout_seconds: float = seconds(10.0)
-    # given to a trajectory whose reward raised, hung or returned something else
+    # in place of a reward whose call raised, hung or returned something else
     score_on_failure: float = number(0.0, at_least=-1_000_000, at_most=1_000_000)
 
 

@@ -145,6 +145,8 @@ class Keys:
             found.wrong.append(self.unknown(key))
         elif kind[1] and text == "null":
             found.settings.append((key, None))
+        elif kind[0] is Any and text.startswith("{"):
+            self._composite(key, text, dict, found)
         elif (typing.get_origin(kind[0]) or kind[0]) in (list, dict):
             self._composite(key, text, typing.get_origin(kind[0]) or kind[0], found)
         else:

@@ -32,6 +32,7 @@ from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.mover import Mover
 from laminar_hpc.controller.probes import Probes
+from laminar_hpc.controller.rewards import RewardErrors
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.observability import console
@@ -89,6 +90,7 @@ class Controller:
         self.started = time.time()
         self.separate = config.role != "all"
         self.oom_kills = oom_kills()
+        self.reward_errors = RewardErrors(config, say)
         self.mover = Mover(self)
         self.rounds = Rounds(derived.rollout_ranks) if config.pipeline.refresh == "barrier" else None
         self.handlers = self._handlers()
@@ -367,8 +369,7 @@ class Controller:
             self.mover.pool.add(increment)
 
     def on_Scored(self, member: Member, scored: m.Scored) -> None:
-        if scored.error:
-            log.warning("reward of trajectory %d: %s", scored.trajectory_id, scored.error)
+        self.watch_reward(scored)
         if scored.evaluation and self.evaluations:
             evaluation = self.evaluations.scored(scored)
             if evaluation is not None:
@@ -379,6 +380,20 @@ class Controller:
             group = self.book.scored(scored.trajectory_id, scored.attempt, scored.reward, scored.parts, scored.error, scored.time)
             if group is not None and not group.finished:
                 self.on_filtered(group)
+
+    def watch_reward(self, scored: m.Scored) -> None:
+        """A whole batch of failures ends the run: at once when nothing was trained yet, else with a checkpoint."""
+        if scored.error:
+            log.warning("reward of trajectory %d: %s", scored.trajectory_id, scored.error)
+            if not self.reward_errors.count:
+                where = {"trajectory_id": scored.trajectory_id, "evaluation": scored.evaluation}
+                self.metrics.write("reward_error", text=scored.error, **where)
+        why = self.reward_errors.take(scored)
+        if why and not self.seen_steps:
+            raise LaminarError(why)
+        if why and not self.failure:
+            self.failure = why
+            self.request_stop("every reward fails")
 
     def on_filtered(self, group: Group) -> None:
         """A group without advantage was given up. Ends the run, with a checkpoint, when nothing but such groups has come for long."""

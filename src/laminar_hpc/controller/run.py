@@ -34,6 +34,7 @@ from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
 from laminar_hpc.controller.prompts import Prompt, PromptSet, check_token_ids, load_prompts, load_tokenizer
+from laminar_hpc.controller.rewards import try_rewards
 from laminar_hpc.controller.rundir import (
     Start,
     cause_of_death,
@@ -121,6 +122,7 @@ def load_data(config: RunConfig, say: Callable[[str], None]) -> tuple[list[Promp
 def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: int, machine: str, say: Callable[[str], None]) -> Controller:
     with before_it_begins():
         prompts, held_out = load_data(config, say)
+        try_rewards(config, say, prompts)
     store = Store(store_directory(config))
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)

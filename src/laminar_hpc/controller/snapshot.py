@@ -20,6 +20,8 @@ def status(controller: Controller) -> Status:
         steps=c.config.steps,
         stopping=c.stopping,
         newest_weight_id=c.weights.newest[0],
+        rewards_scored=c.reward_errors.scored,
+        reward_errors=c.reward_errors.count,
         ranks=[_rank(c, member) for member in sorted(c.members.by_place.values(), key=lambda m: (m.hello.role, m.hello.index))],
         queues=Queues(
             generating=len(c.book.groups) - finished,

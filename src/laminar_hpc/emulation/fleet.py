@@ -51,7 +51,7 @@ class Replica:
 
 async def run(config: RunConfig, first: int, count: int) -> None:
     """Replicas first ... first + count - 1, until the last one has left."""
-    pool = RewardPool(config.reward)
+    pool = RewardPool(config.reward, config.data.prompt_field)
     await pool.start()
     try:
         await asyncio.gather(*(Replica(config, index, pool).run() for index in range(first, first + count)))

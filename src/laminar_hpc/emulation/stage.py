@@ -18,6 +18,7 @@ from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.weights import weights_file
+from laminar_hpc.policies.rewards import reward_means
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 
@@ -75,7 +76,7 @@ def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQu
             if not trajectories:
                 break
             trained = time.time()
-            metrics = batch_metrics(trajectories, step)
+            metrics = batch_metrics(trajectories, step) | reward_means(trajectories, config.reward.functions)
             step += 1
             weight_id = _publish(channel, step, handed)
             channel.send(m.StepDone(step - 1, {**metrics, "wait_seconds": waited, "train_seconds": trained - asked - waited}))
@@ -116,6 +117,7 @@ def batch_metrics(trajectories: list[m.Trajectory], step: int) -> dict[str, floa
     generation, training = [t.step_finished - t.weight_step for t in trajectories], [step - t.weight_step for t in trajectories]
     return {
         "trajectories": n, "reward_mean": sum(t.reward for t in trajectories) / n,
+        "reward_error_count": sum(bool(t.reward_error) for t in trajectories),
         "accuracy_mean": sum(t.reward_parts.get("accuracy", 0.0) for t in trajectories) / n,
         "prompt_tokens": sum(len(t.prompt_tokens) for t in trajectories), "response_tokens": sum(lengths),
         "response_length_mean": sum(lengths) / n, "response_length_max": max(lengths),

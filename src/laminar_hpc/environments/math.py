@@ -1,7 +1,7 @@
 """The reward for mathematics: does the response's final answer equal the row's, as mathematics (1/2 = 0.5 = \\frac{1}{2})? By math-verify.
 
-Reward workers call `reward` in threads. math-verify's own time limits use signals, which only a main thread may; they are off here, and the
-worker's limit (reward.timeout_seconds) holds: a call that is stuck in sympy costs its worker, never the rollout.
+math-verify's own time limits use signals, which only a main thread may have; they are off here, and
+reward.timeout_seconds holds: a call that is stuck in sympy costs its worker process, never the rollout.
 """
 
 import logging

@@ -1,192 +1,270 @@
-"""The process in which reward functions run: `python -m laminar_hpc.environments.reward_worker`, started and fed by reward_pool.RewardPool.
+"""The processes in which rewards are computed: `python -m laminar_hpc.environments.reward_worker`, started by
+fork_server.py.
 
-It imports the user's function once and answers calls on a socket: async functions as tasks on its loop, plain ones in threads. A call that
-raises, takes too long or returns something else is answered with an error; the process itself ends with its parent or its socket.
-Imports nothing heavy, so that it is up in a fraction of a second. Nothing is unpickled.
+The first is a fork server: it imports the user's functions once and then only forks, so that a worker is
+there within milliseconds and shares the memory of what was imported. A worker answers calls on its socket, in
+one of two ways:
+
+    one at a time   plain functions, in its main thread; the rollout kills the worker when the time is over
+    together        async functions, as tasks on one event loop, which bounds their time and ticks; silence
+                    means that the loop is stuck
+
+Every process ends with its parent or its socket. Imports nothing heavy.
 """
 
 import asyncio
+import contextlib
+import gc
 import importlib
 import inspect
-import math
-import numbers
 import os
 import socket
-import struct
 import sys
-import threading
 import time
+import traceback
 from collections.abc import Callable
-
-import msgspec
 
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.reward_protocol import (
+    MAX_ERROR,
+    Call,
+    Fork,
+    Forked,
+    Ready,
+    Reap,
+    Result,
+    Setup,
+    Spec,
+    Tick,
+    decode_to_server,
+    decode_to_worker,
+    encode,
+    framed,
+    read_frame,
+    receive_frame,
+    write_frame,
+)
+from laminar_hpc.environments.reward_styles import RewardFault, adapted, checked
 
-LENGTH = struct.Struct("<I")  # bytes of the frame that follows
+TICK_SECONDS = 0.2
+MAX_PACKET = 1 << 20  # bytes of a message to the fork server
 
-
-class Setup(msgspec.Struct, tag=True):
-    """First frame to a worker."""
-
-    function: str
-    timeout_seconds: float
-
-
-class Call(msgspec.Struct, tag=True):
-    id: int
-    prompt: str
-    response: str
-    row: dict
-
-
-class Ready(msgspec.Struct, tag=True):
-    """First frame from a worker: it has the function, or `error` says why not."""
-
-    error: str
-
-
-class Result(msgspec.Struct, tag=True):
-    """What became of a call. `stuck`: its thread still runs, so the worker should be replaced. Times are seconds since the epoch."""
-
-    id: int
-    reward: float
-    parts: dict[str, float]
-    error: str
-    t0: float
-    t1: float
-    stuck: bool = False
+# ---- the functions -----------------------------------------------------------------------------------------
 
 
-encode = msgspec.msgpack.Encoder().encode
-_decode_to_worker = msgspec.msgpack.Decoder(Setup | Call).decode
-decode_from_worker = msgspec.msgpack.Decoder(Ready | Result).decode
+class Reward:
+    """One reward, ready to be called. Raises LaminarError when it cannot be."""
+
+    def __init__(self, spec: Spec, timeout_seconds: float, prompt_field: str) -> None:
+        self.style = spec.style
+        if spec.url:
+            from laminar_hpc.environments.http_reward import HttpReward  # aiohttp takes a third of a second
+
+            self.is_async, self.style = True, "laminar"
+            self.call: Callable[[Call], object] = HttpReward(spec, timeout_seconds)
+            return
+        function = load_function(spec.function, spec.label)
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self.call = adapted(function, spec.style, spec.label, prompt_field)
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Raises asyncio.IncompleteReadError when the other side is gone."""
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return await reader.readexactly(length)
-
-
-def write_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
-    frame = encode(message)
-    writer.write(LENGTH.pack(len(frame)) + frame)
-
-
-# ---- the function ----------------------------------------------------------------------------------------------------------------------
-
-
-def load_function(path: str) -> Callable:
-    """The callable at a dotted path, searched from the current folder on too. Raises LaminarError when there is none."""
+def load_function(path: str, label: str) -> Callable:
+    """The callable at a dotted path, searched from the current folder on too. Raises LaminarError when
+    there is none."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        raise LaminarError(f"reward.function='{path}' is no dotted path: write it as module.function")
+        raise LaminarError(f"{label} is no dotted path: write it as module.function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), name)
     except AttributeError:
-        raise LaminarError(f"reward.function='{path}': {module_name} has no '{name}'") from None
-    except Exception as error:
-        raise LaminarError(f"reward.function='{path}' cannot be imported: {type(error).__name__}: {error}") from None
+        raise LaminarError(f"{label}: {module_name} has no '{name}'") from None
+    except (Exception, SystemExit) as error:
+        raise LaminarError(f"{label} cannot be imported: {type(error).__name__}: {str(error)[:MAX_ERROR]}") from None
     if not callable(function):
-        raise LaminarError(f"reward.function='{path}' is a {type(function).__name__}, not a function")
+        raise LaminarError(f"{label} is a {type(function).__name__}, not a function")
     return function
 
 
-def checked(value: object) -> tuple[float, dict[str, float]]:
-    """(reward, other parts) of what a reward function returned. Raises ValueError or TypeError when it is not a reward."""
-    values = value if isinstance(value, dict) else {"reward": value}
-    if "reward" not in values:
-        raise ValueError(f"it returned a dict without 'reward': {list(values)}")
-    for key, number in values.items():
-        if not isinstance(key, str) or not isinstance(number, numbers.Real):
-            raise TypeError(f"it returned {key!r}: {type(number).__name__} instead of a number")
-        if not math.isfinite(number):
-            raise ValueError(f"it returned {key}={number}")
-    return float(values["reward"]), {key: float(number) for key, number in values.items() if key != "reward"}
+def load_all(setup: Setup) -> dict[str, Reward]:
+    return {spec.name: Reward(spec, setup.timeout_seconds, setup.prompt_field) for spec in setup.specs}
 
 
-# ---- calls -----------------------------------------------------------------------------------------------------------------------------
+def ready(rewards: dict[str, Reward]) -> Ready:
+    return Ready("", [name for name, reward in rewards.items() if reward.is_async])
 
 
-async def _in_thread(function: Callable, call: Call) -> object:
-    """Runs a plain function in a daemon thread of its own, so that one that never ends holds nobody back."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future = loop.create_future()
+def result(call: Call, t0: float, error: BaseException) -> Result:
+    """Of a call that raised."""
+    fault = error.fault if isinstance(error, RewardFault) else "raised"
+    text = str(error) if isinstance(error, RewardFault) else f"{type(error).__name__}: {error}"
+    return Result(call.id, 0.0, {}, t0, time.time(), " ".join(text[: 2 * MAX_ERROR].split())[:MAX_ERROR], fault)
 
-    def deliver(value: object, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_exception(error) if error else done.set_result(value)
 
-    def body() -> None:
+# ---- a worker, one call at a time --------------------------------------------------------------------------
+
+
+async def _awaited(value: object) -> object:
+    return await value  # type: ignore[misc]
+
+
+def serve_one_by_one(connection: socket.socket, rewards: dict[str, Reward]) -> None:
+    while (frame := receive_frame(connection)) is not None:
+        call = decode_to_worker(frame)
+        assert isinstance(call, Call)
+        reward, t0 = rewards[call.name], time.time()
         try:
-            value, error = function(prompt=call.prompt, response=call.response, row=call.row), None
-        except BaseException as raised:  # sys.exit() in a reward function is its failure, not ours
-            value, error = None, RuntimeError(f"{type(raised).__name__}: {raised}") if not isinstance(raised, Exception) else raised
-        loop.call_soon_threadsafe(deliver, value, error)
+            value = reward.call(call)
+            if inspect.isawaitable(value):
+                value = asyncio.run(_awaited(value))
+            number, parts = checked(value, reward.style)
+            answer = Result(call.id, number, parts, t0, time.time())
+        except BaseException as error:  # sys.exit() in a reward function is its failure, not ours
+            answer = result(call, t0, error)
+        connection.sendall(framed(answer))
 
-    threading.Thread(target=body, daemon=True).start()
-    return await done
+
+# ---- a worker, calls together ------------------------------------------------------------------------------
 
 
-async def _answer(function: Callable, is_async: bool, call: Call, timeout: float) -> Result:
+async def _answer(reward: Reward, call: Call, limit: float) -> Result:
     t0 = time.time()
 
-    async def body() -> tuple[float, dict[str, float]]:
+    async def body() -> Result:
         try:
-            if is_async:
-                return checked(await function(prompt=call.prompt, response=call.response, row=call.row))
-            return checked(await _in_thread(function, call))
-        except (SystemExit, KeyboardInterrupt) as raised:
-            raise RuntimeError(f"{type(raised).__name__}: {raised}") from None
+            number, parts = checked(await _awaited(reward.call(call)), reward.style)
+            return Result(call.id, number, parts, t0, time.time())
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return result(call, t0, error)
 
     task = asyncio.create_task(body())
-    await asyncio.wait((task,), timeout=timeout)
+    await asyncio.wait((task,), timeout=limit)
     if not task.done():
         task.cancel()  # not awaited: the function may refuse to be cancelled
-        return Result(call.id, 0.0, {}, f"no result within {timeout:g} s", t0, time.time(), stuck=not is_async)
-    error = task.exception()
-    if error is not None:
-        return Result(call.id, 0.0, {}, f"{type(error).__name__}: {error}", t0, time.time())
-    reward, parts = task.result()
-    return Result(call.id, reward, parts, "", t0, time.time())
+        return Result(call.id, 0.0, {}, t0, time.time(), f"no result within {limit:g} s", "time")
+    return result(call, t0, RuntimeError("it was cancelled")) if task.cancelled() else task.result()
 
 
-async def _serve(connection: socket.socket) -> None:
+async def serve_together(connection: socket.socket, rewards: dict[str, Reward], limit: float) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    setup = _decode_to_worker(await read_frame(reader))
-    try:
-        function = load_function(setup.function)
-    except LaminarError as error:
-        write_frame(writer, Ready(str(error)))
-        await writer.drain()
-        return
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-    write_frame(writer, Ready(""))
+    tasks: set[asyncio.Task] = set()  # the loop itself holds tasks weakly
 
     async def one(call: Call) -> None:
-        write_frame(writer, await _answer(function, is_async, call, setup.timeout_seconds))
+        write_frame(writer, await _answer(rewards[call.name], call, limit))
 
-    tasks: set[asyncio.Task] = set()  # the loop itself holds tasks weakly
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            write_frame(writer, Tick())
+
+    ticking = asyncio.create_task(tick())
     while True:
         try:
-            call = _decode_to_worker(await read_frame(reader))
+            call = decode_to_worker(await read_frame(reader))
         except asyncio.IncompleteReadError:
+            ticking.cancel()
             return
+        assert isinstance(call, Call)
         task = asyncio.create_task(one(call))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
 
-def main() -> None:
-    parent = int(sys.argv[2])
+# ---- processes ---------------------------------------------------------------------------------------------
+
+
+def _follow(parent: int) -> bool:
+    """Whether the parent is there; if so, this process ends with it."""
     die_with_parent()
-    if os.getppid() != parent:
-        return  # it died before the line above
-    asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
-    os._exit(0)  # threads of stuck functions are not waited for
+    return os.getppid() == parent
+
+
+def work(connection: socket.socket, parent: int, together: bool, rewards: dict[str, Reward] | None) -> None:
+    """The life of a worker. `rewards` None: it has been started afresh and imports them itself."""
+    if not _follow(parent):
+        return
+    frame = receive_frame(connection)
+    setup = decode_to_worker(frame) if frame else None
+    if not isinstance(setup, Setup):
+        return
+    if rewards is None:
+        try:
+            rewards = load_all(setup)
+        except LaminarError as error:
+            connection.sendall(framed(Ready(str(error))))
+            return
+    connection.sendall(framed(ready(rewards)))
+    if together:
+        asyncio.run(serve_together(connection, rewards, setup.timeout_seconds))
+    else:
+        serve_one_by_one(connection, rewards)
+
+
+def _child(control: socket.socket, fd: int, server: int, together: bool, rewards: dict[str, Reward], threads: bool) -> None:
+    """What a forked process does; it never returns to the server's loop. Its group is its own, so that its
+    children end with it."""
+    try:
+        os.setsid()
+        control.close()
+        if threads:  # a fork of a process with threads may find locks that nobody will ever release
+            os.set_inheritable(fd, True)
+            kind = "together" if together else "one_by_one"
+            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, kind, str(fd), str(server)])
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # the random module sees to itself
+        work(socket.socket(fileno=fd), server, together, rewards)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def serve_forks(control: socket.socket) -> None:
+    """The fork server: one packet, one message. It runs no user code after the import, so it always
+    answers."""
+    setup = decode_to_server(control.recv(MAX_PACKET))
+    assert isinstance(setup, Setup)
+    try:
+        rewards = load_all(setup)
+    except LaminarError as error:
+        control.send(encode(Ready(str(error))))
+        return
+    threads = len(os.listdir("/proc/self/task")) > 1
+    gc.collect()
+    gc.freeze()  # a collection in a child would touch, and so copy, the memory that it shares
+    control.send(encode(ready(rewards)))
+    while True:
+        packet, fds, _, _ = socket.recv_fds(control, MAX_PACKET, 1)
+        if not packet:
+            return
+        message = decode_to_server(packet)
+        if isinstance(message, Reap):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(message.pid, 0)
+        elif isinstance(message, Fork):
+            sys.stdout.flush()
+            server, pid = os.getpid(), os.fork()
+            if pid == 0:
+                _child(control, fds[0], server, message.together, rewards, threads)
+            os.close(fds[0])
+            control.send(encode(Forked(pid)))
+
+
+def main() -> None:
+    kind, fd, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    connection = socket.socket(fileno=fd)
+    if kind == "server":
+        if _follow(parent):
+            serve_forks(connection)
+    else:
+        work(connection, parent, kind == "together", None)
+    sys.stdout.flush()
+    os._exit(0)  # threads of the user's modules are not waited for
 
 
 if __name__ == "__main__":

@@ -78,13 +78,16 @@ def setup_line(what: str, seconds: float | None = None) -> str:
 
 def step_line(step: Mapping, steps: int, eta_seconds: float | None) -> str:
     """One trainer step. `step`: the fields of a metrics line of kind step; `steps`: how many there shall be; see `eta`."""
-    width = len(str(steps))
+    width, errors = len(str(steps)), step.get("reward_error_count")
+    lengths = f"len {step['response_length_mean']:4.0f} (max {step['response_length_max']:4.0f})"
+    if errors:  # they matter more than lengths
+        lengths = f"reward errors {errors:.0f}/{step['trajectories']:.0f}".ljust(len(lengths))
     tokens = (step["prompt_tokens"] + step["response_tokens"]) / step["seconds"] if step["seconds"] else None
     return "  ".join((
         f"step {step['step']:>{width}}/{steps}",
         f"reward {step['reward_mean']:5.2f}",
         f"acc {step['accuracy_mean']:4.2f}",
-        f"len {step['response_length_mean']:4.0f} (max {step['response_length_max']:4.0f})",
+        lengths,
         f"stale {step['staleness_training_mean']:3.1f}/{step['staleness_training_max']:.0f}",
         f"wait {duration(step['wait_seconds']):>6}",
         f"train {duration(step['train_seconds']):>6}",
@@ -138,6 +141,13 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
         sampled = found["after_sampled"]
         lines.append(line("accuracy", f"before {number(found['before'])}   after {number(found['after'])}"
                           + (f"   (sampled {number(sampled)})" if sampled is not None else "") + f"   {file}"))  # fmt: skip
+    if len(summary["rewards"]) > 1:
+        means = summary["rewards"].items()
+        shown = (f"{name} {number(mean['first'])} to {number(mean['last'])}" for name, mean in means)
+        lines.append(line("rewards", f"first and last step: {', '.join(shown)}"))
+    if summary["reward_errors"]:
+        of = f"{summary['reward_errors']:,} of {summary['trajectories_trained']:,} trajectories trained"
+        lines.append(line("reward", f"errors in {of}, the first: {summary['reward_error_first']}"))
     if summary["groups_filtered"]:
         lines.append(line("filtered", f"{summary['groups_filtered']:,} groups whose rewards were all equal"))
     if summary["trajectories_rescued"]:

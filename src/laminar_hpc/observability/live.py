@@ -46,7 +46,8 @@ class View:
     steps: deque[dict] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     evaluations: dict[str, dict] = field(default_factory=dict)  # the newest of each file
     newest: dict[str, dict] = field(default_factory=dict)  # kind -> its newest record
-    counts: dict[str, int] = field(default_factory=dict)  # of lost, regranted, given_up, move, move_off; and of moves: rescued, loaded
+    # lost, regranted, given_up, move, move_off; rescued and loaded (of moves), reward_errors (of trained ones)
+    counts: dict[str, int] = field(default_factory=dict)
     processes: list[Process] = field(default_factory=list)
     wanted_steps: int | None = None
 
@@ -108,6 +109,8 @@ class Follower:
             view.reason = record.get("reason") or "done"
         elif kind == "step":
             view.steps.append(record)
+            errors = int(record.get("reward_error_count") or 0)
+            view.counts["reward_errors"] = view.counts.get("reward_errors", 0) + errors
         elif kind == "evaluation":
             view.evaluations[record.get("file", "")] = record
         elif kind:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Fields that say which one was measured rather than what: they become part of the TensorBoard tag.
 LABELS = {"evaluation": ("file", "name"), "pull": ("replica",), "relay": ("index",), "logprob_gap": ("replica",)}
-NOT_CURVES = frozenset({"start", "end", "restart", "given_up", "lost", "regranted", "move", "move_off", "repack"})
+NOT_CURVES = frozenset({"start", "end", "restart", "reward_error", "given_up", "lost", "regranted", "move", "move_off", "repack"})
 TENSORBOARD_FLUSH_SECONDS = 5
 
 

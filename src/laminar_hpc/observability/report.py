@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_hpc.observability import rundata, samples, summary, svg, timeline
+from laminar_hpc.observability import rewards, rundata, samples, summary, svg, timeline
 from laminar_hpc.observability.console import count, duration, number, value_text
 from laminar_hpc.observability.page import figure, grid, keys, page, section, tiles
 from laminar_hpc.observability.rundata import Run
@@ -49,6 +49,7 @@ def document(run: Run) -> str:
     figures = summary.figures(run)
     sections = (
         learning,
+        rewards.rewards,
         staleness,
         lengths,
         sampling,

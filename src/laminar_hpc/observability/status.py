@@ -53,6 +53,8 @@ class Status(msgspec.Struct):
     newest_weight_id: int  # that some relay holds
     ranks: list[Rank]
     queues: Queues
+    rewards_scored: int = 0  # of this launch, evaluations included
+    reward_errors: int = 0
 
 
 def write(run_dir: Path, status: Status) -> None:

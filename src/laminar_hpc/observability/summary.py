@@ -16,6 +16,7 @@ from laminar_hpc.observability.idle import idle_fraction
 from laminar_hpc.observability.rundata import Consumed, Run
 
 GOAL = 0.70  # mean accuracy of the trained batches ...
+REWARD_PREFIX = "reward_mean/"  # of a step's field, before the name of a reward function
 GOAL_STEPS = 3  # ... over so many steps in a row
 
 
@@ -66,6 +67,8 @@ def figures(run: Run) -> dict:
         "logprob_gap_mean": _mean(gaps, "mean"),
         "logprob_gap_max": _max(gaps, "max"),
         "reward_errors": _per_step(run, "reward_error_count", _summed(run, lambda t: bool(t.reward_error))),
+        "reward_error_first": next((t.reward_error for t in run.consumed if t.reward_error), None),
+        "rewards": rewards(steps),
         **moves(run),
         "groups_filtered": _total(steps, "groups_filtered"),
         "tokens_discarded": _total(steps, "tokens_discarded"),
@@ -74,6 +77,16 @@ def figures(run: Run) -> dict:
         "tokens_saved_fraction": saved / (saved + generated) if saved is not None and generated else None,
         "pipeline": pipelines[-1] if pipelines else (run.config.get("pipeline") or {}).get("name"),
     }
+
+
+def rewards(steps: list[dict]) -> dict[str, dict[str, float]]:
+    """Of each reward function in reward.functions: its mean in the first and in the last step's batch."""
+    found: dict[str, dict[str, float]] = {}
+    for step in steps:
+        for key, mean in step.items():
+            if key.startswith(REWARD_PREFIX):
+                found.setdefault(key.removeprefix(REWARD_PREFIX), {"first": mean})["last"] = mean
+    return found
 
 
 def moves(run: Run) -> dict:

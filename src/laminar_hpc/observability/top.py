@@ -50,7 +50,8 @@ def main(argv: list[str]) -> int:
 def frame(view: View) -> Group:
     """One picture of the run."""
     parts: list = [_head(view), _progress(view), Text(), _ranks(view), Text()]
-    parts += [line for line in (_queues(view), _weights(view), _moves(view), _last_evaluations(view), _incidents(view)) if line]
+    lines = (_queues, _weights, _moves, _last_evaluations, _reward_errors, _incidents)
+    parts += [line for make in lines if (line := make(view))]
     return Group(*parts)
 
 
@@ -190,3 +191,14 @@ def _incidents(view: View) -> Text | None:
         if any(kind in view.counts for kind in names)
         else None
     )
+
+
+def _reward_errors(view: View) -> Text | None:
+    """While a launch goes on of all its responses, evaluations included; afterwards of the trained ones."""
+    first, s = view.newest.get("reward_error"), view.status
+    if first is None:
+        return None
+    trained = f"{view.counts.get('reward_errors', 0):,} trained trajectories"
+    live = s is not None and s.rewards_scored and view.state == "going on"
+    where = f"{s.reward_errors:,} of {s.rewards_scored:,} responses" if s and live else trained
+    return _line("rewards", f"errors in {where}, the first: {first['text']}")

@@ -74,7 +74,7 @@ class RolloutWorker:
         model = Path(self.config.model.path)
         self.decoder = TextDecoder(model)
         self.stop_ids = stop_token_ids(model)
-        self.pool = pool or RewardPool(self.config.reward)
+        self.pool = pool or RewardPool(self.config.reward, self.config.data.prompt_field)
         self.reader = SlotReader(self.config.relay.shm_dir, context.welcome.run_id)
         probe = probe_sequences(model_config(model)["vocab_size"])
         self.engine_starts = 0
@@ -360,7 +360,8 @@ class RolloutWorker:
         )
 
     async def _score(self, evaluation: str, group: PromptGroup, trajectory: Trajectory) -> None:
-        score = await self.pool.score(group.prompt, self.decoder.text(trajectory.response_tokens), group.row)
+        tokens = trajectory.response_tokens
+        score = await self.pool.score(group.prompt, self.decoder.text(tokens), group.row, tokens)
         self.context.trace.record("score", score.t0, score.t1, trajectory_id=trajectory.trajectory_id)
         self.context.channel.send(
             Scored(trajectory.trajectory_id, trajectory.attempt, score.reward, score.parts, score.error, score.t1, evaluation)

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages import Trajectory
+from laminar_hpc.policies.rewards import reward_means
 from laminar_hpc.trainer.algorithms.advantages import token_advantages
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
@@ -76,6 +77,7 @@ class Learner:
         self.gaps = {t.trajectory_id: (gap, ahead[i]) for i, (t, gap) in enumerate(zip(trajectories, gaps.tolist(), strict=True))}
         metrics = {
             **batch_metrics(trajectories, step),
+            **reward_means(trajectories, self.config.reward.functions),
             **self._token_metrics(collected),
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": rate,
@@ -169,16 +171,17 @@ def merged(parts: list[dict[str, float]]) -> dict[str, float]:
     """The metrics of a step from those of its mini-batches: sums of counts, largest values, means over trajectories."""
     if len(parts) == 1:
         return parts[0]
-    weight = sum(part["trajectories"] for part in parts)
     found = {}
-    for name in parts[0]:
-        values = [part[name] for part in parts]
+    for name in dict.fromkeys(name for part in parts for name in part):
+        having = [part for part in parts if name in part]  # a reward function may have given none to a mini-batch
+        values = [part[name] for part in having]
         if name in _COUNTS:
             found[name] = sum(values)
         elif name.endswith("_max"):
             found[name] = max(values)
         else:
-            found[name] = sum(part[name] * part["trajectories"] for part in parts) / weight
+            weight = sum(part["trajectories"] for part in having)
+            found[name] = sum(part[name] * part["trajectories"] for part in having) / weight
     return found
 
 

@@ -1,0 +1,229 @@
+"""The rollout's side of a fork server (reward_worker.py): it starts the server, has workers forked, ends
+them, and bounds what they print.
+
+Used by reward_crews.py on one event loop. Everything that a worker has started dies with it, as each leads a
+process group.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import BinaryIO
+
+import msgspec
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.reward_protocol import (
+    Call,
+    Fork,
+    Forked,
+    Ready,
+    Reap,
+    Result,
+    Setup,
+    decode_from_server,
+    decode_from_worker,
+    encode,
+    read_frame,
+    write_frame,
+)
+
+IMPORT_SECONDS = 60.0  # longest import of the user's modules
+MAX_OUTPUT = 4 << 20  # bytes of what reward functions print that go into the rollout's log; the rest is dropped
+_MAX_PACKET = 1 << 16
+
+
+class WorkerLost(Exception):
+    """The worker died, or was given up, before it answered."""
+
+
+class Worker:
+    """One process and the calls that it has. `retired`: it gets no more of them."""
+
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.pid, self.began, self.slowed, self.retired = pid, 0.0, False, False
+        self.frames = 0  # that it has sent
+        self.calls: dict[int, asyncio.Future[Result]] = {}
+        self._writer = writer
+        self._listener = asyncio.create_task(self._listen(reader))
+
+    async def ask(self, call: Call, limit: float | None = None) -> Result:
+        """Raises WorkerLost, and TimeoutError after `limit` seconds."""
+        loop = asyncio.get_running_loop()
+        self.calls[call.id] = waiter = loop.create_future()
+        timer = loop.call_later(limit, _expire, waiter) if limit is not None else None
+        try:
+            if self.retired:
+                raise WorkerLost
+            write_frame(self._writer, call)
+            return await waiter
+        finally:
+            del self.calls[call.id]
+            if timer is not None:
+                timer.cancel()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                message = decode_from_worker(await read_frame(reader))
+                self.frames += 1
+                waiter = self.calls.get(message.id) if isinstance(message, Result) else None
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(message)
+        except (
+            asyncio.IncompleteReadError,
+            ConnectionError,
+            msgspec.DecodeError,
+        ):  # the last: a function wrote into our socket
+            self.lose()
+
+    def lose(self) -> None:
+        """Everything in flight is lost with it."""
+        self.retired = True
+        for waiter in self.calls.values():
+            if not waiter.done():
+                waiter.set_exception(WorkerLost())
+
+    def kill(self) -> None:
+        """With all that it has started. Its pid stays its own until it is reaped."""
+        self.lose()
+        self._listener.cancel()
+        self._writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)  # it had no group yet
+
+
+def _expire(waiter: asyncio.Future) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())
+
+
+class ForkServer:
+    """`asynchronous`: names of the rewards that are awaited, known after `start`."""
+
+    def __init__(self, setup: Setup, quiet: bool = False) -> None:
+        self._setup, self._label, self._quiet = setup, ", ".join(spec.label for spec in setup.specs), quiet
+        self.asynchronous: list[str] = []
+        self._process: subprocess.Popen | None = None
+        self._control: socket.socket | None = None
+        self._speaking = threading.Lock()  # one request at a time
+        self._starting = asyncio.Lock()
+        self.left_to_print = MAX_OUTPUT
+
+    async def start(self) -> None:
+        """Raises LaminarError when the process does not come up, or a function is not there or has the
+        wrong parameters."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(IMPORT_SECONDS)
+        with theirs:
+            words = ["server", str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "laminar_hpc.environments.reward_worker", *words],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+        self._control = ours
+        assert self._process.stdout is not None
+        threading.Thread(target=self._print, args=(self._process.stdout,), daemon=True).start()
+        try:
+            ready = await asyncio.to_thread(self._request, self._setup)
+        except TimeoutError:
+            raise LaminarError(f"{self._label}: the import took longer than {IMPORT_SECONDS:g} s") from None
+        except (OSError, EOFError):
+            code = self._process.wait()
+            raise LaminarError(f"{self._label}: the process ended with {code} during the import; see what it printed") from None
+        assert isinstance(ready, Ready)
+        if ready.error:
+            raise LaminarError(ready.error)
+        self.asynchronous = ready.asynchronous
+
+    def _request(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> msgspec.Struct:
+        """Blocks. Raises TimeoutError, OSError or EOFError."""
+        assert self._control is not None
+        with self._speaking:
+            socket.send_fds(self._control, [encode(message)], fds)
+            if not (packet := self._control.recv(_MAX_PACKET)):
+                raise EOFError
+        return decode_from_server(packet)
+
+    async def fork(self, together: bool) -> Worker:
+        """A worker that is ready. Raises LaminarError when none can be started any more."""
+        for attempt in range(2):
+            try:
+                return await self._fork(together)
+            except (OSError, EOFError, asyncio.IncompleteReadError) as error:
+                if attempt:
+                    raise LaminarError(f"{self._label}: no worker process can be started ({type(error).__name__})") from None
+                await self._restart()
+        raise AssertionError
+
+    async def _fork(self, together: bool) -> Worker:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                forked = await asyncio.to_thread(self._request, Fork(together), (theirs.fileno(),))
+            assert isinstance(forked, Forked)
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        write_frame(writer, self._setup)
+        try:
+            ready = decode_from_worker(await asyncio.wait_for(read_frame(reader), IMPORT_SECONDS))
+        except BaseException:
+            writer.close()
+            raise
+        if isinstance(ready, Ready) and ready.error:
+            raise LaminarError(ready.error)
+        return Worker(forked.pid, reader, writer)
+
+    async def _restart(self) -> None:
+        """After the server itself has died, for want of memory for instance. Its workers have died with
+        it."""
+        async with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                await self.start()
+
+    async def reap(self, worker: Worker) -> None:
+        """Ends a worker for good."""
+        worker.kill()
+        await asyncio.to_thread(self._reap, worker.pid)
+
+    def _reap(self, pid: int) -> None:
+        with contextlib.suppress(OSError), self._speaking:
+            if self._control is not None:
+                self._control.send(encode(Reap(pid)))
+
+    def _print(self, pipe: BinaryIO) -> None:
+        """What reward functions print goes into our log, up to a bound. Ends when nobody can print any
+        more."""
+        with pipe:
+            while chunk := os.read(pipe.fileno(), 1 << 16):
+                kept = b"" if self._quiet else chunk[: self.left_to_print]
+                self.left_to_print -= len(kept)
+                if kept and self.left_to_print == 0:
+                    bound = f"{MAX_OUTPUT >> 20} MiB"
+                    kept += f"\n[reward functions have printed {bound}; the rest is dropped]\n".encode()
+                while kept:
+                    kept = kept[os.write(2, kept) :]
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    async def stop(self) -> None:
+        """Its workers end with it."""
+        await asyncio.to_thread(self._end)

@@ -1,0 +1,119 @@
+"""A reward model behind a URL, as an async reward function. Runs in reward workers; contacts the configured
+URL and nothing else.
+
+| style | request | reply |
+|---|---|---|
+| laminar | `{"prompt": text, "response": text, "row": {...}}` | `{"reward": number, ...named parts}` |
+| sglang | `{"text": prompt + response}`, to SGLang's `/classify` | `{"embedding": [number], ...}` |
+
+A connection that fails, 408, 429 and 5xx are tried again, with growing pauses, within the call's time limit.
+Other answers are final. The key of `api_key_env` is sent as a bearer token and appears in no message.
+"""
+
+import asyncio
+import os
+import random
+import time
+
+import aiohttp
+import msgspec
+
+from laminar_hpc.config.rewards import shown_url
+from laminar_hpc.environments.reward_protocol import Call, Spec
+from laminar_hpc.environments.reward_styles import NotAReward, RewardFault
+
+# Seconds between tries; each is twice the one before, with up to half of it more at random.
+FIRST_PAUSE, MAX_PAUSE = 0.1, 2.0
+SHARE_OF_LIMIT = 0.95  # of the call's time limit: so that the error says what is wrong with the server
+MAX_REPLY = 1 << 20  # bytes
+_AGAIN = (408, 429)
+
+
+class ServerRefused(RewardFault):
+    """The server will not answer this otherwise."""
+
+    fault = "refused"
+
+
+class HttpReward:
+    """`await reward(call)` gives what a function of style laminar would return."""
+
+    def __init__(self, spec: Spec, timeout_seconds: float) -> None:
+        self._url, self._style, self._key_name = spec.url, spec.style, spec.api_key_env
+        self._seconds = timeout_seconds * SHARE_OF_LIMIT
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __call__(self, call: Call) -> dict:
+        """Raises NotAReward, ServerRefused, or RewardFault when the time is over; each names the URL."""
+        deadline, pause, tries = time.monotonic() + self._seconds, FIRST_PAUSE, 0
+        body = msgspec.json.encode(self._body(call))
+        while True:
+            tries += 1
+            try:
+                return self._reward(await self._post(body, deadline - time.monotonic()))
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                left = deadline - time.monotonic()
+                if left <= pause:
+                    what = _words(error)
+                    raise RewardFault(f"{shown_url(self._url)}: {what}, {tries} tries in {self._seconds:.3g} s") from None
+            await asyncio.sleep(pause * random.uniform(1.0, 1.5))
+            pause = min(2 * pause, MAX_PAUSE)
+
+    def _body(self, call: Call) -> dict:
+        if self._style == "sglang":
+            return {"text": call.prompt + call.response}
+        return {"prompt": call.prompt, "response": call.response, "row": call.row}
+
+    async def _post(self, body: bytes, seconds: float) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self._key_name:
+            headers["Authorization"] = f"Bearer {os.environ.get(self._key_name, '')}"
+        timeout = aiohttp.ClientTimeout(total=max(0.001, seconds))
+        async with self._connected().post(self._url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as reply:
+            text = await reply.content.read(MAX_REPLY + 1)
+            while len(text) <= MAX_REPLY and (more := await reply.content.read(MAX_REPLY + 1)):
+                text += more
+            if reply.status in _AGAIN or reply.status >= 500:
+                raise aiohttp.ClientError(f"HTTP {reply.status}{_quoted(text)}")
+            if reply.status != 200:
+                raise ServerRefused(f"{shown_url(self._url)}: HTTP {reply.status}{_quoted(text)}")
+        if len(text) > MAX_REPLY:
+            raise NotAReward(f"{shown_url(self._url)} sent more than {MAX_REPLY:,} bytes")
+        return text
+
+    def _connected(self) -> aiohttp.ClientSession:
+        """One session per event loop. Neither proxies nor .netrc of the environment: only the URL is
+        contacted."""
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:
+            self._session, self._loop = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)), loop
+        return self._session
+
+    def _reward(self, text: bytes) -> dict:
+        try:
+            reply = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            raise NotAReward(f"{shown_url(self._url)} sent no JSON{_quoted(text)}") from None
+        if self._style == "sglang":
+            values = reply.get("embedding") if isinstance(reply, dict) else None
+            if not isinstance(values, list) or len(values) != 1:
+                raise NotAReward(f"{shown_url(self._url)}: no single score in its reply{_quoted(text)}; is it a reward model?")
+            return {"reward": values[0]}
+        if not isinstance(reply, dict) or "reward" not in reply:
+            raise NotAReward(f"{shown_url(self._url)}: no 'reward' in its reply{_quoted(text)}")
+        return reply
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no reply in time"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"no connection ({error.os_error.strerror or type(error).__name__})"
+    return str(error) or type(error).__name__
+
+
+def _quoted(text: bytes) -> str:
+    """The beginning of a reply."""
+    words = " ".join(text[:200].decode("utf-8", "replace").split())
+    return f": {words:.80}" if words else ""

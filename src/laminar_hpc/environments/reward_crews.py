@@ -1,0 +1,233 @@
+"""Who runs a call: `Crew` gives each call its own process, `SharedCrew` lets async calls share an event loop.
+
+A call in a crew of its own can only harm itself: at its time limit its process is killed, and nobody else was
+in it. So that neither calls that wait (on a server, on a child) nor calls that hang keep others from running,
+a crew grows while calls queue:
+
+    a worker is in the way    its call has just begun, or computes and has not done so for long
+    it is out of the way      its call waits, or has computed for HOG seconds
+    start workers             when fewer than `workers` are in the way: GROWTH times as many as are out of the
+                              way, `most` in all
+    slow a worker down        when its call has computed for a quarter of its time: to the lowest priority
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Coroutine
+from pathlib import Path
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.fork_server import ForkServer, Worker
+from laminar_hpc.environments.reward_protocol import Call, Result
+
+LOOK_SECONDS = 0.02  # between two looks at the queue
+GROWTH = 3
+MAX_HOG_SECONDS, HOG_SHARE_OF_LIMIT = (
+    0.5,
+    0.05,
+)  # computing for longer makes way: the sooner, the less others wait
+SLOW_SHARE_OF_LIMIT, LOWEST_PRIORITY = 0.25, 19
+IDLE_SECONDS = 60.0  # workers that the crew has grown by leave after it
+FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT = (
+    1.0,
+    0.2,
+)  # an event loop that is silent for so long, whichever is longer, is stuck
+
+
+class Crew:
+    """Processes that each run one call at a time."""
+
+    def __init__(self, server: ForkServer, workers: int, most: int, limit: float) -> None:
+        self._server, self._workers, self._most, self._limit = server, workers, max(workers, most), limit
+        self._hog = min(MAX_HOG_SECONDS, HOG_SHARE_OF_LIMIT * limit)
+        self._idle: deque[tuple[float, Worker]] = deque()  # since when; the newest at the end
+        self._busy: set[Worker] = set()
+        self._starting = 0
+        self._wishes: deque[asyncio.Future[Worker]] = deque()
+        self._tasks: set[asyncio.Task] = set()
+        self._looking: asyncio.Task | None = None
+
+    async def start(self) -> None:
+        for worker in await asyncio.gather(*(self._server.fork(False) for _ in range(self._workers))):
+            self._put(worker)
+
+    async def run(self, call: Call) -> Result:
+        """What came of the call, which is ended at the time limit. Raises WorkerLost when its process died
+        meanwhile."""
+        worker = await self._take()
+        t0, worker.began, answered = time.time(), time.monotonic(), False
+        try:
+            result = await worker.ask(call, self._limit)
+            answered = True
+            return result
+        except TimeoutError:
+            return Result(call.id, 0.0, {}, t0, time.time(), f"no result within {self._limit:g} s", "time")
+        finally:
+            self._busy.discard(worker)
+            if answered and (not worker.slowed or _restore(worker)):
+                self._put(worker)
+            else:
+                self._dismiss(worker)
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in [*self._busy, *(worker for _, worker in self._idle)]:
+            worker.kill()
+        self._busy.clear()
+        self._idle.clear()
+
+    # ---- who is free ---------------------------------------------------------------------------------------
+
+    async def _take(self) -> Worker:
+        if self._idle:
+            worker = self._idle.pop()[1]
+        else:
+            wish = asyncio.get_running_loop().create_future()
+            self._wishes.append(wish)
+            if self._looking is None or self._looking.done():
+                self._looking = self._spawn(self._look())
+            try:
+                worker = await wish
+            except asyncio.CancelledError:
+                if wish.done() and not wish.cancelled():
+                    self._put(wish.result())
+                raise
+        self._busy.add(worker)
+        return worker
+
+    def _put(self, worker: Worker) -> None:
+        """A worker without a call."""
+        if worker.retired:
+            return self._dismiss(worker)
+        while self._wishes:
+            wish = self._wishes.popleft()
+            if not wish.done():
+                wish.set_result(worker)
+                return None
+        self._idle.append((time.monotonic(), worker))
+        while len(self._idle) > self._workers and self._idle[0][0] < time.monotonic() - IDLE_SECONDS:
+            self._dismiss(self._idle.popleft()[1])
+        return None
+
+    def _dismiss(self, worker: Worker) -> None:
+        worker.kill()
+        self._spawn(self._server.reap(worker))
+
+    def _spawn(self, coroutine: Coroutine) -> asyncio.Task:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # ---- growing -------------------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """While calls queue."""
+        while self._wishes:
+            for _ in range(self._missing()):
+                self._starting += 1
+                self._spawn(self._add())
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _missing(self) -> int:
+        """Workers to be started now."""
+        now = time.monotonic()
+        in_the_way = sum(self._is_in_the_way(worker, now) for worker in self._busy) + self._starting
+        if in_the_way >= self._workers:
+            return 0
+        present = len(self._busy) + len(self._idle) + self._starting
+        wanted = max(self._workers - in_the_way, GROWTH * (len(self._busy) + self._starting - in_the_way))
+        return max(0, min(wanted, self._most - present, len(self._wishes) - len(self._idle) - self._starting))
+
+    def _is_in_the_way(self, worker: Worker, now: float) -> bool:
+        taken = now - worker.began
+        if taken > SLOW_SHARE_OF_LIMIT * self._limit and not worker.slowed and computes(worker.pid):
+            worker.slowed = True
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PGRP, worker.pid, LOWEST_PRIORITY)
+        return taken < LOOK_SECONDS or (taken <= self._hog and computes(worker.pid))
+
+    async def _add(self) -> None:
+        try:
+            self._put(await self._server.fork(False))
+        except LaminarError as error:
+            for wish in self._wishes:
+                if not wish.done():
+                    wish.set_exception(error)
+            self._wishes.clear()
+        finally:
+            self._starting -= 1
+
+
+def _restore(worker: Worker) -> bool:
+    """Back to our own priority; few may do that, and where it fails the process is no longer of use."""
+    try:
+        os.setpriority(os.PRIO_PGRP, worker.pid, os.getpriority(os.PRIO_PROCESS, 0))
+        worker.slowed = False
+    except OSError:
+        return False
+    return True
+
+
+def computes(pid: int) -> bool:
+    """Whether the process is running or waits for nothing but a CPU."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] == b"R"
+    except OSError:
+        return False
+
+
+class SharedCrew:
+    """Processes that each run many async calls on one event loop. A loop that is stuck is given up with
+    all its calls."""
+
+    def __init__(self, server: ForkServer, workers: int, limit: float) -> None:
+        self._server, self._number = server, workers
+        self._patience = max(FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT * limit)
+        self._workers: list[Worker] = []
+        self._tasks: set[asyncio.Task] = set()
+        self._changing = asyncio.Lock()
+
+    async def start(self) -> None:
+        await asyncio.gather(*(self._add() for _ in range(self._number)))
+
+    async def run(self, call: Call) -> Result:
+        """Raises WorkerLost when the process died or its loop was stuck: it may have been another call's
+        fault."""
+        async with self._changing:
+            while len(self._workers) < self._number:
+                await self._add()
+            worker = min(self._workers, key=lambda worker: len(worker.calls))
+        return await worker.ask(call)
+
+    async def _add(self) -> None:
+        worker = await self._server.fork(True)
+        self._workers.append(worker)
+        task = asyncio.create_task(self._watch(worker))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, worker: Worker) -> None:
+        """Gives it up when it has been silent through so many looks of ours: a loop of ours that is late
+        looks less often."""
+        look, silent = self._patience / 4, 0
+        seen = worker.frames
+        while silent < 4 and not worker.retired:
+            await asyncio.sleep(look)
+            silent = silent + 1 if worker.frames == seen else 0
+            seen = worker.frames
+        self._workers.remove(worker)
+        await self._server.reap(worker)
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()

@@ -1,0 +1,136 @@
+"""What passes between a rollout (reward_pool.py), its fork server and its reward workers: frames of msgpack,
+nothing pickled.
+
+    rollout <-> fork server, one message per packet   Setup | Fork with a socket | Reap   Ready | Forked
+    rollout <-> worker, length before each message    Setup, then Calls                   Ready, Results, Ticks
+"""
+
+import asyncio
+import socket
+import struct
+
+import msgspec
+
+LENGTH = struct.Struct("<I")  # bytes of the frame that follows
+MAX_ERROR = 300  # characters of an error that are kept
+
+# ---- to a fork server or a worker --------------------------------------------------------------------------
+
+
+class Spec(msgspec.Struct):
+    """One reward: a function or a URL, and how it is called. `label` is what messages call it."""
+
+    name: str
+    label: str
+    function: str
+    url: str
+    style: str
+    api_key_env: str
+
+
+class Setup(msgspec.Struct, tag=True):
+    """First message to a fork server and to a worker. `prompt_field`: where a row has its prompt, as in
+    data.prompt_field."""
+
+    specs: list[Spec]
+    timeout_seconds: float
+    prompt_field: str
+
+
+class Fork(msgspec.Struct, tag=True):
+    """A worker that serves the socket which comes with this: one call after the other, or `together` on
+    one event loop."""
+
+    together: bool
+
+
+class Reap(msgspec.Struct, tag=True):
+    """This worker has been killed."""
+
+    pid: int
+
+
+class Call(msgspec.Struct, tag=True):
+    """`name` of the reward to call. `tokens` are those of the response."""
+
+    id: int
+    name: str
+    prompt: str
+    response: str
+    row: dict
+    tokens: list[int]
+
+
+# ---- from them ---------------------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, tag=True):
+    """All functions are imported, or `error` says why not. `asynchronous`: the names of those that are
+    awaited."""
+
+    error: str
+    asynchronous: list[str] = []
+
+
+class Forked(msgspec.Struct, tag=True):
+    pid: int
+
+
+class Tick(msgspec.Struct, tag=True):
+    """The event loop of a worker turns."""
+
+
+class Result(msgspec.Struct, tag=True):
+    """What became of a call. Times are seconds since the epoch.
+
+    `reward`: None = the function says that it does not apply to this row. `error`: "" or what went wrong;
+    `fault` is its kind: raised, value (it returned no reward), arguments (it cannot be called like this),
+    refused (by a server, for good), time, died.
+    """
+
+    id: int
+    reward: float | None
+    parts: dict[str, float]
+    t0: float
+    t1: float
+    error: str = ""
+    fault: str = ""
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_server = msgspec.msgpack.Decoder(Setup | Fork | Reap).decode
+decode_from_server = msgspec.msgpack.Decoder(Ready | Forked).decode
+decode_to_worker = msgspec.msgpack.Decoder(Setup | Call).decode
+decode_from_worker = msgspec.msgpack.Decoder(Ready | Result | Tick).decode
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Raises asyncio.IncompleteReadError when the other side is gone."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return await reader.readexactly(length)
+
+
+def write_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+    writer.write(framed(message))
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    frame = encode(message)
+    return LENGTH.pack(len(frame)) + frame
+
+
+def receive_frame(connection: socket.socket) -> bytes | None:
+    """Blocks; None when the other side is gone."""
+    head = _receive(connection, LENGTH.size)
+    return None if head is None else _receive(connection, LENGTH.unpack(head)[0])
+
+
+def _receive(connection: socket.socket, size: int) -> bytes | None:
+    parts, left = [], size
+    while left:
+        part = connection.recv(min(left, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,235 @@
+"""How reward functions are called: ours, and those written for TRL or verl, which run unchanged. Called in
+reward workers; no torch.
+
+| style | is called as | returns |
+|---|---|---|
+| laminar | f(prompt=, response=, row=) | a number, or a dict with `reward` and named parts |
+| trl | f(prompts=[...], completions=[...], completion_ids=[...], each column=[...]) | [a number or None] |
+| verl | f(data_source=, solution_str=, ground_truth=, extra_info=) | a number, or a dict with `score` |
+
+Every style gives back what `checked` makes of it: (reward or None, parts). None means that the function does
+not apply to the row.
+"""
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.rewards import MAX_REWARD
+from laminar_hpc.environments.reward_protocol import Call
+
+MAX_PARTS = 100
+_OURS = ("prompt", "response", "row")
+_TRL = ("prompts", "completions", "completion_ids")
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+Checked = tuple[float | None, dict[str, float]]
+
+
+class RewardFault(Exception):
+    """A call that failed, in words that need no more explanation. `fault`: see reward_protocol.Result."""
+
+    fault = "raised"
+
+
+class NotAReward(RewardFault):
+    """The function returned something else than a reward."""
+
+    fault = "value"
+
+
+class BadArguments(RewardFault):
+    """The function asks for an argument that it cannot be given."""
+
+    fault = "arguments"
+
+
+def adapted(function: Callable, style: str, label: str, prompt_field: str) -> Callable[[Call], object]:
+    """call -> what the function returns (or an awaitable of it). Raises LaminarError when its parameters
+    are not of this style."""
+    parameters = _parameters(function)
+    if parameters is not None:
+        _check_signature(parameters, style, label)
+    if style == "trl":
+        return lambda call: function(**_given(_trl_arguments(call, prompt_field), parameters))
+    if style == "verl":
+        return lambda call: function(**_given(_verl_arguments(call), parameters))
+    return lambda call: function(prompt=call.prompt, response=call.response, row=call.row)
+
+
+def checked(value: object, style: str) -> Checked:
+    """Of what a function returned. Raises NotAReward."""
+    if style == "trl":
+        return _of_trl(value)
+    if style == "verl":
+        return _of_verl(value)
+    values = value if isinstance(value, dict) else {"reward": value}
+    if "reward" not in values:
+        raise NotAReward(f"it returned a dict without 'reward': {list(values)!r:.100}")
+    numbers_of = {key: _number(key, number) for key, number in _bounded(values).items()}
+    return numbers_of.pop("reward"), numbers_of
+
+
+def style_of(parameters: Mapping[str, inspect.Parameter]) -> str:
+    """Whose signature this looks like: trl, verl, laminar, or "" for none of them."""
+    if "completions" in parameters:
+        return "trl"
+    if "solution_str" in parameters:
+        return "verl"
+    return "laminar" if "response" in parameters else ""
+
+
+# ---- signatures --------------------------------------------------------------------------------------------
+
+
+def _parameters(function: Callable) -> Mapping[str, inspect.Parameter] | None:
+    """None where Python cannot tell, as of some functions written in C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _check_signature(parameters: Mapping[str, inspect.Parameter], style: str, label: str) -> None:
+    given = {"laminar": _OURS, "trl": (_TRL[1],), "verl": (_VERL[1],)}[style]
+    missing = [name for name in given if name not in parameters] if not _takes_any(parameters) else []
+    needed = [
+        name
+        for name, p in parameters.items()
+        if p.default is inspect.Parameter.empty and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    ]
+    if style == "laminar":
+        missing += [name for name in needed if name not in given]
+    elif style == "verl":
+        missing += [name for name in needed if name not in _VERL]
+    positional = [name for name in given if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY]
+    if not missing and not positional:
+        return
+    found = style_of(parameters)
+    key = label.partition("=")[0].removesuffix(".function") + ".style"
+    shown = f"{label}: its parameters ({', '.join(parameters)}) "
+    if found and found != style:
+        whose = {
+            "trl": "those of a TRL reward function",
+            "verl": "those of verl's compute_score",
+            "laminar": "laminar's own",
+        }[found]
+        raise LaminarError(f"{shown}are {whose}: set {key}={found}, and it runs as it is")
+    wanted = {"laminar": "prompt=, response= and row=", "trl": "completions= and the row's columns",
+              "verl": "data_source=, solution_str=, ground_truth= and extra_info="}[style]  # fmt: skip
+    raise LaminarError(f"{shown}do not fit {key}={style}, which calls it with {wanted}; change them, or set another style")
+
+
+def _given(arguments: dict, parameters: Mapping[str, inspect.Parameter] | None) -> dict:
+    """Those that the function takes. Raises BadArguments when it needs others."""
+    if parameters is None:
+        return arguments
+    kept = arguments if _takes_any(parameters) else {name: value for name, value in arguments.items() if name in parameters}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for name, p in parameters.items():
+        if p.kind in named and p.default is inspect.Parameter.empty and name not in kept:
+            raise BadArguments(f"it asks for '{name}', which the row does not have; it has: {', '.join(arguments)}")
+    return kept
+
+
+# ---- TRL ---------------------------------------------------------------------------------------------------
+
+
+def _trl_arguments(call: Call, prompt_field: str) -> dict:
+    """A batch of one. Prompt and completion are messages where the row's prompt is messages, as in a
+    conversational dataset."""
+    messages = _messages(call.row, prompt_field)
+    answer = call.response if messages is None else [{"role": "assistant", "content": call.response}]
+    columns = {key: [value] for key, value in call.row.items() if key not in ("prompt", "completion", "completion_ids")}
+    return {
+        **columns,
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda name, value: None,
+        "prompts": [call.prompt if messages is None else messages],
+        "completions": [answer],
+        "completion_ids": [call.tokens],
+    }
+
+
+def _messages(row: dict, prompt_field: str) -> list | None:
+    """The row's prompt where it is a list of messages. `prompt_field` is written as data.prompt_field."""
+    for name in prompt_field.split("|"):
+        value: object = row.get(name)
+        if value is None:
+            value = row
+            for part in name.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            return value if isinstance(value, list) else None
+    return None
+
+
+def _of_trl(value: object) -> Checked:
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, list | tuple) or len(values) != 1:
+        what = f"{len(values)} of them" if isinstance(values, list | tuple) else type(value).__name__
+        raise NotAReward(f"it returned {what} instead of a list with one reward for the one completion")
+    return (None if values[0] is None else _number("reward", values[0])), {}
+
+
+# ---- verl --------------------------------------------------------------------------------------------------
+
+
+def _verl_arguments(call: Call) -> dict:
+    row = call.row
+    model = row.get("reward_model")
+    truth = model.get("ground_truth") if isinstance(model, dict) else None
+    truth = row.get("answer", row.get("ground_truth")) if truth is None else truth
+    return {
+        "data_source": row.get("data_source", ""),
+        "solution_str": call.response,
+        "ground_truth": truth,
+        "extra_info": row.get("extra_info") or {},
+    }
+
+
+def _of_verl(value: object) -> Checked:
+    """Its dicts may hold texts beside numbers, which verl logs; they are left out. Its `acc` is our
+    `accuracy`."""
+    if not isinstance(value, dict):
+        return _number("score", value), {}
+    if "score" not in value:
+        raise NotAReward(f"it returned a dict without 'score': {list(value)!r:.100}")
+    parts = {key: part for key, part in _bounded(value).items() if key != "score" and isinstance(part, numbers.Real)}
+    named = {("accuracy" if key == "acc" else key): _number(key, part) for key, part in parts.items()}
+    return _number("score", value["score"]), named
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------
+
+
+def _bounded(values: dict) -> dict:
+    if len(values) > MAX_PARTS:
+        raise NotAReward(f"it returned a dict of {len(values)} parts; at most {MAX_PARTS} are kept per trajectory")
+    return values
+
+
+def _number(key: object, value: object) -> float:
+    if not isinstance(value, numbers.Real) and hasattr(value, "item"):
+        value = _scalar(value)
+    if not isinstance(key, str) or not isinstance(value, numbers.Real):
+        raise NotAReward(f"it returned {key!r}: {type(value).__name__} instead of a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise NotAReward(f"it returned {key}={number}")
+    if abs(number) > MAX_REWARD:
+        raise NotAReward(f"it returned {key}={number:g}, beyond ±{MAX_REWARD:g}; scale it down")
+    return number
+
+
+def _scalar(value: object) -> object:
+    """A tensor or array of one element as a number; anything else as it is."""
+    try:
+        return value.item()  # type: ignore[attr-defined]
+    except Exception:
+        return value

@@ -1,0 +1,45 @@
+"""The report's section on rewards: each function's mean per step, and what went wrong in them. Empty where
+there is neither."""
+
+from collections import Counter
+
+from laminar_hpc.observability import summary, svg
+from laminar_hpc.observability.page import figure, grid, section
+from laminar_hpc.observability.rundata import Run
+from laminar_hpc.observability.svg import Series, tag, text
+
+COLORS = ("var(--generate)", "var(--train)", "var(--pull)", "var(--publish)", "var(--soft)")
+SHOWN_ERRORS = 8  # the most frequent ones
+MAX_CHARACTERS = 160
+
+
+def rewards(run: Run) -> str:
+    names = list(summary.rewards(run.steps))
+    errors = Counter(t.reward_error[:MAX_CHARACTERS] for t in run.consumed if t.reward_error)
+    if not names and not errors:
+        return ""
+    charts = [_means(run, names)] if names else []
+    if errors:
+        failed = [(s["step"], s.get("reward_error_count")) for s in run.steps]
+        plot = svg.lines([Series("errors", COLORS[1], failed)], "trainer step", y_range=(0.0, 0.0))
+        charts.append(figure("trajectories with a reward error, per step", plot))
+    note = "The reward is the sum of weight x reward; a reward that failed counts as reward.score_on_failure." if names else ""
+    return section("Rewards", grid("two", *charts) + _table(errors), note)
+
+
+def _means(run: Run, names: list[str]) -> str:
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
+    series = [Series(name, color, [(s["step"], s.get(summary.REWARD_PREFIX + name)) for s in run.steps]) for name, color in colors.items()]
+    return figure(
+        "mean of each reward function per batch",
+        svg.legend(list(colors.items())) + svg.lines(series, "trainer step"),
+    )
+
+
+def _table(errors: Counter) -> str:
+    """The most frequent errors of trained trajectories."""
+    if not errors:
+        return ""
+    head = tag("tr", tag("th", "trajectories") + tag("th", "reward error"))
+    rows = "".join(tag("tr", tag("td", f"{n:,}") + tag("td", text(words))) for words, n in errors.most_common(SHOWN_ERRORS))
+    return tag("table", head + rows)
