@@ -29,6 +29,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages import Failure, Hello
 from laminar_hpc.observability import console
+from laminar_hpc.pretrained import follow, prepare_rank
 
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
 _RUN_FAILED = "the run has failed"
@@ -124,6 +125,7 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
         config.cluster.join_timeout_seconds if comes_and_goes else 0.0,
     )  # fmt: skip
     joined.set()
+    config = follow(config, channel.welcome.model)
     redirect_output(run_dir, f"{mine.role}{mine.index}")
     goodbye = False
     try:
@@ -163,7 +165,7 @@ def main(overrides: list[str]) -> int:
     voice, mine = Voice(), None
     started = time.monotonic()
     try:
-        config = load_config(overrides)
+        config = prepare_rank(load_config(overrides), voice.say, voice.complain)
         mine, here, relays = place(config)
         if config.dry_run:
             if mine.role == "controller":

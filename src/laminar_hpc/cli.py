@@ -24,10 +24,12 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.observability import console
 from laminar_hpc.observability.wandb_mirror import check_wandb
+from laminar_hpc.pretrained import download_model, pinned_words, resolve_model
 
 
 def train(arguments: list[str]) -> int:
-    config = load_config(arguments)
+    loaded = load_config(arguments)
+    config = resolve_model(loaded, print)
     derived = check(config)
     if config.dry_run:
         for text in console.dry_run_lines(derived_values(config, derived), missing_inputs(config)):
@@ -42,7 +44,8 @@ def train(arguments: list[str]) -> int:
     here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes)
     for mine in here:
         devices_of(config, here, mine, len(present()))
-    return run_torchrun(config, arguments, derived.world_size)
+    download_model(config, print)
+    return run_torchrun(config, [*arguments, *pinned_words(loaded, config)], derived.world_size)
 
 
 def stop(arguments: list[str]) -> int:

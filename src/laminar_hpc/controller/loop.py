@@ -38,6 +38,7 @@ from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies import admission, filtering
 from laminar_hpc.policies.rounds import Rounds
 from laminar_hpc.policies.sampling import worth_a_batch
+from laminar_hpc.pretrained import recorded_name
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
@@ -159,7 +160,8 @@ class Controller:
             self.weights.chain_of(hello.index).came(hello.index, time.monotonic())
             self.weights.gone_from(hello.machine)
         log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
-        self.outbox.append((identity, m.Welcome(self.hub.address.run_id, self.restored_step, self.trainer_step, self.weights.newest[0])))
+        state = (self.hub.address.run_id, self.restored_step, self.trainer_step, self.weights.newest[0])
+        self.outbox.append((identity, m.Welcome(*state, str(recorded_name(self.config.model.path) or ""))))
         if hello.role == "trainer" and self.trainers_meet:
             self.outbox.append((identity, self.trainers_meet))
         if hello.role == "rollout" and hello.machine in self.weights.of_machine:

@@ -35,6 +35,7 @@ from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.observability.wandb_mirror import WandbMirror, check_wandb
 from laminar_hpc.policies.sampling import GroupSize, prompt_index
+from laminar_hpc.pretrained import recorded_name
 from laminar_hpc.weights.layout import slots_root
 
 log = logging.getLogger(__name__)
@@ -97,8 +98,9 @@ def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: i
         evaluations.add("before", 0, derived.rollout_ranks)
     metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
     metrics.write(
-        "start", restored_step=start.restored_step, pipeline=config.pipeline.name, derived=dataclasses.asdict(derived), epoch=epoch
-    )
+        "start", restored_step=start.restored_step, pipeline=config.pipeline.name, derived=dataclasses.asdict(derived), epoch=epoch,
+        model=str(recorded_name(config.model.path) or config.model.path),
+    )  # fmt: skip
     members = Members(machine, config.cluster.heartbeat_timeout_seconds)
     trace = Trace(Path(config.run_dir), "controller", 0)
     return Controller(config, derived, hub, store, book, evaluations, metrics, members, relays, start.restored_step, replay, say, trace)
