@@ -14,7 +14,12 @@ BASE = Path(__file__).parents[2] / "examples/arithmetic/base"
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """Its settings stand in the library and, for processes, in the environment."""
     monkeypatch.chdir(tmp_path)
-    extra = {"README.md": b"# sums", "pytorch_model.bin": b"pickle", "consolidated.safetensors": b"other", "onnx/model.onnx": b"onnx"}
+    extra = {
+        "README.md": b"# sums",
+        "pytorch_model.bin": b"pickle",
+        "consolidated.safetensors": b"other",
+        "onnx/model.onnx": b"onnx",
+    }
     with Hub({**files_of(BASE), **extra}) as served:
         cache = tmp_path / "cache"
         settings = {

@@ -16,7 +16,14 @@ from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import dump_config, load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.pretrained import download_model, follow, pinned_words, prepare_rank, recorded_name, resolve_model
+from laminar_hpc.pretrained import (
+    download_model,
+    follow,
+    pinned_words,
+    prepare_rank,
+    recorded_name,
+    resolve_model,
+)
 from laminar_hpc.pretrained import hub as adapter
 
 BASE = Path(__file__).parents[2] / "examples/arithmetic/base"
@@ -59,12 +66,16 @@ def test_a_name_becomes_a_directory_with_the_needed_files_only(hub: Hub, monkeyp
     download_model(config, said.append)
     assert files_of(Path(config.model.path)) == files_of(BASE)
     commit = hub.branches["main"]
-    assert [line.split(": ")[1].split()[0] for line in said] == ["downloading", "downloaded"] and commit[:12] in said[0]
+    assert [line.split(": ")[1].split()[0] for line in said] == ["downloading", "downloaded"] and commit[
+        :12
+    ] in said[0]
     assert str(recorded_name(config.model.path)) == f"{REPO}@{commit}"
     assert pinned_words(loaded(), config) == [f"model.path={REPO}@{commit}"]
 
     before = hub.requests
-    assert resolved(name=f"{REPO}@{commit}").model.path == config.model.path and hub.requests == before, "a commit in the cache asks nobody"
+    assert resolved(name=f"{REPO}@{commit}").model.path == config.model.path and hub.requests == before, (
+        "a commit in the cache asks nobody"
+    )
     offline(monkeypatch)
     assert resolved().model.path == config.model.path and hub.requests == before
 
@@ -79,11 +90,19 @@ def test_a_dry_run_takes_the_configuration_only(hub: Hub):
 
 def test_of_many_weight_files_those_of_the_index(hub: Hub):
     """Promise: a model in shards is fetched by its index; another format beside it is not."""
-    files, index = files_of(BASE), b'{"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}'
-    files |= {f"model-{n}-of-2.safetensors": files[WEIGHTS][:n] for n in (1, 2)} | {"model.safetensors.index.json": index}
+    files, index = (
+        files_of(BASE),
+        b'{"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}',
+    )
+    files |= {f"model-{n}-of-2.safetensors": files[WEIGHTS][:n] for n in (1, 2)} | {
+        "model.safetensors.index.json": index
+    }
     hub.push(files)
     folder = Path(resolved().model.path)
-    assert {path.name for path in folder.glob("*.safetensors")} == {"model-1-of-2.safetensors", "model-2-of-2.safetensors"}
+    assert {path.name for path in folder.glob("*.safetensors")} == {
+        "model-1-of-2.safetensors",
+        "model-2-of-2.safetensors",
+    }
 
 
 def test_a_directory_wins(hub: Hub, tmp_path: Path):
@@ -131,11 +150,18 @@ from laminar_hpc.pretrained import prepare_rank
 print(prepare_rank(load_config(["experiment=demo", "model.path={REPO}"]), print, print).model.path)
 """
     ranks = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env={**os.environ, "LOCAL_RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "LOCAL_RANK": str(rank)},
+        )
         for rank in range(3)
     ]
     said = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
-    assert len({lines[-1] for lines in said}) == 1 and all(len(lines) == 1 for lines in said[1:]), "only the first rank speaks"
+    assert len({lines[-1] for lines in said}) == 1 and all(len(lines) == 1 for lines in said[1:]), (
+        "only the first rank speaks"
+    )
     assert hub.gets[WEIGHTS] == 1 and files_of(Path(said[0][-1])) == files_of(BASE)
 
 
@@ -179,7 +205,10 @@ def test_missing_side_files_make_a_folder_incomplete(hub: Hub, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("acme/nothing", "the hub knows no model of this name, or it is private; check the name, or set HF_TOKEN"),
+        (
+            "acme/nothing",
+            "the hub knows no model of this name, or it is private; check the name, or set HF_TOKEN",
+        ),
         (f"{REPO}@v9", "the model has no revision v9"),
         (f"{REPO}@{'0' * 40}", "the model has no revision 000"),
     ],
@@ -206,10 +235,16 @@ def test_no_access_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch):
     assert not hub.gets
 
 
-def test_a_model_that_cannot_be_trained_is_refused_before_its_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_cannot_be_trained_is_refused_before_its_weights(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+):
     """Promise: no tokenizer.json, no safetensors, no config.json, no room on the disk: known before gigabytes are on their way."""
     whole = files_of(BASE)
-    for missing, words in (("tokenizer.json", "no tokenizer.json"), (WEIGHTS, "safetensors weights"), ("config.json", "no config.json")):
+    for missing, words in (
+        ("tokenizer.json", "no tokenizer.json"),
+        (WEIGHTS, "safetensors weights"),
+        ("config.json", "no config.json"),
+    ):
         hub.push({name: data for name, data in whole.items() if name != missing})
         assert words in refused()
     hub.push({**whole, "merges.txt": b""})
@@ -221,11 +256,32 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_weights(hub: Hub, 
 def test_the_command_line(hub: Hub):
     """Promise: environment and exit codes are as for every user of the hub: HF_ENDPOINT, HF_HOME, HF_TOKEN; the token is said nowhere."""
     hub.token = "hf_secret"
-    command = [sys.executable, "-m", "laminar_hpc.cli", "train", "experiment=demo", f"model.path={REPO}", "dry_run=true"]
+    command = [
+        sys.executable,
+        "-m",
+        "laminar_hpc.cli",
+        "train",
+        "experiment=demo",
+        f"model.path={REPO}",
+        "dry_run=true",
+    ]
     without = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert without.returncode == 2 and without.stderr.startswith(f"laminar: error: model.path={REPO}") and without.stderr.count("\n") == 1
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "HF_TOKEN": "hf_secret"})
-    assert done.returncode == 0 and "parameters" in done.stdout and "hf_secret" not in done.stdout + done.stderr
+    assert (
+        without.returncode == 2
+        and without.stderr.startswith(f"laminar: error: model.path={REPO}")
+        and without.stderr.count("\n") == 1
+    )
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "HF_TOKEN": "hf_secret"},
+    )
+    assert (
+        done.returncode == 0 and "parameters" in done.stdout and "hf_secret" not in done.stdout + done.stderr
+    )
 
 
 def test_ctrl_c_ends_a_download_at_once(hub: Hub):

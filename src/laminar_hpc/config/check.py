@@ -247,6 +247,8 @@ def _check_numbers(config: RunConfig, model: dict) -> None:
     _refuse(bound is not None and bound < 0, f"pipeline.max_staleness={bound}: must be 0 or more, or null for no bound")
     _check_pipeline(config)
     _refuse(config.rollout.max_concurrent < 1, f"rollout.max_concurrent={config.rollout.max_concurrent}: must be at least 1")
+    shown = config.observability.show_samples
+    _refuse(not 0 <= shown <= 100, f"observability.show_samples={shown}: must be from 0 to 100")
     _refuse(config.reward.slots < 1 or config.reward.workers < 1, "reward.slots and reward.workers must be at least 1")
     _refuse(config.checkpoint.every < 1 or config.checkpoint.keep < 1, "checkpoint.every and checkpoint.keep must be at least 1")
 

@@ -191,8 +191,9 @@ class ClusterConfig:
 
 @dataclass
 class ObservabilityConfig:
-    """Where the controller mirrors metrics besides the run directory. Everything in docs/observing.md works without it."""
+    """What a run shows besides its run directory. Everything in docs/observing.md works without it."""
 
+    show_samples: int = 0  # after each step so many prompts with a response, its reward and staleness on the console; 0 = none
     wandb: str = "off"  # off | offline (files under run_dir/wandb) | online (needs `wandb login` or WANDB_API_KEY)
     wandb_project: str = "laminar"
 

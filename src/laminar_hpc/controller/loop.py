@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -34,6 +35,7 @@ from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.observability.shown_samples import ShownSamples
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies import admission, filtering
 from laminar_hpc.policies.rounds import Rounds
@@ -77,6 +79,7 @@ class Controller:
         self.seen_steps = 0
         self.pull_seconds = 0.0  # of the newest pull
         self.probes = Probes(config.model.dtype, model_config(config.model.path)["num_hidden_layers"], metrics, say)
+        self.samples = ShownSamples(Path(config.model.path), config.observability.show_samples, say)
         self.outbox: list[tuple[str, m.Message]] = []
         self.trainers_meet: m.TrainersMeet | None = None
         self.batches = 0
@@ -408,6 +411,7 @@ class Controller:
         record = self.metrics.write("step", **fields)
         left = console.eta(self.step_seconds, self.config.steps - self.trainer_step)
         self.say(console.step_line(record, self.config.steps, left))
+        self.samples.show(done.step, self.replay or self.store)
         every = self.config.evaluation.every
         if self.evaluations and every and self.trainer_step % every == 0 and self.trainer_step < self.config.steps:
             self.evaluations.add("step", self.trainer_step, 1)
