@@ -32,6 +32,10 @@ def examples_directory(path: str) -> str:
 
 def load_config(overrides: list[str]) -> RunConfig:
     """Composes conf/config.yaml with Hydra overrides. Raises LaminarError that names the wrong key or value."""
+    if "--config-dir" in overrides:
+        at = overrides.index("--config-dir")
+        folder = Path(overrides[at + 1]).resolve()
+        overrides = [*overrides[:at], *overrides[at + 2 :], f"hydra.searchpath=[file://{folder}]"]
     OmegaConf.register_new_resolver("examples", examples_directory, replace=True)
     ConfigStore.instance().store(name="schema", node=RunConfig)
     GlobalHydra.instance().clear()
