@@ -1,6 +1,7 @@
 """`laminar`: the command line. Thin: each command checks its words and calls the part that does the work.
 
 laminar train [key=value ...]     check, then run the job on this machine (a torchrun of all roles) and watch over it
+laminar init DIR                  a small project of your own: data, reward, experiment, a Slurm script
 laminar stop RUN_DIR              let a running job finish its step, checkpoint and exit 0
 laminar top RUN_DIR [--once]      a run as it goes: ranks, weights, KV cache, queues, staleness, tokens per second
 laminar report RUN_DIR            write summary.json and report.html again
@@ -62,6 +63,7 @@ def elsewhere(module: str) -> Callable[[list[str]], int]:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "init": elsewhere("laminar_hpc.project"),
     "stop": stop,
     "top": elsewhere("laminar_hpc.observability.top"),
     "report": elsewhere("laminar_hpc.observability.report"),

@@ -38,7 +38,9 @@ def a_store(tmp_path, *, last: Trajectory | None = None) -> Store:
 
 def lines(tmp_path, number: int, step: int = STEP, last: Trajectory | None = None) -> list[str]:
     said: list[str] = []
-    ShownSamples(write_model(tmp_path / "model"), number, said.append).show(step, a_store(tmp_path, last=last))
+    ShownSamples(write_model(tmp_path / "model"), number, said.append).show(
+        step, a_store(tmp_path, last=last)
+    )
     return said
 
 
@@ -57,7 +59,11 @@ def test_a_sample_shows_prompt_response_reward_and_staleness(tmp_path):
     for line in said:
         prompt, response = line.split('"')[1], line.split('"')[3]
         number = int(response[1:])
-        assert prompt == f"{number // SAMPLES}+1=" and f"reward {number % 2:5.2f}  stale 1  " in line and line.startswith("sample ")
+        assert (
+            prompt == f"{number // SAMPLES}+1="
+            and f"reward {number % 2:5.2f}  stale 1  " in line
+            and line.startswith("sample ")
+        )
     assert len(lines(tmp_path / "all", 100)) == GROUPS
     assert lines(tmp_path / "other step", 2, step=STEP + 1) == [], "nothing was trained in that step"
 
@@ -65,7 +71,9 @@ def test_a_sample_shows_prompt_response_reward_and_staleness(tmp_path):
 def test_failures_and_cuts_are_marked(tmp_path):
     """Promise: a reward that its function did not give, and a response that met the limit, are seen as such."""
     (at,) = spread(range(GROUPS), 1, STEP)
-    cut = trajectory(at * SAMPLES + STEP % SAMPLES, finish_reason="length", reward_error="ValueError: no", reward=0.0)
+    cut = trajectory(
+        at * SAMPLES + STEP % SAMPLES, finish_reason="length", reward_error="ValueError: no", reward=0.0
+    )
     (line,) = lines(tmp_path, 1, last=cut)
     assert "reward  0.00 (its function failed)" in line and line.endswith("(cut at the limit)")
 
@@ -75,10 +83,17 @@ def test_text_of_a_model_cannot_move_the_cursor():
     assert shown("a\x1b[2J\nb\r\u202e\x07\ud800", 100) == "a\\x1b[2J\\nb\\r\\u202e\\x07\\ud800"
     assert shown("漢字 é 😀", 100) == "漢字 é 😀"
     text = shown("x" * 500 + "the answer is 42", 40)
-    assert text.startswith("xxxx") and text.endswith("... xxxxthe answer is 42"[-20:]) and "476 characters" in text and len(text) < 80
+    assert (
+        text.startswith("xxxx")
+        and text.endswith("... xxxxthe answer is 42"[-20:])
+        and "476 characters" in text
+        and len(text) < 80
+    )
 
 
 def test_picks_are_spread_and_rotate():
     """Promise: over the steps every place of the batch is shown."""
     assert {group for step in range(GROUPS) for group in spread(range(GROUPS), 2, step)} == set(range(GROUPS))
-    assert all(len(set(spread(range(GROUPS), n, 3))) == n for n in range(GROUPS + 1)) and spread([], 3, 0) == []
+    assert (
+        all(len(set(spread(range(GROUPS), n, 3))) == n for n in range(GROUPS + 1)) and spread([], 3, 0) == []
+    )

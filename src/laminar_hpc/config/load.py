@@ -1,6 +1,5 @@
 """From the command line to a checked RunConfig: Hydra composes `conf/`, this refuses what does not fit, in one line. Imports no torch."""
 
-import importlib.resources
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,19 @@ from laminar_hpc.config.schema import RunConfig
 _SOURCE_TREE = Path(__file__).resolve().parents[3]
 
 
+def shipped_directory(name: str) -> Path:
+    """`conf`, `examples` or `slurm` of the source tree, or the copy inside an installed wheel."""
+    inside = _SOURCE_TREE if (_SOURCE_TREE / "conf" / "config.yaml").exists() else Path(__file__).resolve().parents[1]
+    return inside / name
+
+
 def conf_directory() -> Path:
-    """`conf/` of the source tree, or the copy inside an installed wheel."""
-    if (_SOURCE_TREE / "conf" / "config.yaml").exists():
-        return _SOURCE_TREE / "conf"
-    return Path(str(importlib.resources.files("laminar_hpc.conf")))
+    return shipped_directory("conf")
 
 
 def examples_directory(path: str) -> str:
-    """Resolves `${examples:...}`: the examples of the source tree."""
-    return str(_SOURCE_TREE / "examples" / path)
+    """Resolves `${examples:...}`."""
+    return str(shipped_directory("examples") / path)
 
 
 def load_config(overrides: list[str]) -> RunConfig:
