@@ -18,8 +18,8 @@ HERE = Path(__file__).parent
 
 # What src/laminar_hpc itself imports; lock.txt holds the version of each, and of everything they bring along.
 DIRECT = (
-    "aiohttp datasets httpx huggingface-hub hydra-core jinja2 math-verify megatron-core msgspec numpy omegaconf psutil pyarrow "
-    "pyyaml pyzmq rich "
+    "aiohttp datasets httpx huggingface-hub hydra-core jinja2 math-verify megatron-core msgspec numpy omegaconf "
+    "psutil pyarrow pyyaml pyzmq rich "
     "safetensors tensorboardX tokenizers transformers"
 ).split()
 
@@ -135,7 +135,7 @@ def folders(*patterns: str) -> list[str]:
 
 
 conf, slurm = folders("conf/**/*.yaml"), folders("slurm/*.sbatch")
-examples = folders("examples/*/data/*.jsonl", "examples/*/base/config.json")  # what `experiment=demo` and `laminar init` need
+examples = folders("examples/*/data/*.jsonl", "examples/*/base/config.json")  # for experiment=demo and laminar init
 
 setup(
     name="laminar_hpc",

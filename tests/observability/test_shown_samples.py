@@ -12,11 +12,12 @@ GROUPS, SAMPLES, STEP = 8, 4, 5
 
 def trajectory(number: int, **fields) -> Trajectory:
     ids = {character: index for index, character in enumerate(CHARACTERS)}
+    prompt, response = f"{number // SAMPLES}+1=", f">{number:02d}"
     values = {
-        "trajectory_id": number, "group_id": number // SAMPLES, "attempt": 0, "replica": 0, "weight_id": 9, "weight_step": 4,
-        "prompt_tokens": [ids[c] for c in f"{number // SAMPLES}+1="], "response_tokens": [ids[c] for c in f">{number:02d}"],
-        "logprobs": [], "loss_mask": [], "finish_reason": "stop", "version_spans": [], "time_started": 0.0, "time_finished": 1.0,
-        "reward": number % 2,
+        "trajectory_id": number, "group_id": number // SAMPLES, "attempt": 0, "replica": 0, "weight_id": 9,
+        "weight_step": 4, "prompt_tokens": [ids[c] for c in prompt], "response_tokens": [ids[c] for c in response],
+        "logprobs": [], "loss_mask": [], "finish_reason": "stop", "version_spans": [], "time_started": 0.0,
+        "time_finished": 1.0, "reward": number % 2,
     }  # fmt: skip
     return Trajectory(**{**values, **fields})
 
@@ -69,7 +70,8 @@ def test_a_sample_shows_prompt_response_reward_and_staleness(tmp_path):
 
 
 def test_failures_and_cuts_are_marked(tmp_path):
-    """Promise: a reward that its function did not give, and a response that met the limit, are seen as such."""
+    """Promise: a reward that its function did not give, and a response that met the limit, are seen as
+    such."""
     (at,) = spread(range(GROUPS), 1, STEP)
     cut = trajectory(
         at * SAMPLES + STEP % SAMPLES, finish_reason="length", reward_error="ValueError: no", reward=0.0
@@ -79,7 +81,8 @@ def test_failures_and_cuts_are_marked(tmp_path):
 
 
 def test_text_of_a_model_cannot_move_the_cursor():
-    """Promise: control and bidirectional characters are escaped, a long text keeps its beginning and its end, other scripts stay."""
+    """Promise: control and bidirectional characters are escaped, a long text keeps its beginning and its end,
+    other scripts stay."""
     assert shown("a\x1b[2J\nb\r\u202e\x07\ud800", 100) == "a\\x1b[2J\\nb\\r\\u202e\\x07\\ud800"
     assert shown("漢字 é 😀", 100) == "漢字 é 😀"
     text = shown("x" * 500 + "the answer is 42", 40)

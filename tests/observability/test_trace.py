@@ -56,7 +56,7 @@ def test_threads_do_not_mix_their_lines(tmp_path):
 
 
 def scalars(folder) -> dict[str, float]:
-    """Tag -> value of step 1 in event files, read as TensorBoard does: length, its checksum, event, its checksum."""
+    """Tag -> value of step 1 in event files. A record is length, checksum, event, checksum."""
     found = {}
     for path in folder.glob("events.out.tfevents.*"):
         data, at = path.read_bytes(), 0
@@ -79,8 +79,9 @@ def test_metrics_are_lines_and_curves(tmp_path):
     writer.write("pull", replica=0, weight_id=1, step=1, seconds=0.2, parts={"load": 0.1})
     writer.close()
     assert scalars(tmp_path / "tensorboard") == {
-        "step/loss": 0.25, "step/skipped_updates": 0.0, "pull/0/weight_id": 1.0, "pull/0/seconds": pytest.approx(0.2),
-        "pull/0/parts/load": pytest.approx(0.1), "evaluation/heldout/greedy/accuracy": 0.5,
+        "step/loss": 0.25, "step/skipped_updates": 0.0, "pull/0/weight_id": 1.0,
+        "pull/0/seconds": pytest.approx(0.2), "pull/0/parts/load": pytest.approx(0.1),
+        "evaluation/heldout/greedy/accuracy": 0.5,
     }  # fmt: skip
     assert dict(curves({"kind": "step", "time": 1.0, "step": 1, "loss": 0.25})) == {"step/loss": 0.25}
 

@@ -54,8 +54,8 @@ def test_setup_without_a_network_says_so(tree: Path) -> None:
 
 
 def test_the_wheel_holds_the_configuration_and_the_entry_points(tree: Path, tmp_path: Path) -> None:
-    """An installed laminar_hpc has inside itself conf/, the demo's model and data, what `laminar init` writes (which then runs), its
-    command, and the two places where SGLang looks for us."""
+    """An installed laminar_hpc has inside itself conf/, the demo's model and data, what `laminar init` writes (which
+    then runs), its command, and the two places where SGLang looks for us."""
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
@@ -78,7 +78,8 @@ for words in (["experiment=demo"], ["--config-dir", "conf", "experiment=mine"]):
     assert cli.train([*words, "dry_run=true"]) == 0
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "before a run" not in ran.stdout
     assert any(name.endswith("licenses/LICENSE") for name in names)

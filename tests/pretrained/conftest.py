@@ -1,4 +1,4 @@
-"""A hub on loopback with the demo's base model, and a cache of its own; the client's code is huggingface_hub's."""
+"""A hub on loopback with the demo's base model, and a cache of its own; the client is huggingface_hub's."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""A server on loopback that speaks what `huggingface_hub` asks of the Hugging Face hub, for one model, and keeps count of it.
+"""A server on loopback that answers `huggingface_hub` as the Hugging Face hub does, for one model, and
+counts.
 
-Its answers (paths, headers, error codes) are those that the client's source reads: a revision's commit and files, a commit's tree, and
-the files themselves with ETag, X-Repo-Commit and ranges.
+Its answers (paths, headers, error codes) are those that the client's source reads: a revision's commit and
+files, a commit's tree, and the files themselves with ETag, X-Repo-Commit and ranges.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ REPO = "acme/sums"
 
 
 class Hub:
-    """A context manager. `files` of each commit; `branches` name commits; the switches below change how it answers."""
+    """A context manager. Commits have files, branches name commits; the switches change how it answers."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.commits: dict[str, dict[str, bytes]] = {}

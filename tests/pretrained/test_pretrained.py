@@ -53,12 +53,12 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
-# ---- what is downloaded ----------------------------------------------------------------------------------------------------------
+# ---- what is downloaded ----------------------------------------------------------------------
 
 
 def test_a_name_becomes_a_directory_with_the_needed_files_only(hub: Hub, monkeypatch: pytest.MonkeyPatch):
-    """Promise: the folder is a model directory that passes the checks, equal to what the hub has, without its other files; the cache is
-    used ever after, also without the hub; its path tells name and commit."""
+    """Promise: the folder is a model directory that passes the checks, equal to what the hub has, without its
+    other files; the cache is used ever after, also without the hub; its path tells name and commit."""
     said: list[str] = []
     config = resolve_model(loaded(), said.append)
     check(config)
@@ -106,7 +106,7 @@ def test_of_many_weight_files_those_of_the_index(hub: Hub):
 
 
 def test_a_directory_wins(hub: Hub, tmp_path: Path):
-    """Promise: a local directory is taken whatever it is called, and a name in an existing folder is a path; the hub is not asked."""
+    """Promise: a local directory wins, and a name in an existing folder is a path; the hub is not asked."""
     (tmp_path / REPO).mkdir(parents=True)
     config = loaded()
     assert resolve_model(config, print) is config and not pinned_words(config, config)
@@ -114,12 +114,12 @@ def test_a_directory_wins(hub: Hub, tmp_path: Path):
     assert hub.requests == 0
 
 
-# ---- one commit per run ----------------------------------------------------------------------------------------------------------
+# ---- one commit per run ----------------------------------------------------------------------
 
 
 def test_a_resumed_run_keeps_its_commit(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Promise: the run's config.yaml pins the commit. resume=auto takes it although the branch has moved, also by name@commit as ranks get
-    it; another revision is refused; a fresh run takes the newest."""
+    """Promise: the run's config.yaml pins the commit. resume=auto takes it although the branch has moved,
+    also by name@commit as ranks get it; another revision is refused; a fresh run takes the newest."""
     words = (f"run_dir={tmp_path}/run", "resume=auto")
     first = resolved(*words)
     (tmp_path / "run").mkdir()
@@ -166,7 +166,8 @@ print(prepare_rank(load_config(["experiment=demo", "model.path={REPO}"]), print,
 
 
 def test_another_machines_trouble_is_said_there(hub: Hub, monkeypatch: pytest.MonkeyPatch):
-    """Promise: where only the second machine of a torchrun has no access, its first rank says so, with the machine's name."""
+    """Promise: where only a torchrun's second machine has no access, its first rank says so, with its
+    name."""
     hub.token = "secret"
     monkeypatch.setenv("RANK", "8")
     said: list[str] = []
@@ -177,11 +178,11 @@ def test_another_machines_trouble_is_said_there(hub: Hub, monkeypatch: pytest.Mo
     assert len(said) == 1 and said[0].startswith(f"on {socket.gethostname()}: model.path={REPO}")
 
 
-# ---- trouble ---------------------------------------------------------------------------------------------------------------------
+# ---- trouble ---------------------------------------------------------------------------------
 
 
 def test_a_half_download_is_never_used(hub: Hub, monkeypatch: pytest.MonkeyPatch):
-    """Promise: a connection that breaks is one line; what it left is refused without the hub, and completed with it."""
+    """Promise: a broken connection is one line; what it left is refused offline, and completed online."""
     monkeypatch.setattr(time, "sleep", lambda _: None)  # the library's between two tries
     hub.cut_after = 100_000
     assert "the download broke off" in refused() and "start again" in refused()
@@ -193,7 +194,8 @@ def test_a_half_download_is_never_used(hub: Hub, monkeypatch: pytest.MonkeyPatch
 
 
 def test_missing_side_files_make_a_folder_incomplete(hub: Hub, monkeypatch: pytest.MonkeyPatch):
-    """Promise: weights and tokenizer alone are not a model: without generation_config.json no response would know its end."""
+    """Promise: weights and tokenizer alone are no model: generation_config.json may say where responses
+    end."""
     folder = Path(resolved().model.path)
     (folder / "generation_config.json").unlink()
     with monkeypatch.context() as patched:
@@ -219,7 +221,7 @@ def test_a_wrong_name_is_one_line(hub: Hub, name: str, words: str):
 
 
 def test_no_access_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch):
-    """Promise: gated, private, a server that fails or is not there or never answers, each in one line and soon; nothing is half-written."""
+    """Promise: gated, private, a hub that is not there or never answers, each in one line and soon."""
     hub.gated = True
     assert f"accept its terms at https://huggingface.co/{REPO}, then set HF_TOKEN" in refused()
     hub.gated, hub.token = False, "hf_secret"
@@ -238,7 +240,8 @@ def test_no_access_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch):
 def test_a_model_that_cannot_be_trained_is_refused_before_its_weights(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ):
-    """Promise: no tokenizer.json, no safetensors, no config.json, no room on the disk: known before gigabytes are on their way."""
+    """Promise: no tokenizer.json, safetensors, config.json, or room: known before gigabytes are on their
+    way."""
     whole = files_of(BASE)
     for missing, words in (
         ("tokenizer.json", "no tokenizer.json"),
@@ -254,7 +257,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_weights(
 
 
 def test_the_command_line(hub: Hub):
-    """Promise: environment and exit codes are as for every user of the hub: HF_ENDPOINT, HF_HOME, HF_TOKEN; the token is said nowhere."""
+    """Promise: HF_ENDPOINT, HF_HOME and HF_TOKEN are honoured; exit code 2; the token is said nowhere."""
     hub.token = "hf_secret"
     command = [
         sys.executable,

@@ -25,7 +25,8 @@ def made(tmp_path_factory) -> Path:
 
 
 def test_every_file_is_well_formed(made: Path):
-    """Promise: YAML, JSON lines, Python and shell parse; no placeholder is left; whoever may read the folder may read all of it."""
+    """Promise: YAML, JSON lines, Python and shell parse; no placeholder is left; whoever may read the folder
+    may read all of it."""
     for path in (p for p in made.rglob("*") if p.is_file()):
         assert path.stat().st_mode & 0o444 == 0o444 & ~current_umask(), path
         if path.suffix == ".yaml":
@@ -74,7 +75,8 @@ def test_its_data_are_what_its_script_writes(made: Path, tmp_path: Path):
 
 
 def test_its_reward_pays_for_the_working(made: Path):
-    """Promise: full marks for a right answer with all steps, half without, none for a wrong one; the line of its docstring is true."""
+    """Promise: full marks for a right answer with all steps, half without, none for a wrong one; the line of
+    its docstring is true."""
     score = runpy.run_path(str(made / "rewards.py"))["score"]
 
     def reward(response: str) -> float:
@@ -97,7 +99,8 @@ def test_its_reward_pays_for_the_working(made: Path):
 
 
 def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Promise: a folder with anything in it, a file, or the current folder is refused and stays as it was; an empty one is filled."""
+    """Promise: a folder with anything in it, a file, or the current folder is refused and stays as it was; an
+    empty one is filled."""
     full, file, empty = tmp_path / "full", tmp_path / "file", tmp_path / "empty"
     full.mkdir(), empty.mkdir()
     (full / ".hidden").write_text("mine")
@@ -120,7 +123,8 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_it_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Promise: an error on the way (here: the example's model is not there) leaves nothing, neither in its place nor beside it."""
+    """Promise: an error on the way (here: the example's model is not there) leaves nothing, neither in its
+    place nor beside it."""
     monkeypatch.setattr(project, "shipped_directory", lambda name: tmp_path / "gone" / name)
     with pytest.raises(LaminarError, match="it cannot be written"):
         project.make(tmp_path / "mine")
@@ -137,8 +141,8 @@ def test_wrong_words_show_the_usage(words: list[str]):
 
 @pytest.mark.slow
 def test_it_trains(tmp_path: Path):
-    """Promise: `laminar init DIR && cd DIR && laminar train ...` trains on real parts: exit code 0, rewards from its own function,
-    a sample after each step, a report."""
+    """Promise: `laminar init DIR && cd DIR && laminar train ...` trains on real parts: exit code 0, rewards
+    from its own function, a sample after each step, a report."""
     subprocess.run([*COMMAND, "init", "mine"], cwd=tmp_path, check=True, timeout=60, capture_output=True)
     command = [*COMMAND, "train", "--config-dir", "conf", "experiment=mine", "steps=3"]
     done = subprocess.run(

@@ -70,7 +70,7 @@ def test_one_meaning_of_batch(capsys):
 
 
 def test_no_conversion_of_checkpoints(tmp_path, monkeypatch):
-    """A Hugging Face directory goes in and comes out; who names our checkpoint's folder, or a folder for a model, is told what to write."""
+    """A Hugging Face directory goes in and comes out; who names another folder is told what to write."""
     (tmp_path / "step_000040" / "hf").mkdir(parents=True)
     (tmp_path / "step_000040" / "hf" / "config.json").write_text("{}")
     with pytest.raises(LaminarError, match=f"its Hugging Face directory is model.path={tmp_path}/step_000040/hf"):

@@ -19,8 +19,8 @@ _SOURCE_TREE = Path(__file__).resolve().parents[3]
 
 def shipped_directory(name: str) -> Path:
     """`conf`, `examples` or `slurm` of the source tree, or the copy inside an installed wheel."""
-    inside = _SOURCE_TREE if (_SOURCE_TREE / "conf" / "config.yaml").exists() else Path(__file__).resolve().parents[1]
-    return inside / name
+    from_source = (_SOURCE_TREE / "conf" / "config.yaml").exists()
+    return (_SOURCE_TREE if from_source else Path(__file__).resolve().parents[1]) / name
 
 
 def conf_directory() -> Path:

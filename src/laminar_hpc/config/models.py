@@ -57,7 +57,7 @@ def _meant(path: Path) -> str:
             f"as there is a folder {path.parent}/ here, it was taken for a path; for the model of the hub: "
             f"hf download {path} --local-dir models/{path.name}"
         )
-    return "name a Hugging Face model directory, or a model of the hub as OWNER/NAME, e.g. model.path=Qwen/Qwen2.5-0.5B"
+    return "name a Hugging Face model directory, or a model of the hub, e.g. model.path=Qwen/Qwen2.5-0.5B"
 
 
 def _head(model: dict) -> int:

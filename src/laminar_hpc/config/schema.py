@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class ModelConfig:
-    """The policy: a Hugging Face directory (config.json, *.safetensors, tokenizer.json)."""
+    """The policy: a Hugging Face directory (config.json, *.safetensors, tokenizer.json), or OWNER/NAME[@REVISION] of
+    the hub; see docs/models.md."""
 
     path: str = ""
     dtype: str = "float32"  # of the served weights: float32 | bfloat16
@@ -193,7 +194,7 @@ class ClusterConfig:
 class ObservabilityConfig:
     """What a run shows besides its run directory. Everything in docs/observing.md works without it."""
 
-    show_samples: int = 0  # after each step so many prompts with a response, its reward and staleness on the console; 0 = none
+    show_samples: int = 0  # responses on the console after each step, with reward and staleness; 0 = none
     wandb: str = "off"  # off | offline (files under run_dir/wandb) | online (needs `wandb login` or WANDB_API_KEY)
     wandb_project: str = "laminar"
 

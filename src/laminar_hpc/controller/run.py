@@ -98,7 +98,8 @@ def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: i
         evaluations.add("before", 0, derived.rollout_ranks)
     metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
     metrics.write(
-        "start", restored_step=start.restored_step, pipeline=config.pipeline.name, derived=dataclasses.asdict(derived), epoch=epoch,
+        "start", restored_step=start.restored_step, pipeline=config.pipeline.name,
+        derived=dataclasses.asdict(derived), epoch=epoch,
         model=str(recorded_name(config.model.path) or config.model.path),
     )  # fmt: skip
     members = Members(machine, config.cluster.heartbeat_timeout_seconds)

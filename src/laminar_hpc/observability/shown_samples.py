@@ -1,7 +1,9 @@
-"""`observability.show_samples=N`: after each step's line, one response each to N of the step's prompts, with reward and staleness.
+"""`observability.show_samples=N`: after each step's line, a response each to N of its prompts, reward and
+staleness.
 
-The picks are spread over the batch and do not depend on the reward; they rotate with the step. Called by the controller's loop; reads
-what the step trained on from the store. Text of a model is escaped: it may hold what moves a terminal's cursor.
+The picks are spread over the batch and do not depend on the reward; they rotate with the step. Called by the
+controller's loop; reads what the step trained on from the store. Text of a model is escaped: it may hold what
+moves a terminal's cursor.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +60,8 @@ def sample_line(trajectory: Trajectory, step: int, tokenizer: Tokenizer) -> str:
 
 
 def shown(text: str, characters: int) -> str:
-    """Printable on one line, its middle left out beyond so many characters: a prompt's task and a response's answer tend to end it."""
+    """Printable on one line, its middle left out beyond so many characters: a prompt's task and a response's
+    answer tend to end it."""
     if len(text) > characters:
         half = characters // 2
         text = f"{text[:half]} ... {len(text) - 2 * half:,} characters ... {text[-half:]}"

@@ -1,8 +1,9 @@
-"""All that is known of `huggingface_hub`: which commit a name stands for, and the files of that commit in the local cache.
+"""All that is known of `huggingface_hub`: which commit a name stands for, and a commit's files in the local
+cache.
 
-The library honours HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN, writes a file beside its place and renames it, and
-locks what it writes. It is imported where it is needed, since most runs name a directory. Its errors become one line with the cure; the
-token stands in none of them.
+The library honours HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN, writes a file beside its
+place and renames it, and locks what it writes. It is imported where it is needed, since most runs name a
+directory. Its errors become one line with the cure; the token stands in none of them.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ _PROGRESS_SECONDS = 30.0  # between lines where there is no terminal to draw a b
 
 
 def commit_of(name: HubName, say: Say) -> str:
-    """The commit that `name` stands for now; where the hub cannot be asked, the one that the cache holds. Raises LaminarError."""
+    """The commit that `name` stands for now; where the hub cannot be asked, the one in the cache. Raises
+    LaminarError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -67,9 +69,9 @@ def config_of(name: HubName) -> Path:
 
 
 def download(name: HubName, folder: Path, say: Say | None) -> None:
-    """Completes the folder of a commit: the tokenizer's files first, then the weights. Raises LaminarError; what was there stays.
+    """Completes the folder of a commit: the tokenizer's files first, then the weights. Raises LaminarError.
 
-    `say` gets a line before and one after; None is for the processes that only wait for another one's download.
+    `say` gets a line before and one after; None is for processes that only wait for another one's download.
     """
     if not missing_files(folder) and not _unfinished(name, folder):
         return
@@ -77,7 +79,7 @@ def download(name: HubName, folder: Path, say: Say | None) -> None:
     _snapshot(name, [*SIDE_FILES, INDEX_FILE], None)
     if not (folder / "tokenizer.json").is_file():
         raise LaminarError(
-            f"model.path={name}: it has no tokenizer.json; save its tokenizer in the fast form and name the directory"
+            f"model.path={name}: it has no tokenizer.json; save its tokenizer in the fast form"
         )
     wanted = weight_files(folder)
     sizes = _sizes(name)
@@ -92,14 +94,14 @@ def download(name: HubName, folder: Path, say: Say | None) -> None:
     _snapshot(name, [*SIDE_FILES, INDEX_FILE, *wanted], say)
     if gone := missing_files(folder):
         raise LaminarError(
-            f"model.path={name}: {folder} lacks {', '.join(gone)} after the download; delete the folder and start again"
+            f"model.path={name}: {folder} lacks {', '.join(gone)} after the download; delete it, start again"
         )
     if say and left:
         say(line("model", f"{name.short}: downloaded in {time.monotonic() - begun:.0f} s"))
 
 
 def size_left(name: HubName, folder: Path) -> int:
-    """Bytes of weights that `download` would still fetch, by the hub's listing; 0 where it cannot be asked."""
+    """Bytes of weights that `download` would fetch, by the hub's listing; 0 where it cannot be asked."""
     from huggingface_hub import HfApi
 
     try:
@@ -126,7 +128,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a run cannot do without and is not in the folder. Weights are fetched last: where they are, all is."""
+    """What a run needs and the folder lacks. Weights are fetched last: where they are, all is."""
     return [
         name
         for name in ("config.json", "tokenizer.json", *weight_files(folder))
@@ -134,15 +136,15 @@ def missing_files(folder: Path) -> list[str]:
     ]
 
 
-# ---- the library ---------------------------------------------------------------------------------------------------------------
+# ---- the library --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _library() -> Iterator[list[int]]:
-    """The library with a time limit for every request and without warnings of its own. Gives the status codes of the hub's answers.
+    """The library with a time limit for every request and without its warnings. Gives the hub's status codes.
 
-    Ctrl-C ends the process at once: the library would first wait for its threads, for as long as the download takes. A file
-    that is cut off has another name than a whole one.
+    Ctrl-C ends the process at once: the library would first wait for its threads, for as long as the download
+    takes. A file that is cut off has another name than a whole one.
     """
     import huggingface_hub
 
@@ -191,7 +193,7 @@ def _snapshot(name: HubName, files: list[str], say: Say | None) -> None:
 
 
 def _unfinished(name: HubName, folder: Path) -> bool:
-    """Whether the library's own listing of the commit, where it keeps one, has files of ours that are not in the folder."""
+    """Whether the library's own listing of the commit, if it kept one, has files that the folder lacks."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -220,14 +222,14 @@ def _check_room(name: HubName, folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise LaminarError(
-            f"model.path={name}: {size(needed)} are to be downloaded, {folder.parents[2]} has {size(free)} free; make room there, or "
-            "name another folder with HF_HOME"
+            f"model.path={name}: {size(needed)} are to be downloaded, {folder.parents[2]} has {size(free)} free; "
+            "make room there, or name another folder with HF_HOME"
         )
 
 
 def _bar(say: Say | None, name: HubName, made: list[Any]) -> type:
-    """A class for the library's bars, which are added to `made`. Of its three the one that counts bytes is shown; without a terminal it is
-    a line now and then."""
+    """A class for the library's bars, which are added to `made`. Of its three the one that counts bytes is
+    shown; without a terminal it is a line now and then."""
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
@@ -260,7 +262,7 @@ def _bar(say: Say | None, name: HubName, made: list[Any]) -> type:
     return Bar
 
 
-# ---- its errors ----------------------------------------------------------------------------------------------------------------
+# ---- its errors ---------------------------------------------------------------------------------
 
 
 def _reason(error: Exception) -> str:
@@ -328,8 +330,8 @@ def _explained(name: HubName, error: Exception, broke_off: bool = False) -> Lami
             f"{key}: the download broke off, as {reason}; start again, finished files are kept"
         )
     return LaminarError(
-        f"{key}: no such folder here, not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; give this machine access to the "
-        f"hub, or download on one that has it (hf download {name.repo}) and name the folder"
+        f"{key}: no such folder here, not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; give "
+        f"this machine access to the hub, or run hf download {name.repo} on one that has it and name the folder"
     )
 
 

@@ -31,7 +31,7 @@ class HubName:
 
 
 def parse_name(text: str) -> HubName | None:
-    """OWNER/NAME[@REVISION], or None for a path: a folder of that name, or one called OWNER, means that a path was meant."""
+    """OWNER/NAME[@REVISION], or None for a path: where a folder of that name is, or one called OWNER."""
     found = _NAME.fullmatch(text)
     if found is None or Path(text).exists() or Path(found["repo"]).parent.exists():
         return None
@@ -39,7 +39,8 @@ def parse_name(text: str) -> HubName | None:
 
 
 def recorded_name(path: str) -> HubName | None:
-    """Name and commit of a folder of a hub cache (.../models--OWNER--NAME/snapshots/COMMIT); None for any other path."""
+    """Name and commit of a hub cache's folder (.../models--OWNER--NAME/snapshots/COMMIT); None for other
+    paths."""
     folder = Path(path)
     owner, _, name = folder.parent.parent.name.removeprefix("models--").partition("--")
     is_snapshot = (
@@ -49,7 +50,7 @@ def recorded_name(path: str) -> HubName | None:
 
 
 def pinned_words(loaded: RunConfig, resolved: RunConfig) -> list[str]:
-    """The override that makes other processes take the commit to which `loaded` was resolved; none where it named a directory."""
+    """The override that makes other processes take the same commit; none where `loaded` names a directory."""
     return (
         []
         if loaded.model.path == resolved.model.path

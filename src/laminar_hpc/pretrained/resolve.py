@@ -1,4 +1,5 @@
-"""From `model.path` to a folder on this machine: the door of the room, without a word of the hub's library."""
+"""From `model.path` to a folder on this machine: the door of the room, without a word of the hub's
+library."""
 
 import os
 import socket
@@ -19,7 +20,7 @@ Say = Callable[[str], None]
 
 
 def resolve_model(config: RunConfig, say: Say) -> RunConfig:
-    """The configuration with `model.path` as a folder that holds at least config.json; itself where it names no model of the hub.
+    """The configuration with `model.path` as a folder with at least config.json; itself where that is a path.
 
     A dry run of a model whose numbers are known (config.models) asks nobody. Raises LaminarError in one line.
     """
@@ -46,7 +47,8 @@ def download_model(config: RunConfig, say: Say | None) -> None:
 
 
 def prepare_rank(config: RunConfig, say: Say, complain: Say) -> RunConfig:
-    """Both, on a rank; the first rank of each machine speaks. Raises LaminarError, on all ranks of the machine."""
+    """Both, on a rank; the first rank of each machine speaks. Raises LaminarError on all ranks of the
+    machine."""
     first, head = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("RANK", "0") == "0"
     try:
         resolved = resolve_model(config, say if first else _silent)
@@ -62,8 +64,8 @@ def prepare_rank(config: RunConfig, say: Say, complain: Say) -> RunConfig:
 
 
 def follow(config: RunConfig, controllers: str) -> RunConfig:
-    """The configuration with the commit of the controller (as `recorded_name` writes it): a branch may have moved since it looked, or this
-    machine's cache may hold an older one. Raises LaminarError."""
+    """The configuration with the controller's commit (as `recorded_name` writes it): a branch may have moved
+    since it looked, or this machine's cache may hold an older one. Raises LaminarError."""
     mine = recorded_name(config.model.path)
     if mine is None or not controllers or str(mine) == controllers:
         return config
@@ -87,8 +89,8 @@ def _refuse_another(config: RunConfig, name: HubName, commit: str) -> None:
     begun = _begun_with(config)
     if begun is not None and begun.repo == name.repo and begun.revision != commit:
         raise LaminarError(
-            f"model.path={name} is commit {commit[:12]}, the run in {config.run_dir} began with {begun.revision[:12]}; leave the revision "
-            "out to go on with that, or set resume=never"
+            f"model.path={name} is commit {commit[:12]}, the run in {config.run_dir} began with "
+            f"{begun.revision[:12]}; leave the revision out to go on with that, or set resume=never"
         )
 
 

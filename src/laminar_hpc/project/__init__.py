@@ -1,7 +1,9 @@
-"""`laminar init DIR`: a small project of one's own that runs as it is: data, reward, experiment, model, and a script for Slurm.
+"""`laminar init DIR`: a small project of one's own that runs as it is: data, reward, experiment, model, and a
+script for Slurm.
 
-The files lie in template/ as they will lie in DIR; beside them go the base model of the shipped example and the script for one
-Slurm allocation. DIR appears whole or not at all: it is written beside its place and renamed. Nothing is overwritten.
+The files lie in template/ as they will lie in DIR; beside them go the base model of the shipped example and
+the script for one Slurm allocation. DIR appears whole or not at all: it is written beside its place and
+renamed. Nothing is overwritten.
 """
 
 import os
@@ -26,13 +28,9 @@ def main(arguments: list[str]) -> int:
         raise LaminarError(USAGE)
     target = Path(arguments[0])
     make(target)
-    print(
-        f"{target} is ready: data/, rewards.py, conf/experiment/mine.yaml, model/, train.sbatch; README.md says what is what"
-    )
+    print(f"{target} is ready: data/, rewards.py, conf/experiment/mine.yaml, model/, train.sbatch, README.md")
     print(f"  cd {target}")
-    print(
-        "  laminar train --config-dir conf experiment=mine    # about a minute on two cores, then runs/mine/report.html"
-    )
+    print("  laminar train --config-dir conf experiment=mine    # about a minute on two cores")
     return 0
 
 

@@ -1,7 +1,8 @@
-"""Writes train.jsonl and heldout.jsonl beside this file: sums of two numbers with three or four digits. Run it again after a change.
+"""Writes train.jsonl and heldout.jsonl beside this file: sums of two numbers with three or four digits. Run
+it again after a change.
 
-A line of data is any JSON object. The prompt is its field "prompt" (or the one that data.prompt_field names); the reward function
-gets the whole line as `row`.
+A line of data is any JSON object. The prompt is its field "prompt" (or the one that data.prompt_field names);
+the reward function gets the whole line as `row`.
 """
 
 import json
