@@ -31,8 +31,7 @@ class Hub:
         self.seconds_per_part = 0.0  # of a weights file, each a sixteenth of it
         self.gets: Counter[str] = Counter()  # file bodies that were asked for
         self.requests = 0
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _handler(self))
 
     def push(self, files: dict[str, bytes], branch: str = "main") -> str:
         """A new commit, at which `branch` now points."""
@@ -51,6 +50,13 @@ class Hub:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """A client that a test has ended is no error of the server's."""
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -30,8 +30,7 @@ _PROGRESS_SECONDS = 30.0  # between lines where there is no terminal to draw a b
 
 
 def commit_of(name: HubName, say: Say) -> str:
-    """The commit that `name` stands for now; where the hub cannot be asked, the one in the cache. Raises
-    LaminarError."""
+    """The commit that `name` stands for now, or if the hub cannot be asked, in the cache. Raises LaminarError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -120,11 +119,14 @@ def size_left(name: HubName, folder: Path) -> int:
 def weight_files(folder: Path) -> list[str]:
     """Names of the safetensors files: those of the index, or the only one."""
     index = folder / INDEX_FILE
-    return (
-        sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if index.is_file()
-        else [WEIGHTS_FILE]
-    )
+    if not index.is_file():
+        return [WEIGHTS_FILE]
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise LaminarError(
+            f"{index} is no index of safetensors files; the model's owner has to mend it"
+        ) from None
 
 
 def missing_files(folder: Path) -> list[str]:
