@@ -125,7 +125,6 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
         config.cluster.join_timeout_seconds if comes_and_goes else 0.0,
     )  # fmt: skip
     joined.set()
-    config = follow(config, channel.welcome.model)
     redirect_output(run_dir, f"{mine.role}{mine.index}")
     goodbye = False
     try:
@@ -134,6 +133,7 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
             {"trainer": "laminar_hpc.trainer.loop", "relay": "laminar_hpc.relay.run", "rollout": "laminar_hpc.rollout.worker"}[mine.role]
         )
         trace = trace_class(run_dir, mine.role, mine.index)
+        config = follow(config, channel.welcome.model)
         module.run(RoleContext(config, mine.role, mine.index, machine, run_dir, channel, channel.welcome, trace))
         goodbye = True
     except StopReceived:
