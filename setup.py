@@ -18,7 +18,8 @@ HERE = Path(__file__).parent
 
 # What src/laminar_hpc itself imports; lock.txt holds the version of each, and of everything they bring along.
 DIRECT = (
-    "aiohttp datasets hydra-core jinja2 math-verify megatron-core msgspec numpy omegaconf psutil pyarrow pyyaml pyzmq rich "
+    "aiohttp datasets httpx huggingface-hub hydra-core jinja2 math-verify megatron-core msgspec numpy omegaconf "
+    "psutil pyarrow pyyaml pyzmq rich "
     "safetensors tensorboardX tokenizers transformers"
 ).split()
 
@@ -126,8 +127,15 @@ sums = Extension(
     optional=True,
 )
 
-conf_folders = sorted({path.parent.relative_to(HERE) for path in (HERE / "conf").rglob("*.yaml")})
-conf_packages = [".".join(["laminar_hpc", *folder.parts]) for folder in conf_folders]
+
+def folders(*patterns: str) -> list[str]:
+    """As packages inside laminar_hpc, the folders of the source tree that hold such files."""
+    found = {path.parent.relative_to(HERE) for pattern in patterns for path in HERE.glob(pattern)}
+    return [".".join(["laminar_hpc", *folder.parts]) for folder in sorted(found)]
+
+
+conf, slurm = folders("conf/**/*.yaml"), folders("slurm/*.sbatch")
+examples = folders("examples/*/data/*.jsonl", "examples/*/base/config.json")  # for experiment=demo and laminar init
 
 setup(
     name="laminar_hpc",
@@ -135,9 +143,14 @@ setup(
     description="Asynchronous RL post-training of language models on Megatron-core, SGLang and NCCL, after Laminar (EuroSys '26)",
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
-    package_dir={"": "src", "laminar_hpc.conf": "conf"},
-    packages=[*find_packages("src"), *conf_packages],
-    package_data={name: ["*.yaml"] for name in conf_packages},
+    package_dir={"": "src", **{f"laminar_hpc.{name}": name for name in ("conf", "examples", "slurm")}},
+    packages=[*find_packages("src"), *conf, *examples, *slurm],
+    package_data={
+        **{name: ["*.yaml"] for name in conf},
+        **{name: ["*.json", "*.jsonl", "*.safetensors"] for name in examples},
+        **{name: ["*.sbatch"] for name in slurm},
+        "laminar_hpc.project": ["template/**/*"],
+    },
     include_package_data=False,
     ext_modules=[migration, sums],
     cmdclass={"build_ext": BuildExtension},

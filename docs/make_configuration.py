@@ -58,7 +58,7 @@ UNITS = {
 MEANING = {
     "run_dir": "folder of the run: metrics, traces, store, checkpoints, report",
     "seed": "of the order of prompts, the mini-batches and the shuffled rewards; the engines' seeds follow from it",
-    "model.path": "Hugging Face directory of the model to train (config.json, safetensors, tokenizer.json)",
+    "model.path": "Hugging Face directory of the model to train, or OWNER/NAME[@REVISION] of the hub; see models.md",
     "data.train": "the training prompts: a JSONL or Parquet file, a folder, or a Hugging Face dataset as OWNER/NAME[:SUBSET][@SPLIT]",
     "data.prompt_field": "field of a row that holds the prompt",
     "data.answer_field": "field of a row that holds the right answer",

@@ -39,6 +39,7 @@ from laminar_hpc.controller.ending import close_completed
 from laminar_hpc.controller.rundir import completed_step, was_restarted
 from laminar_hpc.messages import Failure, Hello
 from laminar_hpc.observability import console
+from laminar_hpc.pretrained import follow, prepare_rank
 
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
 
@@ -143,6 +144,7 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
             {"trainer": "laminar_hpc.trainer.loop", "relay": "laminar_hpc.relay.run", "rollout": "laminar_hpc.rollout.worker"}[mine.role]
         )
         trace = trace_class(run_dir, mine.role, mine.index)
+        config = follow(config, channel.welcome.model)
         module.run(RoleContext(config, mine.role, mine.index, machine, run_dir, channel, channel.welcome, trace))
         goodbye = True
     except StopReceived:
@@ -174,7 +176,7 @@ def main(overrides: list[str]) -> int:
     voice, mine = Voice(), None
     started = time.monotonic()
     try:
-        config = load_config(overrides)
+        config = prepare_rank(load_config(overrides), voice.say, voice.complain)
         mine, here, relays = place(config)
         if os.environ.get("LOCAL_RANK", "0") == "0" and not config.dry_run and (sizes := gigabytes_of_gpus()):
             check_gpus(config, derive(config), here, sizes)

@@ -15,87 +15,10 @@ from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean
 
 
-def train(arguments: list[str]) -> int:
-    """Refuses, or shows, or starts what the words ask for."""
-    if not arguments:
-        raise LaminarError(
-            "laminar train needs a model, prompts and a reward: try `laminar train experiment=demo`, or name "
-            "your own "
-            "with model.path=DIR data.train=FILE reward.function=MODULE.NAME; `laminar train --help` shows "
-            "more"
-        )
-    from laminar_hpc.config.check import check, check_machine, derived_values, missing_inputs, warnings
-    from laminar_hpc.config.load import load_config, with_absolute_config_dir
-
-    config = load_config(arguments)
-    derived = check(config)
-
-    from laminar_hpc.controller.rewards import check_rewards
-    from laminar_hpc.controller.rows import wrong_first_rows
-    from laminar_hpc.emulation.constants import unknown_constants
-    from laminar_hpc.observability import console
-    from laminar_hpc.observability.wandb_mirror import check_wandb
-    from laminar_hpc.rollout.engine_arguments import unknown_arguments
-    from laminar_hpc.supervisor import nothing_to_start
-    from laminar_hpc.supervisor import run as run_job
-
-    if lines := [*unknown_arguments(config), *unknown_constants(config)]:
-        raise Refused(lines)
-    lacking = [*missing_inputs(config), *wrong_first_rows(config)]
-    from laminar_hpc.cluster.gpu_memory import check_dry_run, check_gpus, gigabytes_of_gpus, host_memory_warning
-
-    if config.dry_run:
-        check_dry_run(config, derived)
-        check_rewards(config)
-        for text in console.dry_run_lines(derived_values(config, derived), lacking):
-            print(text)
-        for text in warnings(config, derived):
-            print(console.line("warning", text))
-        return 0
-    if nothing_to_start(config):
-        return 0
-    if config.role != "all":
-        raise LaminarError(
-            "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the scripts in launch/ do"
-        )
-    if lacking:
-        raise Refused(lacking)
-    check_machine(config, derived)
-    check_wandb(config.observability.wandb)
-    check_rewards(config)
-
-    from laminar_hpc.cluster.devices import devices_of, present
-    from laminar_hpc.cluster.roles import assign_roles
-
-    here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes)
-    for mine in here:
-        devices_of(config, here, mine, len(present()))
-    check_gpus(config, derived, here, gigabytes_of_gpus())
-    if not present() and (warning := host_memory_warning(config, derived)):
-        print(f"laminar: warning: {warning}", file=sys.stderr, flush=True)
-    return run_job(config, with_absolute_config_dir(arguments), derived.world_size)
-
-
 def train_help() -> str:
-    from laminar_hpc.config.load import conf_directory, group_names
+    from laminar_hpc.train_command import more_help
 
-    folder = conf_directory()
-    return f"""
-examples
-  laminar train experiment=demo                        a small model learns sums on two CPU cores
-  laminar train experiment=demo steps=20 dry_run=true  what would start, and whether it fits
-  laminar train experiment=demo resume=auto            go on from the newest checkpoint
-  laminar train model.path=models/Qwen2.5-0.5B data.train=prompts.jsonl reward.function=my_rewards.score
-
-your own experiments: laminar train --config-dir conf experiment=NAME reads conf/experiment/NAME.yaml
-
-settings: key=value, without dashes. Every key, its bounds and its default are in docs/configuration.md.
-  text    stands as it is: data.train=/data/lr=1,b.jsonl; for a space quote the word: 'data.train=my file.jsonl'
-  list    'evaluation.files=[a.jsonl,b.jsonl]'
-  table   rollout.engine_arguments.mem-fraction-static=0.3
-
-experiment={"|".join(group_names(folder / "experiment"))}   ({folder}/experiment)
-pipeline={"|".join(group_names(folder / "pipeline"))}"""
+    return more_help()
 
 
 def stop(arguments: list[str]) -> int:
@@ -138,11 +61,16 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
-        train,
+        elsewhere("laminar_hpc.train_command"),
         "check, then run the job on this machine and watch over it (a torchrun of all roles)",
         options=("--config-dir DIR",),
         keys=True,
         help=train_help,
+    ),
+    "init": Command(
+        elsewhere("laminar_hpc.project"),
+        "a small project of your own: data, reward, experiment, a Slurm script",
+        ("DIR",),
     ),
     "stop": Command(stop, "let a running job finish its step, write a checkpoint and exit 0", ("RUN_DIR",)),
     "top": Command(

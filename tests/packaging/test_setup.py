@@ -54,15 +54,34 @@ def test_setup_without_a_network_says_so(tree: Path) -> None:
 
 
 def test_the_wheel_holds_the_configuration_and_the_entry_points(tree: Path, tmp_path: Path) -> None:
-    """An installed laminar_hpc finds conf/ inside itself, its command, and the two places where SGLang looks for us."""
+    """An installed laminar_hpc has inside itself conf/, the demo's model and data, what `laminar init` writes (which
+    then runs), its command, and the two places where SGLang looks for us."""
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+        archive.extractall(tmp_path / "installed")
     shipped = {f"laminar_hpc/conf/{path.relative_to(tree / 'conf')}" for path in (tree / "conf").rglob("*.yaml")}
     assert shipped and shipped <= names
+    template = tree / "src/laminar_hpc/project/template"
+    files = {path.relative_to(tree / "src").as_posix() for path in template.rglob("*") if path.is_file()}
+    assert len(files) >= 7 and files <= names
+    program = f"""
+import os, laminar_hpc
+from laminar_hpc import train_command
+assert laminar_hpc.__file__.startswith({str(tmp_path / "installed")!r})
+assert cli.COMMANDS["init"](["mine"]) == 0
+os.chdir("mine")
+for words in (["experiment=demo"], ["--config-dir", "conf", "experiment=mine"]):
+    assert train_command.main([*words, "dry_run=true"]) == 0
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "before a run" not in ran.stdout
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {"laminar_hpc/_kv.abi3.so", "laminar_hpc/_sums.abi3.so"} <= names
     for line in ("laminar = laminar_hpc.cli:main", "laminar_cpu = laminar_hpc.rollout", "laminar_port = laminar_hpc.rollout"):

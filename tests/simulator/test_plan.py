@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from laminar_hpc import cli
+from laminar_hpc import train_command
 from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
@@ -39,7 +39,7 @@ def test_the_written_experiment_passes_a_dry_run_on_its_own_gpus(words, tmp_path
     printed, best = "\n".join(plan_command.write(config, found, tmp_path)), found.best.candidate
     train = ["--config-dir", str(tmp_path), f"experiment={config.name}", "dry_run=true"]
     assert f"laminar train --config-dir {tmp_path} experiment={config.name}" in printed
-    assert cli.train(train) == 0
+    assert train_command.main(train) == 0
     run = load_config(train)
     derived = check(run)
     assert derived.trainer_ranks == best.trainer_gpus and derived.rollout_ranks == best.replicas

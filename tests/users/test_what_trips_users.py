@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_hpc import __main__ as rank_main
-from laminar_hpc import cli, doctor
+from laminar_hpc import doctor, train_command
 from laminar_hpc.cluster.processes import oom_kills
 from laminar_hpc.config.check import check, pipeline_text
 from laminar_hpc.config.errors import LaminarError
@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def dry_run(capsys, *words: str) -> str:
-    assert cli.train(["experiment=demo", "dry_run=true", *words]) == 0
+    assert train_command.main(["experiment=demo", "dry_run=true", *words]) == 0
     return capsys.readouterr().out
 
 
@@ -69,15 +69,16 @@ def test_one_meaning_of_batch(capsys):
 # ---- models and checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def test_no_conversion_of_checkpoints(tmp_path):
-    """A Hugging Face directory goes in and comes out; who names a hub id, or our checkpoint's folder, is told the right path."""
+def test_no_conversion_of_checkpoints(tmp_path, monkeypatch):
+    """A Hugging Face directory goes in and comes out; who names another folder is told what to write."""
     (tmp_path / "step_000040" / "hf").mkdir(parents=True)
     (tmp_path / "step_000040" / "hf" / "config.json").write_text("{}")
     with pytest.raises(LaminarError, match=f"its Hugging Face directory is model.path={tmp_path}/step_000040/hf"):
         model_config(str(tmp_path / "step_000040"))
-    for name in ("Qwen/Qwen2.5-7B", "meta/other"):
-        with pytest.raises(LaminarError, match=f"hf download {name} --local-dir"):
-            model_config(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(LaminarError, match="there is a folder models/ here, it was taken for a path"):
+        model_config("models/other")
     with pytest.raises(LaminarError, match="name a Hugging Face model directory"):
         model_config("/nowhere/else/model")
 

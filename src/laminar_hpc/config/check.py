@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import math
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,13 @@ from pathlib import Path
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.memory import Need, check_memory
-from laminar_hpc.config.models import count_parameters, model_config, rollout_bytes, trainer_bytes
+from laminar_hpc.config.models import (
+    count_parameters,
+    is_downloaded,
+    model_config,
+    rollout_bytes,
+    trainer_bytes,
+)
 from laminar_hpc.config.rewards import check_reward
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
@@ -137,7 +144,7 @@ def problems(config: RunConfig) -> list[str]:
     try:
         model = supported_model(config)
     except LaminarError as error:
-        of_model = [str(error)]
+        of_model = [] if is_downloaded(config.model.path) else [str(error)]
     inputs = [] if config.source.startswith("replay:") or config.dry_run else _input_problems(config)
     if wrong:
         return [*wrong, *of_model, *inputs]
@@ -197,6 +204,55 @@ def _input_problems(config: RunConfig) -> list[str]:
             look()
         except LaminarError as error:
             lines.append(str(error))
+    return lines
+
+
+def warnings(config: RunConfig, derived: Derived) -> list[str]:
+    """What works, but hardly as meant. One line each."""
+    local_batch = derived.local_batch_groups * config.algorithm.samples_per_prompt
+    at_once = min(config.rollout.max_concurrent, local_batch)
+    needed = math.ceil(at_once / _LONGEST_PER_MEAN) * config.sampling.max_response_tokens
+    if not derived.rollout_ranks or config.rollout.kv_cache_tokens >= needed:
+        return []
+    return [
+        f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} holds {derived.responses_in_kv_cache} "
+        "responses of "
+        f"sampling.max_response_tokens={config.sampling.max_response_tokens} at once, and a replica is given "
+        f"{at_once}: "
+        f"most of them will wait for room; set it to {needed} or more"
+    ]
+
+
+def _refuse(condition: bool, text: str) -> None:
+    if condition:
+        raise LaminarError(text)
+
+
+def _check_folder(key: str, folder: str) -> None:
+    """That a folder is there or can be made, without making it."""
+    path = Path(folder).absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    _refuse(not path.is_dir(), f"{key}={folder}: {path} is not a folder; choose another")
+    writable = os.access(path, os.W_OK | os.X_OK)
+    _refuse(not writable, f"{key}={folder}: {path} cannot be written; choose another")
+
+
+def check_machine(config: RunConfig, derived: Derived) -> None:
+    """What only the machine of the relay or controller can tell: room in shared memory, a free port, folders
+    that can be made."""
+    _check_folder("run_dir", config.run_dir)
+    if config.store_dir:
+        _check_folder("store_dir", config.store_dir)
+    shm = Path(config.relay.shm_dir)
+    if derived.slot_bytes:
+        _refuse(not shm.is_dir(), f"relay.shm_dir={shm}: no such folder; name one in memory (tmpfs)")
+        free = shutil.disk_usage(shm).free
+        _refuse(
+            free < derived.slot_bytes * 1.05,
+            f"{shm} has {free / 1e6:.0f} MB free, {config.relay.slots} weight slots need {derived.slot_bytes / 1e6:.0f} MB: give "
+            "it more (containers: --shm-size) or set relay.shm_dir or relay.slots",
+        )
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

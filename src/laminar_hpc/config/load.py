@@ -2,7 +2,6 @@
 not fit is refused, one line for each mistake. Every value of the result is within its bounds. Imports no
 torch."""
 
-import importlib.resources
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,16 +26,19 @@ _GROUPS = ("experiment", "pipeline")  # folders of conf/
 Config = TypeVar("Config")
 
 
+def shipped_directory(name: str) -> Path:
+    """`conf`, `examples` or `slurm` of the source tree, or the copy inside an installed wheel."""
+    from_source = (_SOURCE_TREE / "conf" / "config.yaml").exists()
+    return (_SOURCE_TREE if from_source else Path(__file__).resolve().parents[1]) / name
+
+
 def conf_directory() -> Path:
-    """`conf/` of the source tree, or the copy inside an installed wheel."""
-    if (_SOURCE_TREE / "conf" / "config.yaml").exists():
-        return _SOURCE_TREE / "conf"
-    return Path(str(importlib.resources.files("laminar_hpc.conf")))
+    return shipped_directory("conf")
 
 
 def examples_directory(path: str) -> str:
-    """Resolves `${examples:...}`: the examples of the source tree."""
-    return str(_SOURCE_TREE / "examples" / path)
+    """Resolves `${examples:...}`."""
+    return str(shipped_directory("examples") / path)
 
 
 def group_names(folder: Path) -> list[str]:

@@ -36,22 +36,35 @@ def model_config(path: str, dry_run: bool = False) -> dict:
     if not path or not file.exists():
         if dry_run and Path(path).name in known_models():
             return known_models()[Path(path).name]
-        raise LaminarError(f"model.path={path or '(empty)'}: no config.json there; {_cure(Path(path))}")
+        raise LaminarError(f"model.path={path or '(empty)'}: {_cure(Path(path))}")
     try:
         return json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise LaminarError(f"{file} is not JSON ({error}); download the model again") from None
 
 
+def is_downloaded(path: str) -> bool:
+    """Whether it is the name of a model on the hub, OWNER/NAME, which a run downloads, and no path."""
+    name = Path(path)
+    return not name.is_absolute() and len(name.parts) == 2 and not name.parent.exists()
+
+
 def _cure(path: Path) -> str:
-    """What the user probably meant."""
+    """What is wrong with the path, and what the user probably meant."""
+    if is_downloaded(str(path)):
+        return "it is not on this machine yet; a run downloads it from the Hugging Face hub"
+    return "no config.json there; " + _meant(path)
+
+
+def _meant(path: Path) -> str:
     if (path / "hf" / "config.json").is_file():
         return f"this is a checkpoint of ours, its Hugging Face directory is model.path={path / 'hf'}"
-    if path.name in known_models():
-        return f"download it first: hf download Qwen/{path.name} --local-dir {path}"
     if not path.is_absolute() and len(path.parts) == 2 and not path.exists():
-        return f"if this is a name on the Hugging Face hub, download it first: hf download {path} --local-dir models/{path.name}"
-    return "name a Hugging Face model directory, e.g. model.path=/models/Qwen2.5-0.5B"
+        return (
+            f"as there is a folder {path.parent}/ here, it was taken for a path; for the model of the hub: "
+            f"hf download {path} --local-dir models/{path.name}"
+        )
+    return "name a Hugging Face model directory, or a model of the hub, e.g. model.path=Qwen/Qwen2.5-0.5B"
 
 
 def _head(model: dict) -> int:

@@ -70,11 +70,10 @@ def check_reward(config: RewardConfig) -> None:
         )
     if config.functions and config.style != "laminar":
         raise LaminarError(f"reward.style={config.style} is of reward.function; set reward.functions.NAME.style instead")
-    if not config.functions:
-        if not config.function:
-            raise LaminarError(
-                "reward.function is empty: name a Python function by its dotted path, e.g. laminar_hpc.environments.arithmetic.reward"
-            )
+    if not config.functions and not config.function:
+        raise LaminarError(
+            "reward.function is empty: name a Python function by its dotted path, e.g. laminar_hpc.environments.arithmetic.reward"
+        )
     entries = reward_functions(config)
     for name, entry in entries.items() if config.functions else ():
         _check_entry(name, entry)

@@ -16,7 +16,8 @@ _MOST_THREADS = 1024
 
 @dataclass
 class ModelConfig:
-    """The policy: a Hugging Face directory (config.json, *.safetensors, tokenizer.json)."""
+    """The policy: a Hugging Face directory (config.json, *.safetensors, tokenizer.json), or OWNER/NAME[@REVISION] of
+    the hub; see docs/models.md."""
 
     path: str = ""
     dtype: str = choice("float32", "bfloat16")  # of the served weights
@@ -249,8 +250,10 @@ class ClusterConfig:
 
 @dataclass
 class ObservabilityConfig:
-    """Where the controller mirrors metrics besides the run directory. Everything in docs/observing.md works without it."""
+    """What a run shows besides its run directory. Everything in docs/observing.md works without it."""
 
+    # responses on the console after each step, with reward and staleness; 0 = none
+    show_samples: int = number(0, at_least=0, at_most=100)
     # offline: files under run_dir/wandb; online: needs `wandb login` or WANDB_API_KEY
     wandb: str = choice("off", "offline", "online")
     wandb_project: str = "laminar"

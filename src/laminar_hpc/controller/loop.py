@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -37,10 +38,12 @@ from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.observability.shown_samples import ShownSamples
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies import admission, filtering
 from laminar_hpc.policies.rounds import Rounds
 from laminar_hpc.policies.sampling import worth_a_batch
+from laminar_hpc.pretrained import recorded_name
 
 log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
@@ -79,6 +82,7 @@ class Controller:
         self.seen_steps = 0
         self.pull_seconds = 0.0  # of the newest pull
         self.probes = Probes(config.model.dtype, model_config(config.model.path)["num_hidden_layers"], metrics, say)
+        self.samples = ShownSamples(Path(config.model.path), config.observability.show_samples, say)
         self.outbox: list[tuple[str, m.Message]] = []
         self.trainers_meet: m.TrainersMeet | None = None
         self.batches = 0
@@ -205,7 +209,8 @@ class Controller:
             self.weights.chain_of(hello.index).came(hello.index, time.monotonic())
             self.weights.gone_from(hello.machine)
         log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
-        self.outbox.append((identity, m.Welcome(self.hub.address.run_id, self.restored_step, self.trainer_step, self.weights.newest[0])))
+        state = (self.hub.address.run_id, self.restored_step, self.trainer_step, self.weights.newest[0])
+        self.outbox.append((identity, m.Welcome(*state, str(recorded_name(self.config.model.path) or ""))))
         if hello.role == "trainer" and self.trainers_meet:
             self.outbox.append((identity, self.trainers_meet))
         if hello.role == "rollout" and hello.machine in self.weights.of_machine:
@@ -480,6 +485,7 @@ class Controller:
         self.say(console.step_line(record, self.config.steps, left))
         if skipped := done.metrics.get("skipped_updates"):
             self.say(console.skipped_line(self.trainer_step, round(skipped), self.config.optimizer.max_skipped_updates))
+        self.samples.show(done.step, self.replay or self.store)
         every = self.config.evaluation.every
         if self.evaluations and every and self.trainer_step % every == 0 and self.trainer_step < self.config.steps:
             self.evaluations.add("step", self.trainer_step, 1)

@@ -52,6 +52,7 @@ from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.observability.wandb_mirror import WandbMirror, check_wandb
 from laminar_hpc.policies.sampling import GroupSize, prompt_index
+from laminar_hpc.pretrained import recorded_name
 from laminar_hpc.weights.layout import slots_root
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: i
     metrics.write(
         "start", restored_step=start.restored_step, pipeline=config.pipeline.name, epoch=epoch,
         derived=dataclasses.asdict(derived), torchrun=torchrun_identity(),
+        model=str(recorded_name(config.model.path) or config.model.path),
     )  # fmt: skip
     members = Members(machine, config.cluster.heartbeat_timeout_seconds)
     trace = Trace(Path(config.run_dir), "controller", 0)

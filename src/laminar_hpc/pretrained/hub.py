@@ -1,0 +1,309 @@
+"""All that is known of `huggingface_hub`: which commit a name stands for, and a commit's files in the local
+cache.
+
+The library honours HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN, writes a file beside its
+place and renames it, and locks what it writes. It is imported where it is needed, since most runs name a
+directory. Its errors become one line with the cure; the token stands in none of them.
+"""
+
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.observability.console import LABEL_WIDTH, line, size
+from laminar_hpc.pretrained.names import HubName
+from laminar_hpc.weights.manifest import WEIGHTS_FILE
+from laminar_hpc.weights.slots import SIDE_FILES
+
+Say = Callable[[str], None]
+INDEX_FILE = "model.safetensors.index.json"
+_REQUEST_SECONDS = 15.0  # for the hub to answer, and between two parts of a file
+_PROGRESS_SECONDS = 30.0  # between lines where there is no terminal to draw a bar on
+
+
+def commit_of(name: HubName, say: Say) -> str:
+    """The commit that `name` stands for now, or if the hub cannot be asked, in the cache. Raises LaminarError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    cached = _cached_commit(name)
+    if name.is_commit and cached:
+        return name.revision
+    try:
+        with _library() as answers:
+            if name.is_commit:  # the library would take it as it is
+                HfApi().model_info(name.repo, revision=name.revision)
+            commit = str(HfApi().resolve_revision(name.repo, revision=name.revision or None).resolved)
+    except Exception as error:  # of httpx, of the library, of the system
+        if cached is None or isinstance(error, RevisionNotFoundError):
+            raise _explained(name, error) from None
+        commit, reason = cached, _reason(error)
+    else:
+        reason = "" if answers else "the hub does not answer"
+    if reason:
+        say(line("model", f"{name}: taking commit {commit[:12]} from the cache, as {reason}"))
+    return commit
+
+
+def config_of(name: HubName) -> Path:
+    """The folder of a commit in the cache, with at least its config.json there. Raises LaminarError."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with _library():
+            file = hf_hub_download(name.repo, "config.json", revision=name.revision, tqdm_class=_bar(None, name, []))
+            return Path(file).parent
+    except Exception as error:
+        raise _explained(name, error) from None
+
+
+def download(name: HubName, folder: Path, say: Say | None) -> None:
+    """Completes the folder of a commit: the tokenizer's files first, then the weights. Raises LaminarError.
+
+    `say` gets a line before and one after; None is for processes that only wait for another one's download.
+    """
+    if not missing_files(folder) and not _unfinished(name, folder):
+        return
+    begun = time.monotonic()
+    _snapshot(name, [*SIDE_FILES, INDEX_FILE], None)
+    if not (folder / "tokenizer.json").is_file():
+        raise LaminarError(f"model.path={name}: it has no tokenizer.json; save its tokenizer in the fast form")
+    wanted = weight_files(folder)
+    sizes = _sizes(name)
+    if absent := [file for file in wanted if file not in sizes]:
+        raise LaminarError(f"model.path={name}: it has no {absent[0]}; only models with safetensors weights can be trained")
+    left = sum(sizes[file] for file in wanted if not (folder / file).is_file())
+    _check_room(name, folder, left)
+    if say and left:
+        say(line("model", f"{name.short}: downloading {size(left)} to {folder.parents[2]}"))
+    _snapshot(name, [*SIDE_FILES, INDEX_FILE, *wanted], say)
+    if gone := missing_files(folder):
+        raise LaminarError(f"model.path={name}: {folder} lacks {', '.join(gone)} after the download; delete it, start again")
+    if say and left:
+        say(line("model", f"{name.short}: downloaded in {time.monotonic() - begun:.0f} s"))
+
+
+def size_left(name: HubName, folder: Path) -> int:
+    """Bytes of weights that `download` would fetch, by the hub's listing; 0 where it cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        with _library():
+            info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=_REQUEST_SECONDS)
+    except Exception:  # a dry run needs no network
+        return 0
+    files = [f for f in info.siblings or [] if "/" not in f.rfilename and f.rfilename.endswith(".safetensors")]
+    return sum(f.size or 0 for f in files if not (folder / f.rfilename).is_file())
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the safetensors files: those of the index, or the only one."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return [WEIGHTS_FILE]
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise LaminarError(f"{index} is no index of safetensors files; the model's owner has to mend it") from None
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a run needs and the folder lacks. Weights are fetched last: where they are, all is."""
+    return [name for name in ("config.json", "tokenizer.json", *weight_files(folder)) if not (folder / name).is_file()]
+
+
+# ---- the library --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[list[int]]:
+    """The library with a time limit for every request and without its warnings. Gives the hub's status codes.
+
+    Ctrl-C ends the process at once: the library would first wait for its threads, for as long as the download
+    takes. A file that is cut off has another name than a whole one.
+    """
+    import huggingface_hub
+
+    huggingface_hub.logging.set_verbosity_error()
+    answers: list[int] = []
+
+    def note(response: Any) -> None:
+        answers.append(response.status_code)
+
+    hooks = huggingface_hub.get_session().event_hooks
+    hooks["request"].append(_limit)
+    hooks["response"].append(note)
+    in_main = threading.current_thread() is threading.main_thread()
+    earlier = signal.signal(signal.SIGINT, signal.SIG_DFL) if in_main else None
+    try:
+        yield answers
+    finally:
+        if in_main:
+            signal.signal(signal.SIGINT, earlier)
+        hooks["request"].remove(_limit)
+        hooks["response"].remove(note)
+
+
+def _limit(request: Any) -> None:
+    """Some of the library's requests have no time limit."""
+    limits = request.extensions.setdefault("timeout", {})
+    for kind in ("connect", "read", "write", "pool"):
+        limits[kind] = limits.get(kind) or _REQUEST_SECONDS
+
+
+def _snapshot(name: HubName, files: list[str], say: Say | None) -> None:
+    import huggingface_hub
+
+    bars: list[Any] = []
+    try:
+        with _library():
+            bar = _bar(say, name, bars)
+            huggingface_hub.snapshot_download(name.repo, revision=name.revision, allow_patterns=files, tqdm_class=bar)
+    except Exception as error:
+        raise _explained(name, error, broke_off=True) from None
+    finally:
+        for bar in bars:  # the library leaves them open
+            bar.close()
+
+
+def _unfinished(name: HubName, folder: Path) -> bool:
+    """Whether the library's own listing of the commit, if it kept one, has files that the folder lacks."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        listed = {file.path for file in get_cached_repo_tree(name.repo, revision=name.revision)}
+    except CachedRepoTreeNotFoundError:
+        return False  # downloaded by an older release
+    return any(not (folder / file).is_file() for file in listed & {*SIDE_FILES, INDEX_FILE})
+
+
+def _sizes(name: HubName) -> dict[str, int]:
+    """Bytes of every file of the commit."""
+    from huggingface_hub import get_cached_repo_tree
+
+    return {file.path: file.size for file in get_cached_repo_tree(name.repo, revision=name.revision)}
+
+
+def _cached_commit(name: HubName) -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name.repo, "config.json", revision=name.revision or None)
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def _check_room(name: HubName, folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise LaminarError(
+            f"model.path={name}: {size(needed)} are to be downloaded, {folder.parents[2]} has {size(free)} free; "
+            "make room there, or name another folder with HF_HOME"
+        )
+
+
+def _bar(say: Say | None, name: HubName, made: list[Any]) -> type:
+    """A class for the library's bars, which are added to `made`. Of its three the one that counts bytes is
+    shown; without a terminal it is a line now and then."""
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            self.said, self.over = time.monotonic(), False
+            hidden = say is None or settings.get("name") != "huggingface_hub.snapshot_download"
+            settings |= {
+                "desc": f"{'model':<{LABEL_WIDTH}} {name.short}",
+                "disable": hidden,
+                "bar_format": None,
+                "leave": False,
+            }
+            super().__init__(*args, **settings)
+            made.append(self)
+
+        def set_description(self, *_: Any, **__: Any) -> None:
+            """Ours stays."""
+
+        def display(self, *args: Any, **settings: Any) -> None:
+            if sys.stderr.isatty():
+                super().display(*args, **settings)
+            elif say and not self.over and time.monotonic() - self.said > _PROGRESS_SECONDS:
+                self.said = time.monotonic()
+                say(line("model", f"{name.short}: {size(self.n)} of {size(self.total)}"))
+
+        def close(self) -> None:
+            self.over = True
+            super().close()
+
+    return Bar
+
+
+# ---- its errors ---------------------------------------------------------------------------------
+
+
+def _reason(error: Exception) -> str:
+    """Why the hub did not answer as it should, in a few words that follow "as" or "and"."""
+    import httpx
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    causes = [error, *(e for e in (error.__cause__, error.__context__) if isinstance(e, Exception))]
+    if constants.is_offline_mode() or any(isinstance(e, OfflineModeIsEnabled) for e in causes):
+        return "HF_HUB_OFFLINE=1 forbids downloads"
+    for e in causes:
+        if isinstance(e, GatedRepoError):
+            return "the model is gated and this token has no access"
+        if isinstance(e, RepositoryNotFoundError):
+            return "the hub knows no model of this name, or it is private"
+        if isinstance(e, HfHubHTTPError):
+            return f"{constants.ENDPOINT} answered with {e.response.status_code}"
+        if isinstance(e, httpx.TimeoutException):
+            return f"{constants.ENDPOINT} did not answer within {_REQUEST_SECONDS:.0f} s"
+        if isinstance(e, httpx.TransportError):
+            return f"{constants.ENDPOINT} cannot be reached ({_first_line(e)})"
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _explained(name: HubName, error: Exception, broke_off: bool = False) -> LaminarError:
+    """The line for the user. `broke_off`: the hub had answered before."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    key, reason = f"model.path={name}", _reason(error)
+    if isinstance(error, GatedRepoError):
+        cure = f"accept its terms at https://huggingface.co/{name.repo}, then set HF_TOKEN or run hf auth login"
+        return LaminarError(f"{key}: {reason}; {cure}")
+    if isinstance(error, RevisionNotFoundError):
+        return LaminarError(f"{key}: the model has no revision {name.revision}; name a branch, a tag or a commit of it")
+    if isinstance(error, RepositoryNotFoundError):
+        return LaminarError(f"{key}: no such folder here, and {reason}; check the name, or set HF_TOKEN for a private one")
+    if isinstance(error, RemoteEntryNotFoundError):
+        return LaminarError(f"{key}: it has no config.json on the hub; name a model in the Hugging Face format")
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        return LaminarError(f"{key}: {error.filename} cannot be written ({error.strerror}); set HF_HOME to another folder")
+    if broke_off and not constants.is_offline_mode():
+        return LaminarError(f"{key}: the download broke off, as {reason}; start again, finished files are kept")
+    return LaminarError(
+        f"{key}: no such folder here, not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; give "
+        f"this machine access to the hub, or run hf download {name.repo} on one that has it and name the folder"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]

@@ -1,0 +1,113 @@
+"""`laminar train`: everything is checked, then a dry run shows what would start, or the job starts.
+
+Whatever can be refused is refused here, before any rank is up: words and values, model and data, rewards (each
+is called once), this machine's memory and ports. Parts are imported when they are called, so that a refusal
+need not wait for them.
+"""
+
+import sys
+
+from laminar_hpc.config.check import Derived, check, check_machine, derived_values, missing_inputs, warnings
+from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.load import conf_directory, group_names, load_config, with_absolute_config_dir
+from laminar_hpc.config.schema import RunConfig
+
+
+def main(arguments: list[str]) -> int:
+    """Refuses, or shows, or starts what the words ask for."""
+    if not arguments:
+        raise LaminarError(
+            "laminar train needs a model, prompts and a reward: try `laminar train experiment=demo`, or name your "
+            "own with model.path=DIR data.train=FILE reward.function=MODULE.NAME; `laminar train --help` shows more"
+        )
+    from laminar_hpc.emulation.constants import unknown_constants
+    from laminar_hpc.pretrained import pinned_words, resolve_model
+    from laminar_hpc.rollout.engine_arguments import unknown_arguments
+
+    loaded = load_config(arguments)
+    config = resolve_model(loaded, print)
+    derived = check(config)
+    if lines := [*unknown_arguments(config), *unknown_constants(config)]:
+        raise Refused(lines)
+    if config.dry_run:
+        show(config, derived)
+        return 0
+    return start(config, derived, [*with_absolute_config_dir(arguments), *pinned_words(loaded, config)])
+
+
+def show(config: RunConfig, derived: Derived) -> None:
+    """What `dry_run=true` prints. Raises LaminarError for what could not start on any machine of its kind."""
+    from laminar_hpc.cluster.gpu_memory import check_dry_run
+    from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.observability import console
+
+    check_dry_run(config, derived)
+    check_rewards(config)
+    for text in console.dry_run_lines(derived_values(config, derived), lacking(config)):
+        print(text)
+    for text in warnings(config, derived):
+        print(console.line("warning", text))
+
+
+def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
+    """Runs the job to its end; its exit code. `words` make every rank compose the same configuration."""
+    if config.role != "all":
+        raise LaminarError(
+            "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the scripts in launch/ do"
+        )
+    from laminar_hpc import supervisor
+    from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.observability.wandb_mirror import check_wandb
+    from laminar_hpc.pretrained import download_model
+
+    if supervisor.nothing_to_start(config):
+        return 0
+    check_machine(config, derived)
+    check_devices(config, derived)
+    check_wandb(config.observability.wandb)
+    download_model(config, print)
+    if lines := lacking(config):
+        raise Refused(lines)
+    check_rewards(config)
+    return supervisor.run(config, words, derived.world_size)
+
+
+def lacking(config: RunConfig) -> list[str]:
+    """One line for each thing that the run needs and that is not there, or not readable."""
+    from laminar_hpc.controller.rows import wrong_first_rows
+
+    return [*missing_inputs(config), *wrong_first_rows(config)]
+
+
+def check_devices(config: RunConfig, derived: Derived) -> None:
+    """Raises LaminarError when the ranks do not fit this machine's GPUs or their memory."""
+    from laminar_hpc.cluster.devices import devices_of, present
+    from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus, host_memory_warning
+    from laminar_hpc.cluster.roles import assign_roles
+
+    here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes)
+    for mine in here:
+        devices_of(config, here, mine, len(present()))
+    check_gpus(config, derived, here, gigabytes_of_gpus())
+    if not present() and (warning := host_memory_warning(config, derived)):
+        print(f"laminar: warning: {warning}", file=sys.stderr, flush=True)
+
+
+def more_help() -> str:
+    """Behind the usage line of `laminar train --help`."""
+    folder = conf_directory()
+    return f"""
+examples
+  laminar train experiment=demo                        a small model learns sums on two CPU cores
+  laminar train experiment=demo steps=20 dry_run=true  what would start, and whether it fits
+  laminar train experiment=demo resume=auto            go on from the newest checkpoint
+  laminar train model.path=Qwen/Qwen2.5-0.5B data.train=prompts.jsonl reward.function=my_rewards.score
+  laminar train --config-dir conf experiment=mine      conf/experiment/mine.yaml, of a folder of your own
+
+settings: key=value, without dashes. Every key, its bounds and its default are in docs/configuration.md.
+  text    stands as it is: data.train=/data/lr=1,b.jsonl; for a space quote the word: 'data.train=my file.jsonl'
+  list    'evaluation.files=[a.jsonl,b.jsonl]'
+  table   rollout.engine_arguments.mem-fraction-static=0.3
+
+experiment={"|".join(group_names(folder / "experiment"))}   ({folder}/experiment)
+pipeline={"|".join(group_names(folder / "pipeline"))}"""

@@ -1,0 +1,62 @@
+"""Whole runs of a model that is named as on the hub."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hub_server import REPO, Hub
+
+from laminar_hpc.pretrained import recorded_name
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_and_its_resume_use_one_commit(hub: Hub, tmp_path: Path):
+    """Promise: `laminar train` downloads, trains and pins. After the branch has moved and the cache is gone, the ranks of a
+    bare torchrun go on with the same commit, of which one of them fetches the weights; no token is in any file."""
+    hub.token = "hf_secret"
+    environment = {**os.environ, "HF_TOKEN": hub.token, "OMP_NUM_THREADS": "1"}
+    words = [
+        "experiment=demo",
+        f"model.path={REPO}",
+        f"run_dir={tmp_path}/run",
+        "evaluation.files=[]",
+        "checkpoint.every=1",
+    ]
+    words += ["sampling.max_response_tokens=48", "observability.show_samples=2"]
+    begun = hub.branches["main"]
+
+    def start(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    printed = start("laminar_hpc.cli", "train", *words, "steps=2")
+    assert "downloading 1.8 MB" in printed and sum(line.startswith("sample ") for line in printed.splitlines()) == 4
+    hub.push({**hub.commits[begun], WEIGHTS: b"newer, and no weights at all"})
+    shutil.rmtree(tmp_path / "cache")
+    torchrun = ("torch.distributed.run", "--nproc-per-node=4", "-m", "laminar_hpc")
+    printed = start(*torchrun, *words, "steps=3", "resume=auto")
+    assert printed.count("downloading 1.8 MB") == 1 and "step 3/3" in printed
+    assert hub.gets[WEIGHTS] == 2, "once per cache"
+
+    path = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["model"]["path"]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["model"] for line in lines if line["kind"] == "start"] == [f"{REPO}@{begun}"] * 2
+    assert str(recorded_name(path)) == f"{REPO}@{begun}"
+    texts = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert not any(hub.token.encode() in text for text in texts)
