@@ -15,17 +15,11 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import shipped_directory
 
-USAGE = "usage: laminar init DIR"
 TEMPLATE = Path(__file__).parent / "template"
 _ENVIRONMENT = "@ENVIRONMENT@"  # in template/train.sbatch: the environment that runs `laminar init`
 
 
 def main(arguments: list[str]) -> int:
-    if arguments in (["-h"], ["--help"]):
-        print(USAGE)
-        return 0
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise LaminarError(USAGE)
     target = Path(arguments[0])
     make(target)
     print(f"{target} is ready: data/, rewards.py, conf/experiment/mine.yaml, model/, train.sbatch, README.md")
