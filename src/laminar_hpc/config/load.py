@@ -3,6 +3,7 @@ not fit is refused, one line for each mistake. Every value of the result is with
 torch."""
 
 import importlib.resources
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,8 +46,7 @@ def group_names(folder: Path) -> list[str]:
 
 
 def load_config(words: Sequence[str]) -> RunConfig:
-    """conf/config.yaml with the command line on top. Raises Refused with a line for every wrong word and
-    value."""
+    """conf/config.yaml with the command line on top. Raises Refused, a line for each wrong word or value."""
     OmegaConf.register_new_resolver("examples", examples_directory, replace=True)
     directory = conf_directory()
     keys = Keys(
@@ -62,8 +62,7 @@ def load_config(words: Sequence[str]) -> RunConfig:
 
 
 def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys, read: Words) -> Config:
-    """What the files say, with `read.settings` on top; a setting of the wrong type gets a line in
-    `read.wrong`.
+    """What the files say, `read.settings` on top. A setting of the wrong type gets a line in `read.wrong`.
 
     Raises Refused where a file itself is wrong, or a reference leads nowhere."""
     ConfigStore.instance().store(name=node, node=schema)
@@ -76,6 +75,9 @@ def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys,
         mark = error.problem_mark or error.context_mark
         where = f"{mark.name}, line {mark.line + 1}" if mark else f"a file under {directory}"
         raise Refused([f"{where}: not YAML ({error.problem}); mend the line"]) from None
+    except UnicodeDecodeError as error:
+        place = " ".join(groups) or directory
+        raise Refused([f"{place}: not UTF-8 (byte {error.start}); convert the file"]) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise Refused([f"{' '.join(groups) or directory}: {_of_a_file(error, keys)}"]) from None
     for key, value in read.settings:
@@ -97,9 +99,7 @@ def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Key
     """What is wrong with a setting of the command line."""
     if isinstance(error, GrammarParseError):
         return f"{key}={shown(value)}: its ${{...}} cannot be read; {_REFERENCE}"
-    inner = (
-        key if key not in keys.sections else str(error.full_key or key)
-    )  # of a section's table: the key in it
+    inner = str(error.full_key or key) if key in keys.sections else key  # trainer={...}: the key inside
     if keys.kind_of(inner) is None:
         return keys.unknown(inner)
     for name in inner.removeprefix(key).strip(".").split("."):
@@ -119,6 +119,9 @@ def _of_a_file(error: Exception, keys: Keys) -> str:
         )
     if key and keys.kind_of(key) is None:
         return keys.unknown(key)
+    if section := re.search(r"not a subclass of (\w+)Config", str(cause)):  # of `trainer: 3`, without the key
+        key = section.group(1).lower()
+        return f"{key}: {_requirement(key, keys)}"
     return (
         f"{key}: {_requirement(key, keys)}"
         if key and isinstance(cause, ValidationError)
@@ -128,13 +131,15 @@ def _of_a_file(error: Exception, keys: Keys) -> str:
 
 def _requirement(key: str, keys: Keys) -> str:
     if key in keys.sections:
-        return f"a section; its keys are {', '.join(keys.names_in(key))}"
+        return f"a section, not a value; its keys are {', '.join(keys.names_in(key))}"
     table = keys.table_of(key)
     return requirement(keys.fields[table or key], entry=table is not None)
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """A library's error in one line, without where in its own code it was raised."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return first.partition(" raised while resolving interpolation: ")[2].strip('"') or first
 
 
 def dump_config(config: RunConfig) -> str:
