@@ -276,6 +276,9 @@ def test_tables_of_sections_are_checked_too():
             "# @package _global_\noptimizer: {lr: fast}\n",
             r"experiment=mine: optimizer.lr: must be a number, above 0",
         ),
+        ("# @package _global_\ntrainer: 3\n", r"experiment=mine: trainer: a section, not a value; its keys are"),
+        ("# @package _global_\nrun_dir: ${oc.env:NO_SUCH}\n", r"^run_dir: Environment variable 'NO_SUCH' not found"),
+        ("# @package _global_\nname: \udcff\n", r"experiment=mine: not UTF-8"),
         ("steps: 1\n", r"begin the file with the line `# @package _global_`"),
         ("# @package _global_\nsteps: 0\n", r"^steps=0: must be at least 1"),
     ],
@@ -287,7 +290,7 @@ def test_wrong_experiment_files(tmp_path, monkeypatch, content, text):
     from laminar_hpc.config import load
 
     shutil.copytree(load.conf_directory(), tmp_path / "conf")
-    (tmp_path / "conf/experiment/mine.yaml").write_text(content)
+    (tmp_path / "conf/experiment/mine.yaml").write_text(content, errors="surrogateescape")
     monkeypatch.setattr(load, "conf_directory", lambda: tmp_path / "conf")
     with pytest.raises(Refused, match=text) as error:
         load_config(["experiment=mine"])

@@ -2,6 +2,7 @@
 not fit is refused, one line for each mistake. Every value of the result is within its bounds. Imports no
 torch."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -122,6 +123,9 @@ def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys,
         mark = error.problem_mark or error.context_mark
         where = f"{mark.name}, line {mark.line + 1}" if mark else f"a file under {own or directory}"
         raise Refused([f"{where}: not YAML ({error.problem}); mend the line"]) from None
+    except UnicodeDecodeError as error:
+        place = " ".join(groups) or directory
+        raise Refused([f"{place}: not UTF-8 (byte {error.start}); convert the file"]) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise Refused([f"{' '.join(groups) or directory}: {_of_a_file(error, keys)}"]) from None
     for key, value in read.settings:
@@ -157,18 +161,27 @@ def _of_a_file(error: Exception, keys: Keys) -> str:
         return f"begin the file with the line `# @package _global_`; without it its keys are read as {key}.KEY"
     if key and keys.kind_of(key) is None:
         return keys.unknown(key)
-    return f"{key}: {_requirement(key, keys)}" if key and isinstance(cause, ValidationError) else _first_line(cause)
+    if section := re.search(r"not a subclass of (\w+)Config", str(cause)):  # of `trainer: 3`, without the key
+        key = section.group(1).lower()
+        return f"{key}: {_requirement(key, keys)}"
+    return (
+        f"{key}: {_requirement(key, keys)}"
+        if key and isinstance(cause, ValidationError)
+        else _first_line(cause)
+    )
 
 
 def _requirement(key: str, keys: Keys) -> str:
     if key in keys.sections:
-        return f"a section; its keys are {', '.join(keys.names_in(key))}"
+        return f"a section, not a value; its keys are {', '.join(keys.names_in(key))}"
     table = keys.table_of(key)
     return requirement(keys.fields[table or key], entry=table is not None)
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """A library's error in one line, without where in its own code it was raised."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return first.partition(" raised while resolving interpolation: ")[2].strip('"') or first
 
 
 def dump_config(config: RunConfig) -> str:
