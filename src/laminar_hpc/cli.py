@@ -1,12 +1,11 @@
 """`laminar`: the command line. Thin: each command checks its words and calls the part that does the work.
 
-laminar train [key=value ...] [--config-dir DIR]     check, then run the job on this machine (a torchrun of all roles) and watch over it
-laminar stop RUN_DIR              let a running job finish its step, checkpoint and exit 0
-laminar top RUN_DIR [--once]      a run as it goes: ranks, weights, KV cache, queues, staleness, tokens per second
-laminar report RUN_DIR            write summary.json and report.html again
-laminar sim EXPERIMENT [key=value ...] [--json]   simulate pipelines and scales; no GPU needed
-laminar plan QUESTION [key=value ...] [--json]    divide a cluster between trainer, relays and rollouts
-laminar doctor                    what this machine can run
+laminar train [key=value ...] [--config-dir DIR] check, then run the job on this machine (a torchrun of all
+roles) and watch over it laminar stop RUN_DIR let a running job finish its step, checkpoint and exit 0 laminar
+top RUN_DIR [--once] a run as it goes: ranks, weights, KV cache, queues, staleness, tokens per second laminar
+report RUN_DIR write summary.json and report.html again laminar sim EXPERIMENT [key=value ...] [--json]
+simulate pipelines and scales; no GPU needed laminar plan QUESTION [key=value ...] [--json] divide a cluster
+between trainer, relays and rollouts laminar doctor what this machine can run
 """
 
 import importlib

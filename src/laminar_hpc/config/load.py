@@ -31,7 +31,8 @@ def examples_directory(path: str) -> str:
 
 
 def take_config_dir(words: list[str]) -> tuple[Path | None, list[str]]:
-    """Splits `--config-dir DIR` or `--config-dir=DIR`, anywhere in the words, from the overrides. DIR is made absolute.
+    """Splits `--config-dir DIR` or `--config-dir=DIR`, anywhere in the words, from the overrides. DIR is made
+    absolute.
 
     Raises LaminarError when DIR is missing, given twice, or holds no configuration group.
     """
@@ -48,7 +49,8 @@ def take_config_dir(words: list[str]) -> tuple[Path | None, list[str]]:
         return None, rest
     usage = "write --config-dir DIR, where DIR holds experiment/NAME.yaml"
     if len(found) > 1 or not found[0]:
-        raise LaminarError(f"--config-dir: {'one folder, not ' + str(len(found)) if found[0] else 'no folder given'}; {usage}")
+        wrong = f"one folder, not {len(found)}" if found[0] else "no folder given"
+        raise LaminarError(f"--config-dir: {wrong}; {usage}")
     directory = Path(found[0]).expanduser().absolute()
     if not directory.is_dir():
         raise LaminarError(f"--config-dir={found[0]}: no such folder; {usage}")
@@ -74,7 +76,8 @@ def _search_path(directory: Path) -> str:
 def load_config(words: list[str]) -> RunConfig:
     """Composes conf/config.yaml, and the groups of `--config-dir DIR` if given, with Hydra overrides.
 
-    A name that both folders have is conf/'s, as with Hydra's own flag. Raises LaminarError that names the wrong key or value.
+    A name that both folders have is conf/'s, as with Hydra's own flag. Raises LaminarError that names the
+    wrong key or value.
     """
     directory, overrides = take_config_dir(words)
     if directory is not None:
