@@ -90,7 +90,7 @@ def _misfit(role: str, need: int, gigabytes: float) -> str:
 
 def _trainer_cure(config: RunConfig, budget: float) -> str:
     """Settings that bring a trainer rank nearer to `budget` bytes; one that alone is enough stands alone."""
-    t, width = config.trainer, _WIDTH[config.model.dtype]
+    t, width = config.trainer, _WIDTH.get(config.model.dtype, 4)
     model = model_config(config.model.path, config.dry_run)
     changes: list[tuple[str, dict]] = []
     if t.data_parallel > 1 and not t.distributed_optimizer:
@@ -117,7 +117,7 @@ def _trainer_cure(config: RunConfig, budget: float) -> str:
 
 def _rollout_cure(config: RunConfig, gpu: float) -> str:
     """The KV cache that fits into `gpu` bytes, if any."""
-    width, tensor = _WIDTH[config.model.dtype], config.rollout.tensor_parallel
+    width, tensor = _WIDTH.get(config.model.dtype, 4), config.rollout.tensor_parallel
     model = model_config(config.model.path, config.dry_run)
     tokens = kv_tokens_that_fit(
         count_parameters(model) * width, kv_bytes_per_token(model, width), kv_heads(model), tensor, gpu
