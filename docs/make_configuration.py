@@ -36,15 +36,28 @@ entry by entry.
 - `null` is a value where the type says `None`. `${oc.env:NAME}` is a variable of the environment.
 - Every number has to be finite, and every whole number below 2^31.
 
+Your own files need no copy of this repository: `laminar train --config-dir DIR experiment=NAME` reads
+`DIR/experiment/NAME.yaml`, and `DIR/pipeline/NAME.yaml` for `pipeline=NAME`. A file begins with `# @package
+_global_` and holds keys of this page, as those of `conf/experiment/` do. It is Hydra's own flag: `DIR` is
+searched after `conf/`, so a name that both have is `conf/`'s, and words of the command line go before any
+file. The flag may stand anywhere among the words, as `--config-dir DIR` or `--config-dir=DIR`; the scripts
+in `launch/` and `slurm/` and a bare `torchrun ... -m laminar_hpc` take it too. A relative `DIR` is relative
+to the folder where they are started.
+
+What a GPU must hold is estimated before a run starts (`trainer gpu memory` and `rollout gpu memory` of a
+dry run). What cannot fit is refused with its cure: in a dry run by `trainer.gpu_memory_gigabytes` and
+`rollout.gpu_memory_gigabytes`, or by this machine's GPUs where these are null; in a real start by what all
+ranks of a machine put on each of its GPUs as well. 5% are left to CUDA, NCCL and fragmentation. Without a
+GPU only a warning is given, when the host's memory is too small.
+
 This page is made by `python docs/make_configuration.py` from `src/laminar_hpc/config/schema.py`; a test keeps the two together.
 """
 
 # By the ending of a key's name, else by the whole key.
 UNITS_BY_ENDING = {
-    "_seconds": "s", "_tokens": "tokens", "_gigabytes": "GB", "_megabytes": "MiB", "threads": "CPU threads",
-    "tokens_per_microbatch": "tokens",
-    "_parallel": "ranks",
-    "_staleness": "trainer steps",
+    "_seconds": "s", "_tokens": "tokens", "_gigabytes": "GB",
+    "_megabytes": "MiB", "threads": "CPU threads", "tokens_per_microbatch": "tokens",
+    "_parallel": "ranks", "_staleness": "trainer steps",
 }  # fmt: skip
 UNITS = {
     "steps": "trainer steps", "evaluation.every": "trainer steps", "checkpoint.every": "trainer steps", "checkpoint.keep": "checkpoints",

@@ -26,11 +26,22 @@ def folder(tmp_path):
 
 
 def test_both_spellings_anywhere_among_the_words(folder):
-    """Promise: its experiments and its other groups are found, and words of the command line go before both."""
-    for words in (["--config-dir", str(folder), "experiment=mine"], ["experiment=mine", f"--config-dir={folder}"]):
+    """Promise: its experiments and its other groups are found, and words of the command line go before
+    both."""
+    for words in (
+        ["--config-dir", str(folder), "experiment=mine"],
+        ["experiment=mine", f"--config-dir={folder}"],
+    ):
         config = load_config([*words, "seed=3"])
-        assert (config.steps, config.pipeline.max_staleness, config.pipeline.name, config.seed) == (7, 5, "mine", 3)
-    assert load_config([f"--config-dir={folder}", "pipeline=sync"]).pipeline.max_staleness == 0, "conf/ is still there"
+        assert (config.steps, config.pipeline.max_staleness, config.pipeline.name, config.seed) == (
+            7,
+            5,
+            "mine",
+            3,
+        )
+    assert load_config([f"--config-dir={folder}", "pipeline=sync"]).pipeline.max_staleness == 0, (
+        "conf/ is still there"
+    )
 
 
 def test_a_name_that_both_folders_have_is_confs(folder):
@@ -51,7 +62,10 @@ def test_the_folder_becomes_absolute_for_other_processes(folder, monkeypatch):
         (["--config-dir="], "no folder given"),
         (["--config-dir=/nowhere"], "--config-dir=/nowhere: no such folder"),
         (["--config-dir=a", "--config-dir=b"], "one folder, not 2"),
-        (["--config-dir={empty}"], "no group of configurations in it; write --config-dir DIR, where DIR holds experiment/NAME.yaml"),
+        (
+            ["--config-dir={empty}"],
+            "no group of configurations in it; write --config-dir DIR, where DIR holds experiment/NAME.yaml",
+        ),
         (["--config-dir={loose}"], r"move own.yaml to .*loose/experiment/own.yaml"),
         (["--config-dir={folder}", "experiment=yours"], "Could not find 'experiment/yours'"),
     ],
@@ -68,7 +82,8 @@ def test_a_wrong_folder_is_refused_in_one_line(words, text, folder, tmp_path):
 
 
 def test_ranks_of_torchrun_take_the_same_words(folder, tmp_path):
-    """Promise: what `laminar train` takes, a bare `-m laminar_hpc` takes too: a controller's dry run of the user's experiment."""
+    """Promise: what `laminar train` takes, a bare `-m laminar_hpc` takes too: a controller's dry run of the
+    user's experiment."""
     environment = {
         **os.environ,
         "RANK": "0",
@@ -76,11 +91,23 @@ def test_ranks_of_torchrun_take_the_same_words(folder, tmp_path):
         "LOCAL_WORLD_SIZE": "1",
         "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
     }
-    words = ["role=controller", f"run_dir={tmp_path}/run", "--config-dir", folder.name, "experiment=mine", "dry_run=true",
-             "model.path=models/Qwen2.5-7B"]  # fmt: skip
+    words = [
+        "role=controller",
+        f"run_dir={tmp_path}/run",
+        "--config-dir",
+        folder.name,
+        "experiment=mine",
+        "dry_run=true",
+        "model.path=models/Qwen2.5-7B",
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "laminar_hpc", *words], cwd=folder.parent, env=environment, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "laminar_hpc", *words],
+        cwd=folder.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "at most 5 steps stale" in done.stdout

@@ -19,10 +19,12 @@ from laminar_hpc.config.models import (
     kv_tokens_that_fit,
     rollout_bytes,
     trainer_bytes,
-)  # fmt: skip
+)
 from laminar_hpc.config.schema import TrainerConfig
 
-GPU_EXPERIMENTS = sorted(path.stem for path in (conf_directory() / "experiment").glob("*.yaml") if path.stem != "demo")
+GPU_EXPERIMENTS = sorted(
+    path.stem for path in (conf_directory() / "experiment").glob("*.yaml") if path.stem != "demo"
+)
 NODE = ["experiment=node_8gpu_7b", "dry_run=true"]
 
 
@@ -38,18 +40,38 @@ def test_shipped_experiments_name_their_gpus_and_fit(name):
         other = {"trainer": "rollout", "rollout": "trainer"}[role]
         with pytest.raises(LaminarError, match="can be used"):
             half = [f"{role}.gpu_memory_gigabytes={size / 2}"]
-            check(load_config([*words, *half, *([f"{other}.gpu_memory_gigabytes={size / 2}"] if name == "one_gpu" else [])]))
+            check(
+                load_config(
+                    [
+                        *words,
+                        *half,
+                        *([f"{other}.gpu_memory_gigabytes={size / 2}"] if name == "one_gpu" else []),
+                    ]
+                )
+            )
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["trainer.tokens_per_microbatch=40000"], r"trainer needs \d+\.\d GB on a GPU, of 80 GB 95% can be used: set (.*)"),
-        (["rollout.kv_cache_tokens=1200000"], r"rollout needs \d+\.\d GB on a GPU, .*: lower rollout.kv_cache_tokens=1200000 to (\d+)"),
-        (["rollout.kv_cache_tokens=9000", "rollout.gpu_memory_gigabytes=12"], r"(raise rollout.tensor_parallel=1)"),
+        (
+            ["trainer.tokens_per_microbatch=40000"],
+            r"trainer needs \d+\.\d GB on a GPU, of 80 GB 95% can be used: set (.*)",
+        ),
+        (
+            ["rollout.kv_cache_tokens=1200000"],
+            r"rollout needs \d+\.\d GB on a GPU, .*: lower rollout.kv_cache_tokens=1200000 to (\d+)",
+        ),
+        (
+            ["rollout.kv_cache_tokens=9000", "rollout.gpu_memory_gigabytes=12"],
+            r"(raise rollout.tensor_parallel=1)",
+        ),
         (["trainer.gpu_memory_gigabytes=-1"], r"(trainer.gpu_memory_gigabytes=-1: must be above 0)"),
         (["rollout.gpu_memory_gigabytes=nan"], r"(rollout.gpu_memory_gigabytes=nan: must be above 0)"),
-        (["trainer.tokens_per_microbatch=40000", "rollout.kv_cache_tokens=1200000"], r"trainer needs (.*); rollout needs"),
+        (
+            ["trainer.tokens_per_microbatch=40000", "rollout.kv_cache_tokens=1200000"],
+            r"trainer needs (.*); rollout needs",
+        ),
     ],
 )
 def test_a_refusal_names_role_size_and_cure(words, text):
@@ -61,10 +83,18 @@ def test_a_refusal_names_role_size_and_cure(words, text):
 def test_a_cure_that_stands_alone_is_enough():
     with pytest.raises(LaminarError) as error:
         check(load_config([*NODE, "trainer.tokens_per_microbatch=20000"]))
-    check(load_config([*NODE, "trainer.tokens_per_microbatch=20000", re.search(r"set (\S+)", str(error.value)).group(1)]))
+    check(
+        load_config(
+            [*NODE, "trainer.tokens_per_microbatch=20000", re.search(r"set (\S+)", str(error.value)).group(1)]
+        )
+    )
     with pytest.raises(LaminarError) as error:
         check(load_config([*NODE, "rollout.kv_cache_tokens=2000000"]))
-    check(load_config([*NODE, f"rollout.kv_cache_tokens={re.search(r' to ([0-9]+)', str(error.value)).group(1)}"]))
+    check(
+        load_config(
+            [*NODE, f"rollout.kv_cache_tokens={re.search(r' to ([0-9]+)', str(error.value)).group(1)}"]
+        )
+    )
 
 
 def test_without_a_size_and_a_gpu_nothing_is_refused():
@@ -77,13 +107,15 @@ def test_without_a_size_and_a_gpu_nothing_is_refused():
 def test_a_shared_gpu_holds_both():
     """Promise: trainer.devices and rollout.devices that overlap are added up."""
     with pytest.raises(
-        LaminarError, match=r"a GPU shared by trainer and rollouts needs .*: set trainer.recompute_activations=true, or lower"
+        LaminarError,
+        match=r"a GPU shared by trainer and rollouts needs .*: set trainer.recompute_activations=true, or lower",
     ):
         check(load_config(["experiment=one_gpu", "dry_run=true", "trainer.recompute_activations=false"]))
 
 
 def test_the_gpus_of_this_machine_decide_a_real_start():
-    """Promise: what the ranks put on each GPU is added up, also where a list is null and replicas come to lie on the trainers' GPUs."""
+    """Promise: what the ranks put on each GPU is added up, also where a list is null and replicas come to lie
+    on the trainers' GPUs."""
     config = load_config(NODE)
     derived = derive(config)
     here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size)
@@ -92,7 +124,9 @@ def test_the_gpus_of_this_machine_decide_a_real_start():
         check_gpus(config, derived, here, [85.5] * 4)
     with pytest.raises(LaminarError, match=r"trainer needs .* of 48 GB .*can be used"):
         check_gpus(config, derived, here, [48.0] * 8)
-    with pytest.raises(LaminarError, match=r"rollout needs .* of 48 GB .*can be used: lower rollout.kv_cache_tokens"):
+    with pytest.raises(
+        LaminarError, match=r"rollout needs .* of 48 GB .*can be used: lower rollout.kv_cache_tokens"
+    ):
         check_gpus(config, derived, here, [85.5] * 7 + [48.0])
     check_gpus(config, derived, here, [])
 
@@ -102,14 +136,22 @@ def test_sizes_by_nvidia_smi():
     printed = "0, GPU-aa11, 81559\n1, GPU-bb22, 24564\n"
     assert parse_smi(printed, ["1", "0"]) == pytest.approx([25.757, 85.521], rel=1e-4)
     assert parse_smi(printed, ["GPU-bb"]) == pytest.approx([25.757], rel=1e-4)
-    assert parse_smi(printed, ["MIG-1"]) == parse_smi("", ["0"]) == parse_smi("0, GPU-aa11, [N/A]\n", ["0"]) == []
+    assert (
+        parse_smi(printed, ["MIG-1"])
+        == parse_smi("", ["0"])
+        == parse_smi("0, GPU-aa11, [N/A]\n", ["0"])
+        == []
+    )
 
 
 def test_a_run_without_gpus_is_warned_when_the_host_is_too_small():
     config = load_config(["experiment=demo"])
     assert host_memory_warning(config, derive(config)) == ""
     large = load_config(["experiment=cluster_1024gpu_72b", "dry_run=true"])
-    assert re.search(r"has no GPU and \d+\.\d GB of memory left, the run needs about \d+", host_memory_warning(large, derive(large)))
+    assert re.search(
+        r"has no GPU and \d+\.\d GB of memory left, the run needs about \d+",
+        host_memory_warning(large, derive(large)),
+    )
 
 
 def test_kv_tokens_that_fit_is_the_inverse_of_the_estimate():
@@ -119,7 +161,9 @@ def test_kv_tokens_that_fit_is_the_inverse_of_the_estimate():
         for tensor in (1, 2, 4, 8):
             weights = 2 * count_parameters(model)
             tokens = kv_tokens_that_fit(weights, kv_bytes_per_token(model, 2), kv_heads(model), tensor, 76e9)
-            assert rollout_bytes(model, 2, tensor, tokens) <= 76e9 < rollout_bytes(model, 2, tensor, tokens + 10)
+            assert (
+                rollout_bytes(model, 2, tensor, tokens) <= 76e9 < rollout_bytes(model, 2, tensor, tokens + 10)
+            )
 
 
 def test_the_fullest_pipeline_stage_has_an_embedding():
@@ -127,5 +171,7 @@ def test_the_fullest_pipeline_stage_has_an_embedding():
     model, one = known_models()["Qwen2.5-7B"], TrainerConfig(pipeline_parallel=28, tokens_per_microbatch=1)
     layers = count_parameters(model) - 2 * 152064 * 3584
     assert trainer_bytes(model, 2, one) == pytest.approx(18 * (layers / 28 + 152064 * 3584), rel=1e-3)
-    assert trainer_bytes(model, 2, replace(one, pipeline_parallel=1)) == pytest.approx(18 * count_parameters(model), rel=1e-3)
+    assert trainer_bytes(model, 2, replace(one, pipeline_parallel=1)) == pytest.approx(
+        18 * count_parameters(model), rel=1e-3
+    )
     assert USABLE < 1

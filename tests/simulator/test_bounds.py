@@ -1,4 +1,5 @@
-"""Every number of `laminar sim` and `laminar plan` has bounds, all that is wrong is said at once, and every simulation ends."""
+"""Every number of `laminar sim` and `laminar plan` has bounds, all that is wrong is said at once, and every
+simulation ends."""
 
 import dataclasses
 import math
@@ -16,9 +17,12 @@ from laminar_hpc.simulator.run import setup, simulate
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig, SimulationConfig, WorkloadConfig
 
 TABLES = {
-    WorkloadConfig: bounds.WORKLOAD, SimulationConfig: bounds.SIMULATION, PlanConfig: bounds.PLAN, PoolConfig: bounds.POOL,
+    WorkloadConfig: bounds.WORKLOAD,
+    SimulationConfig: bounds.SIMULATION,
+    PlanConfig: bounds.PLAN,
+    PoolConfig: bounds.POOL,
     Constants: bounds.CONSTANTS,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", TABLES, ids=lambda kind: kind.__name__)
@@ -26,7 +30,9 @@ def test_every_number_has_bounds_and_its_default_is_within(kind):
     """Promise: a new number cannot be forgotten."""
     fields = {f.name: str(f.type) for f in dataclasses.fields(kind)}
     kinds = {name: text.replace("<class '", "").replace("'>", "") for name, text in fields.items()}
-    assert {name for name, text in kinds.items() if text.startswith(("int", "float", "list[int]"))} == set(TABLES[kind])
+    assert {name for name, text in kinds.items() if text.startswith(("int", "float", "list[int]"))} == set(
+        TABLES[kind]
+    )
     assert not list(bounds.numbers(kind(), TABLES[kind]))
 
 
@@ -42,19 +48,33 @@ def test_no_number_is_endless_or_negative(value):
     [
         (["sim", "dora", "max_staleness=-1"], ["max_staleness=-1: must be at least 0"]),
         (["sim", "dora", "constants.train_mfu=0"], ["constants.train_mfu=0: must be at least 0.0001"]),
-        (["sim", "dora", "constants.train_mfu=nan", "constants.repack_period=0"], ["train_mfu=nan", "repack_period=0"]),
-        (["sim", "dora", "gpus=[-5]", "pipelines=[]", "workload.sigma=0", "checkpoint_every=0"],
-         ["gpus=-5", "pipelines is empty", "sigma=0", "checkpoint_every=0"]),
+        (
+            ["sim", "dora", "constants.train_mfu=nan", "constants.repack_period=0"],
+            ["train_mfu=nan", "repack_period=0"],
+        ),
+        (
+            ["sim", "dora", "gpus=[-5]", "pipelines=[]", "workload.sigma=0", "checkpoint_every=0"],
+            ["gpus=-5", "pipelines is empty", "sigma=0", "checkpoint_every=0"],
+        ),
         (["sim", "dora", "gpus=[]"], ["gpus is empty"]),
         (["sim", "dora", "splits.laminarr=0.5"], ["splits=laminarr", "did you mean laminar"]),
         (["sim", "dora", "rollout_mtbf_hours=0"], ["rollout_mtbf_hours=0: must be at least 0.05"]),
         (["sim", "dora", "steps=9999", "workload.prompts_per_step=100000"], ["more than the 20,000,000"]),
         (["sim", "dora", "tensor_parallel=3"], ["tensor_parallel=3 does not divide the heads"]),
-        (["plan", "mixed", "max_staleness=-1", "model=33b"], ["max_staleness=-1", "model=33b", "did you mean 32B"]),
-        (["plan", "mixed", "pools=[{gpu: H10, count: 0, price: -1}]"], ["pools.gpu=H10", "pools[0].count=0", "pools[0].price=-1"]),
+        (
+            ["plan", "mixed", "max_staleness=-1", "model=33b"],
+            ["max_staleness=-1", "model=33b", "did you mean 32B"],
+        ),
+        (
+            ["plan", "mixed", "pools=[{gpu: H10, count: 0, price: -1}]"],
+            ["pools.gpu=H10", "pools[0].count=0", "pools[0].price=-1"],
+        ),
         (["plan", "mixed", "pools=[]"], ["pools is empty"]),
         (["plan", "mixed", "pools=[{gpu: H100, count: 12}]"], ["count=12: machines have 8 GPUs"]),
-        (["plan", "node", "pools=[{gpu: H100, count: 1}]"], ["one GPU cannot be divided", "experiment=one_gpu"]),
+        (
+            ["plan", "node", "pools=[{gpu: H100, count: 1}]"],
+            ["one GPU cannot be divided", "experiment=one_gpu"],
+        ),
         (["plan", "node", "name=demo"], ["conf/experiment has one of that name"]),
         (["plan", "node", "name=a/b"], ["name='a/b'"]),
         (["plan", "node", "workload.samples_per_prompt=1"], ["a run needs at least 2"]),
@@ -63,7 +83,7 @@ def test_no_number_is_endless_or_negative(value):
         (["plan", "nod"], ["did you mean node?"]),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
-)  # fmt: skip
+)
 def test_wrong_words_are_refused_in_one_line_at_once(words, texts):
     """Promise: key, bound and cure of everything that is wrong, before anything is simulated."""
     begin = time.process_time()
@@ -82,25 +102,45 @@ def test_a_simulation_that_finishes_nothing_ends(monkeypatch):
     """Promise: replicas that die faster than they work end the simulation with a line that says so."""
     monkeypatch.setattr(clock, "PATIENCE", 20_000)
     gpu, work = GPUS["H800"], WorkloadConfig(prompts_per_step=8, samples_per_prompt=4, updates_per_step=2)
-    made = setup(PIPELINES["laminar"], MODELS["7B"], gpu, 4, [(gpu, 4, 1, 1.0)], work, DEFAULT, steps=3, warmup_steps=1)
+    made = setup(
+        PIPELINES["laminar"], MODELS["7B"], gpu, 4, [(gpu, 4, 1, 1.0)], work, DEFAULT, steps=3, warmup_steps=1
+    )
     with pytest.raises(LaminarError, match=r"stuck after .* simulated hours, nothing is finished any more"):
         simulate(made)
 
 
 def test_a_simulation_whose_trainer_never_catches_up_ends(monkeypatch):
-    """Promise: without a staleness bound, rollouts that are far ahead of the trainer end the simulation too."""
+    """Promise: without a staleness bound, rollouts that are far ahead of the trainer end the simulation
+    too."""
     monkeypatch.setattr(clock, "FINISHED", 2_000)
     gpu, work = GPUS["H800"], WorkloadConfig(prompts_per_step=8, samples_per_prompt=4, updates_per_step=2)
-    made = setup(PIPELINES["laminar_unbounded"], MODELS["7B"], gpu, 1, [(gpu, 64, 1, None)], work, DEFAULT, steps=1000, warmup_steps=1)
+    made = setup(
+        PIPELINES["laminar_unbounded"],
+        MODELS["7B"],
+        gpu,
+        1,
+        [(gpu, 64, 1, None)],
+        work,
+        DEFAULT,
+        steps=1000,
+        warmup_steps=1,
+    )
     with pytest.raises(LaminarError, match="far more than are trained"):
         simulate(made)
 
 
 def test_a_search_is_cut_off_and_says_so(monkeypatch):
-    """Promise: however many candidates there are, the search ends, and its plan says that it is not proven the best."""
+    """Promise: however many candidates there are, the search ends, and its plan says that it is not proven
+    the best."""
     from laminar_hpc.simulator import plan
 
-    words = ["workload.prompts_per_step=32", "workload.samples_per_prompt=4", "workload.updates_per_step=4", "steps=2", "warmup_steps=1"]
+    words = [
+        "workload.prompts_per_step=32",
+        "workload.samples_per_prompt=4",
+        "workload.updates_per_step=4",
+        "steps=2",
+        "warmup_steps=1",
+    ]
     config = load_plan("mixed", [*words, "pools=[{gpu: H800, count: 24}, {gpu: H20, count: 16}]"])
     monkeypatch.setattr(plan, "_SIMULATED", 1)
     found = search(config)

@@ -1,4 +1,5 @@
-"""`laminar plan`: the search, and files that `laminar train` takes as they are, on the very GPUs that were planned."""
+"""`laminar plan`: the search, and files that `laminar train` takes as they are, on the very GPUs that were
+planned."""
 
 import subprocess
 
@@ -12,27 +13,52 @@ from laminar_hpc.config.memory import USABLE
 from laminar_hpc.simulator import plan, plan_command
 from laminar_hpc.simulator.constants import GPUS
 from laminar_hpc.simulator.load import load_plan
-from laminar_hpc.simulator.plan import Candidate, bound, candidates, evaluate, kv_cache_tokens, repack_of, search, trainer_settings
+from laminar_hpc.simulator.plan import (
+    Candidate,
+    bound,
+    candidates,
+    evaluate,
+    kv_cache_tokens,
+    repack_of,
+    search,
+    trainer_settings,
+)
 from laminar_hpc.simulator.plan_files import rollout_machines, trainer_machines
 from laminar_hpc.simulator.workload import Workload
 
-SMALL = ["workload.prompts_per_step=32", "workload.samples_per_prompt=4", "workload.updates_per_step=4", "steps=3", "warmup_steps=1"]
+SMALL = [
+    "workload.prompts_per_step=32",
+    "workload.samples_per_prompt=4",
+    "workload.updates_per_step=4",
+    "steps=3",
+    "warmup_steps=1",
+]
 MIXED = "pools=[{gpu: H800, count: 16}, {gpu: H20, count: 8}]"
 QUESTIONS = {
     "one node": ["node", *SMALL],
     "L40S": ["node", *SMALL, "pools=[{gpu: L40S, count: 16}]", "workload.max_response_tokens=4096"],
     "mixed": ["mixed", *SMALL],
-    "three pools": ["mixed", *SMALL, "model=7B", "pools=[{gpu: H800, count: 8}, {gpu: A100, count: 16}, {gpu: L40S, count: 4}]"],
+    "three pools": [
+        "mixed",
+        *SMALL,
+        "model=7B",
+        "pools=[{gpu: H800, count: 8}, {gpu: A100, count: 16}, {gpu: L40S, count: 4}]",
+    ],
     "cheapest": ["cheapest", *SMALL, "trainer_busy=0.1"],
     "32B on 64": ["mixed", *SMALL, "pools=[{gpu: H100, count: 64}]"],
-    "72B on 128 + 64": ["mixed", *SMALL, "model=72B", "pools=[{gpu: H800, count: 128}, {gpu: H20, count: 64}]"],
+    "72B on 128 + 64": [
+        "mixed",
+        *SMALL,
+        "model=72B",
+        "pools=[{gpu: H800, count: 128}, {gpu: H20, count: 64}]",
+    ],
 }
 
 
 @pytest.mark.parametrize("words", QUESTIONS.values(), ids=QUESTIONS)
 def test_the_written_experiment_passes_a_dry_run_on_its_own_gpus(words, tmp_path, monkeypatch):
-    """Promise: what is written starts what was simulated: as many trainer ranks and replicas, the same KV cache, layout and repack, and it
-    fits the memory of the planned GPUs."""
+    """Promise: what is written starts what was simulated: as many trainer ranks and replicas, the same KV
+    cache, layout and repack, and it fits the memory of the planned GPUs."""
     monkeypatch.setattr(plan, "_SIMULATED", 2)  # any plan will do
     config = load_plan(words[0], words[1:])
     found = plan.search(config)
@@ -45,26 +71,39 @@ def test_the_written_experiment_passes_a_dry_run_on_its_own_gpus(words, tmp_path
     assert derived.trainer_ranks == best.trainer_gpus and derived.rollout_ranks == best.replicas
     assert derived.rollout_ranks * run.rollout.tensor_parallel == sum(gpus for _, gpus, _ in best.rollouts)
     assert run.trainer == trainer_settings(config, best)
-    assert run.rollout.kv_cache_tokens == kv_cache_tokens(config, best) and run.rollout.max_concurrent == config.max_concurrent
+    assert (
+        run.rollout.kv_cache_tokens == kv_cache_tokens(config, best)
+        and run.rollout.max_concurrent == config.max_concurrent
+    )
     assert (run.pipeline.repack, run.pipeline.max_staleness) == (repack_of(best), config.max_staleness)
     assert derived.trainer_gpu_memory_bytes < USABLE * GPUS[config.pools[best.trainer_pool].gpu].memory
-    assert all(derived.rollout_gpu_memory_bytes < USABLE * GPUS[config.pools[pool].gpu].memory for pool, *_ in best.rollouts)
-    with pytest.raises(LaminarError, match=r"rollout needs .* GB on a GPU, .* can be used: lower rollout.kv_cache_tokens"):
+    assert all(
+        derived.rollout_gpu_memory_bytes < USABLE * GPUS[config.pools[pool].gpu].memory
+        for pool, *_ in best.rollouts
+    )
+    with pytest.raises(
+        LaminarError, match=r"rollout needs .* GB on a GPU, .* can be used: lower rollout.kv_cache_tokens"
+    ):
         check(load_config([*train, f"rollout.kv_cache_tokens={2 * run.rollout.kv_cache_tokens}"]))
 
 
 @pytest.mark.parametrize(("gpus", "splits"), [(8, {4, 6}), (6, {4}), (4, set())])
 def test_one_machine_is_divided(gpus, splits):
-    """Promise: trainer and rollouts share the only machine, at every split that the trainer's memory allows."""
+    """Promise: trainer and rollouts share the only machine, at every split that the trainer's memory
+    allows."""
     config = load_plan("node", [*SMALL, f"pools=[{{gpu: H100, count: {gpus}}}]"])
     assert {candidate.trainer_gpus for candidate in candidates(config)} == splits
     if not splits:
-        with pytest.raises(LaminarError, match=r"fits on no division of 4 H100: it needs at least 4 H100 to train and 1 H100 beside"):
+        with pytest.raises(
+            LaminarError,
+            match=r"fits on no division of 4 H100: it needs at least 4 H100 to train and 1 H100 beside",
+        ):
             search(config)
 
 
 def test_all_processes_of_a_plan_are_started_once(tmp_path, monkeypatch):
-    """Promise: the machines of NAME.sh and NAME.sbatch start every trainer rank and every replica, in the shell's own arithmetic."""
+    """Promise: the machines of NAME.sh and NAME.sbatch start every trainer rank and every replica, in the
+    shell's own arithmetic."""
     monkeypatch.setattr(plan, "_SIMULATED", 1)
     config = load_plan("mixed", [*SMALL, "pools=[{gpu: H800, count: 16}, {gpu: H20, count: 16}]", "name=two"])
     found = plan.search(config)
@@ -73,20 +112,28 @@ def test_all_processes_of_a_plan_are_started_once(tmp_path, monkeypatch):
     launch = tmp_path / "launch"
     launch.mkdir()
     for role in ("controller", "trainer", "relay", "rollout", "common"):
-        (launch / f"{role}.sh").write_text(f'#!/usr/bin/env bash\necho {role} ${{TRAINERS:-0}} ${{LANES:-0}} ${{ROLLOUTS:-0}} "$@"\n')
+        (launch / f"{role}.sh").write_text(
+            f'#!/usr/bin/env bash\necho {role} ${{TRAINERS:-0}} ${{LANES:-0}} ${{ROLLOUTS:-0}} "$@"\n'
+        )
         (launch / f"{role}.sh").chmod(0o755)
 
     def start(*arguments: str) -> list[str]:
         done = subprocess.run(
-            [tmp_path / "two.sh", *arguments], env={"LAUNCH": str(launch), "HOST": "10.0.0.1", "PATH": "/usr/bin:/bin"},
-            capture_output=True, text=True, timeout=20, check=False,
-        )  # fmt: skip
+            [tmp_path / "two.sh", *arguments],
+            env={"LAUNCH": str(launch), "HOST": "10.0.0.1", "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
         return [f"refused {done.returncode}"] if done.returncode else done.stdout.splitlines()
 
     trainers, replicas, relays = set(), set(), set()
     for machine in range(trainer_machines(best).count):
         (line,) = start("trainer", str(machine), "seed=3")
-        assert f"--config-dir {tmp_path} experiment=two cluster.host=10.0.0.1" in line and line.endswith("seed=3")
+        assert f"--config-dir {tmp_path} experiment=two cluster.host=10.0.0.1" in line and line.endswith(
+            "seed=3"
+        )
         first = int(line.partition("first_index=")[2].split()[0])
         trainers |= set(range(first, first + int(line.split()[1])))
     machines = sum(part.count for part in rollout_machines(config, best))
@@ -107,7 +154,8 @@ def test_all_processes_of_a_plan_are_started_once(tmp_path, monkeypatch):
 
 
 def test_plan_is_as_good_as_every_candidate():
-    """The pruned search finds the best of all candidates simulated one by one; the bound is never exceeded."""
+    """The pruned search finds the best of all candidates simulated one by one; the bound is never
+    exceeded."""
     config = load_plan("mixed", [*SMALL, "steps=4", MIXED])
     found = search(config)
     work = Workload(config.workload, config.seed, 1)
@@ -117,16 +165,26 @@ def test_plan_is_as_good_as_every_candidate():
     for candidate in candidates(config):
         rates[candidate] = evaluate(config, candidate)["tokens_per_second"]
         assert rates[candidate] <= bound(config, candidate, sum(lengths) / len(lengths), context)
-        assert len({tp for _, _, tp in candidate.rollouts}) == 1, "one experiment file has one rollout.tensor_parallel"
-    assert found.best.score == max(rates.values()) and found.simulated <= found.candidates == len(rates) and found.ended
+        assert len({tp for _, _, tp in candidate.rollouts}) == 1, (
+            "one experiment file has one rollout.tensor_parallel"
+        )
+    assert (
+        found.best.score == max(rates.values())
+        and found.simulated <= found.candidates == len(rates)
+        and found.ended
+    )
 
 
 def test_preemptible_gpus_never_train_and_the_cheapest_set_keeps_the_trainer_busy():
     config = load_plan(
         "cheapest",
-        [*SMALL, "workload.mean_response_tokens=6000", "trainer_busy=0.2",
-         "pools=[{gpu: H800, count: 16}, {gpu: H20, count: 16, preemptible: true, mtbf_hours: 1}]"],
-    )  # fmt: skip
+        [
+            *SMALL,
+            "workload.mean_response_tokens=6000",
+            "trainer_busy=0.2",
+            "pools=[{gpu: H800, count: 16}, {gpu: H20, count: 16, preemptible: true, mtbf_hours: 1}]",
+        ],
+    )
     assert {candidate.trainer_pool for candidate in candidates(config)} == {0}
     found = search(config)
     assert found.best.figures["trainer_wait_share"] <= 0.8

@@ -15,12 +15,20 @@ HIDDEN, FFN, TOKENS = 128, 512, 256
 
 
 def kept_bytes(folder: Path, layers: int, recompute: bool) -> int:
-    """Bytes of all tensors, parameters aside, that autograd keeps in the forward pass of one micro-batch in bfloat16."""
+    """Bytes of all tensors, parameters aside, that autograd keeps in the forward pass of one micro-batch in
+    bfloat16."""
     model = tiny.make_model(
-        folder / f"{layers}", hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=2, max_position_embeddings=1024,
-    )  # fmt: skip
-    policy = MegatronPolicy(tiny.make_config(model, model__dtype="bfloat16", trainer__recompute_activations=recompute))
+        folder / f"{layers}",
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )
+    policy = MegatronPolicy(
+        tiny.make_config(model, model__dtype="bfloat16", trainer__recompute_activations=recompute)
+    )
     pack = make_pack([[1 + i % 40 for i in range(TOKENS)]], [range(1, TOKENS)], policy.device)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in policy.gpt.parameters()}
     seen: dict[int, torch.Tensor] = {}
@@ -38,23 +46,39 @@ def kept_bytes(folder: Path, layers: int, recompute: bool) -> int:
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
 def test_activations_of_a_layer(recompute: bool, tmp_path: Path, world: None) -> None:
-    """Promise: recomputation keeps a layer's input in float32, 4 bytes per value also in bfloat16. Without it the estimate is what the
-    layers keep but for what only the CPU does: its norms and its activation keep a copy more each."""
+    """Promise: recomputation keeps a layer's input in float32, 4 bytes per value also in bfloat16. Without it
+    the estimate is what the layers keep but for what only the CPU does: its norms and its activation keep a
+    copy more each."""
     few, more = 2, 5
-    found = (kept_bytes(tmp_path, more, recompute) - kept_bytes(tmp_path, few, recompute)) / (more - few) / (TOKENS - 1)
+    found = (
+        (kept_bytes(tmp_path, more, recompute) - kept_bytes(tmp_path, few, recompute))
+        / (more - few)
+        / (TOKENS - 1)
+    )
     shape = {
-        "model_type": "qwen2", "hidden_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "intermediate_size": FFN, "vocab_size": 1,
-    }  # fmt: skip
+        "model_type": "qwen2",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": FFN,
+        "vocab_size": 1,
+    }
     trainer = tiny.make_config(tmp_path, trainer__recompute_activations=recompute).trainer
 
     def estimate(layers: int, tokens: int) -> int:
         trainer.tokens_per_microbatch = tokens
         return trainer_bytes({**shape, "num_hidden_layers": layers}, 2, trainer)
 
-    predicted = (estimate(more, 2000) - estimate(few, 2000) - estimate(more, 1000) + estimate(few, 1000)) / (more - few) / 1000
+    predicted = (
+        (estimate(more, 2000) - estimate(few, 2000) - estimate(more, 1000) + estimate(few, 1000))
+        / (more - few)
+        / 1000
+    )
     if recompute:
-        assert found == pytest.approx(4 * HIDDEN, rel=0.02) and predicted == pytest.approx(4 * HIDDEN, rel=0.01)
+        assert found == pytest.approx(4 * HIDDEN, rel=0.02) and predicted == pytest.approx(
+            4 * HIDDEN, rel=0.01
+        )
     else:
         cpu_only = 2 * 4 * HIDDEN + 2 * FFN
         assert found - cpu_only == pytest.approx(predicted, rel=0.1)

@@ -1,4 +1,5 @@
-"""Whether a run fits the memory of this machine: of its GPUs by nvidia-smi, or of its host where it has none. Imports no torch."""
+"""Whether a run fits the memory of this machine: of its GPUs by nvidia-smi, or of its host where it has none.
+Imports no torch."""
 
 import subprocess
 from collections import Counter
@@ -18,25 +19,37 @@ _MIB = 1 << 20
 
 
 def gigabytes_of_gpus() -> list[float]:
-    """Memory of each GPU that this process may use, in 10^9 bytes and the order of `present`; [] without GPUs or when it is unknown."""
+    """Memory of each GPU that this process may use, in 10^9 bytes and the order of `present`; [] without GPUs
+    or when it is unknown."""
     names = present()
     if not names:
         return []
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
-        printed = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True).stdout
+        printed = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return []  # a container may hide the tool; nothing is refused then
     return parse_smi(printed, names)
 
 
 def parse_smi(printed: str, names: Sequence[str]) -> list[float]:
-    """Sizes by nvidia-smi's lines `index, uuid, MiB`, for GPUs named by index or by the beginning of their UUID; a name that is neither (a
-    MIG slice) makes all unknown: []."""
-    rows = [[word.strip() for word in line.split(",")] for line in printed.splitlines() if line.count(",") == 2]
+    """Sizes by nvidia-smi's lines `index, uuid, MiB`, for GPUs named by index or by the beginning of their
+    UUID; a name that is neither (a MIG slice) makes all unknown: []."""
+    rows = [
+        [word.strip() for word in line.split(",")] for line in printed.splitlines() if line.count(",") == 2
+    ]
     found = []
     for name in names:
-        size = next((mib for index, uuid, mib in rows if name == index or (name.startswith("GPU-") and uuid.startswith(name))), "")
+        size = next(
+            (
+                mib
+                for index, uuid, mib in rows
+                if name == index or (name.startswith("GPU-") and uuid.startswith(name))
+            ),
+            "",
+        )
         if not size.isdigit():
             return []
         found.append(int(size) * _MIB / 1e9)
@@ -44,21 +57,26 @@ def parse_smi(printed: str, names: Sequence[str]) -> list[float]:
 
 
 def check_dry_run(config: RunConfig, derived: Derived) -> None:
-    """Holds each role against this machine's smallest GPU, where the configuration names no size. Raises LaminarError."""
+    """Holds each role against this machine's smallest GPU, where the configuration names no size. Raises
+    LaminarError."""
     if config.trainer.gpu_memory_gigabytes and config.rollout.gpu_memory_gigabytes:
         return
     check_memory(config, memory_need(config, derived), min(gigabytes_of_gpus(), default=None))
 
 
-def check_gpus(config: RunConfig, derived: Derived, here: Sequence[RoleOfRank], sizes: Sequence[float]) -> None:
-    """Adds up what the ranks of this machine put on each of its GPUs, of `sizes` in gigabytes. Raises LaminarError for the first one that
-    is too small."""
+def check_gpus(
+    config: RunConfig, derived: Derived, here: Sequence[RoleOfRank], sizes: Sequence[float]
+) -> None:
+    """Adds up what the ranks of this machine put on each of its GPUs, of `sizes` in gigabytes. Raises
+    LaminarError for the first one that is too small."""
     need = memory_need(config, derived)
     trainers: Counter[int] = Counter()
     engines: Counter[int] = Counter()
     for mine in here:
         if mine.role in ("trainer", "rollout"):
-            (trainers if mine.role == "trainer" else engines).update(devices_of(config, here, mine, len(sizes)))
+            (trainers if mine.role == "trainer" else engines).update(
+                devices_of(config, here, mine, len(sizes))
+            )
     for device, size in enumerate(sizes):
         on_it = Need(need.trainer * trainers[device], need.rollout)
         if on_it.trainer + engines[device] * on_it.rollout <= USABLE * size * 1e9:
@@ -69,7 +87,8 @@ def check_gpus(config: RunConfig, derived: Derived, here: Sequence[RoleOfRank], 
 
 
 def host_memory_warning(config: RunConfig, derived: Derived) -> str:
-    """One line when a run without GPUs needs more than the host has left; else empty. Weight slots in /dev/shm count too."""
+    """One line when a run without GPUs needs more than the host has left; else empty. Weight slots in
+    /dev/shm count too."""
     need = memory_need(config, derived)
     engines = derived.rollout_ranks * config.rollout.tensor_parallel * need.rollout
     total = derived.trainer_ranks * need.trainer + engines + derived.slot_bytes
@@ -77,6 +96,7 @@ def host_memory_warning(config: RunConfig, derived: Derived) -> str:
     if total <= free:
         return ""
     return (
-        f"this machine has no GPU and {free / 1e9:.1f} GB of memory left, the run needs about {total / 1e9:.1f} GB: lower "
+        f"this machine has no GPU and {free / 1e9:.1f} GB of memory left, the run needs about "
+        f"{total / 1e9:.1f} GB: lower "
         "rollout.kv_cache_tokens or trainer.tokens_per_microbatch, or take a smaller model"
     )

@@ -65,7 +65,8 @@ def take_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
         return None, rest
     usage = "write --config-dir DIR, where DIR holds experiment/NAME.yaml"
     if len(found) > 1 or not found[0]:
-        raise LaminarError(f"--config-dir: {'one folder, not ' + str(len(found)) if found[0] else 'no folder given'}; {usage}")
+        wrong = f"one folder, not {len(found)}" if found[0] else "no folder given"
+        raise LaminarError(f"--config-dir: {wrong}; {usage}")
     directory = Path(found[0]).expanduser().absolute()
     if not directory.is_dir():
         raise LaminarError(f"--config-dir={found[0]}: no such folder; {usage}")

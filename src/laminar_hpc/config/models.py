@@ -93,14 +93,16 @@ def kv_bytes_per_token(model: dict, bytes_per_value: int) -> int:
 def state_bytes(parameters: float, resident: float, optimizer: float, ranks: int) -> float:
     """Bytes of weights, gradients and optimizer on a trainer GPU that holds `parameters`.
 
-    `resident` bytes of each parameter stay on the GPU; the distributed optimizer divides `optimizer` bytes over `ranks` data-parallel
-    ranks (ZeRO stage 1, Rajbhandari et al., arXiv 1910.02054, section 3.1). The simulator's layouts use it too.
+    `resident` bytes of each parameter stay on the GPU; the distributed optimizer divides `optimizer` bytes
+    over `ranks` data-parallel ranks (ZeRO stage 1, Rajbhandari et al., arXiv 1910.02054, section 3.1). The
+    simulator's layouts use it too.
     """
     return parameters * (resident + optimizer / ranks)
 
 
 def _stage_parameters(model: dict, stages: int) -> float:
-    """Parameters of the fullest pipeline stage: the first has the embedding, the last the output layer and the last norm."""
+    """Parameters of the fullest pipeline stage: the first has the embedding, the last the output layer and
+    the last norm."""
     total, embedding = count_parameters(model), model["vocab_size"] * model["hidden_size"]
     if stages == 1:
         return total
@@ -112,16 +114,20 @@ def _stage_parameters(model: dict, stages: int) -> float:
 def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     """Estimated bytes on the fullest trainer GPU. `width`: bytes of a served weight (2 for bfloat16).
 
-    State, per parameter: the weight, a float32 gradient, Adam's two float32 moments, and a float32 copy unless the weight is float32.
+    State, per parameter: the weight, a float32 gradient, Adam's two float32 moments, and a float32 copy
+    unless the weight is float32.
 
-    Activations, per token and layer, after Korthikanti et al., arXiv 2205.05198, equation 2, without sequence parallelism and with
-    attention that keeps no scores. Whole on every tensor-parallel rank: the residual before each of the two norms, in float32
-    (trainer/residual.py), and the output of each norm. Split over the tensor-parallel ranks: queries, keys and values repeated to as
-    many heads, and attention's output; and four values of the feed-forward width. With recomputation only the float32 input of a layer
-    stays. Either way one more layer is on the GPU: recomputed, or as the gradients of the backward pass. The first of p pipeline stages
-    keeps p micro-batches, so stages don't make activations fewer. The last stage has the logits and their gradient in float32.
+    Activations, per token and layer, after Korthikanti et al., arXiv 2205.05198, equation 2, without sequence
+    parallelism and with attention that keeps no scores. Whole on every tensor-parallel rank: the residual
+    before each of the two norms, in float32 (trainer/residual.py), and the output of each norm. Split over
+    the tensor-parallel ranks: queries, keys and values repeated to as many heads, and attention's output; and
+    four values of the feed-forward width. With recomputation only the float32 input of a layer stays. Either
+    way one more layer is on the GPU: recomputed, or as the gradients of the backward pass. The first of p
+    pipeline stages keeps p micro-batches, so stages don't make activations fewer. The last stage has the
+    logits and their gradient in float32.
 
-    These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need less.
+    These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need
+    less.
     """
     tensor, stages, tokens = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.tokens_per_microbatch
     ranks = trainer.data_parallel if trainer.distributed_optimizer else 1
@@ -141,12 +147,14 @@ def rollout_bytes(model: dict, width: int, tensor: int, kv_tokens: int) -> int:
 
 
 def kv_shard_bytes(token_bytes: float, kv_heads: int, tensor: int) -> float:
-    """Bytes of a token's KV cache over the `tensor` ranks of an engine together: beyond one rank per KV head the heads are copied."""
+    """Bytes of a token's KV cache over the `tensor` ranks of an engine together: beyond one rank per KV head
+    the heads are copied."""
     return token_bytes * tensor / min(tensor, kv_heads)
 
 
 def kv_tokens_that_fit(weights: float, token_bytes: float, kv_heads: int, tensor: int, gpu: float) -> int:
-    """KV tokens of an engine on `tensor` GPUs with `gpu` usable bytes each, beside `weights` bytes over all; 0 or less: no room.
+    """KV tokens of an engine on `tensor` GPUs with `gpu` usable bytes each, beside `weights` bytes over all;
+    0 or less: no room.
 
     The inverse of `rollout_bytes`; the simulator's capacity of a replica too.
     """

@@ -1,4 +1,5 @@
-"""The bounds of every number that `laminar sim` and `laminar plan` take. All that is wrong is said at once, with key, bound and cure."""
+"""The bounds of every number that `laminar sim` and `laminar plan` take. All that is wrong is said at once,
+with key, bound and cure."""
 
 import dataclasses
 import math
@@ -13,7 +14,8 @@ INFINITY = math.inf
 
 @dataclass(frozen=True)
 class Bound:
-    """`low` and `high` are allowed, `low` not if `above`. `why`: what is wrong beyond them, where the bound alone doesn't say it."""
+    """`low` and `high` are allowed, `low` not if `above`. `why`: what is wrong beyond them, where the bound
+    alone doesn't say it."""
 
     low: float
     high: float
@@ -22,10 +24,16 @@ class Bound:
 
     def refusal(self, key: str, value: float) -> str:
         """One sentence, or empty."""
-        if math.isfinite(value) and (value > self.low or (value == self.low and not self.above)) and value <= self.high:
+        if (
+            math.isfinite(value)
+            and (value > self.low or (value == self.low and not self.above))
+            and value <= self.high
+        ):
             return ""
         low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
-        return f"{key}={value:g}: must be {low} and at most {self.high:g}{': ' + self.why if self.why else ''}"
+        return (
+            f"{key}={value:g}: must be {low} and at most {self.high:g}{': ' + self.why if self.why else ''}"
+        )
 
 
 _COUNT = Bound(1, 1_000_000)
@@ -124,7 +132,8 @@ def choice(key: str, value: str, known: Iterable[str]) -> str:
 
 
 def numbers(settings: object, bounds: dict[str, Bound], prefix: str = "") -> Iterator[str]:
-    """A sentence for each field of the dataclass, or number of a list, beyond its bounds; null is allowed where the schema has it."""
+    """A sentence for each field of the dataclass, or number of a list, beyond its bounds; null is allowed
+    where the schema has it."""
     for name, bound in bounds.items():
         value = getattr(settings, name)
         for each in value if isinstance(value, list) else [value]:
@@ -135,7 +144,9 @@ def numbers(settings: object, bounds: dict[str, Bound], prefix: str = "") -> Ite
 def constants(values: dict[str, float], key: str = "constants") -> Iterator[str]:
     """A sentence for each constant that does not exist or lies beyond its bounds."""
     for name, value in values.items():
-        if (text := choice(key, name, CONSTANTS)) or (text := CONSTANTS[name].refusal(f"{key}.{name}", value)):
+        if (text := choice(key, name, CONSTANTS)) or (
+            text := CONSTANTS[name].refusal(f"{key}.{name}", value)
+        ):
             yield text
 
 
@@ -145,14 +156,19 @@ def run_length(steps: int, warmup_steps: int, trajectories: int) -> Iterator[str
         yield f"warmup_steps={warmup_steps} must be at least 0 and below steps={steps}"
     if steps * trajectories > _MOST_TRAJECTORIES:
         yield (
-            f"steps={steps} of {trajectories:,} trajectories are more than the {_MOST_TRAJECTORIES:,} that are simulated in minutes: "
+            f"steps={steps} of {trajectories:,} trajectories are more than the {_MOST_TRAJECTORIES:,} that "
+            "are simulated in minutes: "
             f"lower steps, workload.prompts_per_step or workload.samples_per_prompt"
         )
 
 
 def name(value: str) -> str:
     """Files are called by it."""
-    return "" if _NAME.fullmatch(value) else f"name={value!r}: use letters, digits, '.', '_' and '-', at most 64, for files have it"
+    return (
+        ""
+        if _NAME.fullmatch(value)
+        else f"name={value!r}: use letters, digits, '.', '_' and '-', at most 64, for files have it"
+    )
 
 
 def refuse(wrong: Iterable[str]) -> None:

@@ -1,6 +1,8 @@
-"""Simulated time: a heap of calls. Equal times are called in the order in which they were entered, so a seed gives one history.
+"""Simulated time: a heap of calls. Equal times are called in the order in which they were entered, so a seed
+gives one history.
 
-Every simulation ends: `progress` is called when a trajectory or a trainer step is finished, and PATIENCE calls without one are too many.
+Every simulation ends: `progress` is called when a trajectory or a trainer step is finished, and PATIENCE
+calls without one are too many.
 """
 
 import heapq
@@ -28,7 +30,8 @@ class Clock:
         self.finished += finished
         if self.finished > FINISHED:
             raise LaminarError(
-                f"simulation: {self.finished:,} trajectories after {self.now / 3600:,.1f} simulated hours, far more than are trained: give "
+                f"simulation: {self.finished:,} trajectories after {self.now / 3600:,.1f} simulated hours, "
+                "far more than are trained: give "
                 "the trainer more GPUs, bound max_staleness, or simulate fewer steps"
             )
 
@@ -45,14 +48,17 @@ class Clock:
         self.at(self.now + seconds, call, *arguments)
 
     def run(self) -> None:
-        """Until `running` is false or nothing is left. Raises LaminarError when nothing is finished any more."""
+        """Until `running` is false or nothing is left. Raises LaminarError when nothing is finished any
+        more."""
         heap = self._heap
         while self.running and heap:
             self.now, _, call, arguments = heapq.heappop(heap)
             self.calls += 1
             if self.calls > self._limit:
                 raise LaminarError(
-                    f"simulation: stuck after {self.now / 3600:,.1f} simulated hours, nothing is finished any more: failures that come "
-                    "faster than work is done, or replicas that get none; raise *mtbf_hours, max_staleness or the number of GPUs"
+                    f"simulation: stuck after {self.now / 3600:,.1f} simulated hours, nothing is finished "
+                    "any more: failures that come "
+                    "faster than work is done, or replicas that get none; raise *mtbf_hours, max_staleness "
+                    "or the number of GPUs"
                 )
             call(*arguments)

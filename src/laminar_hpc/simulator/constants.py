@@ -35,7 +35,8 @@ GPUS_PER_MACHINE = 8  # Laminar, evaluation
 
 @dataclass(frozen=True)
 class Model:
-    """A dense model served and trained in bf16. `tensor_parallel`: GPUs of one rollout replica. `hf`: its name in config/models.py."""
+    """A dense model served and trained in bf16. `tensor_parallel`: GPUs of one rollout replica. `hf`: its
+    name in config/models.py."""
 
     parameters: float
     layers: int

@@ -78,9 +78,10 @@ def attention_share(model: Model) -> float:
 
 
 def trainer_layout(model: Model, gpu: Gpu, gpus: int, c: Constants) -> Layout | None:
-    """The layout of a published system, whose activations are not known to us: TP as wide as a machine and the heads allow, since
-    data-parallel ranks wait for each other; then the fewest pipeline stages whose GPUs hold weights, gradients and optimizer in their
-    share of the memory. None: no number does. `trainer_fit.py` has the layout of a run of our own."""
+    """The layout of a published system, whose activations are not known to us: TP as wide as a machine and
+    the heads allow, since data-parallel ranks wait for each other; then the fewest pipeline stages whose GPUs
+    hold weights, gradients and optimizer in their share of the memory. None: no number does. `trainer_fit.py`
+    has the layout of a run of our own."""
     tensor = max(tp for tp in (1, 2, 4, 8) if gpus % tp == 0 and model.heads % tp == 0)
     for stages in (1, 2, 4, 8):
         if gpus % (tensor * stages):

@@ -114,11 +114,17 @@ def _work(config: SimulationConfig | PlanConfig) -> Iterator[str]:
     w = config.workload
     yield from bounds.run_length(config.steps, config.warmup_steps, w.prompts_per_step * w.samples_per_prompt)
     if w.updates_per_step > w.prompts_per_step:
-        yield f"workload.updates_per_step={w.updates_per_step}: at most workload.prompts_per_step={w.prompts_per_step}"
+        yield (
+            f"workload.updates_per_step={w.updates_per_step}: at most "
+            f"workload.prompts_per_step={w.prompts_per_step}"
+        )
     if w.lengths_file:
         longest = max(max(row) for row in read_lengths(Path(w.lengths_file)))
         if longest > w.max_response_tokens:
-            yield f"workload.lengths_file has a response of {longest} tokens: raise workload.max_response_tokens={w.max_response_tokens}"
+            yield (
+                f"workload.lengths_file has a response of {longest} tokens: raise "
+                f"workload.max_response_tokens={w.max_response_tokens}"
+            )
     elif w.mean_response_tokens >= w.max_response_tokens:
         yield (
             f"workload.mean_response_tokens={w.mean_response_tokens:g} must lie between 1 and "
@@ -130,7 +136,10 @@ def _replicas(config: SimulationConfig) -> Iterator[str]:
     w, model, c = config.workload, MODELS[config.model], constants_of(config)
     tensor_parallel = config.tensor_parallel or model.tensor_parallel
     if not shards(model, tensor_parallel):
-        yield f"tensor_parallel={tensor_parallel} does not divide the heads of {config.model}; use 1, 2 or 4, or 8 if it has as many"
+        yield (
+            f"tensor_parallel={tensor_parallel} does not divide the heads of {config.model}; use 1, 2 or 4, "
+            "or 8 if it has as many"
+        )
     capacity = kv_capacity(model, GPUS[config.rollout_gpu], tensor_parallel, min(c.kv_memory_share, c.kv_memory_share_colocated))
     if capacity < w.longest:
         yield (
@@ -139,7 +148,10 @@ def _replicas(config: SimulationConfig) -> Iterator[str]:
         )
     for gpus in config.gpus:
         if gpus < 2 * tensor_parallel:
-            yield f"gpus={gpus}: at least {2 * tensor_parallel}, one replica of {tensor_parallel} and as many to train"
+            yield (
+                f"gpus={gpus}: at least {2 * tensor_parallel}, one replica of {tensor_parallel} and as many "
+                "to train"
+            )
 
 
 def _plannable(config: PlanConfig) -> Iterator[str]:
@@ -147,21 +159,35 @@ def _plannable(config: PlanConfig) -> Iterator[str]:
     w, model = config.workload, known_models()[MODELS[config.model].hf]
     trajectories = w.prompts_per_step * w.samples_per_prompt
     if w.samples_per_prompt < 2:
-        yield f"workload.samples_per_prompt={w.samples_per_prompt}: a run needs at least 2, a group to take advantages over"
+        yield (
+            f"workload.samples_per_prompt={w.samples_per_prompt}: a run needs at least 2, a group to take "
+            "advantages over"
+        )
     if trajectories % w.updates_per_step:
         yield (
-            f"workload.updates_per_step={w.updates_per_step} does not divide the {trajectories} trajectories of a step, "
+            f"workload.updates_per_step={w.updates_per_step} does not divide the {trajectories} "
+            "trajectories of a step, "
             "workload.prompts_per_step x workload.samples_per_prompt"
         )
     if w.longest > model["max_position_embeddings"]:
-        yield f"a trajectory of {w.longest} tokens exceeds the {model['max_position_embeddings']} positions of {config.model}; lower it"
+        yield (
+            f"a trajectory of {w.longest} tokens exceeds the {model['max_position_embeddings']} positions "
+            f"of {config.model}; lower it"
+        )
     if config.name in {path.stem for path in (conf_directory() / "experiment").glob("*.yaml")}:
-        yield f"name={config.name}: conf/experiment has one of that name, which would go before the plan's; choose another"
+        yield (
+            f"name={config.name}: conf/experiment has one of that name, which would go before the plan's; "
+            "choose another"
+        )
     for i, pool in enumerate(config.pools):
         if pool.count > GPUS_PER_MACHINE and pool.count % GPUS_PER_MACHINE:
-            yield f"pools[{i}].count={pool.count}: machines have {GPUS_PER_MACHINE} GPUs: give a multiple, or the rest a pool of its own"
+            yield (
+                f"pools[{i}].count={pool.count}: machines have {GPUS_PER_MACHINE} GPUs: give a multiple, or "
+                "the rest a pool of its own"
+            )
     if sum(pool.count for pool in config.pools) == 1:
         yield (
-            "pools: one GPU cannot be divided; trainer and engine can share it in turns, as in laminar train experiment=one_gpu, "
+            "pools: one GPU cannot be divided; trainer and engine can share it in turns, as in laminar "
+            "train experiment=one_gpu, "
             "with a model of 0.5B or so"
         )

@@ -1,9 +1,11 @@
-"""`laminar plan`: how to divide a cluster between trainer, relays and rollouts, by best-first search over the simulator.
+"""`laminar plan`: how to divide a cluster between trainer, relays and rollouts, by best-first search over the
+simulator.
 
-Each candidate has an optimistic score from closed forms (no rate of the simulation can exceed it); candidates are simulated in its order,
-and the search ends when the best simulated score is above all that is left. Candidates are what one experiment file can say and
-`laminar train` can start: the trainer on one pool that is not preemptible, in whole machines, or on a part of the only machine; replicas of
-one TP, KV cache and local batch on what is left of each pool, on all of it or none, with `objective=cost` also on a part of it.
+Each candidate has an optimistic score from closed forms (no rate of the simulation can exceed it); candidates
+are simulated in its order, and the search ends when the best simulated score is above all that is left.
+Candidates are what one experiment file can say and `laminar train` can start: the trainer on one pool that is
+not preemptible, in whole machines, or on a part of the only machine; replicas of one TP, KV cache and local
+batch on what is left of each pool, on all of it or none, with `objective=cost` also on a part of it.
 """
 
 import dataclasses
@@ -82,8 +84,8 @@ def tensor_parallels(config: PlanConfig, pool: PoolConfig, c: Constants) -> list
 
 
 def trainer_sizes(config: PlanConfig, pool: PoolConfig) -> list[int]:
-    """GPUs of `pool` that a trainer may take: whole machines. A part of a machine only where there is no other one: a rollout beside the
-    trainer needs a torchrun with both."""
+    """GPUs of `pool` that a trainer may take: whole machines. A part of a machine only where there is no
+    other one: a rollout beside the trainer needs a torchrun with both."""
     if pool.count > GPUS_PER_MACHINE:
         return list(range(GPUS_PER_MACHINE, pool.count + 1, GPUS_PER_MACHINE))
     return list(range(1, pool.count)) if len(config.pools) == 1 else [pool.count]
@@ -109,7 +111,8 @@ def kv_cache_tokens(config: PlanConfig, candidate: Candidate, c: Constants = DEF
 
 
 def repack_of(candidate: Candidate) -> str:
-    """How repack moves a request: with its KV cache where each engine is one process (docs/kv.md), else by prefill."""
+    """How repack moves a request: with its KV cache where each engine is one process (docs/kv.md), else by
+    prefill."""
     if candidate.replicas == 1:
         return "off"
     return "kv" if candidate.tensor_parallel == 1 else "reprefill"
@@ -229,7 +232,10 @@ def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
     generates = {pool.gpu: min(found) for pool in config.pools if (found := tensor_parallels(config, pool, c))}
     if trains and generates:
         to_train, to_generate = (" or ".join(f"{n} {gpu}" for gpu, n in found.items()) for found in (trains, generates))
-        return f"plan: {model} fits on no division of {pools}: it needs at least {to_train} to train and {to_generate} beside to generate"
+        return (
+            f"plan: {model} fits on no division of {pools}: it needs at least {to_train} to train and "
+            f"{to_generate} beside to generate"
+        )
     cure = "add GPUs, take a smaller model, or lower workload.max_response_tokens"
     what = "generate" if trains else "train" if generates else "train or generate"
     kind = "pool that is not preemptible" if what == "train" and any(pool.preemptible for pool in config.pools) else "pool"

@@ -1,4 +1,5 @@
-"""`laminar plan QUESTION [key=value ...] [--json]`: the plan, what it expects, the runner-up, the files of the run and how to start it."""
+"""`laminar plan QUESTION [key=value ...] [--json]`: the plan, what it expects, the runner-up, the files of
+the run and how to start it."""
 
 import dataclasses
 import json
@@ -31,9 +32,11 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
     recompute = ", activations recomputed" if t.recompute_activations else ""
     lines = [
         f"plan         {describe(config, plan.best.candidate)}",
-        f"trainer      TP {t.tensor_parallel} x PP {t.pipeline_parallel} x DP {t.data_parallel}, micro-batches of "
+        f"trainer      TP {t.tensor_parallel} x PP {t.pipeline_parallel} x DP {t.data_parallel}, "
+        "micro-batches of "
         f"{t.tokens_per_microbatch:,} tokens{recompute}",
-        f"rollouts     {kv_cache_tokens(config, best):,} KV tokens each, repack {repack_of(best)};  relays {machines * lanes(config)} on "
+        f"rollouts     {kv_cache_tokens(config, best):,} KV tokens each, repack {repack_of(best)};  relays "
+        f"{machines * lanes(config)} on "
         f"{machines} rollout machine{'s' if machines > 1 else ''}",
         f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, "
         f"trainer waits {f['trainer_wait_share']:.0%}, rollouts idle {f['rollout_idle_share']:.0%}, "
@@ -47,8 +50,9 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
 
 
 def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
-    """Writes the plan's files into `folder` and tries the experiment as `laminar train ... dry_run=true` does. Gives the lines that say how
-    to run it. Raises LaminarError, and leaves no file, when the experiment would be refused."""
+    """Writes the plan's files into `folder` and tries the experiment as `laminar train ... dry_run=true`
+    does. Gives the lines that say how to run it. Raises LaminarError, and leaves no file, when the experiment
+    would be refused."""
     candidate, name = plan.best.candidate, config.name
     assert plan.best.figures is not None
     file = folder / "experiment" / f"{name}.yaml"

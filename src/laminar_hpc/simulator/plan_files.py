@@ -1,5 +1,6 @@
-"""What `laminar plan` writes for a candidate: the experiment file, and for more than one machine a script that starts each machine's part
-and a Slurm job that runs it on all of them. Everything that was simulated stands in the file."""
+"""What `laminar plan` writes for a candidate: the experiment file, and for more than one machine a script
+that starts each machine's part and a Slurm job that runs it on all of them. Everything that was simulated
+stands in the file."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MOD
 from laminar_hpc.simulator.plan import Candidate, describe, kv_cache_tokens, repack_of, trainer_settings
 from laminar_hpc.simulator.schema import PlanConfig
 
-_LANE_BYTES = 36e9  # of a publication per relay lane: 1, 2 and 4 lanes for 7B, 32B and 72B, as in conf/experiment
+_LANE_BYTES = (
+    36e9  # of a publication per relay lane: 1, 2 and 4 lanes for 7B, 32B and 72B, as in conf/experiment
+)
 _PATIENCE = 4  # time limits of requests and batches, over the longest that was simulated
 
 
@@ -59,7 +62,8 @@ def _yaml(value: object) -> str:
 
 
 def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
-    """DIR/experiment/NAME.yaml for `--config-dir DIR`. `figures`: of the simulated run, from which time limits follow."""
+    """DIR/experiment/NAME.yaml for `--config-dir DIR`. `figures`: of the simulated run, from which time
+    limits follow."""
     t, w, tp = trainer_settings(config, candidate), config.workload, candidate.tensor_parallel
     memory = min(GPUS[config.pools[pool].gpu].memory for pool, *_ in candidate.rollouts) / 1e9
     slowest = math.ceil(_PATIENCE * max(figures["latency_max"], figures["step_seconds"], 450.0) / 600) * 600
@@ -68,27 +72,40 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
         "model": {"path": f"models/{MODELS[config.model].hf}", "dtype": "bfloat16"},
         "sampling": {"max_response_tokens": w.max_response_tokens},
         "algorithm": {
-            "prompts_per_step": w.prompts_per_step, "samples_per_prompt": w.samples_per_prompt,
+            "prompts_per_step": w.prompts_per_step,
+            "samples_per_prompt": w.samples_per_prompt,
             "minibatches_per_step": w.updates_per_step,
         },
         "trainer": {
-            "tensor_parallel": t.tensor_parallel, "pipeline_parallel": t.pipeline_parallel, "data_parallel": t.data_parallel,
-            "distributed_optimizer": t.distributed_optimizer, "recompute_activations": t.recompute_activations,
-            "tokens_per_microbatch": t.tokens_per_microbatch, "gpu_memory_gigabytes": t.gpu_memory_gigabytes,
+            "tensor_parallel": t.tensor_parallel,
+            "pipeline_parallel": t.pipeline_parallel,
+            "data_parallel": t.data_parallel,
+            "distributed_optimizer": t.distributed_optimizer,
+            "recompute_activations": t.recompute_activations,
+            "tokens_per_microbatch": t.tokens_per_microbatch,
+            "gpu_memory_gigabytes": t.gpu_memory_gigabytes,
         },
         "relay": {"lanes": lanes(config)},
         "rollout": {
-            "replicas": candidate.replicas, "tensor_parallel": tp, "max_concurrent": config.max_concurrent,
-            "kv_cache_tokens": kv_cache_tokens(config, candidate), "gpu_memory_gigabytes": memory,
-            "engine_start_seconds": ready, "request_timeout_seconds": slowest,
+            "replicas": candidate.replicas,
+            "tensor_parallel": tp,
+            "max_concurrent": config.max_concurrent,
+            "kv_cache_tokens": kv_cache_tokens(config, candidate),
+            "gpu_memory_gigabytes": memory,
+            "engine_start_seconds": ready,
+            "request_timeout_seconds": slowest,
         },
         "pipeline": {
-            "name": "laminar", "refresh": "drained", "consumption": "batch", "max_staleness": config.max_staleness,
-            "local_batch_groups": math.ceil(w.prompts_per_step / candidate.replicas), "repack": repack_of(candidate),
+            "name": "laminar",
+            "refresh": "drained",
+            "consumption": "batch",
+            "max_staleness": config.max_staleness,
+            "local_batch_groups": math.ceil(w.prompts_per_step / candidate.replicas),
+            "repack": repack_of(candidate),
             "repack_seconds": DEFAULT.repack_period,
         },
         "cluster": {"join_timeout_seconds": ready, "batch_timeout_seconds": slowest},
-    }  # fmt: skip
+    }
     lines = ["# @package _global_", f"# laminar plan {config.name}: {describe(config, candidate)}."]
     lines += ["# Give data.train and reward.function on the command line.", f"run_dir: runs/{config.name}"]
     for name, keys in sections.items():
@@ -97,14 +114,21 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
 
 
 def launch_script(config: PlanConfig, candidate: Candidate) -> str:
-    """NAME.sh: what one machine starts. Machines of a role are numbered from 0, across pools in the order of the plan."""
+    """NAME.sh: what one machine starts. Machines of a role are numbered from 0, across pools in the order of
+    the plan."""
     trainers, rollouts = trainer_machines(candidate), rollout_machines(config, candidate)
     counts = [n for machines in rollouts for n in machines.processes]
     return _LAUNCH.format(
-        name=config.name, what=describe(config, candidate), launch=conf_directory().parent / "launch", lanes=lanes(config),
-        trainers=trainers.processes[0], trainer_machines=trainers.count, last_trainer=trainers.count - 1, last_rollout=len(counts) - 1,
+        name=config.name,
+        what=describe(config, candidate),
+        launch=conf_directory().parent / "launch",
+        lanes=lanes(config),
+        trainers=trainers.processes[0],
+        trainer_machines=trainers.count,
+        last_trainer=trainers.count - 1,
+        last_rollout=len(counts) - 1,
         replicas=" ".join(map(str, counts)),
-    )  # fmt: skip
+    )
 
 
 _LAUNCH = r"""#!/usr/bin/env bash
@@ -113,11 +137,13 @@ _LAUNCH = r"""#!/usr/bin/env bash
 #   {name}.sh controller 0     once, first, on the first trainer machine
 #   {name}.sh trainer N        on each trainer machine, N = 0 to {last_trainer}
 #   {name}.sh rollout N        on each rollout machine, N = 0 to {last_rollout}: its relays and its replicas
-#   {name}.sh stop 0           anywhere: the step is finished, a checkpoint written, and all end with exit code 0
+#   {name}.sh stop 0           anywhere: the step is finished, a checkpoint written, exit code 0
 #
-# Run it in the same folder on all machines, one that they share. Environment: RUN_DIR (default runs/{name}), HOST, an address of
-# this machine that the others can reach (default: its first one), STORE, a folder on a local disk of the controller's machine, and
-# LAUNCH, the project's launch/ folder.
+# Run it in the same folder on all machines, one that they share. Environment:
+#   RUN_DIR   of the run, on a file system that all machines share (default runs/{name})
+#   HOST      an address of this machine that the others can reach (default: its first one)
+#   STORE     a folder on a local disk of the controller's machine, for its store (default: RUN_DIR)
+#   LAUNCH    the project's launch/ folder
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 [ $# -ge 2 ] || {{ sed -n '2,/^[^#]/{{/^#/s/^# \{{0,1\}}//p}}' "$0"; exit 2; }}
@@ -150,7 +176,10 @@ esac
 
 def sbatch(config: PlanConfig, candidate: Candidate) -> str:
     """NAME.sbatch: a heterogeneous Slurm job with one component for the trainer and one per rollout pool."""
-    parts = [("trainer", trainer_machines(candidate)), *(("rollout", machines) for machines in rollout_machines(config, candidate))]
+    parts = [
+        ("trainer", trainer_machines(candidate)),
+        *(("rollout", machines) for machines in rollout_machines(config, candidate)),
+    ]
     head, steps, begin = [], [], 0
     for index, (role, machines) in enumerate(parts):
         pool = config.pools[machines.pool]
@@ -165,7 +194,8 @@ def sbatch(config: PlanConfig, candidate: Candidate) -> str:
 
 
 _SBATCH = """#!/usr/bin/env bash
-# sbatch {name}.sbatch [overrides]   All machines of the plan in one heterogeneous Slurm job. Add --account, --partition and --time.
+# sbatch {name}.sbatch [overrides]   All machines of the plan in one heterogeneous Slurm job.
+# Add --account, --partition and --time.
 # USR1, two minutes before the time limit, ends the run in order; a requeued job goes on from its checkpoint.
 #SBATCH --job-name={name}
 #SBATCH --requeue

@@ -99,8 +99,8 @@ def setup(
     rules: Rules, model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollouts: Sequence[tuple[Gpu, int, int, float | None]],
     workload: WorkloadConfig, c: Constants, engine: str = "sglang", layout: Layout | None = None, **settings: object,
 ) -> Setup:  # fmt: skip
-    """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same GPUs as the trainer's.
-    `layout`: the trainer's, None = that of a published system."""
+    """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same
+    GPUs as the trainer's. `layout`: the trainer's, None = that of a published system."""
     colocated = rules.placement == "colocated"
     kinds = tuple(engines(model, gpu, gpus, tp, mtbf, colocated, c) for gpu, gpus, tp, mtbf in rollouts if gpus >= tp)
     total = sum(gpus for _, gpus, *_ in rollouts)

@@ -1,4 +1,5 @@
-"""The trainer of a run of our own on so many GPUs: the settings that `laminar plan` simulates and writes into its experiment file."""
+"""The trainer of a run of our own on so many GPUs: the settings that `laminar plan` simulates and writes into
+its experiment file."""
 
 import math
 
@@ -22,14 +23,18 @@ def tokens_per_microbatch(w: WorkloadConfig) -> int:
 
 
 def shards(model: Model, tensor: int) -> bool:
-    """Whether heads, key-value heads and the feed-forward width can be split over `tensor` ranks, as config/check.py asks."""
+    """Whether heads, key-value heads and the feed-forward width can be split over `tensor` ranks, as
+    config/check.py asks."""
     shape = known_models()[model.hf]
-    return all(n % tensor == 0 for n in (shape["num_attention_heads"], kv_heads(shape), shape["intermediate_size"]))
+    return all(
+        n % tensor == 0 for n in (shape["num_attention_heads"], kv_heads(shape), shape["intermediate_size"])
+    )
 
 
 def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> TrainerConfig | None:
-    """TP as wide as a machine and the heads allow, then the fewest pipeline stages, then all activations kept rather than recomputed: the
-    first that config/models.py's estimate puts into SHARE of the memory. None: no layout fits."""
+    """TP as wide as a machine and the heads allow, then the fewest pipeline stages, then all activations kept
+    rather than recomputed: the first that config/models.py's estimate puts into SHARE of the memory. None: no
+    layout fits."""
     tensor = next(n for n in _TENSOR if gpus % n == 0 and shards(model, n))
     for stages in _STAGES:
         if gpus % (tensor * stages):
@@ -39,10 +44,14 @@ def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> Tra
             continue  # an update has fewer trajectories than there are ranks
         for recompute in (False, True):
             found = TrainerConfig(
-                tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=ranks, distributed_optimizer=True,
-                recompute_activations=recompute, tokens_per_microbatch=tokens_per_microbatch(w),
+                tensor_parallel=tensor,
+                pipeline_parallel=stages,
+                data_parallel=ranks,
+                distributed_optimizer=True,
+                recompute_activations=recompute,
+                tokens_per_microbatch=tokens_per_microbatch(w),
                 gpu_memory_gigabytes=gpu.memory / 1e9,
-            )  # fmt: skip
+            )
             if trainer_bytes(known_models()[model.hf], _WIDTH, found) <= SHARE * gpu.memory:
                 return found
     return None
