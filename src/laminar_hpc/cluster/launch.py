@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, remove_abandoned
+from laminar_hpc.cluster.full_disk import NO_ROOM
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.cluster.stop import request_stop
@@ -131,7 +132,7 @@ class Launch:
             return 0
         rank, number = self._root_cause()
         self.cause = self.cause or self._explain(rank, number)
-        self.is_permanent = number in (REFUSED, PERMANENT)
+        self.is_permanent = number in (REFUSED, PERMANENT) or NO_ROOM in self.cause  # another may have ended first
         return REFUSED if number == REFUSED else 1
 
     def _write_log(self) -> None:
