@@ -7,7 +7,9 @@ noted in the metrics (kind `restart`).
 """
 
 import signal
+import sqlite3
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from laminar_hpc.cluster.launch import GO_ON, Launch
@@ -32,8 +34,9 @@ def nothing_to_start(config: RunConfig) -> bool:
     if close_completed(config, lambda text: print(text, flush=True)):
         return True
     if config.resume == "auto":
-        newest = max(checkpoints.steps(run_dir), default=-1)
-        check_store(store / "store.sqlite", run_dir, newest, config.source != "rollout", _STORE_CHECK_SECONDS)
+        newest, replay = max(checkpoints.steps(run_dir), default=-1), config.source != "rollout"
+        with suppress(sqlite3.OperationalError):  # a full disk: the run itself will say so
+            check_store(store / "store.sqlite", run_dir, newest, replay, _STORE_CHECK_SECONDS)
     return False
 
 

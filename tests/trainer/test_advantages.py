@@ -1,5 +1,6 @@
 """Advantages and reward shaping against values worked out by hand."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_hpc.config.algorithm import CHOICES
+from laminar_hpc.config.bounds import allowed
 from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.advantages import EPSILON, group_advantages, leave_one_out, token_advantages, whitened
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
+
+ADVANTAGES = next(allowed(f).names for f in dataclasses.fields(AlgorithmConfig) if f.name == "advantage")
 
 
 def double(values: list) -> torch.Tensor:
@@ -66,7 +69,7 @@ def test_kl_in_the_reward_is_that_of_the_whole_trajectory(advantage: str) -> Non
     assert torch.allclose(found, double([-size, -size, size]), atol=1e-12)
 
 
-@pytest.mark.parametrize("advantage", CHOICES["advantage"])
+@pytest.mark.parametrize("advantage", ADVANTAGES)
 @given(reward=st.floats(-100, 100), lengths=st.lists(st.integers(0, 5), min_size=4, max_size=4))
 def test_equal_rewards_teach_nothing(advantage: str, reward: float, lengths: list[int]) -> None:
     """Whatever the lengths of the trajectories, also with none trained."""
@@ -84,7 +87,7 @@ def test_group_baselines_sum_to_zero_and_ignore_a_shift(rewards: list[float], sh
         assert torch.allclose(found(grouped), found(grouped + shift), atol=1e-9)
 
 
-@pytest.mark.parametrize("advantage", CHOICES["advantage"])
+@pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_a_reward_that_is_not_finite_is_refused(advantage: str) -> None:
     """A NaN would spread to its whole group or batch unseen."""
     with pytest.raises(ValueError, match="not finite"):

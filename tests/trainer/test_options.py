@@ -1,5 +1,6 @@
 """Every option of config.algorithm trains what its paper says: two steps of two mini-batches against an independent trainer."""
 
+import dataclasses
 from pathlib import Path
 
 import plain
@@ -7,7 +8,8 @@ import pytest
 import tiny
 import torch
 
-from laminar_hpc.config.algorithm import CHOICES
+from laminar_hpc.config.bounds import Choices, allowed
+from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.learner import Learner
 from laminar_hpc.trainer.megatron import MegatronPolicy
 
@@ -72,9 +74,13 @@ def test_two_steps_equal_plain_torch(name: str, untied_model: Path, world: None)
 
 def test_every_choice_is_trained_by_one_of_the_options() -> None:
     """A choice that is added must be added here."""
-    seen = {key: {option.get(key) for option in OPTIONS.values()} for key in CHOICES}
+    limits = {field.name: allowed(field) for field in dataclasses.fields(AlgorithmConfig)}
+    trained = ("advantage", "loss", "denominator", "proximal", "kl_estimator")
+    choices = {key: limit.names for key, limit in limits.items() if isinstance(limit, Choices) and key in trained}
+    assert len(choices) == len(trained)
+    seen = {key: {option.get(key) for option in OPTIONS.values()} for key in choices}
     defaults = {"advantage": "grpo", "loss": "clip", "denominator": "tokens", "proximal": "behaviour", "kl_estimator": "k3"}
-    assert all(set(allowed) <= seen[key] | {defaults[key]} for key, allowed in CHOICES.items())
+    assert all(set(names) <= seen[key] | {defaults[key]} for key, names in choices.items())
 
 
 @pytest.mark.parametrize("name", ["clip", "dr-grpo", "reinforce_pp", "gspo", "tis-sequence-mask"])

@@ -13,6 +13,7 @@ from laminar_hpc.weights.checkpoints import steps
 
 _WORDS = ("No space left on device", "Disk quota exceeded", "disk is full")
 _NO_ROOM_BYTES = 1 << 20
+NO_ROOM = "no room on the disk of"
 
 
 def is_full_disk(error: BaseException) -> bool:
@@ -45,7 +46,10 @@ def full_disk_text(error: BaseException, config: RunConfig) -> str:
     left = f" ({size(room[place])} left)" if place in room else ""
     found = steps(Path(config.run_dir))
     safe = f"the checkpoint of step {found[-1]}" if found else "step 0, as there is no checkpoint yet"
-    return f"no room on the disk of {place}{left}: make room, then go on with the same command and resume=auto, which begins at {safe}"
+    return (
+        f"{NO_ROOM} {place}{left}: make room, then go on with the same command and resume=auto, "
+        f"which begins at {safe}"
+    )
 
 
 def _room(path: Path) -> int | None:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, remove_abandoned
+from laminar_hpc.cluster.full_disk import NO_ROOM
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.cluster.stop import request_stop
@@ -146,7 +147,8 @@ class Launch:
         rank, number = self._root_cause()
         if not self._causes and (why := self._explain(rank, number)):
             self._causes.append(why)
-        self.is_permanent = self._refused or number in (REFUSED, PERMANENT)
+        # another rank may have ended before the one whose disk is full
+        self.is_permanent = self._refused or number in (REFUSED, PERMANENT) or NO_ROOM in self.cause
         return REFUSED if self._refused or number == REFUSED else 1
 
     def _write_log(self) -> None:

@@ -33,8 +33,10 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
         finally:
             connection.close()
     except sqlite3.DatabaseError as error:
-        if is_full_disk(error) or "locked" in str(error):
+        if is_full_disk(error):
             raise
+        if "locked" in str(error):
+            raise Refused([f"{path} is in use by another program; end that one first"]) from None
         damage, last = str(error), -1
     if damage:
         raise Refused([_refusal(path, f"is damaged ({damage})", run_dir, restored_step)])

@@ -1,0 +1,117 @@
+"""What `laminar train restarts=N` starts again, and what not. The lives of the job are scripted; that a real
+death leads to a real restart is in tests/system."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc import supervisor
+from laminar_hpc.config.schema import RunConfig
+
+
+@dataclass
+class Life:
+    """How a torchrun ends: exit code 0 or 1, why, after which step; `begins` writes a start to the
+    metrics."""
+
+    code: int = 1
+    cause: str = "relay 0 (pid 7) has died; see logs, then go on with the same command and resume=auto"
+    step: int = 0
+    is_permanent: bool = False
+    begins: bool = True
+    during: list[int] = field(default_factory=list)  # signals that arrive
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch, capsys):
+    """Runs the supervisor over scripted lives; gives (exit code, overrides of each life, lines of stdout, of
+    stderr)."""
+
+    def run(restarts: int, *lives: Life) -> tuple[int, list[list[str]], list[str], list[str]]:
+        started: list[list[str]] = []
+
+        class Launch:
+            def __init__(self, config: RunConfig, overrides: list[str], world_size: int) -> None:
+                self.life = lives[len(started)]
+                started.append(overrides)
+                self.cause, self.is_permanent = self.life.cause, self.life.is_permanent
+
+            def wait(self) -> int:
+                with open(tmp_path / "metrics.jsonl", "a") as file:
+                    if self.life.begins:
+                        file.write(
+                            json.dumps({"kind": "start", "time": time.time()}, separators=(",", ":")) + "\n"
+                        )
+                    if self.life.step:
+                        file.write(f'{{"kind":"step","step":{self.life.step}}}\n')
+                for number in self.life.during:
+                    os.kill(os.getpid(), number)
+                return self.life.code
+
+            def on_signal(self, number: int) -> None: ...
+            def end(self) -> None: ...
+            def complain(self, more: str = "") -> None:
+                print(f"laminar: error: {self.cause}{more}", file=sys.stderr)
+
+        monkeypatch.setattr(supervisor, "Launch", Launch)
+        handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+        try:
+            code = supervisor.run(RunConfig(run_dir=str(tmp_path), restarts=restarts), ["resume=never"], 4)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        said = capsys.readouterr()
+        return code, started, said.out.splitlines(), said.err.splitlines()
+
+    return run
+
+
+def restarts_on_record(folder: Path) -> list[dict]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if record["kind"] == "restart"]
+
+
+def test_a_death_is_followed_by_a_resume(job, tmp_path):
+    """Promise: one line per restart with its cause, kept in the metrics; the next life resumes."""
+    code, started, said, errors = job(
+        2, Life(step=3), Life(step=5, cause="rollout 0 was killed"), Life(code=0)
+    )
+    assert code == 0 and errors == []
+    assert started == [["resume=never"], ["resume=never", "resume=auto"], ["resume=never", "resume=auto"]]
+    cause = "relay 0 (pid 7) has died; see logs"
+    assert said[0] == f"restart      1 of 2 within an hour, from the beginning: {cause}" and len(said) == 2
+    kept = restarts_on_record(tmp_path)
+    assert [(record["cause"], record["step"]) for record in kept] == [(cause, 3), ("rollout 0 was killed", 5)]
+
+
+def test_an_earlier_run_is_not_resumed_by_a_restart(job, tmp_path):
+    """Promise: if the first life dies before it has moved an earlier run aside, the next one still does."""
+    (tmp_path / "metrics.jsonl").write_text('{"kind":"start","time":1.0}\n')
+    code, started, _, _ = job(1, Life(begins=False), Life(code=0))
+    assert code == 0 and started == [["resume=never"], ["resume=never"]]
+
+
+@pytest.mark.parametrize(
+    ("restarts", "lives", "why"),
+    [
+        (0, [Life()], "resume=auto"),
+        (3, [Life(code=2, is_permanent=True)], "resume=auto"),
+        (3, [Life(is_permanent=True)], "resume=auto"),
+        (3, [Life(during=[signal.SIGTERM])], "resume=auto"),
+        (1, [Life(step=1), Life(step=2)], "; not started again: restarts=1: so many restarts"),
+        (9, [Life(step=1), Life(step=1)], "; not started again: the same happened before, also after step 1"),
+    ],
+    ids=["restarts=0", "refused", "permanent", "stopped", "limit", "no progress"],
+)
+def test_what_is_not_started_again(job, restarts, lives, why):
+    """Promise: a refusal, a failure that stays, a stop, a used-up limit and a repeated death end the job, in
+    one line."""
+    code, started, said, errors = job(restarts, *lives)
+    assert code == lives[-1].code and len(started) == len(lives) and len(said) == len(lives) - 1
+    assert len(errors) == 1 and why in errors[0]
