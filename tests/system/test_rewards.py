@@ -116,7 +116,7 @@ class JudgeThread:
     """A reward model on loopback, whose replies stop being rewards when `broken`."""
 
     def __init__(self) -> None:
-        self.asked, self.broken = 0, False
+        self.broken = False
         self._loop, self._up = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -139,11 +139,8 @@ class JudgeThread:
 
     async def _score(self, request: web.Request) -> web.Response:
         body = await request.json()
-        self.asked += 1
-        broken = self.broken or self.asked > 40
-        return web.json_response(
-            {"detail": "out of memory"} if broken else {"reward": len(body["response"]) % 2}
-        )
+        good = {"reward": len(body["response"]) % 2}
+        return web.json_response({"detail": "out of memory"} if self.broken else good)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -153,18 +150,23 @@ class JudgeThread:
 def test_a_reward_model_that_breaks_down_ends_the_run(config):
     """Its first step is trained; when a whole batch has failed later, the run stops in order, fails, and
     can go on with resume=auto."""
-    judge = JudgeThread()
-    config.reward.function, config.reward.functions, config.steps = "", {"judge": {"url": judge.url}}, 20
+    judge, run_dir = JudgeThread(), Path(config.run_dir)
+    config.reward.function, config.reward.functions, config.steps = "", {"judge": {"url": judge.url}}, 1000
+    emulation = Emulation(config, 1e-6, per_process=2)
     try:
-        code, printed, _ = finished(config)
+        until = time.monotonic() + 60
+        while not (run_dir / "metrics.jsonl").exists() or not metrics(run_dir, "step"):
+            assert time.monotonic() < until and emulation.controller.poll() is None
+            time.sleep(0.05)
+        judge.broken = True
+        code = emulation.wait(60)
     finally:
+        emulation.stop(patience=5.0)
         judge.stop()
-    assert code == 1 and metrics(Path(config.run_dir), "step"), printed
-    assert (
-        "responses, a whole batch, all failed, the last with: judge: " in printed
-        and "no 'reward' in its reply" in printed
-    )
-    assert "every reward fails: finishing step" in printed
+    printed = Path(f"{config.run_dir}.log").read_text()
+    assert code == 1 and len(metrics(run_dir, "step")) < 1000, printed
+    assert "responses, a whole batch, all failed, the last with: judge: " in printed
+    assert "no 'reward' in its reply" in printed and "every reward fails: finishing step" in printed
 
 
 @pytest.mark.slow
