@@ -69,7 +69,9 @@ def test_a_reward_that_always_raises_ends_the_run(config):
     assert code == 1 and seconds < 40
     assert "warning: reward.function='rewards_of_user.fails' failed on the first row" in printed
     assert printed.count("reward       the first error, trajectory") == 1
-    assert "first 32 responses, a whole batch, all failed, the last with: KeyError: 'no_such_field'" in printed
+    assert (
+        "first 32 responses, a whole batch, all failed, the last with: KeyError: 'no_such_field'" in printed
+    )
     assert metrics(Path(config.run_dir), "step") == []
     assert metrics(Path(config.run_dir), "end")[0]["reason"].startswith("failed: the rewards of the first 32")
 
@@ -94,20 +96,27 @@ def test_errors_are_seen_everywhere(config):
     }
     steps = metrics(run_dir, "step")
     for step in steps:
-        assert f"reward errors {step['reward_error_count']:.0f}/32" in printed or not step["reward_error_count"]
-        assert step["reward_mean/right"] == 1.0 and step["reward_mean"] == pytest.approx(0.5 - step["reward_error_count"] / 32)
+        assert (
+            f"reward errors {step['reward_error_count']:.0f}/32" in printed or not step["reward_error_count"]
+        )
+        assert step["reward_mean/right"] == 1.0 and step["reward_mean"] == pytest.approx(
+            0.5 - step["reward_error_count"] / 32
+        )
     assert f"errors in {errors} of 96 trajectories trained, the first: right: ValueError: of three" in printed
     assert "first and last step: right 1.000 to 1.000, short -1.000 to -1.000" in printed
     assert "the first: right: ValueError: of three" in seen_in_top(config.run_dir)
     page = report.write(run_dir).read_text()
-    assert "mean of each reward function per batch" in page and f"<td>{errors}</td><td>right: ValueError: of three</td>" in page
+    assert (
+        "mean of each reward function per batch" in page
+        and f"<td>{errors}</td><td>right: ValueError: of three</td>" in page
+    )
 
 
 class JudgeThread:
     """A reward model on loopback, whose replies stop being rewards when `broken`."""
 
     def __init__(self) -> None:
-        self.asked, self.broken = 0, False
+        self.broken = False
         self._loop, self._up = asyncio.new_event_loop(), threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -130,9 +139,8 @@ class JudgeThread:
 
     async def _score(self, request: web.Request) -> web.Response:
         body = await request.json()
-        self.asked += 1
-        broken = self.broken or self.asked > 40
-        return web.json_response({"detail": "out of memory"} if broken else {"reward": len(body["response"]) % 2})
+        good = {"reward": len(body["response"]) % 2}
+        return web.json_response({"detail": "out of memory"} if self.broken else good)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -142,15 +150,23 @@ class JudgeThread:
 def test_a_reward_model_that_breaks_down_ends_the_run(config):
     """Its first step is trained; when a whole batch has failed later, the run stops in order, fails, and
     can go on with resume=auto."""
-    judge = JudgeThread()
-    config.reward.function, config.reward.functions, config.steps = "", {"judge": {"url": judge.url}}, 20
+    judge, run_dir = JudgeThread(), Path(config.run_dir)
+    config.reward.function, config.reward.functions, config.steps = "", {"judge": {"url": judge.url}}, 1000
+    emulation = Emulation(config, 1e-6, per_process=2)
     try:
-        code, printed, _ = finished(config)
+        until = time.monotonic() + 60
+        while not (run_dir / "metrics.jsonl").exists() or not metrics(run_dir, "step"):
+            assert time.monotonic() < until and emulation.controller.poll() is None
+            time.sleep(0.05)
+        judge.broken = True
+        code = emulation.wait(60)
     finally:
+        emulation.stop(patience=5.0)
         judge.stop()
-    assert code == 1 and metrics(Path(config.run_dir), "step"), printed
-    assert "responses, a whole batch, all failed, the last with: judge: " in printed and "no 'reward' in its reply" in printed
-    assert "every reward fails: finishing step" in printed
+    printed = Path(f"{config.run_dir}.log").read_text()
+    assert code == 1 and len(metrics(run_dir, "step")) < 1000, printed
+    assert "responses, a whole batch, all failed, the last with: judge: " in printed
+    assert "no 'reward' in its reply" in printed and "every reward fails: finishing step" in printed
 
 
 @pytest.mark.slow
@@ -162,7 +178,10 @@ def test_a_real_run_whose_reward_always_raises(tmp_path, monkeypatch):
     run = Run(tmp_path / "run", "reward.function=rewards_of_user.fails")
     assert run.finish() == 1
     (error,) = [line for line in run.lines if line.startswith("laminar: error:")]
-    assert "the rewards of the first 256 responses, a whole batch, all failed" in error and "mend reward.function" in error
+    assert (
+        "the rewards of the first 256 responses, a whole batch, all failed" in error
+        and "mend reward.function" in error
+    )
     run.assert_gone()
 
 

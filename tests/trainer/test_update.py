@@ -11,7 +11,7 @@ import torch
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages import VersionSpan
 from laminar_hpc.trainer.algorithms.objective import SUMS
-from laminar_hpc.trainer.learner import Learner, batch_metrics
+from laminar_hpc.trainer.learner import Learner, batch_metrics, merged
 from laminar_hpc.trainer.megatron import MegatronPolicy
 from laminar_hpc.trainer.microbatch import make_microbatch
 
@@ -178,6 +178,12 @@ def test_staleness_by_hand() -> None:
     metrics = batch_metrics(batch, 7)
     assert (metrics["staleness_training_mean"], metrics["staleness_training_max"]) == (2.0, 3)
     assert (metrics["staleness_generation_mean"], metrics["staleness_generation_max"]) == (1.0, 1)
+
+
+def test_reward_means_of_minibatches_are_merged() -> None:
+    """Each is weighted by its trajectories; a reward function that gave none to a mini-batch is in the others'."""
+    parts = [{"trajectories": 2.0, "reward_mean/a": 1.0}, {"trajectories": 6.0, "reward_mean/a": 0.0, "reward_mean/b": 3.0}]
+    assert merged(parts) == {"trajectories": 8.0, "reward_mean/a": 0.25, "reward_mean/b": 3.0}
 
 
 def test_each_trajectorys_gap_is_that_of_the_moment_it_was_trained(untied_model: Path, world: None) -> None:
