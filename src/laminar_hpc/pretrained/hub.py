@@ -47,7 +47,7 @@ def commit_of(name: HubName, say: Say) -> str:
             raise _explained(name, error) from None
         commit, reason = cached, _reason(error)
     else:
-        reason = "" if answers else "the hub does not answer"
+        reason = "" if answers else _silence()
     if reason:
         say(line("model", f"{name}: taking commit {commit[:12]} from the cache, as {reason}"))
     return commit
@@ -75,18 +75,36 @@ def download(name: HubName, folder: Path, say: Say | None) -> None:
     begun = time.monotonic()
     _snapshot(name, [*SIDE_FILES, INDEX_FILE], None)
     if not (folder / "tokenizer.json").is_file():
+<<<<<<< HEAD
         raise LaminarError(f"model.path={name}: it has no tokenizer.json; save its tokenizer in the fast form")
     wanted = weight_files(folder)
     sizes = _sizes(name)
     if absent := [file for file in wanted if file not in sizes]:
         raise LaminarError(f"model.path={name}: it has no {absent[0]}; only models with safetensors weights can be trained")
+=======
+        raise LaminarError(
+            f"model.path={name.short}: it has no tokenizer.json; save its tokenizer in the fast form"
+        )
+    wanted = weight_files(folder)
+    sizes = _sizes(name)
+    if absent := [file for file in wanted if file not in sizes]:
+        raise LaminarError(
+            f"model.path={name.short}: it has no {absent[0]}; only models with safetensors weights can be trained"
+        )
+>>>>>>> users
     left = sum(sizes[file] for file in wanted if not (folder / file).is_file())
     _check_room(name, folder, left)
     if say and left:
         say(line("model", f"{name.short}: downloading {size(left)} to {folder.parents[2]}"))
     _snapshot(name, [*SIDE_FILES, INDEX_FILE, *wanted], say)
     if gone := missing_files(folder):
+<<<<<<< HEAD
         raise LaminarError(f"model.path={name}: {folder} lacks {', '.join(gone)} after the download; delete it, start again")
+=======
+        raise LaminarError(
+            f"model.path={name.short}: {folder} lacks {', '.join(gone)} after the download; delete it, start again"
+        )
+>>>>>>> users
     if say and left:
         say(line("model", f"{name.short}: downloaded in {time.monotonic() - begun:.0f} s"))
 
@@ -204,7 +222,7 @@ def _check_room(name: HubName, folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise LaminarError(
-            f"model.path={name}: {size(needed)} are to be downloaded, {folder.parents[2]} has {size(free)} free; "
+            f"model.path={name.short}: {size(needed)} are to be downloaded, {folder.parents[2]} has {size(free)} free; "
             "make room there, or name another folder with HF_HOME"
         )
 
@@ -247,6 +265,13 @@ def _bar(say: Say | None, name: HubName, made: list[Any]) -> type:
 # ---- its errors ---------------------------------------------------------------------------------
 
 
+def _silence() -> str:
+    """Why no answer of the hub was heard."""
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE=1 forbids to ask" if constants.is_offline_mode() else "the hub does not answer"
+
+
 def _reason(error: Exception) -> str:
     """Why the hub did not answer as it should, in a few words that follow "as" or "and"."""
     import httpx
@@ -285,7 +310,7 @@ def _explained(name: HubName, error: Exception, broke_off: bool = False) -> Lami
         RevisionNotFoundError,
     )
 
-    key, reason = f"model.path={name}", _reason(error)
+    key, reason = f"model.path={name.short}", _reason(error)
     if isinstance(error, GatedRepoError):
         cure = f"accept its terms at https://huggingface.co/{name.repo}, then set HF_TOKEN or run hf auth login"
         return LaminarError(f"{key}: {reason}; {cure}")
