@@ -59,7 +59,9 @@ def config_of(name: HubName) -> Path:
 
     try:
         with _library():
-            file = hf_hub_download(name.repo, "config.json", revision=name.revision, tqdm_class=_bar(None, name, []))
+            file = hf_hub_download(
+                name.repo, "config.json", revision=name.revision, tqdm_class=_bar(None, name, [])
+            )
             return Path(file).parent
     except Exception as error:
         raise _explained(name, error) from None
@@ -75,13 +77,6 @@ def download(name: HubName, folder: Path, say: Say | None) -> None:
     begun = time.monotonic()
     _snapshot(name, [*SIDE_FILES, INDEX_FILE], None)
     if not (folder / "tokenizer.json").is_file():
-<<<<<<< HEAD
-        raise LaminarError(f"model.path={name}: it has no tokenizer.json; save its tokenizer in the fast form")
-    wanted = weight_files(folder)
-    sizes = _sizes(name)
-    if absent := [file for file in wanted if file not in sizes]:
-        raise LaminarError(f"model.path={name}: it has no {absent[0]}; only models with safetensors weights can be trained")
-=======
         raise LaminarError(
             f"model.path={name.short}: it has no tokenizer.json; save its tokenizer in the fast form"
         )
@@ -91,20 +86,15 @@ def download(name: HubName, folder: Path, say: Say | None) -> None:
         raise LaminarError(
             f"model.path={name.short}: it has no {absent[0]}; only models with safetensors weights can be trained"
         )
->>>>>>> users
     left = sum(sizes[file] for file in wanted if not (folder / file).is_file())
     _check_room(name, folder, left)
     if say and left:
         say(line("model", f"{name.short}: downloading {size(left)} to {folder.parents[2]}"))
     _snapshot(name, [*SIDE_FILES, INDEX_FILE, *wanted], say)
     if gone := missing_files(folder):
-<<<<<<< HEAD
-        raise LaminarError(f"model.path={name}: {folder} lacks {', '.join(gone)} after the download; delete it, start again")
-=======
         raise LaminarError(
             f"model.path={name.short}: {folder} lacks {', '.join(gone)} after the download; delete it, start again"
         )
->>>>>>> users
     if say and left:
         say(line("model", f"{name.short}: downloaded in {time.monotonic() - begun:.0f} s"))
 
@@ -115,10 +105,14 @@ def size_left(name: HubName, folder: Path) -> int:
 
     try:
         with _library():
-            info = HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=_REQUEST_SECONDS)
+            info = HfApi().model_info(
+                name.repo, revision=name.revision, files_metadata=True, timeout=_REQUEST_SECONDS
+            )
     except Exception:  # a dry run needs no network
         return 0
-    files = [f for f in info.siblings or [] if "/" not in f.rfilename and f.rfilename.endswith(".safetensors")]
+    files = [
+        f for f in info.siblings or [] if "/" not in f.rfilename and f.rfilename.endswith(".safetensors")
+    ]
     return sum(f.size or 0 for f in files if not (folder / f.rfilename).is_file())
 
 
@@ -130,12 +124,18 @@ def weight_files(folder: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise LaminarError(f"{index} is no index of safetensors files; the model's owner has to mend it") from None
+        raise LaminarError(
+            f"{index} is no index of safetensors files; the model's owner has to mend it"
+        ) from None
 
 
 def missing_files(folder: Path) -> list[str]:
     """What a run needs and the folder lacks. Weights are fetched last: where they are, all is."""
-    return [name for name in ("config.json", "tokenizer.json", *weight_files(folder)) if not (folder / name).is_file()]
+    return [
+        name
+        for name in ("config.json", "tokenizer.json", *weight_files(folder))
+        if not (folder / name).is_file()
+    ]
 
 
 # ---- the library --------------------------------------------------------------------------------
@@ -184,7 +184,9 @@ def _snapshot(name: HubName, files: list[str], say: Say | None) -> None:
     try:
         with _library():
             bar = _bar(say, name, bars)
-            huggingface_hub.snapshot_download(name.repo, revision=name.revision, allow_patterns=files, tqdm_class=bar)
+            huggingface_hub.snapshot_download(
+                name.repo, revision=name.revision, allow_patterns=files, tqdm_class=bar
+            )
     except Exception as error:
         raise _explained(name, error, broke_off=True) from None
     finally:
@@ -312,18 +314,30 @@ def _explained(name: HubName, error: Exception, broke_off: bool = False) -> Lami
 
     key, reason = f"model.path={name.short}", _reason(error)
     if isinstance(error, GatedRepoError):
-        cure = f"accept its terms at https://huggingface.co/{name.repo}, then set HF_TOKEN or run hf auth login"
+        cure = (
+            f"accept its terms at https://huggingface.co/{name.repo}, then set HF_TOKEN or run hf auth login"
+        )
         return LaminarError(f"{key}: {reason}; {cure}")
     if isinstance(error, RevisionNotFoundError):
-        return LaminarError(f"{key}: the model has no revision {name.revision}; name a branch, a tag or a commit of it")
+        return LaminarError(
+            f"{key}: the model has no revision {name.revision}; name a branch, a tag or a commit of it"
+        )
     if isinstance(error, RepositoryNotFoundError):
-        return LaminarError(f"{key}: no such folder here, and {reason}; check the name, or set HF_TOKEN for a private one")
+        return LaminarError(
+            f"{key}: no such folder here, and {reason}; check the name, or set HF_TOKEN for a private one"
+        )
     if isinstance(error, RemoteEntryNotFoundError):
-        return LaminarError(f"{key}: it has no config.json on the hub; name a model in the Hugging Face format")
+        return LaminarError(
+            f"{key}: it has no config.json on the hub; name a model in the Hugging Face format"
+        )
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return LaminarError(f"{key}: {error.filename} cannot be written ({error.strerror}); set HF_HOME to another folder")
+        return LaminarError(
+            f"{key}: {error.filename} cannot be written ({error.strerror}); set HF_HOME to another folder"
+        )
     if broke_off and not constants.is_offline_mode():
-        return LaminarError(f"{key}: the download broke off, as {reason}; start again, finished files are kept")
+        return LaminarError(
+            f"{key}: the download broke off, as {reason}; start again, finished files are kept"
+        )
     return LaminarError(
         f"{key}: no such folder here, not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; give "
         f"this machine access to the hub, or run hf download {name.repo} on one that has it and name the folder"
