@@ -67,7 +67,7 @@ def test_the_folder_becomes_absolute_for_other_processes(folder, monkeypatch):
             "no group of configurations in it; write --config-dir DIR, where DIR holds experiment/NAME.yaml",
         ),
         (["--config-dir={loose}"], r"move own.yaml to .*loose/experiment/own.yaml"),
-        (["--config-dir={folder}", "experiment=yours"], "Could not find 'experiment/yours'"),
+        (["--config-dir={folder}", "experiment=yours"], "experiment=yours: use one of .*mine"),
     ],
 )
 def test_a_wrong_folder_is_refused_in_one_line(words, text, folder, tmp_path):
@@ -98,7 +98,7 @@ def test_ranks_of_torchrun_take_the_same_words(folder, tmp_path):
         folder.name,
         "experiment=mine",
         "dry_run=true",
-        "model.path=models/Qwen2.5-7B",
+        "model.path=Qwen/Qwen2.5-7B",
     ]
     done = subprocess.run(
         [sys.executable, "-m", "laminar_hpc", *words],

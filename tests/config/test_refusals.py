@@ -121,7 +121,7 @@ SHAPES = {
 }
 
 COMMANDS = {
-    "trian": "laminar trian: no such command (did you mean train?); use one of train, stop,",
+    "trian": "laminar trian: no such command (did you mean train?); use one of train, init, stop,",
     "steps=3": "write laminar train steps=3",
     "train": "try `laminar train experiment=demo`",
     "stop": "laminar stop needs RUN_DIR; usage: laminar stop RUN_DIR",
@@ -369,7 +369,7 @@ def test_help_and_version():
     """Promise: help is help (stdout, exit code 0), for the whole and for every command; so is the version."""
     assert laminar("--version") == ([f"laminar {__version__}"], [], 0)
     out, err, code = laminar("train", "--help")
-    assert (err, code) == ([], 0) and out[0] == "usage: laminar train [key=value ...]"
+    assert (err, code) == ([], 0) and out[0] == "usage: laminar train [key=value ...] [--config-dir DIR]"
     for part in (
         "experiment=demo",
         "docs/configuration.md",

@@ -134,9 +134,9 @@ def missing_inputs(config: RunConfig) -> list[str]:
     return [*(f"model.path={folder}: no {name} there; download the model again" for name in lacking), *inputs]
 
 
-def problems(config: RunConfig) -> list[str]:
+def problems(config: RunConfig, may_download: bool = False) -> list[str]:
     """Everything that cannot work, one line each: values, then model, data and reward, then what does not go
-    together.
+    together. `may_download`: a model of the hub need not be here yet.
 
     Where a value is wrong by itself the last are left out, as they might only follow from it."""
     wrong = wrong_values(config)
@@ -144,7 +144,7 @@ def problems(config: RunConfig) -> list[str]:
     try:
         model = supported_model(config)
     except LaminarError as error:
-        of_model = [] if is_downloaded(config.model.path) else [str(error)]
+        of_model = [] if may_download and is_downloaded(config.model.path) else [str(error)]
     inputs = [] if config.source.startswith("replay:") or config.dry_run else _input_problems(config)
     if wrong:
         return [*wrong, *of_model, *inputs]

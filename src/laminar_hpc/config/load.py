@@ -105,7 +105,7 @@ def load_config(words: Sequence[str]) -> RunConfig:
         raise Refused(read.wrong)
     config = compose_config(RunConfig, "schema", directory, keys, read, own)
     if read.wrong or wrong_values(config):
-        raise Refused([*read.wrong, *problems(config)])
+        raise Refused([*read.wrong, *problems(config, may_download=True)])
     return config
 
 

@@ -16,8 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.manifest import WEIGHTS_FILE, layout, safetensors_header
-from laminar_hpc.weights.slots import SIDE_FILES
+from laminar_hpc.weights.manifest import SIDE_FILES, WEIGHTS_FILE, layout, safetensors_header
 
 _INDEX_FILE = "model.safetensors.index.json"
 

@@ -22,13 +22,17 @@ import numpy as np
 from laminar_hpc.cluster.folders import claim
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.layout import clean_leftovers, slots_root
-from laminar_hpc.weights.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, decode_manifest, encode_manifest, safetensors_header
+from laminar_hpc.weights.manifest import (
+    MANIFEST_FILE,
+    SIDE_FILES,
+    WEIGHTS_FILE,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    safetensors_header,
+)
 
 LOCK_FILE = "lock"
-SIDE_FILES = (
-    "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json vocab.json merges.txt "
-    "chat_template.jinja"
-).split()
 
 
 class SlotGone(Exception):
