@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from laminar_hpc import __version__, cli
+from laminar_hpc.cluster.launch import Launch
 from laminar_hpc.config.bounds import Bounds, Choices, all_fields, allowed, plain_type, wrong_values
 from laminar_hpc.config.check import check, warnings
 from laminar_hpc.config.errors import LaminarError, Refused
@@ -417,4 +418,26 @@ def test_torchrun_without_us_refuses_alike():
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parent)
     lines = done.stderr.splitlines()
-    assert done.returncode == 2 and len(lines) == 2 and all(line.startswith("laminar: error: refused: ") for line in lines)
+    assert (
+        done.returncode == 2
+        and len(lines) == 2
+        and all(line.startswith("laminar: error: refused: ") for line in lines)
+    )
+
+
+def test_what_the_controller_refuses_ends_laminar_train_with_2(tmp_path, monkeypatch, capfd):
+    """Promise: a refusal that only a rank can give, far down in a data file, has exit code 2 too; others have 1.
+
+    torchrun itself (exit code 1 for whatever its ranks say) is stood in for by a shell script of its two lines."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "$WORDS" >&2\necho "laminar: error: trainer 0: told to end" >&2\nexit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    config = load_config(["experiment=demo", f"run_dir={tmp_path}/run"])
+    for words, shown_as, code in (
+        ("laminar: error: refused: a.jsonl, row 701: no field", "laminar: error: a.jsonl, row 701: no field", 2),
+        ("laminar: error: the trainer died", "laminar: error: the trainer died", 1),
+    ):
+        monkeypatch.setenv("WORDS", words)
+        assert Launch(config, [], 4).wait() == code
+        assert capfd.readouterr().err.splitlines() == [shown_as]
