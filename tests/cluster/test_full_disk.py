@@ -37,7 +37,7 @@ def test_a_device_without_room_is_named_with_the_cure(tmp_path):
     [
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), True),
         (RuntimeError("Parent directory ...: [Errno 28] No space left on device"), True),
-        (ValueError("disk is full of surprises"), False),
+        (ValueError("a file write failed, on a disk with room"), False),
         (OSError(errno.EACCES, "Permission denied"), False),
     ],
 )

@@ -1,12 +1,16 @@
 """Checkpoints: whole or not there at all, and a resumed run is the run that was never interrupted, bit for bit."""
 
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 
+from laminar_hpc.cluster.full_disk import NO_ROOM, full_disk_text
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.learner import Learner
@@ -151,3 +155,36 @@ def test_saving_starts_no_process(tied_model: Path, tmp_path: Path, world: None)
     children = {p.pid for p in psutil.Process().children(recursive=True)}
     trainer.checkpointer.save(1, weight_id=1)
     assert {p.pid for p in psutil.Process().children(recursive=True)} <= children
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a small disk is mounted, which takes root")
+def test_a_disk_that_fills_up_in_the_middle_of_a_checkpoint(tied_model: Path, tmp_path: Path, world: None) -> None:
+    """Promise: whichever of its files no longer fits, the error is known to be a full disk, the checkpoint before is
+    whole, and with room the next one succeeds."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(disk)], check=True)
+    try:
+        trainer = Trainer(tied_model, disk / "run")
+        trainer.config.run_dir = str(disk / "run")
+        trainer.train(0, 1)
+        path, saved_hash = trainer.checkpointer.save(1, weight_id=1)
+        needed = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        seen = set()
+        for share in (0.0, 0.3, 0.6, 0.72, 0.8, 0.9, 0.97, 0.99):
+            (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - int(share * needed)))
+            with pytest.raises(BaseException) as raised:  # torch's CheckpointException is no Exception
+                trainer.checkpointer.save(2, weight_id=2)
+            seen.add(type(raised.value).__name__)
+            text = full_disk_text(raised.value, trainer.config)
+            assert text.startswith(f"{NO_ROOM} run_dir={disk}/run"), raised.value
+            assert steps(disk / "run") == [1]
+            (disk / "filler").unlink()
+            shutil.rmtree(disk / "run" / "checkpoints" / ".step_000002", ignore_errors=True)
+        assert len(seen) > 1, "only one kind of writer was tried"
+        trainer.checkpointer.load(1)
+        assert trainer.checkpointer.state_hash() == saved_hash
+        trainer.checkpointer.save(2, weight_id=2)
+        assert steps(disk / "run") == [1, 2]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

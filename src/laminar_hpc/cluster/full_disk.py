@@ -3,7 +3,6 @@ cure."""
 
 import errno
 import os
-import sqlite3
 import tempfile
 from pathlib import Path
 
@@ -11,7 +10,8 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability.console import size
 from laminar_hpc.weights.checkpoints import steps
 
-_WORDS = ("No space left on device", "Disk quota exceeded", "disk is full")
+_WORDS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
+_HINTS = ("write", "iostream")  # of torch and others that keep the reason to themselves: believed if a disk is full
 _NO_ROOM_BYTES = 1 << 20
 NO_ROOM = "no room on the disk of"
 
@@ -23,7 +23,7 @@ def is_full_disk(error: BaseException) -> bool:
     while cause is not None and cause not in seen:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if isinstance(cause, sqlite3.Error | RuntimeError | OSError) and any(words in str(cause) for words in _WORDS):
+        if any(words in str(cause) for words in _WORDS):
             return True
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__
@@ -40,7 +40,8 @@ def full_disk_text(error: BaseException, config: RunConfig) -> str:
     }
     room = {name: found for name, path in places.items() if (found := _room(path)) is not None}
     full = [name for name in room if room[name] < _NO_ROOM_BYTES]
-    if not is_full_disk(error) and not (full and "write" in str(error)):
+    hinted = bool(full) and any(hint in str(error) for hint in _HINTS)
+    if not hinted and not is_full_disk(error):
         return ""
     place = full[0] if full else getattr(error, "filename", None) or next(iter(places))
     left = f" ({size(room[place])} left)" if place in room else ""
