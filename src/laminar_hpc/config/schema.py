@@ -49,7 +49,7 @@ class RewardConfig:
     style: str = "laminar"  # laminar | trl | verl: functions written for the latter two run unchanged
     functions: dict[str, Any] = field(default_factory=dict)  # several by name, in place of function
     workers: int = 1  # processes per rollout rank; more while calls wait, hang or compute for long
-    slots: int = 64  # calls in flight per rollout rank
+    slots: int = 64  # calls in flight per rollout rank; each call of a plain function is in a process of its own
     timeout_seconds: float = 10.0
     score_on_failure: float = 0.0  # in place of a reward whose call raised, hung or returned something else
 
