@@ -3,7 +3,7 @@ cache.
 
 The library honours HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN, writes a file beside its
 place and renames it, and locks what it writes. It is imported where it is needed, since most runs name a
-directory. Its errors become one line with the cure; the token stands in none of them.
+directory. `trouble` turns its errors into one line with the cure; the token stands in none of them.
 """
 
 import contextlib
@@ -20,7 +20,9 @@ from typing import Any
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability.console import LABEL_WIDTH, line, size
 from laminar_hpc.pretrained.names import HubName
-from laminar_hpc.weights.manifest import SIDE_FILES, WEIGHTS_FILE
+from laminar_hpc.pretrained.trouble import explained, reason_of, silence
+from laminar_hpc.weights.manifest import WEIGHTS_FILE
+from laminar_hpc.weights.slots import SIDE_FILES
 
 Say = Callable[[str], None]
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,10 +45,10 @@ def commit_of(name: HubName, say: Say) -> str:
             commit = str(HfApi().resolve_revision(name.repo, revision=name.revision or None).resolved)
     except Exception as error:  # of httpx, of the library, of the system
         if cached is None or isinstance(error, RevisionNotFoundError):
-            raise _explained(name, error) from None
-        commit, reason = cached, _reason(error)
+            raise explained(name, error) from None
+        commit, reason = cached, reason_of(error)
     else:
-        reason = "" if answers else _silence()
+        reason = "" if answers else silence()
     if reason:
         say(line("model", f"{name}: taking commit {commit[:12]} from the cache, as {reason}"))
     return commit
@@ -63,7 +65,7 @@ def config_of(name: HubName) -> Path:
             )
             return Path(file).parent
     except Exception as error:
-        raise _explained(name, error) from None
+        raise explained(name, error) from None
 
 
 def download(name: HubName, folder: Path, say: Say | None) -> None:
@@ -187,7 +189,7 @@ def _snapshot(name: HubName, files: list[str], say: Say | None) -> None:
                 name.repo, revision=name.revision, allow_patterns=files, tqdm_class=bar
             )
     except Exception as error:
-        raise _explained(name, error, broke_off=True) from None
+        raise explained(name, error, broke_off=True) from None
     finally:
         for bar in bars:  # the library leaves them open
             bar.close()
@@ -261,87 +263,3 @@ def _bar(say: Say | None, name: HubName, made: list[Any]) -> type:
             super().close()
 
     return Bar
-
-
-# ---- its errors ---------------------------------------------------------------------------------
-
-
-def _silence() -> str:
-    """Why no answer of the hub was heard."""
-    from huggingface_hub import constants
-
-    return "HF_HUB_OFFLINE=1 forbids to ask" if constants.is_offline_mode() else "the hub does not answer"
-
-
-def _reason(error: Exception) -> str:
-    """Why the hub did not answer as it should, in a few words that follow "as" or "and"."""
-    import httpx
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-
-    causes = [error, *(e for e in (error.__cause__, error.__context__) if isinstance(e, Exception))]
-    if constants.is_offline_mode() or any(isinstance(e, OfflineModeIsEnabled) for e in causes):
-        return "HF_HUB_OFFLINE=1 forbids downloads"
-    for e in causes:
-        if isinstance(e, GatedRepoError):
-            return "the model is gated and this token has no access"
-        if isinstance(e, RepositoryNotFoundError):
-            return "the hub knows no model of this name, or it is private"
-        if isinstance(e, HfHubHTTPError):
-            return f"{constants.ENDPOINT} answered with {e.response.status_code}"
-        if isinstance(e, httpx.TimeoutException):
-            return f"{constants.ENDPOINT} did not answer within {_REQUEST_SECONDS:.0f} s"
-        if isinstance(e, httpx.TransportError):
-            return f"{constants.ENDPOINT} cannot be reached ({_first_line(e)})"
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _explained(name: HubName, error: Exception, broke_off: bool = False) -> LaminarError:
-    """The line for the user. `broke_off`: the hub had answered before."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RemoteEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    key, reason = f"model.path={name.short}", _reason(error)
-    if isinstance(error, GatedRepoError):
-        cure = (
-            f"accept its terms at https://huggingface.co/{name.repo}, then set HF_TOKEN or run hf auth login"
-        )
-        return LaminarError(f"{key}: {reason}; {cure}")
-    if isinstance(error, RevisionNotFoundError):
-        return LaminarError(
-            f"{key}: the model has no revision {name.revision}; name a branch, a tag or a commit of it"
-        )
-    if isinstance(error, RepositoryNotFoundError):
-        return LaminarError(
-            f"{key}: no such folder here, and {reason}; check the name, or set HF_TOKEN for a private one"
-        )
-    if isinstance(error, RemoteEntryNotFoundError):
-        return LaminarError(
-            f"{key}: it has no config.json on the hub; name a model in the Hugging Face format"
-        )
-    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return LaminarError(
-            f"{key}: {error.filename} cannot be written ({error.strerror}); set HF_HOME to another folder"
-        )
-    if broke_off and not constants.is_offline_mode():
-        return LaminarError(
-            f"{key}: the download broke off, as {reason}; start again, finished files are kept"
-        )
-    return LaminarError(
-        f"{key}: no such folder here, not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; give "
-        f"this machine access to the hub, or run hf download {name.repo} on one that has it and name the folder"
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
