@@ -132,7 +132,8 @@ class Launch:
             return 0
         rank, number = self._root_cause()
         self.cause = self.cause or self._explain(rank, number)
-        self.is_permanent = number in (REFUSED, PERMANENT) or NO_ROOM in self.cause  # another may have ended first
+        # on a full disk the rank that says so need not be the first that ends
+        self.is_permanent = number in (REFUSED, PERMANENT) or NO_ROOM in self.cause
         return REFUSED if number == REFUSED else 1
 
     def _write_log(self) -> None:
