@@ -171,7 +171,7 @@ def cure(error: Exception) -> str:
 
 
 def main(overrides: list[str]) -> int:
-    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = would fail again."""
+    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed for good."""
     die_with_parent()
     voice, mine = Voice(), None
     started = time.monotonic()

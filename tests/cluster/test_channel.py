@@ -169,8 +169,8 @@ def test_stop_request_without_a_job(tmp_path):
 
 
 def test_a_worker_joins_the_controller_of_its_own_torchrun_only(tmp_path, served):
-    """A second torchrun on the run directory of a live run, or one started at the same moment: its ranks wait for their
-    own controller, which is refused, and do not take the place of the live run's ranks."""
+    """A second torchrun on the run directory of a live run, or one started at the same moment: its ranks wait
+    for their own controller, which is refused, and do not take the place of the live run's ranks."""
     hello = m.Hello("trainer", 0, "i", os.getpid(), "here")
     with pytest.raises(LaminarError, match="waited 1 s for the controller"):
         Channel(tmp_path, hello, 1.0, 10, launch="another torchrun")

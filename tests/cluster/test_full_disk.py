@@ -1,4 +1,5 @@
-"""A full disk is recognised through whatever a library makes of it, and nothing waits or breaks because of it."""
+"""A full disk is recognised through whatever a library makes of it, and nothing waits or breaks because of
+it."""
 
 import errno
 import os
@@ -20,7 +21,8 @@ def config_of(run_dir: Path) -> RunConfig:
 
 
 def test_a_device_without_room_is_named_with_the_cure(tmp_path):
-    """Promise: the real error of a real device, also under another exception, becomes one line with disk and cure."""
+    """Promise: the real error of a real device, also under another exception, becomes one line with disk and
+    cure."""
     with pytest.raises(RuntimeError) as raised:
         try:
             with open("/dev/full", "wb", buffering=0) as file:
@@ -29,7 +31,9 @@ def test_a_device_without_room_is_named_with_the_cure(tmp_path):
             raise RuntimeError("a library failed") from error
     text = full_disk_text(raised.value, config_of(tmp_path))
     assert text.startswith(f"no room on the disk of run_dir={tmp_path} (") and "\n" not in text
-    assert text.endswith("go on with the same command and resume=auto, which begins at step 0, as there is no checkpoint yet")
+    assert text.endswith(
+        "go on with the same command and resume=auto, which begins at step 0, as there is no checkpoint yet"
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +51,8 @@ def test_which_errors_are_of_a_full_disk(tmp_path, error, full):
 
 
 def test_a_store_that_cannot_grow_keeps_what_it_committed(tmp_path):
-    """Promise: SQLite's own error is recognised, closing does not hide it, and what was committed is whole."""
+    """Promise: SQLite's own error is recognised, closing does not hide it, and what was committed is
+    whole."""
     store = Store(tmp_path)
     store.put("kept", 1)
     store.commit()
@@ -72,7 +77,8 @@ def test_the_launcher_ends_without_a_traceback(tmp_path):
 
 @pytest.mark.timeout(60)
 def test_curves_do_not_block_the_controller(tmp_path):
-    """Promise: when TensorBoard's writing thread has died, metrics are still written and nothing waits for it."""
+    """Promise: when TensorBoard's writing thread has died, metrics are still written and nothing waits for
+    it."""
     metrics = MetricsWriter(tmp_path)
     metrics.write("start", restored_step=-1)
     assert metrics._board is not None

@@ -22,7 +22,8 @@ def members() -> Members:
 
 
 def test_a_live_process_keeps_its_place(members):
-    """Promise: on this machine its PID tells; a process that has ended, or joins again itself, is replaced at once."""
+    """Promise: on this machine its PID tells; a process that has ended, or joins again itself, is replaced at
+    once."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     members.join("trainer:0:a", hello(process.pid))
     assert members.rival(hello(os.getpid(), life="b")) is members.at("trainer")

@@ -110,7 +110,8 @@ def test_a_complete_run_under_torchrun(tmp_path):
 
 
 def test_a_live_run_is_left_alone(tmp_path):
-    """Promise: a second start exits with 2 and names the live run, of which not a file is moved or changed."""
+    """Promise: a second start exits with 2 and names the live run, of which not a file is moved or
+    changed."""
     run_dir = tmp_path / "run"
     with controller(run_dir, f"store_dir={tmp_path}/stores", log=tmp_path / "log") as live:
         wait_for(lambda: (run_dir / "metrics.jsonl").exists() and (run_dir / "status.json").exists(), live)
@@ -191,7 +192,8 @@ root = pytest.mark.skipif(os.getuid() != 0, reason="a small disk is mounted, whi
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_torchrun_restarts_a_run(tmp_path):
-    """Promise: with --max-restarts the run goes on from its checkpoint instead of moving itself aside, and says why."""
+    """Promise: with --max-restarts the run goes on from its checkpoint instead of moving itself aside, and
+    says why."""
     run_dir = tmp_path / "run"
     command = [*TORCHRUN, "--max-restarts=2", "-m", "laminar_hpc"]
     with open(tmp_path / "log", "wb") as file:
@@ -216,8 +218,8 @@ def test_torchrun_restarts_a_run(tmp_path):
 @pytest.mark.timeout(400)
 @root
 def test_a_disk_that_fills_up_while_training(small_disk, tmp_path):
-    """Promise: `laminar train` ends with exit code 1 and one line as its last, makes no restart, and the same command
-    goes on when there is room."""
+    """Promise: `laminar train` ends with exit code 1 and one line as its last, makes no restart, and the same
+    command goes on when there is room."""
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     run_dir = small_disk / "run"
     run = Run(run_dir, "steps=500", "checkpoint.every=1", "restarts=3")

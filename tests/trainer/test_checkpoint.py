@@ -158,9 +158,9 @@ def test_saving_starts_no_process(tied_model: Path, tmp_path: Path, world: None)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="a small disk is mounted, which takes root")
-def test_a_disk_that_fills_up_in_the_middle_of_a_checkpoint(tied_model: Path, tmp_path: Path, world: None) -> None:
-    """Promise: whichever of its files no longer fits, the error is known to be a full disk, the checkpoint before is
-    whole, and with room the next one succeeds."""
+def test_a_disk_that_fills_up_in_a_checkpoint(tied_model: Path, tmp_path: Path, world: None) -> None:
+    """Promise: whichever of its files no longer fits, the error is known to be a full disk, the checkpoint
+    before is whole, and with room the next one succeeds."""
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(disk)], check=True)

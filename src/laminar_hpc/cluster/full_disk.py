@@ -11,7 +11,7 @@ from laminar_hpc.observability.console import size
 from laminar_hpc.weights.checkpoints import steps
 
 _WORDS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
-_HINTS = ("write", "iostream")  # of torch and others that keep the reason to themselves: believed if a disk is full
+_HINTS = ("write", "iostream")  # of libraries that do not tell why: believed if a disk is full
 _NO_ROOM_BYTES = 1 << 20
 NO_ROOM = "no room on the disk of"
 

@@ -37,7 +37,7 @@ class Members:
         return earlier
 
     def rival(self, hello: Hello) -> Member | None:
-        """The live process that has a newcomer's place, if there is one: a second start must not push it out."""
+        """The live process, if any, that has a newcomer's place: a second start must not push it out."""
         member = self.at(hello.role, hello.index)
         if member is None or (member.hello.machine, member.hello.pid) == (hello.machine, hello.pid):
             return None

@@ -68,7 +68,7 @@ def _own_store(config: RunConfig) -> None:
         return
     note = folder / _OWNER_FILE
     if note.exists() and (other := note.read_text().strip()) != mine:
-        text = f"{folder} holds the store of another run, {other}: set another store_dir or give run_dir another name"
+        text = f"{folder} holds the store of another run, {other}: set another store_dir, or rename run_dir"
         raise Refused([f"{text} (if that run was moved to {mine}, write this path into {note})"])
     folder.mkdir(parents=True, exist_ok=True)
     note.write_text(mine + "\n")
