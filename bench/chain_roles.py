@@ -33,10 +33,10 @@ from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.load import load_config
-from laminar_hpc.controller.book import Book
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
 from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.messages import Hello
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.metrics import MetricsWriter
@@ -75,7 +75,7 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
     redirect_output(run_dir, "controller0")
     hub = Hub(run_dir, RUN_ID, config.cluster.host, 0, "controller")
     store = Store(run_dir)
-    book = Book(store, [], GroupSize(1, 0, 1), lambda draw: 0)
+    book = TrajectoryTracker(store, [], GroupSize(1, 0, 1), lambda draw: 0)
     members = Members("controller", config.cluster.heartbeat_timeout_seconds)
     metrics, trace = MetricsWriter(run_dir), Trace(run_dir, "controller", 0)
     loop = Controller(config, derive(config), hub, store, book, None, metrics, members, relays, -1, None, print, trace)

@@ -1,4 +1,4 @@
-"""Moving a running request between two real engines, against prefilling its tokens anew on the destination.
+"""ReplicaMigration a running request between two real engines, against prefilling its tokens anew on the destination.
 
     python bench/kv_engines.py --json kv_engines.json       prompts of 512 to 4,096 tokens, 3 repeats each
     python bench/kv_engines.py --lengths 1024,4096

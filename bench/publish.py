@@ -339,8 +339,8 @@ async def pull(options: argparse.Namespace, size: str) -> dict:
     import torch
 
     from laminar_hpc.observability.trace import Trace
-    from laminar_hpc.rollout.puller import Puller
     from laminar_hpc.rollout.sglang_server import SglangServer
+    from laminar_hpc.rollout.weight_loader import WeightLoader
     from laminar_hpc.weights.hf import TensorReader
     from laminar_hpc.weights.manifest import layout
     from laminar_hpc.weights.probe import probe_sequences
@@ -354,7 +354,7 @@ async def pull(options: argparse.Namespace, size: str) -> dict:
     writer = SlotWriter(config.relay.shm_dir, f"bench-{folder.name}-pull", 2, directory)
     engine = SglangServer(config, 0, folder)
     reader = SlotReader(config.relay.shm_dir, f"bench-{folder.name}-pull")
-    puller = Puller(reader, probe_sequences(SHAPES[size][-1]), Trace(folder, "rollout", 0), lambda: engine, lambda: 0)
+    weight_loader = WeightLoader(reader, probe_sequences(SHAPES[size][-1]), Trace(folder, "rollout", 0), lambda: engine, lambda: 0)
     try:
         await engine.start(directory, "0", 0)
         found, copies, copy = [], [], Memcpy(sum(file.stat().st_size for file in directory.glob("*.safetensors")))
@@ -369,7 +369,7 @@ async def pull(options: argparse.Namespace, size: str) -> dict:
                     entry.sum_words, entry.sum_indexed = tensor_sums(tensor)
                 writer.commit(manifest)
                 copies.append(copy.seconds())
-                found.append(await puller.pull())
+                found.append(await weight_loader.pull())
                 if found[-1].weight_id != number:
                     raise SystemExit(f"weight id {found[-1].weight_id} was pulled, {number} was expected")
     finally:

@@ -61,7 +61,7 @@ UNITS_BY_ENDING = {
 }  # fmt: skip
 UNITS = {
     "steps": "trainer steps", "evaluation.every": "trainer steps", "checkpoint.every": "trainer steps", "checkpoint.keep": "checkpoints",
-    "relay.anchor_every": "publications",
+    "relay.full_every": "publications",
     "optimizer.warmup_steps": "trainer steps", "optimizer.max_skipped_updates": "optimizer updates",
     "algorithm.prompts_per_step": "prompts", "algorithm.samples_per_prompt": "trajectories", "algorithm.minibatches_per_step": "updates",
     "reward.workers": "processes", "reward.slots": "calls", "relay.slots": "copies of the weights", "rollout.replicas": "replicas",
@@ -109,7 +109,7 @@ MEANING = {
     "relay.slots": "complete weight versions kept in shared memory per machine",
     "relay.shm_dir": "folder in memory that holds the slots",
     "relay.chunk_megabytes": "size of the pieces in which weights are sent; the trainer's rank 0 has two such buffers on its device",
-    "relay.anchor_every": "with delta=auto one publication in so many goes in full, whatever has changed; 1 sends all in full",
+    "relay.full_every": "with delta=auto one publication in so many goes in full, whatever has changed; 1 sends all in full",
     "relay.publish_timeout_seconds": "longest time for one publication to reach a relay",
     "relay.threads": "of a relay's process",
     "rollout.replicas": "rollout ranks, each with an engine of its own",

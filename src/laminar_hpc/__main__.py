@@ -108,7 +108,7 @@ def redirect_output(run_dir: Path, name: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
 
 
-class Voice:
+class UserTerminal:
     """The user's terminal: the standard output and error that this process was started with."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Voice:
     def say(self, text: str) -> None:
         print(text, file=self._out, flush=True)
 
-    def complain(self, text: str) -> None:
+    def print_error(self, text: str) -> None:
         print(f"laminar: error: {text}", file=self._error, flush=True)
 
 
@@ -173,10 +173,10 @@ def cure(error: Exception) -> str:
 def main(overrides: list[str]) -> int:
     """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed for good."""
     die_with_parent()
-    voice, mine = Voice(), None
+    user, mine = UserTerminal(), None
     started = time.monotonic()
     try:
-        config = prepare_rank(load_config(overrides), voice.say, voice.complain)
+        config = prepare_rank(load_config(overrides), user.say, user.print_error)
         mine, here, relays = place(config)
         if os.environ.get("LOCAL_RANK", "0") == "0" and not config.dry_run and (sizes := gigabytes_of_gpus()):
             check_gpus(config, derive(config), here, sizes)
@@ -184,16 +184,16 @@ def main(overrides: list[str]) -> int:
             if mine.role == "controller":
                 importlib.import_module("laminar_hpc.controller.rewards").check_rewards(config)
                 for text in console.dry_run_lines(derived_values(config, check(config)), missing_inputs(config)):
-                    voice.say(text)
+                    user.say(text)
             return 0
         if was_restarted(config):
             config.resume = "auto"
         if completed_step(config) is not None:  # no rank waits for another
             if mine.role == "controller":
-                close_completed(config, voice.say)
+                close_completed(config, user.say)
             return 0
         if mine.role == "controller":
-            run_controller(config, relays, voice.say)
+            run_controller(config, relays, user.say)
         else:
             run_worker(config, mine, here)
     except StopReceived as stop:
@@ -201,7 +201,7 @@ def main(overrides: list[str]) -> int:
     except Refused as error:
         if int(os.environ.get("RANK", "0")) == 0 or mine is not None:
             for line in str(error).splitlines():
-                voice.complain(f"refused: {line}")  # the launcher knows it by this word
+                user.print_error(f"refused: {line}")  # the launcher knows it by this word
         else:
             time.sleep(10)  # as below
         return REFUSED
@@ -211,7 +211,7 @@ def main(overrides: list[str]) -> int:
         if mine is None and os.environ.get("RANK", "0") != "0":
             time.sleep(10)  # all ranks see this error: rank 0 says it, and its exit makes torchrun end the others
         if mine is not None or int(os.environ.get("RANK", "0")) == 0:
-            voice.complain(f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error))
+            user.print_error(f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error))
         if isinstance(error, PermanentFailure):
             return PERMANENT
         began = mine is not None and time.monotonic() - started > 1
@@ -225,7 +225,7 @@ def main(overrides: list[str]) -> int:
         words = str(error).splitlines()[0] if str(error) else ""
         where = "(the traceback is in the run directory's logs/)"
         text = full or f"{type(error).__name__}: {words}{cure(error)} {where}"
-        voice.complain(f"{who}: {text}")
+        user.print_error(f"{who}: {text}")
         return PERMANENT if full else 1
     return 0
 

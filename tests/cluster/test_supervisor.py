@@ -56,7 +56,7 @@ def job(tmp_path, monkeypatch, capsys):
 
             def on_signal(self, number: int) -> None: ...
             def end(self) -> None: ...
-            def complain(self, more: str = "") -> None:
+            def print_error(self, more: str = "") -> None:
                 print(f"laminar: error: {self.cause}{more}", file=sys.stderr)
 
         monkeypatch.setattr(supervisor, "Launch", Launch)

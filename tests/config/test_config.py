@@ -151,17 +151,17 @@ BAD = [
         "algorithm.minibatches_per_step=3",
         r"= 256 trajectories do not divide into algorithm.minibatches_per_step=3 x trainer.data_parallel=1",
     ),
-    ("algorithm.loss=gspo", "set algorithm.denominator=sequences, not tokens"),
-    ("algorithm.loss=aipo", "set algorithm.weight_max, for example 5"),
-    ("algorithm.loss=aipo algorithm.weight_max=5 algorithm.proximal=recomputed", "set algorithm.proximal=behaviour"),
-    ("algorithm.weight_max=2", "has no weight to truncate: set algorithm.proximal=recomputed"),
+    ("algorithm.loss=gspo", "set algorithm.loss_aggregation=sequences, not tokens"),
+    ("algorithm.loss=aipo", "set algorithm.importance_weight_cap, for example 5"),
+    ("algorithm.loss=aipo algorithm.importance_weight_cap=5 algorithm.proximal=recomputed", "set algorithm.proximal=behaviour"),
+    ("algorithm.importance_weight_cap=2", "has no weight to truncate: set algorithm.proximal=recomputed"),
     ("algorithm.clip_dual=1.1", "clip_dual=1.1: must be above 1 . clip_high"),
     ("algorithm.clip_dual=3 algorithm.loss=cispo", "clip_dual=3.0 belongs to algorithm.loss=clip"),
     ("algorithm.sequence_ratio_min=2 algorithm.sequence_ratio_max=0.5", "the first must be below the second"),
     ("algorithm.kl_coefficient=0.1 algorithm.kl_estimator=k1", "its gradient has mean 0.: use k2 or k3, or algorithm.kl_in_reward=true"),
     ("algorithm.kl_in_reward=true", "does nothing while algorithm.kl_coefficient=0"),
     (
-        "algorithm.loss=gspo algorithm.denominator=sequences algorithm.advantage=reinforce_pp algorithm.kl_coefficient=0.1 "
+        "algorithm.loss=gspo algorithm.loss_aggregation=sequences algorithm.advantage=reinforce_pp algorithm.kl_coefficient=0.1 "
         "algorithm.kl_in_reward=true",
         "gspo has one advantage per sequence, reinforce_pp with kl_in_reward one per token",
     ),

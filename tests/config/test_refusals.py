@@ -18,8 +18,8 @@ from laminar_hpc.cluster.launch import Launch
 from laminar_hpc.config.bounds import Bounds, Choices, all_fields, allowed, plain_type, wrong_values
 from laminar_hpc.config.check import check, warnings
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.config.load import load_config
-from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.load import load_config, read_config
+from laminar_hpc.config.schema import RENAMED, RunConfig
 from laminar_hpc.emulation.constants import unknown_constants
 from laminar_hpc.rollout.engine_arguments import argument_names, unknown_arguments
 from laminar_hpc.simulator.constants import GPUS, MODELS
@@ -441,3 +441,15 @@ def test_what_the_controller_refuses_ends_laminar_train_with_2(tmp_path, monkeyp
         monkeypatch.setenv("WORDS", words)
         assert Launch(config, [], 4).wait() == code
         assert capfd.readouterr().err.splitlines() == [shown_as]
+
+
+@pytest.mark.parametrize(("earlier", "now"), RENAMED.items())
+def test_a_renamed_key_is_refused_with_its_new_name(earlier, now, tmp_path):
+    """Promise: who comes from an earlier version is told the new name; an earlier run's own file is read."""
+    (line,) = refusal("train", f"{earlier}=1")
+    assert f"{earlier} is called {now} now" in line
+    section, _, name = earlier.partition(".")
+    value = {"algorithm.denominator": "constant"}.get(earlier, 3)
+    (tmp_path / "config.yaml").write_text(f"{section}:\n  {name}: {value}\n")
+    read = getattr(read_config(tmp_path / "config.yaml"), section)
+    assert getattr(read, now.partition(".")[2]) == value

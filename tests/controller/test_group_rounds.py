@@ -1,12 +1,12 @@
-"""Groups in the book that are filtered or sampled in rounds: what is granted, given back, recorded, and found again after a restart."""
+"""Groups in the tracker that are filtered or sampled in rounds: what is granted, given back, recorded, and found again after a restart."""
 
 import sqlite3
 
 from reports import trajectory
 
-from laminar_hpc.controller.book import Book, Counts
 from laminar_hpc.controller.prompts import Prompt
 from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.tracker import Counts, TrajectoryTracker
 from laminar_hpc.messages import decode_trajectory
 from laminar_hpc.policies.sampling import GroupSize
 
@@ -14,37 +14,37 @@ PAIR = GroupSize(2, 1, 2)
 PROMPTS = [Prompt(f"{i}+1=", [i], {"n": i}) for i in range(5)]
 
 
-def new_book(tmp_path, size=PAIR, filters=False):
+def new_tracker(tmp_path, size=PAIR, filters=False):
     store = Store(tmp_path)
-    book = Book(store, PROMPTS, size, lambda draw: draw % 5, filters)
-    book.load()
-    return store, book
+    tracker = TrajectoryTracker(store, PROMPTS, size, lambda draw: draw % 5, filters)
+    tracker.load()
+    return store, tracker
 
 
-def draw(book, quota=1, most=1, step=0, **rules):
-    return book.draw(most, quota, replica=0, weight_id=step, weight_step=step, now=0.0, **rules)
+def draw(tracker, quota=1, most=1, step=0, **rules):
+    return tracker.draw(most, quota, replica=0, weight_id=step, weight_step=step, now=0.0, **rules)
 
 
-def score(book, group, rewards, step=0):
+def score(tracker, group, rewards, step=0):
     """Generates and scores the samples of a grant; gives what the last score led to."""
     for sample, reward in zip(group.samples, rewards, strict=True):
-        book.generated(trajectory(group, sample, weight_id=step, step=step), step)
-        outcome = book.scored(sample.trajectory_id, sample.attempt, reward, {}, "", 3.0)
+        tracker.generated(trajectory(group, sample, weight_id=step, step=step), step)
+        outcome = tracker.scored(sample.trajectory_id, sample.attempt, reward, {}, "", 3.0)
     return outcome
 
 
 def test_a_group_of_equal_rewards_is_given_up_and_its_number_given_back(tmp_path):
     """Never trained, on record with its reason, and another prompt is drawn; one with an advantage is kept."""
-    store, book = new_book(tmp_path, filters=True)
-    (group,) = draw(book)
-    given_up = score(book, group, [1.0, 1.0])
+    store, tracker = new_tracker(tmp_path, filters=True)
+    (group,) = draw(tracker)
+    given_up = score(tracker, group, [1.0, 1.0])
     assert given_up is not None and not given_up.finished
-    assert book.counted == 0 and book.groups == {} and book.views() == [] and book.filtered_in_a_row == 1
-    (other,) = draw(book)
-    assert other.group_id == 1 and other.row == {"n": 1} and book.groups[1].number == 1
-    kept = score(book, other, [0.0, 1.0])
-    assert kept is not None and kept.finished and book.counted == 1 and book.filtered_in_a_row == 0
-    assert book.take_counts() == Counts(groups_filtered=1, tokens_generated=12) and book.take_counts() == Counts()
+    assert tracker.counted == 0 and tracker.groups == {} and tracker.views() == [] and tracker.filtered_in_a_row == 1
+    (other,) = draw(tracker)
+    assert other.group_id == 1 and other.row == {"n": 1} and tracker.groups[1].number == 1
+    kept = score(tracker, other, [0.0, 1.0])
+    assert kept is not None and kept.finished and tracker.counted == 1 and tracker.filtered_in_a_row == 0
+    assert tracker.take_counts() == Counts(groups_filtered=1, tokens_generated=12) and tracker.take_counts() == Counts()
     store.commit()
     database = sqlite3.connect(store.path)
     assert database.execute("SELECT state, reason FROM groups ORDER BY id").fetchall() == [
@@ -55,89 +55,89 @@ def test_a_group_of_equal_rewards_is_given_up_and_its_number_given_back(tmp_path
     assert kept == [("given_up", 2)]
     database.close()
     store.close()
-    store, book = new_book(tmp_path, filters=True)
-    assert list(book.groups) == [1] and book.counted == 1, "a restart brings no given-up group back"
+    store, tracker = new_tracker(tmp_path, filters=True)
+    assert list(tracker.groups) == [1] and tracker.counted == 1, "a restart brings no given-up group back"
     store.close()
 
 
 def test_without_the_setting_equal_rewards_are_trained(tmp_path):
-    store, book = new_book(tmp_path)
-    (group,) = draw(book)
-    kept = score(book, group, [0.0, 0.0])
-    assert kept is not None and kept.finished and [decode_trajectory(p).reward for p in book.consume([0], 0)] == [0.0, 0.0]
+    store, tracker = new_tracker(tmp_path)
+    (group,) = draw(tracker)
+    kept = score(tracker, group, [0.0, 0.0])
+    assert kept is not None and kept.finished and [decode_trajectory(p).reward for p in tracker.consume([0], 0)] == [0.0, 0.0]
     store.close()
 
 
 def test_a_group_that_is_all_wrong_gets_more_samples(tmp_path):
     """Two first, one more at a time up to four; later rounds on newer weights; the group's age stays that of its first samples."""
-    store, book = new_book(tmp_path, GroupSize(2, 1, 4))
-    (group,) = draw(book)
+    store, tracker = new_tracker(tmp_path, GroupSize(2, 1, 4))
+    (group,) = draw(tracker)
     assert len(group.samples) == 2
-    assert score(book, group, [0.0, 0.0]) is None and not book.groups[0].finished
-    (more,) = draw(book, quota=0, step=2)
-    assert more.group_id == 0 and [s.trajectory_id for s in more.samples] == [2] and book.groups[0].view().weight_step == 0
-    assert score(book, more, [0.0], step=2) is None
-    (last,) = draw(book, quota=0, step=2)
-    complete = score(book, last, [1.0], step=2)
-    assert complete is not None and complete.finished and book.groups[0].view().weight_step == 0
-    batch = [decode_trajectory(payload) for payload in book.consume([0], 2)]
+    assert score(tracker, group, [0.0, 0.0]) is None and not tracker.groups[0].finished
+    (more,) = draw(tracker, quota=0, step=2)
+    assert more.group_id == 0 and [s.trajectory_id for s in more.samples] == [2] and tracker.groups[0].view().weight_step == 0
+    assert score(tracker, more, [0.0], step=2) is None
+    (last,) = draw(tracker, quota=0, step=2)
+    complete = score(tracker, last, [1.0], step=2)
+    assert complete is not None and complete.finished and tracker.groups[0].view().weight_step == 0
+    batch = [decode_trajectory(payload) for payload in tracker.consume([0], 2)]
     assert [t.reward for t in batch] == [0.0, 0.0, 0.0, 1.0] and [t.weight_step for t in batch] == [0, 0, 2, 2]
-    assert book.counts == Counts(tokens_generated=12)
-    (right,) = draw(book)
-    assert score(book, right, [0.0, 1.0]) is not None
-    assert book.take_counts() == Counts(tokens_generated=18, samples_saved=2, tokens_saved=6.0)
+    assert tracker.counts == Counts(tokens_generated=12)
+    (right,) = draw(tracker)
+    assert score(tracker, right, [0.0, 1.0]) is not None
+    assert tracker.take_counts() == Counts(tokens_generated=18, samples_saved=2, tokens_saved=6.0)
     store.close()
 
 
 def test_rounds_and_filter_together(tmp_path):
     """A group is given up only once it has had all its samples."""
-    store, book = new_book(tmp_path, GroupSize(2, 2, 4), filters=True)
-    (group,) = draw(book)
-    assert score(book, group, [0.0, 0.0]) is None and book.counted == 1
-    (more,) = draw(book, quota=0)
-    given_up = score(book, more, [0.0, 0.0])
-    assert given_up is not None and not given_up.finished and len(given_up.samples) == 4 and book.counted == 0
+    store, tracker = new_tracker(tmp_path, GroupSize(2, 2, 4), filters=True)
+    (group,) = draw(tracker)
+    assert score(tracker, group, [0.0, 0.0]) is None and tracker.counted == 1
+    (more,) = draw(tracker, quota=0)
+    given_up = score(tracker, more, [0.0, 0.0])
+    assert given_up is not None and not given_up.finished and len(given_up.samples) == 4 and tracker.counted == 0
     store.close()
 
 
 def test_a_restart_between_rounds(tmp_path):
     """The scores of the first round are known again: the second goes on, and decides with them."""
-    store, book = new_book(tmp_path, GroupSize(2, 1, 4))
-    (group,) = draw(book)
-    score(book, group, [0.0, 0.0])
+    store, tracker = new_tracker(tmp_path, GroupSize(2, 1, 4))
+    (group,) = draw(tracker)
+    score(tracker, group, [0.0, 0.0])
     store.commit()
     store.close()
-    store, book = new_book(tmp_path, GroupSize(2, 1, 4))
-    (more,) = draw(book, quota=0)
+    store, tracker = new_tracker(tmp_path, GroupSize(2, 1, 4))
+    (more,) = draw(tracker, quota=0)
     assert [s.trajectory_id for s in more.samples] == [2]
-    complete = score(book, more, [1.0])
-    assert complete is not None and complete.finished and book.counts.samples_saved == 1
+    complete = score(tracker, more, [1.0])
+    assert complete is not None and complete.finished and tracker.counts.samples_saved == 1
     store.close()
 
 
 def test_what_is_ready_for_a_replica(tmp_path):
     """Samples with nobody count by the share of a group that they are; whether scores of the replica's own work are pending is known."""
-    store, book = new_book(tmp_path, GroupSize(2, 1, 4))
-    (group,) = draw(book)
-    assert book.ready(0) == (0.0, False)
+    store, tracker = new_tracker(tmp_path, GroupSize(2, 1, 4))
+    (group,) = draw(tracker)
+    assert tracker.ready(0) == (0.0, False)
     first, second = group.samples
-    book.generated(trajectory(group, first), 0)
-    book.scored(first.trajectory_id, 0, 0.0, {}, "", 0.0)
-    book.generated(trajectory(group, second), 0)
-    assert book.ready(0) == (0.0, True) and book.ready(1) == (0.0, False)
-    book.scored(second.trajectory_id, 0, 0.0, {}, "", 0.0)
-    assert book.ready(0) == (0.5, False)
+    tracker.generated(trajectory(group, first), 0)
+    tracker.scored(first.trajectory_id, 0, 0.0, {}, "", 0.0)
+    tracker.generated(trajectory(group, second), 0)
+    assert tracker.ready(0) == (0.0, True) and tracker.ready(1) == (0.0, False)
+    tracker.scored(second.trajectory_id, 0, 0.0, {}, "", 0.0)
+    assert tracker.ready(0) == (0.5, False)
     store.close()
 
 
 def test_a_local_batch_is_filled_by_samples(tmp_path):
     """Later rounds take the place of new groups by their samples, and go only where `may_go_on` lets them."""
-    store, book = new_book(tmp_path, GroupSize(2, 1, 4))
-    groups = draw(book, quota=3, most=3)
+    store, tracker = new_tracker(tmp_path, GroupSize(2, 1, 4))
+    groups = draw(tracker, quota=3, most=3)
     for group in groups:
-        score(book, group, [0.0, 0.0])
-    refused = draw(book, quota=0, most=2, may_go_on=lambda view: view.group_id == 2)
+        score(tracker, group, [0.0, 0.0])
+    refused = draw(tracker, quota=0, most=2, may_go_on=lambda view: view.group_id == 2)
     assert [g.group_id for g in refused] == [2]
-    batch = draw(book, quota=9, most=2)
+    batch = draw(tracker, quota=9, most=2)
     assert [(g.group_id, len(g.samples)) for g in batch] == [(0, 1), (1, 1), (3, 2)]
     store.close()

@@ -91,10 +91,10 @@ class Killer:
     def __call__(self, controller: Controller) -> None:
         if len(self.killed) >= self.most or time.monotonic() < self._next or controller.trainer_done:
             return
-        owned, ids = controller.book.in_progress(), controller.open_weights
+        owned, ids = controller.tracker.in_progress(), controller.open_weights
         for replica, mine in owned.items():
             weight_id = ids.get(replica, -1)
-            known = {i: len(p.tokens) for _, i, sample in mine if (p := controller.mover.pool.get(i, sample.attempt))}
+            known = {i: len(p.tokens) for _, i, sample in mine if (p := controller.migration.pool.get(i, sample.attempt))}
             alone = all(ids.get(other) != weight_id for other in owned if other != replica)
             if alone and weight_id == controller.weights.newest[0] - 1 >= 0 and sum(known.values()) >= self.tokens:
                 self.killed.append((weight_id, known))

@@ -101,7 +101,7 @@ class Script:
 
     @property
     def discarded(self) -> int:
-        return self.controller.book.counts.tokens_discarded
+        return self.controller.tracker.counts.tokens_discarded
 
 
 def samples_of(grant: m.Grant) -> dict[int, int]:

@@ -52,12 +52,12 @@ class Shuffler:
         self.begun, self._next = 0, 0.0
 
     def __call__(self, controller: Controller) -> None:
-        now, mover = time.monotonic(), controller.mover
+        now, migration = time.monotonic(), controller.migration
         if now < self._next:
             return
         self._next = now + self.every
-        owned = controller.book.in_progress()
-        moving = {move.trajectory_id for move in mover.moves.values() if not move.over}
+        owned = controller.tracker.in_progress()
+        moving = {move.trajectory_id for move in migration.moves.values() if not move.over}
         for _ in range(self.at_once - len(moving)):
             source, destination = (self.random.choice(sorted(owned)) for _ in range(2)) if owned else (0, 0)
             weights = [controller.open_weights.get(replica, -1) for replica in (source, destination)]
@@ -65,7 +65,7 @@ class Shuffler:
             if source != destination and weights[0] == weights[1] >= 0 and free:
                 trajectory_id, sample = self.random.choice(free)
                 moving.add(trajectory_id)
-                mover.begin(trajectory_id, sample.attempt, source, destination, weights[0], 500, now)
+                migration.begin(trajectory_id, sample.attempt, source, destination, weights[0], 500, now)
                 self.begun += 1
 
 
@@ -135,7 +135,7 @@ class Stand:
         """The engine of a replica."""
         worker = self.replicas[index].worker
         assert worker is not None
-        return worker.puller.engine  # type: ignore[return-value]
+        return worker.weight_loader.engine  # type: ignore[return-value]
 
 
 def assert_is_whole(t: Trajectory, config: RunConfig) -> None:

@@ -10,16 +10,16 @@ import pytest
 from faults import FAULTS, Saboteur, sabotaged
 from stand import Shuffler, Stand, assert_every_one_ended_once, small_config
 
-from laminar_hpc.controller import mover
+from laminar_hpc.controller import migration
 from laminar_hpc.emulation.engine import EmulatedEngine
-from laminar_hpc.rollout import moving
+from laminar_hpc.rollout import migration
 
 PHASE_SECONDS, AGAIN_SECONDS, HANG_SECONDS = 1.0, 0.2, 1.5
 
 
 def run(tmp_path, monkeypatch, seed: int, faults: int, how: str, increments: int, steps: int, share: float) -> tuple[Stand, Saboteur]:
-    monkeypatch.setattr(mover, "PHASE_SECONDS", PHASE_SECONDS)
-    monkeypatch.setattr(moving, "AGAIN_SECONDS", AGAIN_SECONDS)
+    monkeypatch.setattr(migration, "PHASE_SECONDS", PHASE_SECONDS)
+    monkeypatch.setattr(migration, "AGAIN_SECONDS", AGAIN_SECONDS)
     config = small_config(tmp_path, replicas=4, steps=steps, repack=how)
     config.rollout.increment_tokens = increments
     saboteur = Saboteur(seed, faults, share, HANG_SECONDS)

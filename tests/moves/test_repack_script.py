@@ -23,12 +23,12 @@ def script(tmp_path) -> Script:
 def looks(script: Script, *kv: int, repeats: int = 0, queued: int = 0) -> list[m.Reserve]:
     """Each replica reports so much KV, as its pings then repeat; returns what a look reserves."""
     for index, tokens in enumerate(kv):
-        in_flight = script.controller.book.in_progress_counts()[index]
+        in_flight = script.controller.tracker.in_progress_counts()[index]
         load = m.ReplicaLoad("draining", 0, in_flight, 0, in_flight, queued, tokens, kv_capacity=10_000, batch_max=1000)
         script.hear("rollout", index, *[m.Ping(load)] * (1 + repeats))
     for sent in script.hub.left.values():
         sent.clear()
-    script.controller.mover.look(0.0)
+    script.controller.migration.look(0.0)
     script.controller.turn()
     return [message for sent in script.hub.left.values() for message in sent if isinstance(message, m.Reserve)]
 

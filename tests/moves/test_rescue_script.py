@@ -5,7 +5,7 @@ from script import Script, samples_of
 from stand import small_config
 
 from laminar_hpc import messages as m
-from laminar_hpc.controller import mover
+from laminar_hpc.controller import migration
 from laminar_hpc.messages import decode_trajectory
 
 TOKENS = 100
@@ -28,7 +28,7 @@ def alone_on_older_weights(script: Script, tokens: int = TOKENS) -> m.Grant:
     assert grant is not None and grant.parts == {}
     if tokens:
         script.works(0, grant, tokens)
-    script.controller.book.counted += 1000  # nothing new is granted from here on
+    script.controller.tracker.counted += 1000  # nothing new is granted from here on
     script.publish(1, 0)
     script.asks(1, 1)
     assert script.granted(1) is None
@@ -52,10 +52,10 @@ def test_a_waiting_replica_loads_the_older_weights_and_every_trajectory_ends_onc
     script.works(1, rescue, 50)
     script.rollout(0, life="late")
     script.ends(0, first, 7, life="late")
-    assert script.controller.book.ready_groups == 0
+    assert script.controller.tracker.ready_groups == 0
     script.ends(1, rescue, 200)
-    assert script.controller.book.ready_groups == len(first.groups) and script.discarded == 0
-    ended = [decode_trajectory(blob) for blob in script.controller.book.consume(list(script.controller.book.groups), 0)]
+    assert script.controller.tracker.ready_groups == len(first.groups) and script.discarded == 0
+    ended = [decode_trajectory(blob) for blob in script.controller.tracker.consume(list(script.controller.tracker.groups), 0)]
     assert sorted(t.trajectory_id for t in ended) == sorted(samples_of(first))
     assert {(t.replica, t.weight_id, t.attempt, t.moves, len(t.response_tokens)) for t in ended} == {(1, 0, 1, 1, TOKENS + 200)}
 
@@ -66,7 +66,7 @@ def test_a_request_that_crossed_the_grant_is_void(tmp_path):
     alone_on_older_weights(script)
     script.dies(0)
     rescue = script.granted(1)
-    script.controller.book.counted -= 1000
+    script.controller.tracker.counted -= 1000
     script.asks(1, 1, seen=-1)
     assert script.granted(1) is None
     script.hear("rollout", 1, m.WeightsOpened(0, 0, 0.1, {}, [], 0.0))
@@ -97,7 +97,7 @@ def test_what_cannot_be_loaded_starts_again_from_its_prompt(tmp_path, how):
     assert again is not None and again.weight_id == 1 and again.parts == {}
     assert samples_of(again) == {i: attempt + 1 for i, attempt in samples_of(first).items()}
     assert script.discarded == (0 if how == "nothing known" else TOKENS * len(samples_of(first)))
-    assert len(script.controller.mover.pool) == 0
+    assert len(script.controller.migration.pool) == 0
 
 
 def test_a_slot_that_is_gone_meanwhile(tmp_path):
@@ -112,7 +112,7 @@ def test_a_slot_that_is_gone_meanwhile(tmp_path):
     again = script.granted(1)
     assert again is not None and again.weight_id == 1 and again.parts == {} and script.discarded == TOKENS * len(samples_of(first))
     script.ends(1, again, 5)
-    assert script.controller.book.ready_groups == len(first.groups)
+    assert script.controller.tracker.ready_groups == len(first.groups)
 
 
 def test_the_replica_dies_while_it_loads_and_one_that_is_starting_takes_over(tmp_path):
@@ -135,7 +135,7 @@ def test_the_replica_dies_while_it_loads_and_one_that_is_starting_takes_over(tmp
     assert script.granted(1, life="new") is None
     script.hear("rollout", 0, m.WeightsOpened(0, 0, 0.1, {}, [], 0.0), life="new")
     script.ends(0, second, 5, life="new")
-    assert script.controller.book.ready_groups == len(first.groups) and script.discarded == 0
+    assert script.controller.tracker.ready_groups == len(first.groups) and script.discarded == 0
 
 
 def test_one_that_serves_the_weights_gets_its_batch_along_with_them(tmp_path):
@@ -147,26 +147,26 @@ def test_one_that_serves_the_weights_gets_its_batch_along_with_them(tmp_path):
     script.asks(0, 0)
     first = script.granted(0)
     script.works(0, first, TOKENS)
-    script.controller.book.counted += 1000
+    script.controller.tracker.counted += 1000
     script.asks(1, 0)
-    script.controller.book.counted -= 1000
+    script.controller.tracker.counted -= 1000
     script.dies(0)
     both = script.granted(1)
     fresh = {group.group_id for group in both.groups} - {group.group_id for group in first.groups}
     assert both.weight_id == 0 and both.parts.keys() == samples_of(first).keys() and len(fresh) == len(first.groups) == 2
     script.ends(1, both, 5)
-    assert script.controller.book.ready_groups == 4
+    assert script.controller.tracker.ready_groups == 4
 
 
 def test_after_some_tries_it_starts_again(tmp_path):
     script = new(tmp_path)
     first = alone_on_older_weights(script)
     script.dies(0)
-    for life in range(mover.TRIES - 1):
+    for life in range(migration.TRIES - 1):
         assert script.granted(1, life=str(life) if life else "") is not None
         script.dies(1, life=str(life) if life else "")
         script.rollout(1, life=str(life + 1))
-    life = str(mover.TRIES - 1)
+    life = str(migration.TRIES - 1)
     assert script.granted(1, life=life).parts
     script.dies(1, life=life)
     assert script.discarded == TOKENS * len(samples_of(first))

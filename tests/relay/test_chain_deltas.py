@@ -16,7 +16,7 @@ SOON = 40.0
 
 @pytest.fixture
 def chain(tmp_path):
-    words = ("relay.delta=auto", f"relay.anchor_every={ANCHOR_EVERY}", "relay.chunk_megabytes=1")
+    words = ("relay.delta=auto", f"relay.full_every={ANCHOR_EVERY}", "relay.chunk_megabytes=1")
     run = ChainRun(tmp_path, 2, 5 * MEGABYTE, *words)
     yield run
     run.close()

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from engines import EOS, Pair, file_sums, fill_slot, hf_logprobs, make_model, reference
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability.trace import Trace
-from laminar_hpc.rollout import puller
+from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.batch import objection
-from laminar_hpc.rollout.puller import EngineOverflows, Puller, SlotRefused, SumsDiffer
 from laminar_hpc.rollout.sglang_plugin import protocol
 from laminar_hpc.rollout.sglang_server import REPORTS_SPANS, SglangServer, sampling_parameters
+from laminar_hpc.rollout.weight_loader import EngineOverflows, SlotRefused, SumsDiffer, WeightLoader
 from laminar_hpc.weights.manifest import WEIGHTS_FILE
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
@@ -206,10 +206,10 @@ def test_the_engine_is_private(pair):
 # ---- weights that must not be served -----------------------------------------------------------------------------------------------------
 
 
-def new_puller(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Puller:
-    """A puller on the second engine that takes the first mismatch for an error, so that this engine lives on."""
-    monkeypatch.setattr(puller, "TRIES", 0)
-    made = Puller(SlotReader(str(tmp_path), "run"), probe_sequences(500), Trace(tmp_path, "rollout", 1), lambda: pair.engines[1], lambda: 1)
+def new_puller(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightLoader:
+    """A weight_loader on the second engine that takes the first mismatch for an error, so that this engine lives on."""
+    monkeypatch.setattr(weight_loader, "TRIES", 0)
+    made = WeightLoader(SlotReader(str(tmp_path), "run"), probe_sequences(500), Trace(tmp_path, "rollout", 1), lambda: pair.engines[1], lambda: 1)
     return made
 
 
@@ -232,9 +232,9 @@ def test_a_flipped_bit_is_found_after_the_load(pair, slots, tmp_path, monkeypatc
 def test_weights_with_which_the_engine_overflows_are_refused_at_once(pair, slots, tmp_path, monkeypatch):
     """The engine answers null for each log-prob that is not finite. A pull whose probe comes out so is refused with engine, step,
     cure and log, and without a fresh engine, which would do the same; a response is never trained on; the next weights mend it."""
-    monkeypatch.setattr(puller, "TRIES", 2)
-    monkeypatch.setattr(Puller, "_kill", lambda _: pytest.fail("a fresh engine was started"))
-    made = Puller(SlotReader(str(tmp_path), "run"), probe_sequences(500), Trace(tmp_path, "rollout", 1), lambda: pair.engines[1], lambda: 1)
+    monkeypatch.setattr(weight_loader, "TRIES", 2)
+    monkeypatch.setattr(WeightLoader, "_kill", lambda _: pytest.fail("a fresh engine was started"))
+    made = WeightLoader(SlotReader(str(tmp_path), "run"), probe_sequences(500), Trace(tmp_path, "rollout", 1), lambda: pair.engines[1], lambda: 1)
     spoilt = tmp_path / "spoilt"
     shutil.copytree(pair.models[1], spoilt)
     tensors = load_file(spoilt / WEIGHTS_FILE)
@@ -267,7 +267,7 @@ def test_a_missing_tensor_and_a_wrong_shape_are_found_before_the_load(pair, slot
         for entry in manifest.tensors:
             entry.shape = list(tensors[entry.name].shape)
         with pytest.raises(SlotRefused, match="tensor lm_head"):
-            puller.check_layout(layout, manifest)
+            weight_loader.check_layout(layout, manifest)
 
 
 def test_a_load_is_refused_while_a_request_runs_and_for_another_model(pair, slots, tmp_path):
@@ -298,7 +298,7 @@ def test_sums_that_are_missing_count_as_different():
 
     manifest = Manifest(1, 0, "float32", [TensorEntry("a", [1], "float32", sum_words=3, sum_indexed=3), TensorEntry("b", [1], "float32")])
     with pytest.raises(SumsDiffer, match=r"1 of 2 tensors .* first b"):
-        puller.check_sums({"a": (3, 3)}, manifest)
+        weight_loader.check_sums({"a": (3, 3)}, manifest)
 
 
 def test_a_response_of_two_weight_ids_is_seen(pair, slots):

@@ -9,8 +9,8 @@ import torch
 
 from engines import LoopThread, engine_config, file_sums, fill_slot, hf_logprobs
 from laminar_hpc.observability.trace import Trace
-from laminar_hpc.rollout.puller import Puller
 from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
+from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
 
@@ -47,7 +47,7 @@ def test_an_engine_of_each_family(family: str, ranks: int, tmp_path: Path) -> No
         loop.run(engine.start(models[0], "0", seed=0), seconds=250)
         fill_slot(writer, models[1], 4, 2)
         reader = SlotReader(str(tmp_path), "run")
-        pulled = loop.run(Puller(reader, probe, Trace(tmp_path, "rollout", 0), lambda: engine, lambda: 0).pull())
+        pulled = loop.run(WeightLoader(reader, probe, Trace(tmp_path, "rollout", 0), lambda: engine, lambda: 0).pull())
         assert pulled.weight_id == 4 and "start" not in pulled.parts, "it was loaded by the engine that ran"
         assert loop.run(engine.sums()) == file_sums(models[1])
         expected = torch.cat([hf_logprobs(model, s[:1], s[1:]) for s in probe])

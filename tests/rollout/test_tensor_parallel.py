@@ -14,14 +14,14 @@ from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.observability.trace import Trace
-from laminar_hpc.rollout import puller
+from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_process import EngineDied
-from laminar_hpc.rollout.puller import Puller
 from laminar_hpc.rollout.sglang_plugin.live_weights import canonical_views, live_layout, live_sums
 from laminar_hpc.rollout.sglang_plugin.load import load_slot
 from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
 from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
 from laminar_hpc.rollout.shards import whole_sums, whole_tensors
+from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.weights.manifest import WEIGHTS_FILE
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
@@ -79,9 +79,9 @@ def test_an_engine_of_two_processes_takes_no_part_in_moves(split):
 
 def test_a_pull_verifies_the_shards_of_both(split, tmp_path, monkeypatch):
     """Names and shapes are whole; the sums after a load are the manifest's; a flipped bit in any rank's shard is found and named."""
-    monkeypatch.setattr(puller, "TRIES", 0)
+    monkeypatch.setattr(weight_loader, "TRIES", 0)
     writer = SlotWriter(str(tmp_path), "run", 3, split.models[0])
-    pull = Puller(
+    pull = WeightLoader(
         SlotReader(str(tmp_path), "run"), probe_sequences(500), Trace(tmp_path, "rollout", 0), lambda: split.engine, lambda: 1
     ).pull
     fill_slot(writer, split.models[1], 4, 2)
@@ -89,7 +89,7 @@ def test_a_pull_verifies_the_shards_of_both(split, tmp_path, monkeypatch):
     assert pulled.weight_id == 4 and split.loop.run(split.engine.sums()) == file_sums(split.models[1])
     shapes = {name: list(tensor.shape) for name, tensor in load_file(split.models[0] / WEIGHTS_FILE).items()}
     assert {t.name: t.shape for t in split.loop.run(split.engine.layout())} == shapes
-    monkeypatch.setattr(split.engine, "stop", lambda: split.engine.ping())  # the puller's way of giving an engine up
+    monkeypatch.setattr(split.engine, "stop", lambda: split.engine.ping())  # the weight_loader's way of giving an engine up
     for number, (name, item) in enumerate([("model.layers.1.mlp.down_proj.weight", 0), ("model.layers.0.self_attn.k_proj.bias", 31)]):
         directory, manifest = fill_slot(writer, split.models[0], 5 + number, 3)
         entry = next(t for t in manifest.tensors if t.name == name)

@@ -136,7 +136,7 @@ class Replica:
         self.controller.tell(WeightsAvailable(weight_id, weight_id))
 
     def scheduler(self) -> psutil.Process:
-        engine = psutil.Process(self.worker.puller.engine.process.pid)
+        engine = psutil.Process(self.worker.weight_loader.engine.process.pid)
         return next(p for p in engine.children(recursive=True) if p.cmdline()[0].startswith("sglang::sched"))
 
     def ended(self, seconds: float = 60.0) -> bool:
@@ -415,7 +415,7 @@ def test_older_weights_are_kept_from_the_grant_on(replica, monkeypatch):
 
 def test_the_death_of_an_idle_engine_is_one_line(replica):
     """It is noticed at once, not at the next request; the error says how it died and where its log is; nothing stays behind."""
-    engine = psutil.Process(replica.worker.puller.engine.process.pid)
+    engine = psutil.Process(replica.worker.weight_loader.engine.process.pid)
     family = [engine, *engine.children(recursive=True)]
     replica.scheduler().kill()
     assert replica.ended(4)

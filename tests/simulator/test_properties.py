@@ -7,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.simulator.book import Book
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.replica import Replica
@@ -15,6 +14,7 @@ from laminar_hpc.simulator.request import Admission, Request
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import Setup, setup, simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.tracker import TrajectoryTracker
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -52,14 +52,14 @@ def setups(draw, names=tuple(PIPELINES)) -> Setup:
 
 
 def run(made: Setup, monkeypatch: pytest.MonkeyPatch):
-    """The outcome with the replicas and the book as they were at the end, and every time that the clock showed."""
+    """The outcome with the replicas and the tracker as they were at the end, and every time that the clock showed."""
     seen: dict = {"times": [], "kv": 0.0}
     from laminar_hpc.simulator import run as module
 
-    class WatchedBook(Book):
+    class WatchedBook(TrajectoryTracker):
         def __init__(self, workload):
             super().__init__(workload)
-            seen["book"] = self
+            seen["tracker"] = self
 
     original = module._replicas
 
@@ -81,7 +81,7 @@ def run(made: Setup, monkeypatch: pytest.MonkeyPatch):
             super().at(time, watched, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "Book", WatchedBook)
+        patch.setattr(module, "TrajectoryTracker", WatchedBook)
         patch.setattr(module, "_replicas", replicas)
         patch.setattr(module, "Clock", WatchedClock)
         seen["outcome"] = module.simulate(made)
@@ -95,9 +95,9 @@ def test_work_kv_and_time(data):
     made = data.draw(setups())
     with pytest.MonkeyPatch.context() as patch:
         seen = run(made, patch)
-    book, replicas, figures = seen["book"], seen["replicas"], seen["outcome"].figures
+    tracker, replicas, figures = seen["tracker"], seen["replicas"], seen["outcome"].figures
     unfinished = 0.0
-    for group in book.live.values():
+    for group in tracker.live.values():
         for request in group.requests:
             if request.turn < len(request.turns):
                 home = request.home
@@ -105,10 +105,10 @@ def test_work_kv_and_time(data):
                 remaining = request.end - home.steps if running else request.remaining
                 unfinished += sum(request.turns[: request.turn]) + request.turns[request.turn] - remaining
     generated = sum(replica.generated for replica in replicas)
-    assert math.isclose(generated, book.finished_tokens + unfinished + book.discarded_tokens, rel_tol=1e-6, abs_tol=0.5)
+    assert math.isclose(generated, tracker.finished_tokens + unfinished + tracker.discarded_tokens, rel_tol=1e-6, abs_tol=0.5)
     assert seen["kv"] <= 1 + 1e-6
     assert seen["times"] == sorted(seen["times"])
-    assert book.consumed_trajectories == made.steps * made.workload.prompts_per_step * made.workload.samples_per_prompt
+    assert tracker.consumed_trajectories == made.steps * made.workload.prompts_per_step * made.workload.samples_per_prompt
     booked = [sum(replica.seconds.values()) for replica in replicas]
     assert all(math.isclose(seconds, figures["seconds"], rel_tol=1e-6) for seconds in booked), (
         "every replica's time is booked under a cause"

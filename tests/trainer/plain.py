@@ -51,7 +51,7 @@ class PlainTrainer:
                     "tokens": 1 / tokens,
                     "sequences": 1 / (len(members) * len(behaviour[i])),
                     "constant": 1 / (len(members) * self.config.sampling.max_response_tokens),
-                }[a.denominator]
+                }[a.loss_aggregation]
                 numerator = numerator + per_token.sum() * scale
             numerator.backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)))
@@ -99,7 +99,7 @@ class PlainTrainer:
         if a.loss == "gspo":
             ratio = (logprobs - proximal).mean().exp().expand(len(logprobs))
         if a.loss in ("cispo", "aipo"):
-            low, high = (1 - a.clip_low, 1 + a.clip_high) if a.loss == "cispo" else (0.0, a.weight_max)
+            low, high = (1 - a.clip_low, 1 + a.clip_high) if a.loss == "cispo" else (0.0, a.importance_weight_cap)
             loss = -ratio.detach().clamp(low, high) * advantages * logprobs
         else:
             surrogate = torch.min(ratio * advantages, ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantages)
@@ -108,7 +108,7 @@ class PlainTrainer:
             loss = -surrogate
         if a.proximal == "recomputed":
             weight = (proximal - behaviour).exp()
-            loss = loss * (weight if a.weight_max is None else weight.clamp(max=a.weight_max))
+            loss = loss * (weight if a.importance_weight_cap is None else weight.clamp(max=a.importance_weight_cap))
         numerator = proximal if a.proximal == "recomputed" else logprobs.detach()
         mean = float((numerator - behaviour).mean().exp())
         if mean < (a.sequence_ratio_min or 0.0) or mean > (a.sequence_ratio_max or math.inf):

@@ -100,7 +100,7 @@ CORRECTED = {
     "algorithm__kl_coefficient": 0.05,
     "algorithm__kl_in_reward": True,
     "algorithm__sequence_ratio_max": 1.2,
-    "algorithm__denominator": "sequences",
+    "algorithm__loss_aggregation": "sequences",
 }
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.corrections import behaviour_weights, kept_sequences
-from laminar_hpc.trainer.algorithms.denominators import weights_and_count
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
+from laminar_hpc.trainer.algorithms.loss_aggregation import weights_and_count
 from laminar_hpc.trainer.algorithms.losses import aipo, cispo, clip, gspo
 from laminar_hpc.trainer.algorithms.objective import objective
 from laminar_hpc.trainer.algorithms.tokens import Tokens
@@ -111,12 +111,12 @@ def test_on_policy_all_losses_are_the_policy_gradient(rows: list[tuple[float, fl
         {"clip_dual": 3.0},
         {"loss": "gspo"},
         {"loss": "cispo"},
-        {"loss": "aipo", "weight_max": 2.0},
-        {"proximal": "recomputed", "weight_max": 2.0},
+        {"loss": "aipo", "importance_weight_cap": 2.0},
+        {"proximal": "recomputed", "importance_weight_cap": 2.0},
         {"sequence_ratio_min": 0.99, "sequence_ratio_max": 1.01},
     ):
         current = torch.tensor(logprobs, requires_grad=True)
-        found = objective(AlgorithmConfig(**{"denominator": "sequences", **settings}), 8, batch, current, torch.zeros(4))
+        found = objective(AlgorithmConfig(**{"loss_aggregation": "sequences", **settings}), 8, batch, current, torch.zeros(4))
         (found.total / found.count).backward()
         assert current.grad.tolist() == pytest.approx([-a / 4 for a in advantages], abs=1e-6), settings
 
@@ -129,7 +129,7 @@ def test_gradients_agree_with_finite_differences() -> None:
         tokens([0.0] * 6, [0.0] * 6, [4, 2]), behaviour=behaviour, proximal=proximal, reference=reference, advantages=advantages
     )
     for settings in ({"loss": "clip", "kl_coefficient": 0.3}, {"loss": "gspo", "kl_coefficient": 0.3, "kl_estimator": "k2"}):
-        a = AlgorithmConfig(proximal="recomputed", weight_max=1.1, denominator="sequences", **settings)
+        a = AlgorithmConfig(proximal="recomputed", importance_weight_cap=1.1, loss_aggregation="sequences", **settings)
         assert torch.autograd.gradcheck(
             lambda x, a=a: objective(a, 8, batch, x, torch.zeros(6)).total, logprobs.clone().requires_grad_(True), eps=1e-6
         )
@@ -148,7 +148,7 @@ def test_sequences_outside_the_bounds_are_left_out_but_counted() -> None:
     batch = tokens([0.0] * 5, [1.0] * 5, [2, 1, 2])
     assert kept_sequences(batch, ratios.log(), 0.5, 2.0).tolist() == [False, False, True, False, False]
     assert kept_sequences(batch, ratios.log(), None, 2.0).tolist() == [False, False, True, True, True]
-    a = AlgorithmConfig(sequence_ratio_min=0.5, sequence_ratio_max=2.0, denominator="sequences", clip_high=9.0)
+    a = AlgorithmConfig(sequence_ratio_min=0.5, sequence_ratio_max=2.0, loss_aggregation="sequences", clip_high=9.0)
     logprobs = ratios.log().requires_grad_(True)
     found = objective(a, 8, batch, logprobs, torch.zeros(5))
     (found.total / found.count).backward()
@@ -157,12 +157,12 @@ def test_sequences_outside_the_bounds_are_left_out_but_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("denominator", "weights", "count"),
+    ("loss_aggregation", "weights", "count"),
     [("tokens", [1, 1, 1, 1], 4), ("sequences", [1, 1 / 3, 1 / 3, 1 / 3], 3), ("constant", [0.1] * 4, 3)],
 )
-def test_denominators_by_hand(denominator: str, weights: list[float], count: int) -> None:
+def test_loss_aggregation_by_hand(loss_aggregation: str, weights: list[float], count: int) -> None:
     """Trajectories of 1, 3 and 0 trained tokens, at most 10 each: a trajectory without trained tokens is one all the same."""
-    found, number = weights_and_count(tokens([0.0] * 4, [1.0] * 4, [1, 3, 0]), denominator, 10)
+    found, number = weights_and_count(tokens([0.0] * 4, [1.0] * 4, [1, 3, 0]), loss_aggregation, 10)
     assert found.tolist() == pytest.approx(weights) and number.item() == count and number.dtype == torch.int
 
 

@@ -17,19 +17,19 @@ NARROW = {"clip_low": 0.02, "clip_high": 0.03}  # two mini-batches do not lead f
 OPTIONS = {
     "clip": {},
     "dual-clip": {"clip_dual": 1.5},
-    "dr-grpo": {"normalize_std": False, "denominator": "constant"},
-    "rloo": {"advantage": "rloo", "denominator": "sequences"},
+    "dr-grpo": {"normalize_std": False, "loss_aggregation": "constant"},
+    "rloo": {"advantage": "rloo", "loss_aggregation": "sequences"},
     "reinforce_pp": {"advantage": "reinforce_pp", "kl_coefficient": 0.05, "kl_estimator": "k1", "kl_in_reward": True},
     "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "kl_coefficient": 0.05, "kl_estimator": "k2"},
     "grpo-kl-in-reward": {"kl_coefficient": 0.05, "kl_estimator": "k2", "kl_in_reward": True, "proximal": "recomputed", **NARROW},
-    "gspo": {"loss": "gspo", "denominator": "sequences", "clip_low": 0.05, "clip_high": 0.05},
+    "gspo": {"loss": "gspo", "loss_aggregation": "sequences", "clip_low": 0.05, "clip_high": 0.05},
     "cispo": {"loss": "cispo", "clip_low": 0.5, "clip_high": 0.5},
-    "aipo": {"loss": "aipo", "weight_max": 1.2, "advantage": "rloo"},
+    "aipo": {"loss": "aipo", "importance_weight_cap": 1.2, "advantage": "rloo"},
     "decoupled": {"proximal": "recomputed", **NARROW},
-    "tis": {"proximal": "recomputed", "weight_max": 1.3, "kl_coefficient": 0.1, **NARROW},
-    "decoupled-gspo": {"loss": "gspo", "denominator": "sequences", "proximal": "recomputed", "clip_low": 3e-3, "clip_high": 4e-3},
+    "tis": {"proximal": "recomputed", "importance_weight_cap": 1.3, "kl_coefficient": 0.1, **NARROW},
+    "decoupled-gspo": {"loss": "gspo", "loss_aggregation": "sequences", "proximal": "recomputed", "clip_low": 3e-3, "clip_high": 4e-3},
     "sequence-mask": {"sequence_ratio_min": 0.9, "sequence_ratio_max": 1.1},
-    "tis-sequence-mask": {"proximal": "recomputed", "weight_max": 2.0, "sequence_ratio_max": 1.0, "denominator": "sequences", **NARROW},
+    "tis-sequence-mask": {"proximal": "recomputed", "importance_weight_cap": 2.0, "sequence_ratio_max": 1.0, "loss_aggregation": "sequences", **NARROW},
     "overlong": {"overlong_buffer_tokens": 16},
 }
 
@@ -57,7 +57,7 @@ def test_two_steps_equal_plain_torch(name: str, untied_model: Path, world: None)
         batch = tiny.make_batch(seed=20 + step)
         losses, norms = trainer.train(batch, step)
         metrics = learner.train(batch, step, lambda: None)
-        if config.algorithm.denominator != "tokens":  # else the mini-batches' shares in the mean are uneven
+        if config.algorithm.loss_aggregation != "tokens":  # else the mini-batches' shares in the mean are uneven
             assert metrics["loss"] == pytest.approx(sum(losses) / 2, abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
     after, expected = {n: t.clone() for n, t in policy.canonical_tensors()}, trainer.model.state_dict()
@@ -75,11 +75,11 @@ def test_two_steps_equal_plain_torch(name: str, untied_model: Path, world: None)
 def test_every_choice_is_trained_by_one_of_the_options() -> None:
     """A choice that is added must be added here."""
     limits = {field.name: allowed(field) for field in dataclasses.fields(AlgorithmConfig)}
-    trained = ("advantage", "loss", "denominator", "proximal", "kl_estimator")
+    trained = ("advantage", "loss", "loss_aggregation", "proximal", "kl_estimator")
     choices = {key: limit.names for key, limit in limits.items() if isinstance(limit, Choices) and key in trained}
     assert len(choices) == len(trained)
     seen = {key: {option.get(key) for option in OPTIONS.values()} for key in choices}
-    defaults = {"advantage": "grpo", "loss": "clip", "denominator": "tokens", "proximal": "behaviour", "kl_estimator": "k3"}
+    defaults = {"advantage": "grpo", "loss": "clip", "loss_aggregation": "tokens", "proximal": "behaviour", "kl_estimator": "k3"}
     assert all(set(names) <= seen[key] | {defaults[key]} for key, names in choices.items())
 
 

@@ -3,11 +3,11 @@ methods read. Rewards, log-probs and masks go in; advantages, the loss and its g
 
 | here | in TRL |
 |---|---|
-| loss=clip, denominator tokens, sequences, constant | GRPOTrainer, loss_type dapo, grpo, dr_grpo |
+| loss=clip, loss_aggregation tokens, sequences, constant | GRPOTrainer, loss_type dapo, grpo, dr_grpo |
 | clip_dual | GRPOTrainer, delta |
 | loss=gspo | GRPOTrainer, loss_type grpo, importance_sampling_level sequence |
 | loss=cispo, loss=aipo | GRPOTrainer, loss_type cispo |
-| proximal=recomputed, weight_max | GRPOTrainer, vllm_importance_sampling_mode token_truncate |
+| proximal=recomputed, importance_weight_cap | GRPOTrainer, vllm_importance_sampling_mode token_truncate |
 | kl_estimator=k3 in the loss | GRPOTrainer, beta |
 | advantage=grpo, normalize_std | GRPOTrainer, scale_rewards group, none |
 | advantage=rloo, kl_estimator=k1 in the reward | RLOOTrainer, beta |
@@ -126,21 +126,21 @@ def here(**settings: object) -> tuple[torch.Tensor, float, torch.Tensor]:
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": True}
 CASES = {
     "clip-tokens": ({}, {"loss_type": "dapo"}),
-    "clip-sequences": ({"denominator": "sequences"}, {"loss_type": "grpo"}),
-    "dr-grpo": ({"denominator": "constant", "normalize_std": False}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "clip-sequences": ({"loss_aggregation": "sequences"}, {"loss_type": "grpo"}),
+    "dr-grpo": ({"loss_aggregation": "constant", "normalize_std": False}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
     "dual-clip": ({"clip_dual": 1.5}, {"loss_type": "dapo", "delta": 1.5}),
-    "gspo": ({"loss": "gspo", "denominator": "sequences"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    "gspo": ({"loss": "gspo", "loss_aggregation": "sequences"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
     "cispo": ({"loss": "cispo", "clip_low": 1.0, "clip_high": 0.4}, {"loss_type": "cispo", "epsilon_high": 1.4}),
-    "aipo": ({"loss": "aipo", "weight_max": 1.4}, {"loss_type": "cispo", "epsilon_high": 1.4}),
+    "aipo": ({"loss": "aipo", "importance_weight_cap": 1.4}, {"loss_type": "cispo", "epsilon_high": 1.4}),
     "decoupled": ({"proximal": "recomputed"}, {"loss_type": "dapo", "vllm_importance_sampling_clip_max": math.inf, **VLLM}),
-    "tis": ({"proximal": "recomputed", "weight_max": 1.2}, {"loss_type": "dapo", "vllm_importance_sampling_clip_max": 1.2, **VLLM}),
+    "tis": ({"proximal": "recomputed", "importance_weight_cap": 1.2}, {"loss_type": "dapo", "vllm_importance_sampling_clip_max": 1.2, **VLLM}),
     "tis-gspo": (
-        {"loss": "gspo", "denominator": "sequences", "proximal": "recomputed", "weight_max": 1.2},
+        {"loss": "gspo", "loss_aggregation": "sequences", "proximal": "recomputed", "importance_weight_cap": 1.2},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "vllm_importance_sampling_clip_max": 1.2, **VLLM},
     ),
     "kl-k3": ({"kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3}),
     "kl-k3-tis": (
-        {"kl_coefficient": 0.3, "proximal": "recomputed", "weight_max": 1.2, "denominator": "sequences"},
+        {"kl_coefficient": 0.3, "proximal": "recomputed", "importance_weight_cap": 1.2, "loss_aggregation": "sequences"},
         {"loss_type": "grpo", "beta": 0.3, "vllm_importance_sampling_clip_max": 1.2, **VLLM},
     ),
 }  # fmt: skip

@@ -39,7 +39,7 @@ class Launch:
     """A running torchrun and what it says."""
 
     def __init__(self, config: RunConfig, overrides: list[str], world_size: int) -> None:
-        """With config.restarts the first error is kept for `complain`, as it may not be the end."""
+        """With config.restarts the first error is kept for `print_error`, as it may not be the end."""
         self._config, self._world = config, world_size
         self._causes: list[str] = []  # of a failure: one line, or one per mistake of a refused configuration
         self._told = 0  # how many of them the user has seen
@@ -95,7 +95,7 @@ class Launch:
     def _failed(self, text: str) -> None:
         self._causes.append(text.strip())
         if not self._config.restarts:
-            self.complain()
+            self.print_error()
 
     def on_signal(self, number: int) -> None:
         now = time.monotonic()
@@ -123,7 +123,7 @@ class Launch:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
-    def complain(self, more: str = "") -> None:
+    def print_error(self, more: str = "") -> None:
         """Tells the user why it failed, each line once."""
         new, self._told = self._causes[self._told :], len(self._causes)
         for text in new:

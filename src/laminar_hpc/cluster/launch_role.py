@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda got, _: launch.on_signal(got))
     code = launch.wait()
-    launch.complain()
+    launch.print_error()
     return code
 
 

@@ -17,17 +17,17 @@ def algorithm_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
             f"clip_dual={a.clip_dual}: must be above 1 + clip_high, for example 3",
         ),
         (
-            a.loss == "gspo" and a.denominator != "sequences",
-            f"loss=gspo has one ratio per sequence: set algorithm.denominator=sequences, not {a.denominator}",
+            a.loss == "gspo" and a.loss_aggregation != "sequences",
+            f"loss=gspo has one ratio per sequence: set algorithm.loss_aggregation=sequences, not {a.loss_aggregation}",
         ),
-        (a.loss == "aipo" and a.weight_max is None, "loss=aipo truncates its weights: set algorithm.weight_max, for example 5"),
+        (a.loss == "aipo" and a.importance_weight_cap is None, "loss=aipo truncates its weights: set algorithm.importance_weight_cap, for example 5"),
         (
             a.loss == "aipo" and a.proximal != "behaviour",
             f"loss=aipo weighs against the behaviour policy itself: set algorithm.proximal=behaviour, not {a.proximal}",
         ),
         (
-            a.weight_max is not None and a.proximal == "behaviour" and a.loss != "aipo",
-            f"weight_max={a.weight_max} has no weight to truncate: set algorithm.proximal=recomputed, or null",
+            a.importance_weight_cap is not None and a.proximal == "behaviour" and a.loss != "aipo",
+            f"importance_weight_cap={a.importance_weight_cap} has no weight to truncate: set algorithm.proximal=recomputed, or null",
         ),
         (
             not 0 <= (a.sequence_ratio_min or 0.0) < (math.inf if a.sequence_ratio_max is None else a.sequence_ratio_max),

@@ -18,7 +18,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException, Validati
 from laminar_hpc.config.bounds import requirement, shown, wrong_values
 from laminar_hpc.config.check import problems
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.schema import RENAMED, RunConfig
 from laminar_hpc.config.words import Keys, Words
 
 _SOURCE_TREE = Path(__file__).resolve().parents[3]
@@ -193,7 +193,12 @@ def dump_config(config: RunConfig) -> str:
 def read_config(path: Path) -> RunConfig:
     """A run's own `config.yaml`. Raises LaminarError when the file is not one."""
     try:
-        merged: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), DictConfig(yaml.safe_load(path.read_text())))
+        written = DictConfig(yaml.safe_load(path.read_text()))
+        for earlier, now in RENAMED.items():
+            section, _, name = earlier.partition(".")
+            if name in written.get(section, {}):
+                OmegaConf.update(written, now, written[section].pop(name))
+        merged: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), written)
         config = OmegaConf.to_object(merged)
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise LaminarError(f"{path} is not a run's configuration: {str(error).splitlines()[0]}") from None

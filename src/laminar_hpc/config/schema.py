@@ -10,6 +10,11 @@ from typing import Any
 
 from laminar_hpc.config.bounds import bounds, choice, number, seconds
 
+RENAMED = {  # keys of earlier versions: refused with the new name; read where a finished run's file has them
+    "algorithm.denominator": "algorithm.loss_aggregation",
+    "algorithm.weight_max": "algorithm.importance_weight_cap",
+    "relay.anchor_every": "relay.full_every",
+}
 _MOST_RANKS = 65_536  # a larger number of processes is a typing error
 _MOST_THREADS = 1024
 
@@ -100,11 +105,11 @@ class AlgorithmConfig:
     # of clip: no ratio above it counts for a negative advantage (dual clip); null = none
     clip_dual: float | None = number(None, above=1)
     # loss per: tokens, sequences, or constant (sequences x sampling.max_response_tokens)
-    denominator: str = choice("tokens", "sequences", "constant")
+    loss_aggregation: str = choice("tokens", "sequences", "constant")
     # ratios are taken to: behaviour (the engine's log-probs) or recomputed (at the start of the step)
     proximal: str = choice("behaviour", "recomputed")
     # truncation of importance weights: proximal/behaviour if recomputed, current/behaviour of aipo
-    weight_max: float | None = number(None, above=0)
+    importance_weight_cap: float | None = number(None, above=0)
     # a trajectory is left out if its ratios' geometric mean is below; null = no bound
     sequence_ratio_min: float | None = number(None, at_least=0)
     sequence_ratio_max: float | None = number(None, above=0)  # the same, above
@@ -158,7 +163,7 @@ class RelayConfig:
     # auto: send only what changed where that is smaller; senders then keep a copy of the weights in host
     # memory
     delta: str = choice("off", "auto")
-    anchor_every: int = number(20, at_least=1)
+    full_every: int = number(20, at_least=1)
     threads: int = number(1, at_least=1, at_most=_MOST_THREADS)
 
 

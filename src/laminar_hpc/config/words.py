@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 
 from laminar_hpc.config.bounds import all_fields, plain_type
 from laminar_hpc.config.errors import did_you_mean
+from laminar_hpc.config.schema import RENAMED
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _SPECIAL = "spaces or any of ,:=[]{}()$ in it"
@@ -60,7 +61,9 @@ class Keys:
         return [name.removeprefix(f"{section}.") for name in self.fields if name.startswith(f"{section}.")]
 
     def unknown(self, key: str) -> str:
-        """The line for a key that is not there: with the nearest ones, else with those of its section."""
+        """The line for a key that is not there: with its new name, the nearest ones, or those of its section."""
+        if key in RENAMED and RENAMED[key] in self.fields:
+            return f"{key} is called {RENAMED[key]} now"
         section, _, last = key.rpartition(".")
         by_last: dict[str, list[str]] = {}
         for name in [*self.fields, *self.groups]:

@@ -1,6 +1,6 @@
 """The controller's loop: receive or tick, decide by the policies, one transaction, then send.
 
-    rollouts --Generated, Scored--> [book] --choose--> Batch --> trainer --StepDone--> version + 1
+    rollouts --Generated, Scored--> [tracker] --choose--> Batch --> trainer --StepDone--> version + 1
     trainer --NewWeightId--> id; relays --RelayHas--> WeightsAvailable --> rollouts pull, RequestWork --> [admission] --> Grant
 
     waits                  for                                   bounded by
@@ -28,13 +28,13 @@ from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.book import Book, Group
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member, Members
-from laminar_hpc.controller.mover import Mover
+from laminar_hpc.controller.migration import Migration
 from laminar_hpc.controller.probes import Probes
 from laminar_hpc.controller.rewards import RewardErrors
 from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.tracker import Group, TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
@@ -61,11 +61,11 @@ class Controller:
     """All state of a run in memory. `say` prints a line for the user."""
 
     def __init__(
-        self, config: RunConfig, derived: Derived, hub: Hub, store: Store, book: Book, evaluations: Evaluations | None,
+        self, config: RunConfig, derived: Derived, hub: Hub, store: Store, tracker: TrajectoryTracker, evaluations: Evaluations | None,
         metrics: MetricsWriter, members: Members, relays: int, restored_step: int, replay: Store | None, say: Callable[[str], None],
         trace: Trace,
     ) -> None:  # fmt: skip
-        self.config, self.derived, self.hub, self.store, self.book, self.evaluations = config, derived, hub, store, book, evaluations
+        self.config, self.derived, self.hub, self.store, self.tracker, self.evaluations = config, derived, hub, store, tracker, evaluations
         self.metrics, self.members, self.say, self.replay = metrics, members, say, replay
         self.restored_step, self.trace = restored_step, trace
         self.trainer_step = max(0, restored_step)
@@ -95,7 +95,7 @@ class Controller:
         self.separate = config.role != "all"
         self.oom_kills = oom_kills()
         self.reward_errors = RewardErrors(config, say)
-        self.mover = Mover(self)
+        self.migration = Migration(self)
         self.rounds = Rounds(derived.rollout_ranks) if config.pipeline.refresh == "barrier" else None
         self.handlers = self._handlers()
 
@@ -113,7 +113,7 @@ class Controller:
             "relay": everyone | {
                 m.StoreOpened: weights.on_StoreOpened, m.LinkDown: weights.on_LinkDown, m.RelayHas: weights.on_RelayHas
             },
-            "rollout": everyone | {kind: self.mover.heard for kind in moves} | {
+            "rollout": everyone | {kind: self.migration.heard for kind in moves} | {
                 m.WeightsOpened: self.on_WeightsOpened, m.RequestWork: self.on_RequestWork, m.NotLoaded: self.on_NotLoaded,
                 m.Generated: self.on_Generated, m.Scored: self.on_Scored, m.Lost: self.on_Lost, m.Increment: self.on_Increment,
             },
@@ -156,7 +156,7 @@ class Controller:
         if isinstance(message, m.Ping):
             if message.load is not None:
                 self.loads[member.hello.index] = message.load
-                self.mover.loaded(member.hello.index, message.load)
+                self.migration.loaded(member.hello.index, message.load)
             self.send(member, m.Pong())
         elif (handler := self.handlers[member.hello.role].get(type(message))) is not None:
             handler(member, message)
@@ -189,7 +189,7 @@ class Controller:
             self.weights.form()
             self.answer_trainer()
             self.dispatch()
-            self.mover.tick(time.monotonic())
+            self.migration.tick(time.monotonic())
             self.show_progress()
 
     # ---- membership ------------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Controller:
         self.loads.pop(replica, None)
         if self.rounds:
             self.rounds.gone([replica])
-        lost = self.mover.replica_gone(replica)
+        lost = self.migration.replica_gone(replica)
         if self.evaluations:
             self.evaluations.replica_gone(replica)
         if lost:
@@ -298,7 +298,7 @@ class Controller:
         if replica not in self.open_weights:
             self.say(console.setup_line(f"replica {replica} serves weight id {opened.weight_id}", time.time() - self.started))
         self.open_weights[replica], self.pull_seconds = opened.weight_id, opened.seconds
-        self.mover.rescuer.opened(replica, opened.weight_id)
+        self.migration.rescuer.opened(replica, opened.weight_id)
         self.metrics.write(
             "pull", replica=replica, weight_id=opened.weight_id, step=opened.weight_step, seconds=opened.seconds, parts=opened.parts
         )
@@ -313,7 +313,7 @@ class Controller:
             self.waiting[replica] = request
 
     def on_NotLoaded(self, member: Member, message: m.NotLoaded) -> None:
-        self.mover.not_loaded(member, message)
+        self.migration.not_loaded(member, message)
 
     def grant(self, member: Member, grant: m.Grant) -> None:
         """`grant` has the number `batches`."""
@@ -326,7 +326,7 @@ class Controller:
         """Local batches for idle replicas: what dead ones left behind, evaluations, then what admission allows."""
         if self.evaluations:
             self.evaluations.reset_stranded(set(self.open_weights.values()))
-        self.mover.rescuer.dispatch()
+        self.migration.rescuer.dispatch()
         for replica, request in list(self.waiting.items()):
             member = self.members.at("rollout", replica)
             step = self.weights.steps.get(request.weight_id)
@@ -344,17 +344,17 @@ class Controller:
         if self.trainer_done or (self.rounds and not self.rounds.may_begin(replica, self.idle(), self.weights.newest[0])):
             return None
         size, bound = self.config.algorithm.prompts_per_step, self.config.pipeline.max_staleness
-        quota = admission.quota(step, self.book.counted, size, self.config.steps, bound)
-        waiting, scoring = self.book.ready(replica)
-        if not worth_a_batch(quota + waiting, self.derived.local_batch_groups, scoring and self.book.may_change):
+        quota = admission.quota(step, self.tracker.counted, size, self.config.steps, bound)
+        waiting, scoring = self.tracker.ready(replica)
+        if not worth_a_batch(quota + waiting, self.derived.local_batch_groups, scoring and self.tracker.may_change):
             return None
 
         def may_go_on(group: admission.GroupView) -> bool:
-            return admission.may_go_on(group, step, self.trainer_step, self.book.views(), size, bound, self.taken)
+            return admission.may_go_on(group, step, self.trainer_step, self.tracker.views(), size, bound, self.taken)
 
         if self.rounds:
             self.rounds.took(replica)
-        groups = self.book.draw(self.derived.local_batch_groups, quota, replica, weight_id, step, time.time(), may_go_on)
+        groups = self.tracker.draw(self.derived.local_batch_groups, quota, replica, weight_id, step, time.time(), may_go_on)
         sampling = self.config.sampling
         return m.Grant(self.batches, weight_id, step, groups, sampling.temperature, sampling.max_response_tokens) if groups else None
 
@@ -366,12 +366,12 @@ class Controller:
         if generated.evaluation and self.evaluations:
             self.evaluations.generated(generated)
         else:
-            if self.book.generated(generated.trajectory, self.trainer_step):
-                self.mover.ended(generated.trajectory.trajectory_id)
+            if self.tracker.generated(generated.trajectory, self.trainer_step):
+                self.migration.ended(generated.trajectory.trajectory_id)
 
     def on_Increment(self, member: Member, increment: m.Increment) -> None:
-        if self.book.counts_as(increment.trajectory_id, increment.attempt):
-            self.mover.pool.add(increment)
+        if self.tracker.counts_as(increment.trajectory_id, increment.attempt):
+            self.migration.pool.add(increment)
 
     def on_Scored(self, member: Member, scored: m.Scored) -> None:
         self.watch_reward(scored)
@@ -382,7 +382,7 @@ class Controller:
                     self.say(console.evaluation_line(self.metrics.write("evaluation", **result)))
                 self.finished = self.finished or (self.trainer_done and not self.evaluations.queue)
         else:
-            group = self.book.scored(scored.trajectory_id, scored.attempt, scored.reward, scored.parts, scored.error, scored.time)
+            group = self.tracker.scored(scored.trajectory_id, scored.attempt, scored.reward, scored.parts, scored.error, scored.time)
             if group is not None and not group.finished:
                 self.on_filtered(group)
 
@@ -404,9 +404,9 @@ class Controller:
         """A group without advantage was given up. Ends the run, with a checkpoint, when nothing but such groups has come for long."""
         reason = filtering.reason([s.reward for s in group.samples.values()])
         self.metrics.write("given_up", group_id=group.group_id, prompt_index=group.prompt_index, reason=reason)
-        if not self.failure and filtering.exhausted(self.book.filtered_in_a_row, self.config.algorithm.prompts_per_step):
+        if not self.failure and filtering.exhausted(self.tracker.filtered_in_a_row, self.config.algorithm.prompts_per_step):
             self.failure = (
-                f"the last {self.book.filtered_in_a_row} groups were all filtered, the last because {reason}: nothing can be learned "
+                f"the last {self.tracker.filtered_in_a_row} groups were all filtered, the last because {reason}: nothing can be learned "
                 "from these prompts now; take easier or harder ones, check reward.function, or set algorithm.zero_variance=keep"
             )
             self.request_stop("every group is filtered")
@@ -416,8 +416,8 @@ class Controller:
         if lost.evaluation and self.evaluations:
             self.evaluations.lost(lost)
         else:
-            if self.book.lost(lost.trajectory_id, lost.attempt):
-                self.book.counts.tokens_discarded += self.mover.ended(lost.trajectory_id)
+            if self.tracker.lost(lost.trajectory_id, lost.attempt):
+                self.tracker.counts.tokens_discarded += self.migration.ended(lost.trajectory_id)
             self.metrics.write("lost", trajectory_id=lost.trajectory_id, attempt=lost.attempt, reason=lost.reason)
 
     def show_progress(self) -> None:
@@ -455,10 +455,10 @@ class Controller:
                 raise LaminarError(f"{self.config.source} holds no batch of step {step}; set steps={step}")
             choice = admission.Choice([-1])
         else:
-            ready = self.book.ready_groups
+            ready = self.tracker.ready_groups
             few = admission.Choice([], f"{ready} of {size} groups are finished")  # no need to look at them all, turn after turn
             choice = few if ready < size else self.choose(step, whole, size)
-            payloads = self.book.consume(sorted(choice.group_ids), step) if choice.group_ids else []
+            payloads = self.tracker.consume(sorted(choice.group_ids), step) if choice.group_ids else []
         if choice.group_ids:
             self.take, self.taken = None, self.taken + size
             self.send(trainer, m.StoredBatch(step, [msgspec.Raw(p) for p in payloads], self.config.algorithm.samples_per_prompt))
@@ -467,14 +467,14 @@ class Controller:
             self.send(trainer, m.NotYet(step, choice.reason))
 
     def choose(self, step: int, whole: int, size: int) -> admission.Choice:
-        return admission.choose(step, self.book.views(), whole, self.config.pipeline.max_staleness, self.taken, size)
+        return admission.choose(step, self.tracker.views(), whole, self.config.pipeline.max_staleness, self.taken, size)
 
     def on_StepDone(self, member: Member, done: m.StepDone) -> None:
         now = time.time()
         self.trainer_step = done.step + 1
         fields = {**done.metrics, "step": self.trainer_step, "seconds": now - self.last_step_time}
         if self.replay is None:
-            fields |= dataclasses.asdict(self.book.take_counts())
+            fields |= dataclasses.asdict(self.tracker.take_counts())
             self.store.note_gaps(done.gaps)
         self.last_step_time, self.taken = now, 0
         if self.seen_steps:  # the first step holds the start-up of the engines

@@ -1,6 +1,6 @@
 """Trajectories of dead replicas that no running replica could take: they wait for one without work that loads their weights.
 
-    mover: a replica is gone, nobody generates with its weights -> `wait`
+    migration: a replica is gone, nobody generates with its weights -> `wait`
     dispatch -> [failover.load] -> Grant with parts -> WeightsOpened: they go on there; NotLoaded: the next one; or back to the prompt
 
 Owns those that wait and those whose weights are being loaded; the latter belong to their new replica from its grant on, as in any grant.
@@ -41,7 +41,7 @@ class Rescuer:
         self.rescued = 0
 
     def wait(self, trajectory_id: int, attempt: int) -> None:
-        self.c.book.hold(trajectory_id)
+        self.c.tracker.hold(trajectory_id)
         self._waiting[trajectory_id] = (attempt, time.monotonic())
 
     def ended(self, trajectory_id: int) -> None:
@@ -63,10 +63,10 @@ class Rescuer:
             loads, again = failover.load(self._orphans(), self._idle())
         for trajectory_id in again:
             attempt, _ = self._waiting.pop(trajectory_id)
-            self.c.mover.begin_anew(trajectory_id, attempt)
+            self.c.migration.begin_anew(trajectory_id, attempt)
 
     def _orphans(self) -> list[failover.Orphan]:
-        return [self.c.mover.orphan(i, part) for i, (attempt, _) in self._waiting.items() if (part := self.pool.get(i, attempt))]
+        return [self.c.migration.orphan(i, part) for i, (attempt, _) in self._waiting.items() if (part := self.pool.get(i, attempt))]
 
     def _idle(self) -> list[failover.Idle]:
         """Replicas that ask for work, but for those that will pull first, and those that are starting and have been given nothing yet."""
@@ -92,7 +92,7 @@ class Rescuer:
         assert member is not None
         waited = {i: self._waiting.pop(i) for i in load.trajectory_ids}
         known = {i: part for i, (attempt, _) in waited.items() if (part := self.pool.get(i, attempt))}
-        groups = c.book.regrant({i: attempt for i, (attempt, _) in waited.items()}, load.replica, load.weight_id)
+        groups = c.tracker.regrant({i: attempt for i, (attempt, _) in waited.items()}, load.replica, load.weight_id)
         rescue = _Rescue(c.batches, load.weight_id, member.hello.machine, {})
         parts = {}
         for sample in (sample for group in groups for sample in group.samples):
@@ -134,8 +134,8 @@ class Rescuer:
         del self._loading[member.hello.index]
         log.warning("%s could not go on with %d trajectories: %s", member.name, len(rescue.trajectories), message.reason)
         self.c.weights.gone_from(rescue.machine, rescue.weight_id)
-        found = [(i, attempt) for i, (attempt, _, _) in rescue.trajectories.items() if self.c.book.counts_as(i, attempt)]
+        found = [(i, attempt) for i, (attempt, _, _) in rescue.trajectories.items() if self.c.tracker.counts_as(i, attempt)]
         for trajectory_id, _ in found:
-            self.c.book.hold(trajectory_id)
+            self.c.tracker.hold(trajectory_id)
             self.c.metrics.write("move_off", trajectory_id=trajectory_id, source=NOBODY, reason=message.reason)
         return found

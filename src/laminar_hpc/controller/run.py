@@ -27,7 +27,6 @@ from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
 from laminar_hpc.controller import snapshot
-from laminar_hpc.controller.book import Book
 from laminar_hpc.controller.chat import load_chat_template
 from laminar_hpc.controller.ending import finish
 from laminar_hpc.controller.evaluations import Evaluations
@@ -47,6 +46,7 @@ from laminar_hpc.controller.rundir import (
 )
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.store_check import check_store
+from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.observability import console, status
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
@@ -131,8 +131,8 @@ def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: i
     order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
     algorithm = config.algorithm
     size = GroupSize(algorithm.first_samples or algorithm.samples_per_prompt, algorithm.more_samples, algorithm.samples_per_prompt)
-    book = Book(store, prompts, size, order, algorithm.zero_variance == "filter")
-    book.load()
+    tracker = TrajectoryTracker(store, prompts, size, order, algorithm.zero_variance == "filter")
+    tracker.load()
     source = Path(config.source.removeprefix("replay:")) if config.source.startswith("replay:") else None
     replay = Store(source, read_only=True) if source else None
     sampling = config.sampling
@@ -151,7 +151,7 @@ def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: i
     )  # fmt: skip
     members = Members(machine, config.cluster.heartbeat_timeout_seconds)
     trace = Trace(Path(config.run_dir), "controller", 0)
-    return Controller(config, derived, hub, store, book, evaluations, metrics, members, relays, start.restored_step, replay, say, trace)
+    return Controller(config, derived, hub, store, tracker, evaluations, metrics, members, relays, start.restored_step, replay, say, trace)
 
 
 def _mirror(config: RunConfig) -> WandbMirror | None:

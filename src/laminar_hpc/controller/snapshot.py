@@ -10,8 +10,8 @@ from laminar_hpc.observability.status import Queues, Rank, Status
 
 def status(controller: Controller) -> Status:
     c = controller
-    samples = [sample for group in c.book.groups.values() if not group.finished for sample in group.samples.values()]
-    finished = sum(group.finished for group in c.book.groups.values())
+    samples = [sample for group in c.tracker.groups.values() if not group.finished for sample in group.samples.values()]
+    finished = sum(group.finished for group in c.tracker.groups.values())
     return Status(
         time=time.time(),
         pid=os.getpid(),
@@ -24,7 +24,7 @@ def status(controller: Controller) -> Status:
         reward_errors=c.reward_errors.count,
         ranks=[_rank(c, member) for member in sorted(c.members.by_place.values(), key=lambda m: (m.hello.role, m.hello.index))],
         queues=Queues(
-            generating=len(c.book.groups) - finished,
+            generating=len(c.tracker.groups) - finished,
             ready=finished,
             unscored=sum(sample.generated is not None for sample in samples),
             evaluations=len(c.evaluations.queue) if c.evaluations else 0,

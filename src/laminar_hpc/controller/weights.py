@@ -108,7 +108,7 @@ class Weights:
         if not has.complete:
             return
         if has.weight_id > self.newest[0] and self.c.config.pipeline.repack != "off":
-            self.c.mover.look_soon()
+            self.c.migration.look_soon()
         self.newest = max(self.newest, (has.weight_id, has.weight_step))
         self.of_machine[member.hello.machine] = (has.weight_id, has.weight_step)
         held = self._held.setdefault(member.hello.machine, [])

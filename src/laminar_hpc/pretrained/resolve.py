@@ -46,7 +46,7 @@ def download_model(config: RunConfig, say: Say | None) -> None:
         hub.download(name, Path(config.model.path), say)
 
 
-def prepare_rank(config: RunConfig, say: Say, complain: Say) -> RunConfig:
+def prepare_rank(config: RunConfig, say: Say, print_error: Say) -> RunConfig:
     """Both, on a rank; the first rank of each machine speaks. Raises LaminarError on all ranks of the
     machine."""
     first, head = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("RANK", "0") == "0"
@@ -57,7 +57,7 @@ def prepare_rank(config: RunConfig, say: Say, complain: Say) -> RunConfig:
         return resolved
     except LaminarError as error:
         if first and not head:  # the first rank of all says it by itself; another machine may have trouble of its own
-            complain(f"on {socket.gethostname()}: {error}")
+            print_error(f"on {socket.gethostname()}: {error}")
         raise
 
 

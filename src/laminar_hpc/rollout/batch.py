@@ -1,10 +1,10 @@
 """A local batch on its way through the engine: trajectories part by part, until the last one ends, is lost, or has moved away.
 
     Work --generate--> part --stop, length--> done(work) | lost(work)
-                         |--ordered away----> moving.py: gone, or goes on here
+                         |--ordered away----> migration.py: gone, or goes on here
                          '--paused----------> goes on after `resume`
 
-Owned by worker.py, which says what becomes of results; moving.py adds trajectories that come from elsewhere. Nothing else is added to it.
+Owned by worker.py, which says what becomes of results; migration.py adds trajectories that come from elsewhere. Nothing else is added to it.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.messages import Grant, Increment, MoveFailed, MoveOrder, Partial, PromptGroup, Sample, Trajectory, VersionSpan
-from laminar_hpc.rollout.puller import Puller
 from laminar_hpc.rollout.sglang_server import Generation, RequestFailed, sampling_parameters
 from laminar_hpc.rollout.state import ReplicaState
+from laminar_hpc.rollout.weight_loader import WeightLoader
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +121,10 @@ class LocalBatch:
     """`ended(work, reason)`: it has its last token (reason "") or is lost. `hand_over(work)`: whether an ordered work has gone."""
 
     def __init__(
-        self, context: RoleContext, puller: Puller, state: ReplicaState, stop_ids: list[int], ended: Callable[[Work, str], None]
+        self, context: RoleContext, weight_loader: WeightLoader, state: ReplicaState, stop_ids: list[int], ended: Callable[[Work, str], None]
     ) -> None:
-        self.context, self.config, self.puller, self.state, self.stop_ids, self.ended = (
-            context, context.config, puller, state, stop_ids, ended,
+        self.context, self.config, self.weight_loader, self.state, self.stop_ids, self.ended = (
+            context, context.config, weight_loader, state, stop_ids, ended,
         )  # fmt: skip
         self.hand_over: Callable[[Work], Coroutine[None, None, bool]] | None = None
         self.moved_away = 0  # of this run
@@ -202,7 +202,7 @@ class LocalBatch:
             except RequestFailed as error:
                 if not self._going.is_set():
                     continue  # it was refused because all stand still
-                await self.puller.engine.abort(work.request_id)
+                await self.weight_loader.engine.abort(work.request_id)
                 return str(error)
             finally:
                 work.request_id = ""
@@ -242,7 +242,7 @@ class LocalBatch:
 
         on_tokens = increment if self.config.rollout.increment_tokens and not work.evaluation else None
         prompt = work.group.prompt_tokens + work.partial.tokens
-        return await self.puller.engine.generate(prompt, sampling, work.request_id, str(weight_id), on_tokens)
+        return await self.weight_loader.engine.generate(prompt, sampling, work.request_id, str(weight_id), on_tokens)
 
     # ---- interruption (refresh=interrupt) --------------------------------------------------------------------------------------------
 
@@ -250,13 +250,13 @@ class LocalBatch:
         """Every request stands still when it returns; what they have generated is kept, with `keep_kv` in the engine."""
         self._going.clear()
         if self.keep_kv:
-            await self.puller.engine.pause()
+            await self.weight_loader.engine.pause()
             return
         self._quiet.clear()
-        await self.puller.engine.abort()
+        await self.weight_loader.engine.abort()
         if self._generating:
             await asyncio.wait_for(self._quiet.wait(), self.config.rollout.request_timeout_seconds)
 
     def resume(self) -> None:
-        """With other weights; the puller has let the engine go on where it had been paused."""
+        """With other weights; the weight_loader has let the engine go on where it had been paused."""
         self._going.set()

@@ -7,7 +7,7 @@
 A reservation counts as a request in flight, so that a reserved replica cannot pull. An interrupted batch stays in flight over a pull.
 Invariants: a request is admitted only for the id that it names and that is open; weights are replaced only while nothing is in flight or
 all of it stands still; an id goes back only for trajectories that began with it elsewhere (`back`). Any step that would break one raises
-WrongState and changes nothing. Driven by worker.py and moving.py, tested with plain values.
+WrongState and changes nothing. Driven by worker.py and migration.py, tested with plain values.
 
     >>> state = ReplicaState()
     >>> state.begin_pull(3); state.verified(3); state.open(weight_step=2)

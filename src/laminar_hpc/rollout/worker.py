@@ -6,8 +6,8 @@
              Grant -> all its requests at once; Generated as each ends; scores go out behind and delay nothing
              Grant with parts -> the same, of trajectories whose replica has died; on their weights, which are pulled from an older slot
 
-What is allowed when stands in state.py, how weights are replaced in puller.py, how a local batch is generated in batch.py, and how parts of
-it go to other replicas in moving.py. Waits for: the relay's first slot (bounded), a Grant
+What is allowed when stands in state.py, how weights are replaced in weight_loader.py, how a local batch is generated in batch.py, and how parts of
+it go to other replicas in migration.py. Waits for: the relay's first slot (bounded), a Grant
 (bounded by the controller's heartbeat). Waited for by: the controller, for Generated and Scored.
 """
 
@@ -42,11 +42,11 @@ from laminar_hpc.messages import (
 )
 from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.rollout.batch import LocalBatch, Work, first_not_finite, trajectory, works
-from laminar_hpc.rollout.moving import Moving
-from laminar_hpc.rollout.puller import OVERFLOW_CURE, Puller
+from laminar_hpc.rollout.migration import ReplicaMigration
 from laminar_hpc.rollout.sglang_server import SglangServer
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.tokens import TextDecoder, model_config, stop_token_ids
+from laminar_hpc.rollout.weight_loader import OVERFLOW_CURE, WeightLoader
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
@@ -55,7 +55,7 @@ LOAD_SECONDS = 1.0
 CURVE_MOST, CURVE_CONTEXT = 256, 64  # requests and tokens of each, up to which the decode curve is measured
 RATE_SECONDS = 30.0  # over which tokens per second are counted
 MOST_OVERFLOWS = 3  # of one trajectory on one replica, see batch.objection
-MOST_FRUITLESS = 3  # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
+MAX_LOST_BATCHES_IN_A_ROW = 3  # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
 
 
 def run(context: RoleContext) -> None:
@@ -78,11 +78,11 @@ class RolloutWorker:
         self.reader = SlotReader(self.config.relay.shm_dir, context.welcome.run_id)
         probe = probe_sequences(model_config(model)["vocab_size"])
         self.engine_starts = 0
-        self.puller = Puller(self.reader, probe, context.trace, self._new_engine, self._engine_seed)
+        self.weight_loader = WeightLoader(self.reader, probe, context.trace, self._new_engine, self._engine_seed)
         self.interrupts = self.config.pipeline.refresh == "interrupt"
         self.pulling = asyncio.Lock()
-        self.batch = LocalBatch(context, self.puller, self.state, self.stop_ids, self._ended)
-        self.moving = Moving(context, self.batch, self.state)
+        self.batch = LocalBatch(context, self.weight_loader, self.state, self.stop_ids, self._ended)
+        self.migration = ReplicaMigration(context, self.batch, self.state)
         self.batch_max = 0  # requests that saturate the engine; 0 = not measured
         self.tokens = 0  # of the responses of this local batch
         self.grants: deque[Grant] = deque()
@@ -93,7 +93,7 @@ class RolloutWorker:
         self.ended: deque[tuple[float, int]] = deque()  # (when, response tokens) of the trajectories of the last RATE_SECONDS
         self.overflows: Counter[tuple[str, int]] = Counter()  # responses with log-probs that are not finite, by trajectory
         self.overflowed = 0  # of this local batch
-        self.fruitless = 0  # local batches in a row of which everything was lost
+        self.lost_batches_in_a_row = 0  # local batches in a row of which everything was lost
 
     def _new_engine(self) -> SglangServer:
         if self.config.rollout.engine == "emulated":
@@ -127,14 +127,14 @@ class RolloutWorker:
             await asyncio.gather(reporting, return_exceptions=True)
             if self.own_pool:
                 await self.pool.close()
-            self.puller.let_go()
-            await self.puller.engine.stop()
+            self.weight_loader.let_go()
+            await self.weight_loader.engine.stop()
 
     async def _report_load(self) -> None:
         """Once a second, or more often for repack, what the next ping will say of this replica."""
         pipeline = self.config.pipeline
         while True:
-            engine, state = await self.puller.engine.load_info(), self.state
+            engine, state = await self.weight_loader.engine.load_info(), self.state
             of_engine = dataclasses.asdict(engine) if engine else {}
             while self.ended and self.ended[0][0] < time.monotonic() - RATE_SECONDS:
                 self.ended.popleft()
@@ -162,14 +162,14 @@ class RolloutWorker:
             self.ask_again = True
             self.wake.set()
         else:
-            self.moving.arrived(item)
+            self.migration.arrived(item)
 
     def _granted(self, grant: Grant) -> None:
         """Its weights are held from here on where they are older ones: the engine may have to start first, while newer weights come."""
         self.seen = grant.batch_id
         try:
             if self._goes_back(grant):
-                self.puller.hold(grant.weight_id)
+                self.weight_loader.hold(grant.weight_id)
             self.grants.append(grant)
         except SlotGone as gone:
             self._not_loaded(grant, gone)
@@ -196,7 +196,7 @@ class RolloutWorker:
     async def _start(self) -> None:
         """Engine and reward workers at once, while the trainer loads and publishes; then the first weights."""
         t0 = time.time()
-        engine = self.puller.engine
+        engine = self.weight_loader.engine
         with self.context.trace.span("load", what="engine"):
             pool = [self.pool.start()] if self.own_pool else []
             await asyncio.gather(*pool, engine.start(Path(self.config.model.path), "unverified", self._engine_seed()))
@@ -238,12 +238,12 @@ class RolloutWorker:
         ahead = newest.weight_id if newest else self.state.weight_id + 1
         self.state.begin_pull(ahead if back_to is None else back_to, interrupted, back=back_to is not None)
         try:
-            pulled = await self.puller.pull(self.batch.keep_kv if interrupted else False, back_to)
+            pulled = await self.weight_loader.pull(self.batch.keep_kv if interrupted else False, back_to)
         except SlotGone:
             self.state.failed()
             raise
         if self.batch_max == 0 and self.config.pipeline.repack != "off" and self.config.pipeline.repack_requests is None:
-            curve = await self.puller.engine.decode_curve(min(CURVE_MOST, self.config.rollout.max_concurrent), CURVE_CONTEXT)
+            curve = await self.weight_loader.engine.decode_curve(min(CURVE_MOST, self.config.rollout.max_concurrent), CURVE_CONTEXT)
             self.batch_max = saturation_requests(curve)
             logger.info("decode curve (requests, seconds per step) %s: %d requests saturate the engine", curve, self.batch_max)
         self.state.verified(pulled.weight_id)
@@ -254,7 +254,7 @@ class RolloutWorker:
 
     async def _next_grant(self) -> Grant | None:
         """A grant, or None when newer weights came first or the request must be made again. Raises EngineDied."""
-        dead = asyncio.create_task(self.puller.engine.process.dead.wait())
+        dead = asyncio.create_task(self.weight_loader.engine.process.dead.wait())
         try:
             with self.context.trace.span("wait", what="work"):
                 while not self.grants and not self._newer_weights() and not self.ask_again:
@@ -263,7 +263,7 @@ class RolloutWorker:
                     await asyncio.wait((woken, dead), return_when=asyncio.FIRST_COMPLETED)
                     woken.cancel()
                     if dead.done():
-                        raise self.puller.engine.process.death()
+                        raise self.weight_loader.engine.process.death()
         finally:
             dead.cancel()
         return self.grants.popleft() if self.grants else None
@@ -285,7 +285,7 @@ class RolloutWorker:
             return None
         finally:
             if grant.parts:
-                self.puller.let_go()
+                self.weight_loader.let_go()
         self.tokens = self.overflowed = 0
         with self.context.trace.span("generate", batch_id=grant.batch_id, weight_id=grant.weight_id, step=grant.weight_step) as fields:
             fields |= {"trajectories": len(begun), "evaluation": grant.evaluation}
@@ -293,11 +293,11 @@ class RolloutWorker:
             fields["tokens"] = self.tokens
         if begun and self.overflowed >= len(begun):
             raise self._overflow(f"all {len(begun)} responses of a local batch")
-        self.fruitless = 0 if self.tokens or self.batch.moved_away else self.fruitless + 1
-        if self.fruitless == MOST_FRUITLESS:
+        self.lost_batches_in_a_row = 0 if self.tokens or self.batch.moved_away else self.lost_batches_in_a_row + 1
+        if self.lost_batches_in_a_row == MAX_LOST_BATCHES_IN_A_ROW:
             raise LaminarError(
-                f"rollout {self.context.index} lost all trajectories of {MOST_FRUITLESS} local batches in a row: "
-                f"see its log and {self.puller.engine.log}"
+                f"rollout {self.context.index} lost all trajectories of {MAX_LOST_BATCHES_IN_A_ROW} local batches in a row: "
+                f"see its log and {self.weight_loader.engine.log}"
             )
         return None
 
@@ -353,7 +353,7 @@ class RolloutWorker:
             raise self._overflow(f"{MOST_OVERFLOWS} responses to one prompt (trajectory {work.trajectory_id})")
 
     def _overflow(self, what: str) -> LaminarError:
-        engine = self.puller.engine
+        engine = self.weight_loader.engine
         return LaminarError(
             f"{engine.name} gave log-probs that are not finite for {what}, with the trainer's weights of id {self.state.weight_id} bit "
             f"for bit, which are finite: {OVERFLOW_CURE}; see {engine.log}"

@@ -121,7 +121,7 @@ class Failures:
         replica.advance(r.clock.now)
         r.unload(replica, keep_kv=False)
         r.down.add(replica.index)
-        r.hungry.pop(replica.index, None)
+        r.waiting_replicas.pop(replica.index, None)
         r.schedule(replica)
         replica.state = "down"
         r.clock.after(seconds, self._up, replica)
@@ -129,7 +129,7 @@ class Failures:
     def _rescue(self, dead: Replica) -> None:
         """Its trajectories go to replicas on the same weights with room, else back to their prompts."""
         r = self.rollouts
-        orphans = {q.trajectory_id: q for group in r.book.live.values() for q in group.requests if q.home is dead}
+        orphans = {q.trajectory_id: q for group in r.tracker.live.values() for q in group.requests if q.home is dead}
         rooms = []
         for replica in r.replicas:
             if replica.pending and replica.index not in r.down and replica.state != "pull":
@@ -158,7 +158,7 @@ class Failures:
                     self.stranded[i] = request
                 else:
                     self._begin_anew(request)
-        if r.book.lost or self.stranded:
+        if r.tracker.lost or self.stranded:
             r.feed_hungry()
 
     @staticmethod
@@ -167,7 +167,7 @@ class Failures:
 
     def _begin_anew(self, request: Request) -> None:
         self.restarted += 1
-        self.rollouts.book.lost.append(request)
+        self.rollouts.tracker.lost.append(request)
 
     def rescue(self, replica: Replica) -> bool:
         """Whether one that asks for work goes on with stranded trajectories: it loads their weights first, if it serves others."""
@@ -200,10 +200,10 @@ class Failures:
         for replica in r.replicas:
             if replica.index not in r.down:
                 self._down(replica, seconds)
-        for group in r.book.live.values():
+        for group in r.tracker.live.values():
             for request in group.requests:
                 if request.home is not None:
-                    r.book.discarded_tokens += request.restart(group.prompt_tokens, request.weight_step)
+                    r.tracker.discarded_tokens += request.restart(group.prompt_tokens, request.weight_step)
                     if request.away:
                         request.away = False
                         request.home.waiting.append(request)

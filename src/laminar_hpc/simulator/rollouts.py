@@ -12,11 +12,11 @@ from array import array
 from collections.abc import Callable
 
 from laminar_hpc.policies import admission
-from laminar_hpc.simulator.book import Book
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.replica import INFINITY, Replica
 from laminar_hpc.simulator.request import Request
 from laminar_hpc.simulator.rules import Rules
+from laminar_hpc.simulator.tracker import TrajectoryTracker
 from laminar_hpc.simulator.trainer import Trainer
 
 _ENDLESS = 1 << 40  # steps: the run is cut off at its last step, without a ramp-down of grants before it
@@ -24,17 +24,17 @@ _ENDLESS = 1 << 40  # steps: the run is cut off at its last step, without a ramp
 
 class Rollouts:
     def __init__(
-        self, clock: Clock, book: Book, trainer: Trainer, replicas: list[Replica], rules: Rules, groups_per_step: int,
+        self, clock: Clock, tracker: TrajectoryTracker, trainer: Trainer, replicas: list[Replica], rules: Rules, groups_per_step: int,
         turn_tokens: int, shares: list[float],
     ) -> None:  # fmt: skip
         """`shares`: the part of a batch that each replica's local batch is; they add up to 1."""
-        self.clock, self.book, self.trainer, self.replicas, self.rules = clock, book, trainer, replicas, rules
+        self.clock, self.tracker, self.trainer, self.replicas, self.rules = clock, tracker, trainer, replicas, rules
         self.groups_per_step, self.turn_tokens = groups_per_step, turn_tokens
         # A local batch is ceil(G / replicas) groups; with unequal replicas the faster get more.
         self.local_batch = [max(1, math.ceil(groups_per_step * share - 1e-9)) for share in shares]
-        self.samples = book.workload.config.samples_per_prompt
+        self.samples = tracker.workload.config.samples_per_prompt
         self.newest = 0
-        self.hungry: dict[int, None] = {}  # replicas that asked and got nothing; in order
+        self.waiting_replicas: dict[int, None] = {}  # replicas that asked and got nothing; in order
         self.admitted_latencies = array("d")  # the same from its first admission to an engine
         self.barrier: set[int] = set()
         self.down: set[int] = set()
@@ -92,7 +92,7 @@ class Rollouts:
             self.latencies.append(self.clock.now - request.granted)
             self.admitted_latencies.append(self.clock.now - request.started)
             self.clock.progress(finished=1)
-            if self.book.finish(request, self.trainer.step):
+            if self.tracker.finish(request, self.trainer.step):
                 self.clock.at(self.clock.now, self.trainer.poke)
             return
         request.remaining = float(request.turns[request.turn])
@@ -131,7 +131,7 @@ class Rollouts:
         replica.waiting.append(request)
 
     def quota(self, weight_step: int) -> int:
-        return admission.quota(weight_step, self.book.counted, self.groups_per_step, _ENDLESS, self.rules.max_staleness)
+        return admission.quota(weight_step, self.tracker.counted, self.groups_per_step, _ENDLESS, self.rules.max_staleness)
 
     def ask(self, replica: Replica) -> None:
         """An idle replica pulls newer weights first, then asks for a local batch."""
@@ -142,41 +142,41 @@ class Rollouts:
             self.pull(replica, replica.costs.pull)
             return
         if self.rescue(replica):
-            self.hungry.pop(replica.index, None)
+            self.waiting_replicas.pop(replica.index, None)
             return
         most = self.local_batch[replica.index]
         given = 0
-        for request in self.book.lost[: most * self.samples]:
-            self.book.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
+        for request in self.tracker.lost[: most * self.samples]:
+            self.tracker.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
             self.give(replica, request)
             given += 1
-        del self.book.lost[:given]
+        del self.tracker.lost[:given]
         for _ in range(min(most, self.quota(replica.weight_step)) if not given else 0):
-            for request in self.book.new_group(replica.weight_step).requests:
+            for request in self.tracker.new_group(replica.weight_step).requests:
                 self.give(replica, request)
                 given += 1
         if given:
-            self.hungry.pop(replica.index, None)
+            self.waiting_replicas.pop(replica.index, None)
             replica.state = "generate"
             self.settle(replica)
         else:
             replica.state = "admission"
-            self.hungry[replica.index] = None
+            self.waiting_replicas[replica.index] = None
 
     def top_up(self, replica: Replica) -> None:
         """Continuous filling: whole groups while there is room, up to the replica's share of what admission allows to be in flight."""
         samples = self.samples
         most = self.local_batch[replica.index] * (1 + (self.rules.max_staleness or 0)) * samples
         while not replica.waiting and len(replica.running) + samples <= replica.max_concurrent and replica.pending + samples <= most:
-            if self.book.lost:
-                request = self.book.lost.pop()
-                self.book.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
+            if self.tracker.lost:
+                request = self.tracker.lost.pop()
+                self.tracker.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
                 self.give(replica, request)
             elif self.quota(self.newest) > 0:
-                for request in self.book.new_group(self.newest).requests:
+                for request in self.tracker.new_group(self.newest).requests:
                     self.give(replica, request)
             else:
-                self.hungry[replica.index] = None
+                self.waiting_replicas[replica.index] = None
                 if not replica.pending:
                     replica.state = "admission"
                 return
@@ -199,7 +199,7 @@ class Rollouts:
                 replica.state = "train" if self.rules.placement == "colocated" else "weights"
             return
         self.barrier.clear()
-        requests = [request for _ in range(self.groups_per_step) for request in self.book.new_group(self.newest).requests]
+        requests = [request for _ in range(self.groups_per_step) for request in self.tracker.new_group(self.newest).requests]
         edges = [0.0]
         for batch in self.local_batch:
             edges.append(edges[-1] + batch)
@@ -226,7 +226,7 @@ class Rollouts:
             self.feed_hungry()
 
     def feed_hungry(self) -> None:
-        for index in list(self.hungry):
+        for index in list(self.waiting_replicas):
             self.ask(self.replicas[index])
 
     def pull(self, replica: Replica, seconds: float, step: int | None = None) -> None:
@@ -247,7 +247,7 @@ class Rollouts:
             self.try_round()
         else:
             replica.state = "generate"
-            self.hungry.pop(replica.index, None)
+            self.waiting_replicas.pop(replica.index, None)
             if self.rules.refresh == "interrupt" or replica.pending:
                 self.settle(replica)
             else:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from laminar_hpc.policies.repack import saturation_batch
-from laminar_hpc.simulator.book import Book
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.constants import Constants, Gpu, Model
 from laminar_hpc.simulator.cost import EngineCosts, JobCosts, Layout, engine_costs, faster, job_costs, kv_capacity, trainer_layout
@@ -19,6 +18,7 @@ from laminar_hpc.simulator.request import Admission
 from laminar_hpc.simulator.rollouts import Rollouts
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.tracker import TrajectoryTracker
 from laminar_hpc.simulator.trainer import Trainer
 from laminar_hpc.simulator.workload import Workload
 
@@ -116,7 +116,7 @@ def setup(
 class _Window:
     """Ledgers at the end of the warm-up, subtracted at the end."""
 
-    def __init__(self, replicas: list[Replica], trainer: Trainer, book: Book, latencies: Sequence[float], clock: Clock) -> None:
+    def __init__(self, replicas: list[Replica], trainer: Trainer, tracker: TrajectoryTracker, latencies: Sequence[float], clock: Clock) -> None:
         for replica in replicas:
             replica.advance(clock.now)
         self.start = clock.now
@@ -126,7 +126,7 @@ class _Window:
         self.generated = sum(replica.generated for replica in replicas)
         self.trainer = dict(trainer.seconds)
         self.waiting = clock.now - trainer.waiting_since if trainer.waiting_since is not None else 0.0
-        self.generation, self.training = book.generation_staleness.copy(), book.training_staleness.copy()
+        self.generation, self.training = tracker.generation_staleness.copy(), tracker.training_staleness.copy()
         self.finished = len(latencies)
 
 
@@ -156,12 +156,12 @@ def simulate(setup: Setup) -> Outcome:
 
 def _simulate(setup: Setup) -> Outcome:
     w, rules = setup.workload, setup.rules
-    clock, book = Clock(), Book(Workload(w, setup.seed, w.prompts_per_step * setup.steps))
+    clock, tracker = Clock(), TrajectoryTracker(Workload(w, setup.seed, w.prompts_per_step * setup.steps))
     trainer = Trainer(
-        clock, book, setup.job, rules, w.prompts_per_step, w.updates_per_step, setup.steps, setup.checkpoint_every,
+        clock, tracker, setup.job, rules, w.prompts_per_step, w.updates_per_step, setup.steps, setup.checkpoint_every,
         setup.layout, setup.seed)  # fmt: skip
     replicas, shares = _replicas(setup)
-    rollouts = Rollouts(clock, book, trainer, replicas, rules, w.prompts_per_step, w.turn_tokens, shares)
+    rollouts = Rollouts(clock, tracker, trainer, replicas, rules, w.prompts_per_step, w.turn_tokens, shares)
     repacker = Repacker(rollouts, setup.repack_kv_share, min(kind.saturation for kind in setup.engines))
     failures = Failures(rollouts, setup.seed, setup.trainer_mtbf)
     windows: list[_Window] = []
@@ -169,13 +169,13 @@ def _simulate(setup: Setup) -> Outcome:
     def on_step(step: int) -> None:
         clock.progress()
         if step == setup.warmup_steps:
-            windows.append(_Window(replicas, trainer, book, rollouts.latencies, clock))
+            windows.append(_Window(replicas, trainer, tracker, rollouts.latencies, clock))
         if rules.repack != "off" and step < setup.steps:
             repacker.look()
 
     trainer.on_step = on_step
     if setup.warmup_steps == 0:
-        windows.append(_Window(replicas, trainer, book, rollouts.latencies, clock))
+        windows.append(_Window(replicas, trainer, tracker, rollouts.latencies, clock))
     samples: list[tuple[float, float]] = []
     if setup.watch:
         for replica in replicas[:_SHOWN_REPLICAS]:
@@ -187,7 +187,7 @@ def _simulate(setup: Setup) -> Outcome:
     clock.run()
     for replica in replicas:
         replica.advance(clock.now)
-    outcome = _outcome(setup, clock, book, trainer, replicas, rollouts, windows[0])
+    outcome = _outcome(setup, clock, tracker, trainer, replicas, rollouts, windows[0])
     outcome.figures |= {
         "replicas_emptied": repacker.replicas_emptied,
         "trajectories_moved": repacker.trajectories_moved,
@@ -201,7 +201,7 @@ def _simulate(setup: Setup) -> Outcome:
     if setup.watch:
         outcome.spans = {"trainer": trainer.spans, **{f"rollout{r.index}": r.spans or [] for r in replicas[:_SHOWN_REPLICAS]}}
         outcome.kv_samples = samples
-        outcome.lengths = [n for i in range(min(256, book.counted)) for n in book.workload.lengths(i)]
+        outcome.lengths = [n for i in range(min(256, tracker.counted)) for n in tracker.workload.lengths(i)]
     return outcome
 
 
@@ -215,7 +215,7 @@ def _sample(clock: Clock, replicas: list[Replica], samples: list[tuple[float, fl
 
 
 def _outcome(
-    setup: Setup, clock: Clock, book: Book, trainer: Trainer, replicas: list[Replica], rollouts: Rollouts, window: _Window
+    setup: Setup, clock: Clock, tracker: TrajectoryTracker, trainer: Trainer, replicas: list[Replica], rollouts: Rollouts, window: _Window
 ) -> Outcome:
     skip = setup.warmup_steps
     begin = trainer.step_ends[skip - 1] if skip else 0.0
@@ -231,8 +231,8 @@ def _outcome(
         gpu_seconds["trainer"] = {kind: value * setup.trainer_gpus for kind, value in trained.items()}
     gpus = sum(r.gpus for r in replicas) + (setup.trainer_gpus if setup.rules.placement == "split" else 0)
     kv = sum(r.kv_seconds - before for r, before in zip(replicas, window.kv, strict=True))
-    generation = book.generation_staleness - window.generation
-    training = book.training_staleness - window.training
+    generation = tracker.generation_staleness - window.generation
+    training = tracker.training_staleness - window.training
     latencies = np.array(rollouts.latencies[window.finished :] or [0.0])
     admitted = np.array(rollouts.admitted_latencies[window.finished :] or [0.0])
     idle = sum(value for kind, value in seconds.items() if kind in IDLE)
@@ -256,13 +256,13 @@ def _outcome(
         "staleness_generation_max": max(generation, default=0),
         "staleness_training_mean": _mean(training),
         "staleness_training_max": max(training, default=0),
-        "versions_max": book.versions,
+        "versions_max": tracker.versions,
         "preemptions": sum(r.preemptions for r in replicas),
-        "discarded_tokens": book.discarded_tokens,
+        "discarded_tokens": tracker.discarded_tokens,
         "generated_per_second": (sum(r.generated for r in replicas) - window.generated) / length,
         "generated_tokens": sum(r.generated for r in replicas),
-        "finished_tokens": book.finished_tokens,
-        "finished_trajectories": sum(book.generation_staleness.values()),
+        "finished_tokens": tracker.finished_tokens,
+        "finished_trajectories": sum(tracker.generation_staleness.values()),
         "prefilled_tokens": sum(r.prefilled for r in replicas),
         "events": clock.calls,
         "seconds": clock.now,

@@ -8,10 +8,10 @@ weights at the relays / replicas    its own publication -> Rollouts.weights_avai
 import numpy as np
 
 from laminar_hpc.policies import admission
-from laminar_hpc.simulator.book import Book
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.cost import JobCosts, Layout
 from laminar_hpc.simulator.rules import Rules
+from laminar_hpc.simulator.tracker import TrajectoryTracker
 
 
 def updates_seconds(tokens: list[int], updates: int, costs: JobCosts, layout: Layout, random: np.random.Generator) -> float:
@@ -32,10 +32,10 @@ def updates_seconds(tokens: list[int], updates: int, costs: JobCosts, layout: La
 
 class Trainer:
     def __init__(
-        self, clock: Clock, book: Book, costs: JobCosts, rules: Rules, groups_per_step: int, updates: int, steps: int,
+        self, clock: Clock, tracker: TrajectoryTracker, costs: JobCosts, rules: Rules, groups_per_step: int, updates: int, steps: int,
         checkpoint_every: int, layout: Layout, seed: int,
     ) -> None:  # fmt: skip
-        self.clock, self.book, self.costs, self.rules = clock, book, costs, rules
+        self.clock, self.tracker, self.costs, self.rules = clock, tracker, costs, rules
         self.groups_per_step, self.steps, self.checkpoint_every = groups_per_step, steps, checkpoint_every
         self.parts = updates if rules.consumption == "stream" else 1
         self.updates_per_part = updates // self.parts
@@ -63,17 +63,17 @@ class Trainer:
         if self.waiting_since is None:
             return
         size = self._size()
-        if self.book.finished < size:
+        if self.tracker.finished < size:
             return
         # With the AReaL rule (interrupt) admission alone bounds staleness: the first finished is the first trained.
         bound = None if self.rules.refresh == "interrupt" else self.rules.max_staleness
-        choice = admission.choose(self.step, self.book.views.values(), self.groups_per_step, bound, self.taken, size)
+        choice = admission.choose(self.step, self.tracker.views.values(), self.groups_per_step, bound, self.taken, size)
         if not choice.group_ids:
             return
         now = self.clock.now
         self._book("wait", self.waiting_since, now)
         self.waiting_since = None
-        tokens = self.book.consume(choice.group_ids, self.step)
+        tokens = self.tracker.consume(choice.group_ids, self.step)
         self.taken += len(choice.group_ids)
         self.part += 1
         self.tokens += sum(tokens)

@@ -44,7 +44,7 @@ class LaneSender:
         log.info("lane %d: two staging buckets of %.1f MB on %s", number, size / 1e6, device)
         self.image: Image | None = None  # of what was published last
         if context.config.relay.delta == "auto":
-            self.image = Image(self.nbytes, unit_bytes(whole), device, context.config.relay.anchor_every)
+            self.image = Image(self.nbytes, unit_bytes(whole), device, context.config.relay.full_every)
         self._epoch, self._base_id = 0, -1
         self._on_the_way: deque[list[tuple[Posted, torch.Tensor]]] = deque()  # of the last two buckets
         self._watch = contextlib.ExitStack()

@@ -94,10 +94,10 @@ class Image:
     `weight_id`: whose they are; -1 while they are of two publications, because one is on its way or was broken off.
     """
 
-    def __init__(self, size: int, width: int, device: torch.device, anchor_every: int) -> None:
-        """`anchor_every`: of so many publications one goes in full, whatever has changed."""
+    def __init__(self, size: int, width: int, device: torch.device, full_every: int) -> None:
+        """`full_every`: of so many publications one goes in full, whatever has changed."""
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._width, self._anchor_every = width, anchor_every
+        self._width, self._anchor_every = width, full_every
         self.weight_id = -1
         self._as_changes = 0  # publications in a row
         self._known, self._changed = False, 0  # units of the publication on its way

@@ -1,7 +1,7 @@
 """The whole objective of one micro-batch: policy loss x behaviour weight over the trajectories kept, + KL. Pure; called by
 trainer/learner.py.
 
-    loss_t = kept_t * min(q / mu, weight_max)_t * policy_loss(pi / q, A)_t + kl_coefficient * KL(pi || reference)_t
+    loss_t = kept_t * min(q / mu, importance_weight_cap)_t * policy_loss(pi / q, A)_t + kl_coefficient * KL(pi || reference)_t
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ import torch
 
 from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.corrections import behaviour_weights, kept_sequences
-from laminar_hpc.trainer.algorithms.denominators import weights_and_count
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
+from laminar_hpc.trainer.algorithms.loss_aggregation import weights_and_count
 from laminar_hpc.trainer.algorithms.losses import policy_loss
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 
@@ -40,7 +40,7 @@ def objective(a: AlgorithmConfig, max_response_tokens: int, tokens: Tokens, logp
     policy = policy_loss(a, logprobs, proximal, tokens)
     losses, truncated = policy.loss, torch.zeros_like(now)
     if recomputed:
-        correction = behaviour_weights(proximal, behaviour, a.weight_max)
+        correction = behaviour_weights(proximal, behaviour, a.importance_weight_cap)
         losses, truncated = losses * correction, (correction < torch.exp(proximal - behaviour)).float()
     losses, kl = losses * kept, torch.zeros_like(now)
     if tokens.reference is not None:
@@ -48,7 +48,7 @@ def objective(a: AlgorithmConfig, max_response_tokens: int, tokens: Tokens, logp
         kl = estimate.detach()
         if not a.kl_in_reward:
             losses = losses + a.kl_coefficient * estimate
-    weights, count = weights_and_count(tokens, a.denominator, max_response_tokens)
+    weights, count = weights_and_count(tokens, a.loss_aggregation, max_response_tokens)
     total = (losses * weights).sum()
     with torch.no_grad():
         mask, ratio = tokens.real * kept, torch.exp(now - behaviour)

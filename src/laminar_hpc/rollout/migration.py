@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 AGAIN_SECONDS = 2.0
 
 
-class Moving:
+class ReplicaMigration:
     """Takes what the controller says of moves; its work is done in tasks of the local batch."""
 
     def __init__(self, context: RoleContext, batch: LocalBatch, state: ReplicaState) -> None:
@@ -44,7 +44,7 @@ class Moving:
 
     @property
     def _engine(self):
-        return self.batch.puller.engine
+        return self.batch.weight_loader.engine
 
     def arrived(self, message: Message) -> None:
         """In the worker's event loop, in the order of arrival."""

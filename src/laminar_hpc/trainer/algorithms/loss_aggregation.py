@@ -10,16 +10,16 @@ import torch
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 
 
-def weights_and_count(tokens: Tokens, denominator: str, max_response_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def weights_and_count(tokens: Tokens, loss_aggregation: str, max_response_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """-> weights float32 [tokens] and the count, an int32 scalar.
 
     tokens: the mean over all trained tokens, DAPO's token-level loss, arXiv 2503.14476 equation 12.
     sequences: the mean over trajectories of each one's mean over its tokens, GRPO's, arXiv 2402.03300 equation 3.
     constant: the sum over (trajectories x max_response_tokens), Dr. GRPO's without a bias by length, arXiv 2503.20783 section 3.2.
     """
-    if denominator == "tokens":
+    if loss_aggregation == "tokens":
         return tokens.real, tokens.real.sum().to(torch.int)
     count = torch.tensor(tokens.sequences, dtype=torch.int, device=tokens.real.device)
-    if denominator == "constant":
+    if loss_aggregation == "constant":
         return tokens.real / max_response_tokens, count
     return tokens.real / tokens.sequence_sums(tokens.real).clamp(min=1)[tokens.sequence], count

@@ -1,6 +1,6 @@
 """Moves of trajectories: repack's plan and the rescue of a dead replica's work, carried out side by side as policies/moves.py says.
 
-    tick, publication -> [repack.plan] -> Reserve ... Imported -> book.move (one transaction) -> MoveCommit to both
+    tick, publication -> [repack.plan] -> Reserve ... Imported -> tracker.move (one transaction) -> MoveCommit to both
     a replica is gone -> what the partial-response pool holds -> [failover.redirect] -> the same, without a source; or rescuer.py, or again
 
 Owns the moves and the pool; the controller's loop owns everything else. A side that says its last word again is answered again.
@@ -29,7 +29,7 @@ TRIES = 3  # rescues of one trajectory before it starts again: a replica that dr
 _REMEMBERED = 4096  # moves that are over and may still be asked about
 
 
-class Mover:
+class Migration:
     def __init__(self, controller: "Controller") -> None:
         self.c = controller
         self.pool = PartialPool()
@@ -79,13 +79,13 @@ class Mover:
         seconds = time.perf_counter() - begun
         if not plan:
             return
-        owned = self.c.book.in_progress()
+        owned = self.c.tracker.in_progress()
         moved = 0
         for step in plan:
             load = loads[step.source][0]
             for group, trajectory_id, sample in owned.get(step.source, []):
                 if trajectory_id not in self._of:
-                    prompt, most = len(self.c.book.prompt_of(group).tokens), self.c.config.sampling.max_response_tokens
+                    prompt, most = len(self.c.tracker.prompt_of(group).tokens), self.c.config.sampling.max_response_tokens
                     tokens = room(prompt, most, load.kv_tokens, load.in_flight)
                     self.begin(trajectory_id, sample.attempt, step.source, step.destination, load.weight_id, tokens, now)
                     moved += 1
@@ -95,11 +95,11 @@ class Mover:
         )  # fmt: skip
 
     def _candidates(self) -> dict[int, tuple[m.ReplicaLoad, float]]:
-        """Replicas that generate with nothing waiting, for training (the book knows their work), and that no move under way concerns.
+        """Replicas that generate with nothing waiting, for training (the tracker knows their work), and that no move under way concerns.
 
-        Some of a report's requests may have ended since: the book's count is the newer one, and never the larger."""
+        Some of a report's requests may have ended since: the tracker's count is the newer one, and never the larger."""
         busy = {r for move in self.moves.values() if not move.over for r in (move.source, move.destination)}
-        count = self.c.book.in_progress_counts()
+        count = self.c.tracker.in_progress_counts()
         return {
             replica: (load, before)
             for replica, (load, before) in self._looked.items()
@@ -122,7 +122,7 @@ class Mover:
         """Whether admission would give a replica on the newest weights something to do."""
         c = self.c
         size, bound = c.config.algorithm.prompts_per_step, c.config.pipeline.max_staleness
-        return not c.stopping and admission.quota(c.weights.newest[1], c.book.counted, size, c.config.steps, bound) > 0
+        return not c.stopping and admission.quota(c.weights.newest[1], c.tracker.counted, size, c.config.steps, bound) > 0
 
     # ---- a move ----------------------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Mover:
         self.moves[move_id], self._of[trajectory_id], self._began[move_id] = move, move_id, now
         sampling, kv = c.config.sampling, c.config.pipeline.repack == "kv" and source != NOBODY
         self._send(destination, m.Reserve(
-            move_id, trajectory_id, c.book.bare_group(trajectory_id), weight_id, c.weights.steps[weight_id], tokens, kv,
+            move_id, trajectory_id, c.tracker.bare_group(trajectory_id), weight_id, c.weights.steps[weight_id], tokens, kv,
             sampling.temperature, sampling.max_response_tokens,
         ))  # fmt: skip
 
@@ -188,7 +188,7 @@ class Mover:
     def _change_owner(self, move: Move, now: float) -> None:
         """In the transaction of this turn; the messages leave after its commit."""
         part, prefix = self._parts[move.move_id], self._prefix[move.move_id]
-        if not self.c.book.move(move.trajectory_id, move.attempt, move.destination, move.weight_id):
+        if not self.c.tracker.move(move.trajectory_id, move.attempt, move.destination, move.weight_id):
             move.phase, move.reason = Phase.ABORTED, "its trajectory no longer counts"
             self._act(move, [Action.CALL_OFF])
             return
@@ -232,10 +232,10 @@ class Mover:
         self.rescuer.replica_gone(replica)
         for move in [move for move in self.moves.values() if not move.over]:
             self._act(move, move.gone(replica))
-        left = self.c.book.in_progress(generated=True).get(replica, [])
+        left = self.c.tracker.in_progress(generated=True).get(replica, [])
         for _, trajectory_id, _ in left:
             if trajectory_id in self._of:  # on its way without its source
-                self.c.book.hold(trajectory_id)
+                self.c.tracker.hold(trajectory_id)
         self._redirect([(i, sample.attempt) for _, i, sample in left if i not in self._of])
         return len(left)
 
@@ -243,7 +243,7 @@ class Mover:
         self._redirect(self.rescuer.not_loaded(member, message))
 
     def orphan(self, trajectory_id: int, part: m.Partial) -> failover.Orphan:
-        prompt, response = len(self.c.book.bare_group(trajectory_id).prompt_tokens), len(part.tokens)
+        prompt, response = len(self.c.tracker.bare_group(trajectory_id).prompt_tokens), len(part.tokens)
         return failover.Orphan(trajectory_id, part.spans[0].weight_id, prompt + response, response)
 
     def _redirect(self, orphans: list[tuple[int, int]]) -> None:
@@ -260,7 +260,7 @@ class Mover:
             if trajectory_id not in placed:
                 self.rescuer.wait(trajectory_id, attempt)
                 continue
-            self.c.book.hold(trajectory_id)
+            self.c.tracker.hold(trajectory_id)
             part = known[trajectory_id]
             destination, weight_id = placed[trajectory_id], wanted[trajectory_id].weight_id
             self.begin(trajectory_id, attempt, NOBODY, destination, weight_id, len(part.tokens), time.monotonic())
@@ -269,7 +269,7 @@ class Mover:
     def begin_anew(self, trajectory_id: int, attempt: int) -> None:
         """From its prompt; what is known of it is thrown away, and counted."""
         self._tries.pop(trajectory_id, None)
-        self.c.book.discard(trajectory_id, attempt, self.pool.drop(trajectory_id))
+        self.c.tracker.discard(trajectory_id, attempt, self.pool.drop(trajectory_id))
 
     def _rooms(self) -> list[failover.Room]:
         """Replicas that generate: they can take more of their weights. Their last report may be older than what they serve by now."""

@@ -20,7 +20,7 @@ class Group:
         self.view = GroupView(group_id, number, weight_step, False)
 
 
-class Book:
+class TrajectoryTracker:
     """`counted` groups are granted and not given up. Trajectories of dead replicas wait in `lost` and are given out first."""
 
     def __init__(self, workload: Workload) -> None:

@@ -57,7 +57,7 @@ class Counts:
     reports_refused: int = 0  # from attempts that no longer count
 
 
-class Book:
+class TrajectoryTracker:
     """Groups that are granted or finished; consumed ones leave it and stay in the store."""
 
     def __init__(

@@ -98,7 +98,7 @@ def check_sums(live: dict[str, tuple[int, int]], manifest: Manifest) -> None:
         raise SumsDiffer(f"weight id {manifest.weight_id}: {count} in the engine differ from the manifest, first {wrong[0]}")
 
 
-class Puller:
+class WeightLoader:
     """Owns the engine's lives: `engine` is the one to use now, made by `new_engine`."""
 
     def __init__(

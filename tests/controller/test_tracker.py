@@ -1,0 +1,101 @@
+"""The controller's memory and store: attempts guard each trajectory, nothing finished is lost or trained twice, restores go back."""
+
+import pytest
+from reports import trajectory
+
+from laminar_hpc.controller.prompts import Prompt
+from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.messages import decode_trajectory
+from laminar_hpc.policies.sampling import GroupSize
+
+
+def new_tracker(tmp_path):
+    store = Store(tmp_path)
+    prompts = [Prompt(f"{i}+1=", [i], {"n": i}) for i in range(5)]
+    tracker = TrajectoryTracker(store, prompts, GroupSize(2, 1, 2), lambda draw: draw % 5)
+    tracker.load()
+    return store, tracker
+
+
+def finish(tracker, group, trainer_step=0):
+    for sample in group.samples:
+        tracker.generated(trajectory(group, sample), trainer_step)
+        tracker.scored(sample.trajectory_id, sample.attempt, 1.0, {"accuracy": 1.0}, "", 3.0)
+
+
+def test_a_group_is_finished_with_its_last_score_and_stamped_with_the_step(tmp_path):
+    store, tracker = new_tracker(tmp_path)
+    (group,) = tracker.draw(1, 5, replica=0, weight_id=0, weight_step=0, now=0.0)
+    first, second = group.samples
+    tracker.generated(trajectory(group, first), 3)
+    assert not tracker.scored(first.trajectory_id, 0, 1.0, {}, "", 3.0)
+    assert not tracker.scored(second.trajectory_id, 0, 1.0, {}, "", 3.0), "a score before its trajectory counts for nothing"
+    tracker.generated(trajectory(group, second), 4)
+    complete = tracker.scored(second.trajectory_id, 0, 0.0, {}, "", 3.0)
+    assert complete is not None and complete.finished
+    batch = [decode_trajectory(payload) for payload in tracker.consume([group.group_id], 5)]
+    assert [t.step_finished for t in batch] == [3, 4] and [t.reward for t in batch] == [1.0, 0.0]
+    assert tracker.groups == {}
+    store.close()
+
+
+def test_reports_of_old_attempts_are_refused(tmp_path):
+    """docs/architecture.md#nothing-lost: a process that wakes up late can do no harm."""
+    store, tracker = new_tracker(tmp_path)
+    (group,) = tracker.draw(1, 5, replica=0, weight_id=0, weight_step=0, now=0.0)
+    gone = tracker.in_progress()[0]
+    for _, trajectory_id, sample in gone:
+        tracker.discard(trajectory_id, sample.attempt, tokens=3)
+    assert len(gone) == 2 and tracker.counts.tokens_discarded == 6
+    (again,) = tracker.draw(3, 0, replica=1, weight_id=1, weight_step=1, now=0.0)
+    assert [s.attempt for s in again.samples] == [1, 1] and again.group_id == group.group_id
+    finish(tracker, group)
+    assert tracker.counts.reports_refused == 4 and not tracker.groups[group.group_id].finished
+    finish(tracker, again)
+    finish(tracker, again)  # twice reported counts once
+    assert tracker.groups[group.group_id].finished and tracker.counts.reports_refused == 8
+    assert tracker.counted == 1, "a redone group keeps its admission number"
+    store.close()
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_restore_brings_back_what_later_steps_trained_on(tmp_path, kill):
+    """docs/architecture.md#nothing-lost, over a resume: consumed after the checkpoint -> finished; in
+    progress -> from its prompt; ids and prompt order go on."""
+    store, tracker = new_tracker(tmp_path)
+    groups = tracker.draw(3, 3, replica=0, weight_id=0, weight_step=0, now=0.0)
+    for group in groups[:2]:
+        finish(tracker, group)
+    tracker.consume([groups[0].group_id], 0)
+    tracker.consume([groups[1].group_id], 1)
+    store.commit()
+    if kill:  # as a power cut leaves it: what was not committed is gone
+        tracker.draw(1, 1, replica=0, weight_id=0, weight_step=0, now=0.0)
+        store._db.close()
+    else:
+        store.close()
+    store = Store(tmp_path)
+    store.restore(1)
+    tracker = TrajectoryTracker(store, tracker._prompts, GroupSize(2, 1, 2), lambda draw: draw % 5)
+    tracker.load()
+    assert store.consumed_groups(0) == [groups[0].group_id] and store.consumed_groups(1) == []
+    assert [g.group_id for g in tracker.groups.values() if g.finished] == [groups[1].group_id]
+    lost, new = tracker.draw(2, 1, replica=0, weight_id=5, weight_step=1, now=0.0)
+    assert lost.group_id == groups[2].group_id and [s.attempt for s in lost.samples] == [1, 1]
+    assert new.group_id == 3 and new.row == {"n": 3} and tracker.counted == 4
+    assert {s.trajectory_id for s in new.samples}.isdisjoint({s.trajectory_id for g in groups for s in g.samples})
+    store.close()
+
+
+def test_a_lost_member_is_redone_alone(tmp_path):
+    store, tracker = new_tracker(tmp_path)
+    (group,) = tracker.draw(1, 1, replica=0, weight_id=0, weight_step=0, now=0.0)
+    first, second = group.samples
+    tracker.generated(trajectory(group, first), 0)
+    tracker.scored(first.trajectory_id, 0, 1.0, {}, "", 0.0)
+    tracker.lost(second.trajectory_id, 0)
+    (again,) = tracker.draw(1, 0, replica=0, weight_id=3, weight_step=2, now=0.0)
+    assert [s.trajectory_id for s in again.samples] == [second.trajectory_id]
+    assert tracker.groups[group.group_id].view().weight_step == 0, "the group's age is that of its oldest trajectory"
+    store.close()
