@@ -12,14 +12,14 @@ from stand import Shuffler, Stand, assert_every_one_ended_once, small_config
 
 from laminar_hpc.controller import migration
 from laminar_hpc.emulation.engine import EmulatedEngine
-from laminar_hpc.rollout import migration
+from laminar_hpc.rollout import migration as replica_migration
 
 PHASE_SECONDS, AGAIN_SECONDS, HANG_SECONDS = 1.0, 0.2, 1.5
 
 
 def run(tmp_path, monkeypatch, seed: int, faults: int, how: str, increments: int, steps: int, share: float) -> tuple[Stand, Saboteur]:
     monkeypatch.setattr(migration, "PHASE_SECONDS", PHASE_SECONDS)
-    monkeypatch.setattr(migration, "AGAIN_SECONDS", AGAIN_SECONDS)
+    monkeypatch.setattr(replica_migration, "AGAIN_SECONDS", AGAIN_SECONDS)
     config = small_config(tmp_path, replicas=4, steps=steps, repack=how)
     config.rollout.increment_tokens = increments
     saboteur = Saboteur(seed, faults, share, HANG_SECONDS)

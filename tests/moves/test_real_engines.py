@@ -22,7 +22,7 @@ from laminar_hpc.controller import migration
 from laminar_hpc.emulation import stage
 from laminar_hpc.messages import RelayHas, Stop, Trajectory, decode_trajectory
 from laminar_hpc.observability import rundata, summary
-from laminar_hpc.rollout import migration
+from laminar_hpc.rollout import migration as replica_migration
 from laminar_hpc.rollout.sglang_server import SglangServer
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
@@ -107,7 +107,7 @@ def test_trajectories_move_between_real_engines(tmp_path, monkeypatch, repack):
 def test_20_faults_on_real_engines(tmp_path, monkeypatch):
     """Engines are killed, refuse and hang, and messages are lost, over the phases of a move."""
     monkeypatch.setattr(migration, "PHASE_SECONDS", PHASE_SECONDS)
-    monkeypatch.setattr(migration, "AGAIN_SECONDS", AGAIN_SECONDS)
+    monkeypatch.setattr(replica_migration, "AGAIN_SECONDS", AGAIN_SECONDS)
     saboteur = Saboteur(1, FAULTS, 0.15, HANG_SECONDS)
     found, _ = run(tmp_path, monkeypatch, 16, "kv", saboteur)
     where = {place for place, _ in saboteur.struck}
