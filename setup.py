@@ -1,4 +1,5 @@
-"""Packaging of laminar_hpc: the command, the two SGLang entry points, the configuration files, and the exact pins.
+"""Packaging of laminar_hpc: the command, the two SGLang entry points, the configuration files, and the exact
+pins.
 
 `make setup` installs this with --no-deps after requirements/*.txt, which is the environment the tests run in. A plain
 `pip install laminar_hpc[cuda13]` takes the same pins from the same files. Pins are read, never written twice.
@@ -18,7 +19,8 @@ HERE = Path(__file__).parent
 
 # What src/laminar_hpc itself imports; lock.txt holds the version of each, and of everything they bring along.
 DIRECT = (
-    "aiohttp datasets httpx huggingface-hub hydra-core jinja2 math-verify megatron-core msgspec numpy omegaconf "
+    "aiohttp datasets httpx huggingface-hub hydra-core jinja2 math-verify megatron-core msgspec numpy "
+    "omegaconf "
     "psutil pyarrow pyyaml pyzmq rich "
     "safetensors tensorboardX tokenizers transformers"
 ).split()
@@ -31,11 +33,15 @@ def pins(name: str) -> list[str]:
 
 
 def kernels(name: str) -> list[str]:
-    """The extra NAME: the pins of nodeps.txt, with requirements/NAME.txt before them where both name a package."""
+    """The extra NAME: the pins of nodeps.txt, with requirements/NAME.txt before them where both name a
+    package."""
     chosen = {line.split("==")[0]: line for line in [*pins("nodeps"), *pins(name)]}
-    # A resolver would refuse two of them beside SGLang's own metadata, which names a candidate of cuda-tile, and CUDA 13 packages even
+    # A resolver would refuse two of them beside SGLang's own metadata, which names a candidate of cuda-tile,
+    # and CUDA 13 packages even
     # for 0.5.19, the last release that runs on CUDA 12. `make setup` installs both with --no-deps.
-    return [line for line in chosen.values() if line != "sglang==0.5.19" and not line.startswith("cuda-tile==")]
+    return [
+        line for line in chosen.values() if line != "sglang==0.5.19" and not line.startswith("cuda-tile==")
+    ]
 
 
 def direct_pins() -> list[str]:
@@ -66,8 +72,8 @@ def wants_cuda() -> bool:
 
 
 class BuildExtension(build_ext):
-    """Builds what it can: without a C++ compiler KV-cache migration is left out and weights move slower, and one line says so; without nvcc
-    the migration lacks its GPU part."""
+    """Builds what it can: without a C++ compiler KV-cache migration is left out and weights move slower, and
+    one line says so; without nvcc the migration lacks its GPU part."""
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -75,16 +81,22 @@ class BuildExtension(build_ext):
                 self.add_cuda(ext)
         except Exception as error:
             print(
-                f"laminar_hpc: {ext.name} is built without its GPU part (csrc/device.cu): {' '.join(str(error).split())}", file=sys.stderr
+                f"laminar_hpc: {ext.name} is built without its GPU part (csrc/device.cu): "
+                f"{' '.join(str(error).split())}",
+                file=sys.stderr,
             )
         try:
             super().build_extension(ext)
         except Exception as error:  # distutils and the compiler raise many kinds
-            text = f"laminar_hpc: installed without {ext.name} ({LEFT_OUT[ext.name]}): {error}; apt-get install g++, then install again"
+            text = (
+                f"laminar_hpc: installed without {ext.name} ({LEFT_OUT[ext.name]}): {error}; apt-get "
+                "install g++, then install again"
+            )
             print(" ".join(text.split()), file=sys.stderr)
 
     def add_cuda(self, ext: Extension) -> None:
-        """Compiles csrc/device.cu for Hopper and links it, with CUDA's runtime inside, so that any driver's machine can load the result."""
+        """Compiles csrc/device.cu for Hopper and links it, with CUDA's runtime inside, so that any driver's
+        machine can load the result."""
         nvcc = shutil.which("nvcc")
         if nvcc is None:
             raise FileNotFoundError("there is no nvcc; install CUDA's compiler, then install again")
@@ -94,13 +106,19 @@ class BuildExtension(build_ext):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.strip() or f"nvcc ended with {done.returncode}")
-        said = subprocess.run([nvcc, "--dryrun", str(HERE / "csrc/device.cu")], capture_output=True, text=True, check=True).stderr
+        said = subprocess.run(
+            [nvcc, "--dryrun", str(HERE / "csrc/device.cu")], capture_output=True, text=True, check=True
+        ).stderr
         top = re.search(r"^#\$ TOP=(.+)$", said, re.M)
         if top is None:
             raise RuntimeError("nvcc does not say where it is installed")
         ext.define_macros = [*ext.define_macros, ("LAMINAR_CUDA", "1")]
         ext.extra_objects = [*ext.extra_objects, str(built)]
-        ext.library_dirs = [*ext.library_dirs, f"{top.group(1).strip()}/lib64", f"{top.group(1).strip()}/targets/x86_64-linux/lib"]
+        ext.library_dirs = [
+            *ext.library_dirs,
+            f"{top.group(1).strip()}/lib64",
+            f"{top.group(1).strip()}/targets/x86_64-linux/lib",
+        ]
         ext.libraries = [*ext.libraries, "cudart_static", "dl", "rt"]
 
 
@@ -135,12 +153,15 @@ def folders(*patterns: str) -> list[str]:
 
 
 conf, slurm = folders("conf/**/*.yaml"), folders("slurm/*.sbatch")
-examples = folders("examples/*/data/*.jsonl", "examples/*/base/config.json")  # for experiment=demo and laminar init
+examples = folders(
+    "examples/*/data/*.jsonl", "examples/*/base/config.json"
+)  # for experiment=demo and laminar init
 
 setup(
     name="laminar_hpc",
     version=version(),
-    description="Asynchronous RL post-training of language models on Megatron-core, SGLang and NCCL, after Laminar (EuroSys '26)",
+    description="Asynchronous RL post-training of language models on Megatron-core, SGLang and NCCL, after "
+    "Laminar (EuroSys '26)",
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     package_dir={"": "src", **{f"laminar_hpc.{name}": name for name in ("conf", "examples", "slurm")}},

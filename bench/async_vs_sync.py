@@ -1,18 +1,21 @@
-"""Laminar against the synchronous pipeline, on the example unchanged, each with its best thread settings; then with rewards that wait.
+"""Laminar against the synchronous pipeline, on the example unchanged, each with its best thread settings;
+then with rewards that wait.
 
     python bench/async_vs_sync.py --json async.json                        measures thread settings first, then 3 pairs of each comparison
     python bench/async_vs_sync.py --laminar-threads 1,1 --sync-threads 2,2 --steps 20 --repeats 1
 
-Runs alternate (sync, laminar, sync, laminar ...). Evaluations are left out, as they are outside the measured window, and so are the
-first two steps. Thread settings are (trainer, rollout): the synchronous roles alternate, so each may use all cores; laminar's roles run at
-once. The best of CANDIDATES by tokens per second in one short run each is taken, unless given.
+Runs alternate (sync, laminar, sync, laminar ...). Evaluations are left out, as they are outside the measured
+window, and so are the first two steps. Thread settings are (trainer, rollout): the synchronous roles
+alternate, so each may use all cores; laminar's roles run at once. The best of CANDIDATES by tokens per second
+in one short run each is taken, unless given.
 
-Waiting rewards: bench/rewards.py (log-normal, median 0.2 s, 99th percentile 3 s), with more reward slots than a batch has trajectories;
-both pipelines score as trajectories finish. `ideal_waiting` is what a perfect overlap of these waits would give: in the synchronous runs,
-the time per step over the time per step in which any process was busy.
+Waiting rewards: bench/rewards.py (log-normal, median 0.2 s, 99th percentile 3 s), with more reward slots than
+a batch has trajectories; both pipelines score as trajectories finish. `ideal_waiting` is what a perfect
+overlap of these waits would give: in the synchronous runs, the time per step over the time per step in which
+any process was busy.
 
-Goal: `speedup_waiting` at least 0.85 of min(`ideal_waiting`, 2.5). The other figures are reported as they are; the table shows where the
-time goes, in seconds per step.
+Goal: `speedup_waiting` at least 0.85 of min(`ideal_waiting`, 2.5). The other figures are reported as they
+are; the table shows where the time goes, in seconds per step.
 """
 
 import argparse
@@ -24,9 +27,22 @@ CANDIDATES = {"sync": [(1, 1), (2, 2)], "laminar": [(1, 1), (2, 1), (1, 2)]}
 TUNE_STEPS = 8
 SKIP = 2
 COLUMNS = (
-    "rewards", "pipeline", "threads", "repeat", "tokens/s", "s to 0.70", "all", "work", "trainer train", "trainer wait",
-    "trainer publish", "rollout generate", "rollout wait", "rollout pull", "staleness",
-)  # fmt: skip
+    "rewards",
+    "pipeline",
+    "threads",
+    "repeat",
+    "tokens/s",
+    "s to 0.70",
+    "all",
+    "work",
+    "trainer train",
+    "trainer wait",
+    "trainer publish",
+    "rollout generate",
+    "rollout wait",
+    "rollout pull",
+    "staleness",
+)
 
 
 def threads(text: str) -> tuple[int, int]:
@@ -35,9 +51,23 @@ def threads(text: str) -> tuple[int, int]:
     return trainer, rollout
 
 
-def measure(options: argparse.Namespace, folder, pipeline: str, setting: tuple[int, int], waiting: bool, name: str, **more: object) -> dict:
+def measure(
+    options: argparse.Namespace,
+    folder,
+    pipeline: str,
+    setting: tuple[int, int],
+    waiting: bool,
+    name: str,
+    **more: object,
+) -> dict:
     """One run and its row of the table."""
-    settings = {"pipeline": pipeline, "trainer.threads": setting[0], "rollout.threads": setting[1], "evaluation.files": "[]", **more}
+    settings = {
+        "pipeline": pipeline,
+        "trainer.threads": setting[0],
+        "rollout.threads": setting[1],
+        "evaluation.files": "[]",
+        **more,
+    }
     if waiting:
         settings |= {
             "reward.function": "bench.rewards.waiting",
@@ -46,11 +76,14 @@ def measure(options: argparse.Namespace, folder, pipeline: str, setting: tuple[i
         }
     run = common.train(options, folder, name, settings)
     return {
-        "rewards": "waiting" if waiting else "own", "pipeline": pipeline, "threads": f"{setting[0]},{setting[1]}",
-        "tokens/s": common.tokens_per_second(run, SKIP), "s to 0.70": common.seconds_to_accuracy(run),
+        "rewards": "waiting" if waiting else "own",
+        "pipeline": pipeline,
+        "threads": f"{setting[0]},{setting[1]}",
+        "tokens/s": common.tokens_per_second(run, SKIP),
+        "s to 0.70": common.seconds_to_accuracy(run),
         **common.seconds_per_step(run, SKIP),
         "staleness": sum(s["staleness_training_mean"] for s in run.steps) / len(run.steps),
-    }  # fmt: skip
+    }
 
 
 def best_threads(options: argparse.Namespace, folder, pipeline: str, rows: list[dict]) -> tuple[int, int]:
@@ -73,9 +106,13 @@ def ratio(a: float | None, b: float | None) -> float | None:
 
 def main() -> None:
     options = common.parser(__doc__ or "")
-    options.add_argument("--laminar-threads", type=threads, help="TRAINER,ROLLOUT instead of measuring the candidates")
+    options.add_argument(
+        "--laminar-threads", type=threads, help="TRAINER,ROLLOUT instead of measuring the candidates"
+    )
     options.add_argument("--sync-threads", type=threads, help="the same for sync")
-    options.add_argument("--slots", type=int, default=1024, help="reward calls in flight in the runs that wait (default 1024)")
+    options.add_argument(
+        "--slots", type=int, default=1024, help="reward calls in flight in the runs that wait (default 1024)"
+    )
     options.add_argument("--only", choices=("own", "waiting"), help="one of the two comparisons")
     options = options.parse_args()
     rows: list[dict] = []
@@ -95,7 +132,9 @@ def main() -> None:
                 pairs[waiting].append((pair[0], pair[1]))
 
     def speedup(waiting: bool) -> float | None:
-        return common.median([laminar["tokens/s"] / sync["tokens/s"] for sync, laminar in pairs[waiting]] or [None])
+        return common.median(
+            [laminar["tokens/s"] / sync["tokens/s"] for sync, laminar in pairs[waiting]] or [None]
+        )
 
     figures = {
         "speedup_tokens": speedup(False),

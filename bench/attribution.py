@@ -1,12 +1,14 @@
-"""What each idea brings: the ladder from synchronous training to Laminar with moving KV caches, all at the same resources, in one run.
+"""What each idea brings: the ladder from synchronous training to Laminar with moving KV caches, all at the
+same resources, in one run.
 
     python bench/attribution.py --json attribution.json            emulated (about 10 minutes) and real (about 20)
     python bench/attribution.py --only emulated --scale 30         shorter, where the machine has cores to spare
 
-EMULATED: 4 replicas of Qwen2.5-32B on 4 H800 each, 16 H800 that train (trainer and rollouts never share GPUs, in `sync` neither), 64 x 16
-trajectories per step, 4 optimizer updates per step, log-normal lengths of median 1,097 and sigma 1.69 up to 8,192 tokens. Engines, trainer
-and relay are emulated; controller, store, workers, messages and moves are real. REAL: the example unchanged but for two replicas and no
-evaluation, on SGLang and Megatron; its responses are short, so there is little for repack to move.
+EMULATED: 4 replicas of Qwen2.5-32B on 4 H800 each, 16 H800 that train (trainer and rollouts never share GPUs,
+in `sync` neither), 64 x 16 trajectories per step, 4 optimizer updates per step, log-normal lengths of median
+1,097 and sigma 1.69 up to 8,192 tokens. Engines, trainer and relay are emulated; controller, store, workers,
+messages and moves are real. REAL: the example unchanged but for two replicas and no evaluation, on SGLang and
+Megatron; its responses are short, so there is little for repack to move.
 
 tokens/s        prompt and response tokens of trained batches between updates, without the first SKIP steps; emulated seconds where emulated
 over sync       the same, over the first row's; `over last`: over the row above
@@ -43,14 +45,30 @@ GROUPS, SAMPLES, UPDATES, CAP, KV_TOKENS, CONCURRENT = 64, 16, 4, 8192, 850_000,
 SKIP, EMULATED_STEPS, REAL_STEPS = 2, 6, 24
 REAL = {"rollout.replicas": 2, "evaluation.files": "[]", "checkpoint.every": 1000}
 REAL_REPACK = {"pipeline.repack_seconds": 0.1, "pipeline.repack_requests": 256}
-COLUMNS = ("what", "pipeline", "tokens/s", "over sync", "over last", "trainer idle", "rollout idle", "staleness", "staleness max",
-           "versions", "moved", "s to 0.70")  # fmt: skip
+COLUMNS = (
+    "what",
+    "pipeline",
+    "tokens/s",
+    "over sync",
+    "over last",
+    "trainer idle",
+    "rollout idle",
+    "staleness",
+    "staleness max",
+    "versions",
+    "moved",
+    "s to 0.70",
+)
 
 
 def emulated_config(folder: Path, name: str, scale: float) -> RunConfig:
     config = prepare(folder, 4_000, PROMPT_TOKENS, CAP)
     config.steps = EMULATED_STEPS
-    config.rollout.replicas, config.rollout.kv_cache_tokens, config.rollout.max_concurrent = REPLICAS, KV_TOKENS, CONCURRENT
+    config.rollout.replicas, config.rollout.kv_cache_tokens, config.rollout.max_concurrent = (
+        REPLICAS,
+        KV_TOKENS,
+        CONCURRENT,
+    )
     config.rollout.request_timeout_seconds = 3600.0
     config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = GROUPS, SAMPLES
     config.algorithm.minibatches_per_step, config.reward.slots = UPDATES, 256
@@ -69,19 +87,29 @@ def emulate(options: argparse.Namespace, folder: Path, name: str) -> Run:
     layout = trainer_layout(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, DEFAULT)
     assert layout is not None
     job = job_costs(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, layout, REPLICAS * GPUS_EACH, CAP, DEFAULT)
-    emulation = Emulation(emulated_config(folder, name, options.scale), job.train_token + job.logprob_token, options.per_process)
+    emulation = Emulation(
+        emulated_config(folder, name, options.scale), job.train_token + job.logprob_token, options.per_process
+    )
     try:
         code = emulation.wait(options.run_seconds)
     finally:
         emulation.stop()
     if code != 0:
-        raise SystemExit(f"{name} ended with {code} (None: still running after {options.run_seconds:.0f} s); see {folder}/run.log")
+        raise SystemExit(
+            f"{name} ended with {code} (None: still running after {options.run_seconds:.0f} s); see "
+            f"{folder}/run.log"
+        )
     return rundata.load(emulation.run_dir)
 
 
 def train(options: argparse.Namespace, folder: Path, name: str) -> Run:
     preset, changes = LADDER[name]
-    settings = {"steps": REAL_STEPS, "pipeline": preset, **REAL, **{f"pipeline.{key}": value for key, value in changes.items()}}
+    settings = {
+        "steps": REAL_STEPS,
+        "pipeline": preset,
+        **REAL,
+        **{f"pipeline.{key}": value for key, value in changes.items()},
+    }
     return common.train(options, folder, name.replace(" ", "-"), settings | (REAL_REPACK if changes else {}))
 
 
@@ -90,19 +118,26 @@ def row(run: Run, what: str, name: str, scale: float) -> dict:
     length, steps = window[1] - window[0], run.steps[SKIP:]
     replicas = [spans for process, spans in run.spans.items() if process.startswith("rollout")]
     return {
-        "what": what, "pipeline": name, "tokens/s": common.tokens_per_second(run, SKIP) / scale,
+        "what": what,
+        "pipeline": name,
+        "tokens/s": common.tokens_per_second(run, SKIP) / scale,
         "trainer idle": 1.0 - sum(step["train_seconds"] for step in steps) / length,
-        "rollout idle": 1.0 - sum(overlap(busy(spans), [window]) for spans in replicas) / (length * len(replicas)),
+        "rollout idle": 1.0
+        - sum(overlap(busy(spans), [window]) for spans in replicas) / (length * len(replicas)),
         "staleness": sum(step["staleness_training_mean"] for step in steps) / len(steps),
-        "staleness max": int(max(step["staleness_training_max"] for step in run.steps)), "versions": max(run.versions()),
-        "moved": len(run.records.get("move", [])), "s to 0.70": common.seconds_to_accuracy(run) if what == "real" else None,
-    }  # fmt: skip
+        "staleness max": int(max(step["staleness_training_max"] for step in run.steps)),
+        "versions": max(run.versions()),
+        "moved": len(run.records.get("move", [])),
+        "s to 0.70": common.seconds_to_accuracy(run) if what == "real" else None,
+    }
 
 
 def main() -> None:
     options = common.parser(__doc__ or "")
     options.add_argument("--scale", type=float, default=20.0, help="emulated seconds per second (default 20)")
-    options.add_argument("--per-process", type=int, default=4, help="emulated replicas per process (default 4)")
+    options.add_argument(
+        "--per-process", type=int, default=4, help="emulated replicas per process (default 4)"
+    )
     options.add_argument("--only", choices=("emulated", "real"), help="one of the two halves")
     options = options.parse_args()
     rows: list[dict] = []
@@ -112,14 +147,23 @@ def main() -> None:
             ladder: list[dict] = []
             for name in LADDER if options.only in (None, what) else ():
                 emulated = what == "emulated"
-                run = emulate(options, folder / name.replace(" ", "-"), name) if emulated else train(options, folder, name)
+                run = (
+                    emulate(options, folder / name.replace(" ", "-"), name)
+                    if emulated
+                    else train(options, folder, name)
+                )
                 found = row(run, what, name, options.scale if emulated else 1.0)
                 first, last = (ladder[0], ladder[-1]) if ladder else (found, found)
-                found |= {"over sync": found["tokens/s"] / first["tokens/s"], "over last": found["tokens/s"] / last["tokens/s"]}
+                found |= {
+                    "over sync": found["tokens/s"] / first["tokens/s"],
+                    "over last": found["tokens/s"] / last["tokens/s"],
+                }
                 print(f"  {what} {name}: {found['tokens/s']:.0f} tokens/s", flush=True)
                 ladder.append(found)
             rows += ladder
-            figures |= {f"{what}_{r['pipeline'].replace(' ', '_')}_over_sync": r["over sync"] for r in ladder[1:]}
+            figures |= {
+                f"{what}_{r['pipeline'].replace(' ', '_')}_over_sync": r["over sync"] for r in ladder[1:]
+            }
     common.finish(options, figures, rows, COLUMNS)
 
 

@@ -1,7 +1,9 @@
-"""A run of the relay tier alone: the real controller, the real publisher and real relays, each a process of its own, without a model.
+"""A run of the relay tier alone: the real controller, the real publisher and real relays, each a process of
+its own, without a model.
 
-The stand-in trainer publishes random bytes; everything else is the code of a run. Used by bench/relay_chain.py and tests/relay/.
-`ChainRun` starts and ends the processes; each relay counts as a machine of its own, in a network namespace of its own if one is named.
+The stand-in trainer publishes random bytes; everything else is the code of a run. Used by
+bench/relay_chain.py and tests/relay/. `ChainRun` starts and ends the processes; each relay counts as a
+machine of its own, in a network namespace of its own if one is named.
 """
 
 import contextlib
@@ -63,7 +65,7 @@ def enter(namespace: str | None) -> None:
                 raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
 
 
-# ---- what the processes do ------------------------------------------------------------------------------------------------------
+# ---- what the processes do ---------------------------------------------------------------------------------
 
 
 def controller(words: list[str], relays: int, namespace: str | None) -> None:
@@ -78,7 +80,9 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
     book = TrajectoryTracker(store, [], GroupSize(1, 0, 1), lambda draw: 0)
     members = Members("controller", config.cluster.heartbeat_timeout_seconds)
     metrics, trace = MetricsWriter(run_dir), Trace(run_dir, "controller", 0)
-    loop = Controller(config, derive(config), hub, store, book, None, metrics, members, relays, -1, None, print, trace)
+    loop = Controller(
+        config, derive(config), hub, store, book, None, metrics, members, relays, -1, None, print, trace
+    )
     chain: list[int] = []
     chains = jsonl.Appender(run_dir / "chains.jsonl")
     while not (run_dir / "stop").exists():
@@ -95,23 +99,32 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
 
 
 class RandomModel:
-    """In the trainer's place: a few tensors whose bytes are others at every step; their sums go to sums/<step>.json. With `every`, one
-    word in so many of them changes from one step to the next."""
+    """In the trainer's place: a few tensors whose bytes are others at every step; their sums go to
+    sums/<step>.json. With `every`, one word in so many of them changes from one step to the next."""
 
     def __init__(self, run_dir: Path, size: int, every: int = 0) -> None:
         self._sums, self._every = run_dir / "sums", every
         self._sums.mkdir(exist_ok=True)
         self.step = 0
-        self.device, self.publishing, self.lanes = torch.device("cpu"), Exchange([0], 60.0), [Lane(0, 0, size // 4 * 4)]
+        self.device, self.publishing, self.lanes = (
+            torch.device("cpu"),
+            Exchange([0], 60.0),
+            [Lane(0, 0, size // 4 * 4)],
+        )
         rest = size // 4 - 1003 - 2 * (size // 12)
         self._shapes = [("a", (size // 12,)), ("odd", (17, 59)), ("b", (size // 12,)), ("c", (rest,))]
 
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         return [(name, shape, torch.float32) for name, shape in self._shapes]
 
-    def pack(self, parts: Sequence[Part], bucket: torch.Tensor, lane: int) -> Callable[[], list[tuple[int, int]]]:
-        """Bytes that follow from the step alone, and their sums; those of whole tensors go to sums/<step>.json with the last bucket."""
-        factor = np.uint32(2654435761 if self._every else np.random.default_rng(self.step).integers(1 << 31) | 1)
+    def pack(
+        self, parts: Sequence[Part], bucket: torch.Tensor, lane: int
+    ) -> Callable[[], list[tuple[int, int]]]:
+        """Bytes that follow from the step alone, and their sums; those of whole tensors go to
+        sums/<step>.json with the last bucket."""
+        factor = np.uint32(
+            2654435761 if self._every else np.random.default_rng(self.step).integers(1 << 31) | 1
+        )
         for part in parts:
             words = bucket[part.offset : part.offset + 4 * (part.last - part.first)].numpy().view(np.uint32)
             np.multiply(np.arange(part.first, part.last, dtype=np.uint32), factor, out=words)
@@ -133,19 +146,24 @@ class RandomModel:
 
 
 def trainer(words: list[str], size: int, commands: Connection, namespace: str | None) -> None:
-    """A stand-in for the trainer: the real publisher, told by `commands` when to publish. Answers how fast its link is."""
+    """A stand-in for the trainer: the real publisher, told by `commands` when to publish. Answers how fast
+    its link is."""
     die_with_parent()
     enter(namespace)
     faulthandler.register(signal.SIGUSR1)
     config = load_config([*words, "role=trainer"])
     run_dir = Path(config.run_dir)
     hello = Hello("trainer", 0, "stand-in", os.getpid(), "trainer")
-    channel = Channel(run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds)
+    channel = Channel(
+        run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds
+    )
     redirect_output(run_dir, "trainer0")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     model = RandomModel(run_dir, size, CHANGED_EVERY if config.relay.delta == "auto" else 0)
-    context = RoleContext(config, "trainer", 0, "trainer", run_dir, channel, channel.welcome, Trace(run_dir, "trainer", 0))
+    context = RoleContext(
+        config, "trainer", 0, "trainer", run_dir, channel, channel.welcome, Trace(run_dir, "trainer", 0)
+    )
     publisher = Publisher(context, model)
     try:
         while True:
@@ -171,40 +189,58 @@ def relay(words: list[str], index: int, namespace: str | None) -> None:
     faulthandler.register(signal.SIGUSR1)  # what each thread does goes to the log
     socket.gethostname = lambda: f"host{index}"
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os._exit(run_rank([*words, "role=relay", f"first_index={index}", f"relay.shm_dir={shared_memory(words, index)}"]))
+    os._exit(
+        run_rank(
+            [*words, "role=relay", f"first_index={index}", f"relay.shm_dir={shared_memory(words, index)}"]
+        )
+    )
 
 
 def shared_memory(words: list[str], index: int) -> Path:
-    return next(Path(word.split("=", 1)[1]) for word in words if word.startswith("relay.shm_dir=")) / f"relay{index}"
+    return (
+        next(Path(word.split("=", 1)[1]) for word in words if word.startswith("relay.shm_dir="))
+        / f"relay{index}"
+    )
 
 
-# ---- the run ----------------------------------------------------------------------------------------------------------------------
+# ---- the run -----------------------------------------------------------------------------------------------
 
 
 class ChainRun:
-    """A trainer's stand-in, a controller and relays 0..relays-1. `namespace(name)` gives the network namespace of "trainer" (where the
-    controller lives as well) and of relay numbers."""
+    """A trainer's stand-in, a controller and relays 0..relays-1. `namespace(name)` gives the network
+    namespace of "trainer" (where the controller lives as well) and of relay numbers."""
 
     def __init__(
-        self, folder: Path, relays: int, size: int, *words: str, host: str = "127.0.0.1",
+        self,
+        folder: Path,
+        relays: int,
+        size: int,
+        *words: str,
+        host: str = "127.0.0.1",
         namespace: Callable[[object], str | None] = lambda _: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.run_dir = folder / "run"
         self.run_dir.mkdir(parents=True)
         remove_abandoned(Path("/dev/shm"), "laminar-chain-")
         self._shm = Path(tempfile.mkdtemp(prefix="laminar-chain-", dir="/dev/shm"))
         claim(self._shm)
         self.words = [
-            "experiment=demo", f"run_dir={self.run_dir}", f"cluster.host={host}", f"relay.shm_dir={self._shm}",
-            f"cluster.join_timeout_seconds={START_SECONDS}", *words,
-        ]  # fmt: skip
+            "experiment=demo",
+            f"run_dir={self.run_dir}",
+            f"cluster.host={host}",
+            f"relay.shm_dir={self._shm}",
+            f"cluster.join_timeout_seconds={START_SECONDS}",
+            *words,
+        ]
         self._namespace = namespace
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["chain_roles", "laminar_hpc.relay.run"])
         self.relays: dict[int, multiprocessing.Process] = {}
         self._commands, theirs = self._context.Pipe()
         self.step = 0
-        self._checked: dict[int, int] = {}  # relay -> the newest id that was compared with what the trainer sent
+        self._checked: dict[
+            int, int
+        ] = {}  # relay -> the newest id that was compared with what the trainer sent
         self._others = [
             self._start(controller, self.words, relays, namespace("trainer")),
             self._start(trainer, self.words, size, theirs, namespace("trainer")),
@@ -226,7 +262,8 @@ class ChainRun:
         return shared_memory(self.words, index)
 
     def publish(self) -> tuple[float, float] | None:
-        """One publication more; returns when it is staged: (Ts, Tb) of the trainer's link, None while it has none."""
+        """One publication more; returns when it is staged: (Ts, Tb) of the trainer's link, None while it has
+        none."""
         self.step += 1
         self._commands.send(self.step)
         if not self._commands.poll(START_SECONDS):
@@ -236,7 +273,8 @@ class ChainRun:
         return link
 
     def newest(self, index: int) -> tuple[int, int]:
-        """(weight id, step) that a rollout beside this relay would load, (-1, -1) without any. Fails if it is not what the trainer sent."""
+        """(weight id, step) that a rollout beside this relay would load, (-1, -1) without any. Fails if it is
+        not what the trainer sent."""
         reader = SlotReader(str(shared_memory(self.words, index)), RUN_ID)
         for _ in range(100):
             handle = reader.newest()
@@ -255,14 +293,19 @@ class ChainRun:
 
     def check(self, handle) -> None:
         file = handle.directory / "model.safetensors"
-        data = np.memmap(file, dtype=np.uint8, mode="r", offset=file.stat().st_size - handle.manifest.data_bytes)
+        data = np.memmap(
+            file, dtype=np.uint8, mode="r", offset=file.stat().st_size - handle.manifest.data_bytes
+        )
         sent = json.loads((self.run_dir / "sums" / f"{handle.step}.json").read_text())
         for entry, both in zip(handle.manifest.tensors, sent, strict=True):
             held = tensor_sums(torch.from_numpy(np.array(data[entry.offset : entry.offset + entry.nbytes])))
-            assert held == tuple(both) == (entry.sum_words, entry.sum_indexed), f"{handle.directory}: {entry.name} is not what was sent"
+            assert held == tuple(both) == (entry.sum_words, entry.sum_indexed), (
+                f"{handle.directory}: {entry.name} is not what was sent"
+            )
 
     def wait(self, indices: list[int], step: int, seconds: float) -> float:
-        """Until all of these relays hold the weights of `step` or newer ones; returns the seconds it took. Fails after `seconds`."""
+        """Until all of these relays hold the weights of `step` or newer ones; returns the seconds it took.
+        Fails after `seconds`."""
         began = time.monotonic()
         while True:
             steps = {index: self.newest(index)[1] for index in indices}
@@ -273,7 +316,10 @@ class ChainRun:
                 for process in (self._others[1], *(self.relays[index] for index in indices)):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGUSR1)
-                raise AssertionError(f"after {seconds:.0f} s relays hold steps {steps} instead of {step}; chain {self.chains()[-1:]}")
+                raise AssertionError(
+                    f"after {seconds:.0f} s relays hold steps {steps} instead of {step}; chain "
+                    f"{self.chains()[-1:]}"
+                )
             time.sleep(0.02)
 
     def chains(self) -> list[dict]:

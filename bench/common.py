@@ -1,6 +1,8 @@
-"""What the benches share: real runs through the `laminar` command, figures per step from a run's files, one table, one JSON file.
+"""What the benches share: real runs through the `laminar` command, figures per step from a run's files, one
+table, one JSON file.
 
-Each run is a subprocess in a folder of its own, bounded by a time limit; a run that fails ends the bench with the last lines it said.
+Each run is a subprocess in a folder of its own, bounded by a time limit; a run that fails ends the bench with
+the last lines it said.
 """
 
 import argparse
@@ -28,13 +30,23 @@ STOP_SECONDS = 60.0  # for an orderly stop of a run that took too long
 
 def parser(about: str) -> argparse.ArgumentParser:
     """The options that every bench has."""
-    options = argparse.ArgumentParser(description=about.splitlines()[0], epilog=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--json", type=Path, metavar="PATH", help="write figures, raw rows and machine facts there")
-    options.add_argument("--repeats", type=int, default=3, help="measured runs of each kind; figures are medians (default 3)")
+    options = argparse.ArgumentParser(
+        description=about.splitlines()[0], epilog=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument(
+        "--json", type=Path, metavar="PATH", help="write figures, raw rows and machine facts there"
+    )
+    options.add_argument(
+        "--repeats", type=int, default=3, help="measured runs of each kind; figures are medians (default 3)"
+    )
     options.add_argument("--steps", type=int, help="trainer steps per run (default: the experiment's own)")
     options.add_argument("--experiment", default="demo", help="default demo")
-    options.add_argument("--runs-dir", type=Path, help="keep the runs there (default: a temporary folder that is removed)")
-    options.add_argument("--run-seconds", type=float, default=1200.0, help="time limit of one run (default 1200)")
+    options.add_argument(
+        "--runs-dir", type=Path, help="keep the runs there (default: a temporary folder that is removed)"
+    )
+    options.add_argument(
+        "--run-seconds", type=float, default=1200.0, help="time limit of one run (default 1200)"
+    )
     options.add_argument("overrides", nargs="*", metavar="key=value", help="settings for every run")
     return options
 
@@ -51,7 +63,8 @@ def run_folder(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def train(options: argparse.Namespace, folder: Path, name: str, settings: Mapping[str, object]) -> Run:
-    """One run to its end: `laminar train experiment=... run_dir=folder/name key=value ...`. Raises SystemExit when it fails."""
+    """One run to its end: `laminar train experiment=... run_dir=folder/name key=value ...`. Raises SystemExit
+    when it fails."""
     run_dir = folder / name
     shutil.rmtree(run_dir, ignore_errors=True)
     steps = {"steps": options.steps} if options.steps else {}
@@ -94,18 +107,21 @@ def end(process: subprocess.Popen) -> None:
             continue
 
 
-# ---- figures of a run -----------------------------------------------------------------------------------------------------------
+# ---- figures of a run --------------------------------------------------------------------------------------
 
 
 def tokens_per_second(run: Run, skip: int) -> float:
     """As in summary.json, without the first `skip` steps."""
     steps = run.steps[max(1, skip) :]
     before = run.steps[max(1, skip) - 1]["time"]
-    return sum(step["prompt_tokens"] + step["response_tokens"] for step in steps) / (steps[-1]["time"] - before)
+    return sum(step["prompt_tokens"] + step["response_tokens"] for step in steps) / (
+        steps[-1]["time"] - before
+    )
 
 
 def seconds_to_accuracy(run: Run) -> float | None:
-    """From the first trajectory requested to the step when the batches' accuracy (mean of three steps) reached 0.70; None if never."""
+    """From the first trajectory requested to the step when the batches' accuracy (mean of three steps)
+    reached 0.70; None if never."""
     began = min((s.t0 for spans in run.spans.values() for s in spans if s.kind == "generate"), default=None)
     steps = run.steps
     for index in range(summary.GOAL_STEPS - 1, len(steps)):
@@ -122,13 +138,17 @@ def window(run: Run, skip: int) -> tuple[float, float]:
 
 
 def seconds_per_step(run: Run, skip: int) -> dict[str, float]:
-    """Where the time goes: seconds per step of each role and kind (mean over its processes), `work` (any process busy) and `all`."""
+    """Where the time goes: seconds per step of each role and kind (mean over its processes), `work` (any
+    process busy) and `all`."""
     start, end = window(run, skip)
     steps = len(run.steps) - max(1, skip)
     found = {"all": (end - start) / steps}
     everyone = union(interval for spans in run.spans.values() for interval in busy(spans))
     found["work"] = overlap(everyone, [(start, end)]) / steps
-    for role, kinds in {"trainer": ("train", "wait", "publish", "checkpoint"), "rollout": ("generate", "wait", "pull")}.items():
+    for role, kinds in {
+        "trainer": ("train", "wait", "publish", "checkpoint"),
+        "rollout": ("generate", "wait", "pull"),
+    }.items():
         processes = [spans for name, spans in run.spans.items() if name.rstrip("0123456789") == role]
         for kind in kinds:
             total = sum(overlap(busy(spans, (kind,)), [(start, end)]) for spans in processes)
@@ -142,7 +162,7 @@ def median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if len(known) * 2 > len(values) else None
 
 
-# ---- results --------------------------------------------------------------------------------------------------------------------
+# ---- results -----------------------------------------------------------------------------------------------
 
 
 def machine() -> dict[str, object]:
@@ -150,7 +170,14 @@ def machine() -> dict[str, object]:
     model = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        model = next((line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")), model)
+        model = next(
+            (
+                line.split(":", 1)[1].strip()
+                for line in info.read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            model,
+        )
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
@@ -169,11 +196,16 @@ def table(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
     """Rows as text under their column names."""
     lines = [list(columns), *([cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines
+    )
 
 
 def finish(
-    options: argparse.Namespace, figures: Mapping[str, float | None], rows: Sequence[Mapping[str, object]], columns: Sequence[str]
+    options: argparse.Namespace,
+    figures: Mapping[str, float | None],
+    rows: Sequence[Mapping[str, object]],
+    columns: Sequence[str],
 ) -> None:
     """Prints the table and the figures; writes --json."""
     facts = machine()
@@ -181,7 +213,9 @@ def finish(
     print("\n" + "  ".join(f"{name} {cell(value)}" for name, value in figures.items()))
     print("  ".join(f"{name} {value}" for name, value in facts.items()))
     if options.json:
-        text = json.dumps({"figures": dict(figures), "rows": [dict(row) for row in rows], "machine": facts}, indent=1)
+        text = json.dumps(
+            {"figures": dict(figures), "rows": [dict(row) for row in rows], "machine": facts}, indent=1
+        )
         temporary = options.json.with_name(f".{options.json.name}.{os.getpid()}")
         temporary.write_text(text + "\n")
         temporary.replace(options.json)

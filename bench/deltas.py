@@ -1,14 +1,17 @@
-"""What of the weights changes from one step to the next, and what sending only that costs, at several learning rates.
+"""What of the weights changes from one step to the next, and what sending only that costs, at several
+learning rates.
 
     python bench/deltas.py --json deltas.json                           the shipped task in bfloat16 at its learning rate and at 1e-6
     python bench/deltas.py --replay runs/demo --steps 20 --rates 1e-5   on the batches of a finished run
 
 One run of the experiment makes the batches, unless --replay names one. For each learning rate a real Megatron trainer trains on them again
-and publishes every step with relay.delta=auto to a chain of two real relay processes, which check the sums of what they make of it.
+and publishes every step with relay.delta=auto to a chain of two real relay processes, which check the sums of
+what they make of it.
 
-Figures: `changed_LR`, the fraction of elements whose bits changed in a step (mean over steps), and `bytes_over_full_LR`, what left the
-trainer over what full copies would have been, layout, sums and heads of frames included, of all publications: the anchors and the first one
-are full. `most_over_full`: the largest publication; auto never sends more than full, but for 16 bytes per chunk.
+Figures: `changed_LR`, the fraction of elements whose bits changed in a step (mean over steps), and
+`bytes_over_full_LR`, what left the trainer over what full copies would have been, layout, sums and heads of
+frames included, of all publications: the anchors and the first one are full. `most_over_full`: the largest
+publication; auto never sends more than full, but for 16 bytes per chunk.
 """
 
 import argparse
@@ -23,13 +26,28 @@ import common
 import publish
 
 RATES = ("5e-5", "1e-6")
-COLUMNS = ("rate", "dtype", "publications", "changed", "least", "most", "bytes over full", "of changes", "largest", "send seconds")
+COLUMNS = (
+    "rate",
+    "dtype",
+    "publications",
+    "changed",
+    "least",
+    "most",
+    "bytes over full",
+    "of changes",
+    "largest",
+    "send seconds",
+)
 
 
 def main() -> None:
     options = common.parser(__doc__ or "")
-    options.add_argument("--rates", type=lambda text: text.split(","), default=list(RATES), help=f"default {','.join(RATES)}")
-    options.add_argument("--replay", type=Path, help="a finished run whose batches are taken (default: a new run)")
+    options.add_argument(
+        "--rates", type=lambda text: text.split(","), default=list(RATES), help=f"default {','.join(RATES)}"
+    )
+    options.add_argument(
+        "--replay", type=Path, help="a finished run whose batches are taken (default: a new run)"
+    )
     options.add_argument("--child", help=argparse.SUPPRESS)
     options = options.parse_args()
     if options.child:
@@ -49,12 +67,23 @@ def child(options: argparse.Namespace, rate: str, replay: Path, folder: Path) ->
     """The row of a learning rate, from a process of its own."""
     place = folder / f"rate-{rate}"
     place.mkdir(exist_ok=True)
-    words = ["--child", rate, "--replay", str(replay.resolve()), "--runs-dir", str(place), "--experiment", options.experiment]
+    words = [
+        "--child",
+        rate,
+        "--replay",
+        str(replay.resolve()),
+        "--runs-dir",
+        str(place),
+        "--experiment",
+        options.experiment,
+    ]
     words += ["--steps", str(options.steps)] if options.steps else []
     print(f"  learning rate {rate}", file=sys.stderr, flush=True)
     command = [sys.executable, __file__, *words, *options.overrides]
     one = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=one, stdout=subprocess.PIPE, timeout=options.run_seconds, check=True, text=True)
+    done = subprocess.run(
+        command, env=one, stdout=subprocess.PIPE, timeout=options.run_seconds, check=True, text=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -70,10 +99,20 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     from laminar_hpc.trainer.megatron import MegatronPolicy
     from laminar_hpc.trainer.publisher import Publisher
 
-    words = [f"experiment={options.experiment}", "model.dtype=bfloat16", "relay.delta=auto", f"optimizer.lr={rate}", *options.overrides]
+    words = [
+        f"experiment={options.experiment}",
+        "model.dtype=bfloat16",
+        "relay.delta=auto",
+        f"optimizer.lr={rate}",
+        *options.overrides,
+    ]
     config, store = load_config(words), Store(options.replay)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    script = publish.Script(config, options.runs_dir)  # first, so that the relays are there when they are needed
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    script = publish.Script(
+        config, options.runs_dir
+    )  # first, so that the relays are there when they are needed
     policy = MegatronPolicy(config)
     learner = Learner(config, policy)
     publisher = Publisher(publish.context(config, "trainer", 0, script.trainer, options.runs_dir), policy)
@@ -92,11 +131,19 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     script.stop()
     changed, ratios = [p.changed for p in told[1:]], [p.bytes / p.full_bytes for p in told]
     return {
-        "rate": rate, "dtype": config.model.dtype, "publications": len(told), "changed": statistics.fmean(changed), "least": min(changed),
-        "most": max(changed), "bytes over full": sum(p.bytes for p in told) / sum(p.full_bytes for p in told),
-        "of changes": statistics.fmean(ratio for ratio in ratios if ratio != 1.0), "largest": max(ratios),
-        "send seconds": statistics.median(p.seconds for p in told[1:]), "all changed": changed, "all over full": ratios,
-    }  # fmt: skip
+        "rate": rate,
+        "dtype": config.model.dtype,
+        "publications": len(told),
+        "changed": statistics.fmean(changed),
+        "least": min(changed),
+        "most": max(changed),
+        "bytes over full": sum(p.bytes for p in told) / sum(p.full_bytes for p in told),
+        "of changes": statistics.fmean(ratio for ratio in ratios if ratio != 1.0),
+        "largest": max(ratios),
+        "send seconds": statistics.median(p.seconds for p in told[1:]),
+        "all changed": changed,
+        "all over full": ratios,
+    }
 
 
 if __name__ == "__main__":

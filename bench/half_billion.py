@@ -1,11 +1,13 @@
-"""Half a billion parameters through the whole system on this machine: loaded, published, pulled, generated from, trained one step.
+"""Half a billion parameters through the whole system on this machine: loaded, published, pulled, generated
+from, trained one step.
 
     python bench/half_billion.py --json half.json           the shape of Qwen2.5-0.5B, bfloat16, one run (21 GB of free memory)
     python bench/half_billion.py --layers 2                 a third of it: fewer layers behind the same embedding
 
-The weights are random and made on the fly, the tokenizer is the example's (its ids are the first of the vocabulary), prompts and responses
-are a few tokens. It is about room and time limits, not about learning. The table shows each process's peak of resident memory (VmHWM, which
-counts mapped pages of the weight slots too) as it was last seen, the figures also the seconds of each part.
+The weights are random and made on the fly, the tokenizer is the example's (its ids are the first of the
+vocabulary), prompts and responses are a few tokens. It is about room and time limits, not about learning. The
+table shows each process's peak of resident memory (VmHWM, which counts mapped pages of the weight slots too)
+as it was last seen, the figures also the seconds of each part.
 
 Goal: it runs through, and the weights that the replica opened are verified.
 """
@@ -28,17 +30,40 @@ from laminar_hpc.observability.rundata import Run
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout, safetensors_header
 
 SHAPE = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864,
-    "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, "dtype": "bfloat16", "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 SETTINGS = {
-    "steps": 1, "model.dtype": "bfloat16", "algorithm.prompts_per_step": 2, "algorithm.samples_per_prompt": 2,
-    "algorithm.minibatches_per_step": 1, "sampling.max_response_tokens": 8, "trainer.tokens_per_microbatch": 64,
-    "rollout.kv_cache_tokens": 2048, "rollout.max_concurrent": 4, "evaluation.files": "[]", "relay.slots": 2,
-    "relay.publish_timeout_seconds": 600, "rollout.engine_start_seconds": 900, "cluster.join_timeout_seconds": 900,
+    "steps": 1,
+    "model.dtype": "bfloat16",
+    "algorithm.prompts_per_step": 2,
+    "algorithm.samples_per_prompt": 2,
+    "algorithm.minibatches_per_step": 1,
+    "sampling.max_response_tokens": 8,
+    "trainer.tokens_per_microbatch": 64,
+    "rollout.kv_cache_tokens": 2048,
+    "rollout.max_concurrent": 4,
+    "evaluation.files": "[]",
+    "relay.slots": 2,
+    "relay.publish_timeout_seconds": 600,
+    "rollout.engine_start_seconds": 900,
+    "cluster.join_timeout_seconds": 900,
     "cluster.heartbeat_timeout_seconds": 120,
-}  # fmt: skip
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 ROOM = (4.0, 34.0)  # GB and bytes per parameter that the processes take between them
 CHUNK = 1 << 22  # weights drawn at once
@@ -54,19 +79,31 @@ def tensors(shape: dict) -> Iterator[tuple[str, tuple[int, ...], str]]:
     yield "model.norm.weight", (hidden,), "bfloat16"
     for layer in range(shape["num_hidden_layers"]):
         for part, size in {
-            "self_attn.q_proj.weight": (hidden, hidden), "self_attn.k_proj.weight": (kv, hidden), "self_attn.v_proj.weight": (kv, hidden),
-            "self_attn.q_proj.bias": (hidden,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,),
-            "self_attn.o_proj.weight": (hidden, hidden), "mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden),
-            "mlp.down_proj.weight": (hidden, ffn), "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),
-        }.items():  # fmt: skip
+            "self_attn.q_proj.weight": (hidden, hidden),
+            "self_attn.k_proj.weight": (kv, hidden),
+            "self_attn.v_proj.weight": (kv, hidden),
+            "self_attn.q_proj.bias": (hidden,),
+            "self_attn.k_proj.bias": (kv,),
+            "self_attn.v_proj.bias": (kv,),
+            "self_attn.o_proj.weight": (hidden, hidden),
+            "mlp.gate_proj.weight": (ffn, hidden),
+            "mlp.up_proj.weight": (ffn, hidden),
+            "mlp.down_proj.weight": (hidden, ffn),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+        }.items():
             yield f"model.layers.{layer}.{part}", size, "bfloat16"
 
 
 def check_room(parameters: int) -> None:
-    """Raises SystemExit when this machine has too little free memory: the kernel would end whatever it likes."""
+    """Raises SystemExit when this machine has too little free memory: the kernel would end whatever it
+    likes."""
     needed, free = ROOM[0] + ROOM[1] * parameters / 1e9, psutil.virtual_memory().available / 1e9
     if free < needed:
-        raise SystemExit(f"{parameters / 1e6:.0f} M parameters need about {needed:.0f} GB of free memory, {free:.0f} are; lower --layers")
+        raise SystemExit(
+            f"{parameters / 1e6:.0f} M parameters need about {needed:.0f} GB of free memory, {free:.0f} are; "
+            "lower --layers"
+        )
 
 
 def make_model(folder: Path, tokenizer: Path, layers: int) -> Manifest:
@@ -90,7 +127,8 @@ def make_model(folder: Path, tokenizer: Path, layers: int) -> Manifest:
 
 
 class Peaks(threading.Thread):
-    """Watches the processes below this one and keeps the highest VmHWM of each, in bytes, under the name of its part."""
+    """Watches the processes below this one and keeps the highest VmHWM of each, in bytes, under the name of
+    its part."""
 
     def __init__(self, roles: list[str]) -> None:
         super().__init__(daemon=True)
@@ -125,7 +163,10 @@ class Peaks(threading.Thread):
 
 def seconds(run: Run, kind: str, pick: type = max) -> float | None:
     """The longest span of a kind."""
-    return pick((span.t1 - span.t0 for spans in run.spans.values() for span in spans if span.kind == kind), default=None)
+    return pick(
+        (span.t1 - span.t0 for spans in run.spans.values() for span in spans if span.kind == kind),
+        default=None,
+    )
 
 
 def main() -> None:
@@ -138,7 +179,10 @@ def main() -> None:
         check_room(count_parameters(SHAPE | {"num_hidden_layers": options.layers}))
         base = load_config([f"experiment={options.experiment}"])
         manifest = make_model(folder / "model", Path(base.model.path), options.layers)
-        figures |= {"parameters_billion": manifest.data_bytes / 2e9, "published_gb": manifest.data_bytes / 1e9}
+        figures |= {
+            "parameters_billion": manifest.data_bytes / 2e9,
+            "published_gb": manifest.data_bytes / 1e9,
+        }
         peaks = Peaks([f"{rank.role} {rank.index}" for rank in assign_roles(1, 1, 1, 4)])
         peaks.start()
         started = time.monotonic()
@@ -147,10 +191,22 @@ def main() -> None:
         peaks.over.set()
         peaks.join()
         shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)  # several GB
-        opened = sorted({span.fields["weight_id"] for spans in run.spans.values() for span in spans if span.kind == "pull"})
+        opened = sorted(
+            {
+                span.fields["weight_id"]
+                for spans in run.spans.values()
+                for span in spans
+                if span.kind == "pull"
+            }
+        )
         if not opened or not run.steps:
-            raise SystemExit(f"the run has opened the weight ids {opened} and has made {len(run.steps)} steps")
-        figures |= {f"{kind}_seconds": seconds(run, kind) for kind in ("publish", "relay", "pull", "generate", "train", "checkpoint")}
+            raise SystemExit(
+                f"the run has opened the weight ids {opened} and has made {len(run.steps)} steps"
+            )
+        figures |= {
+            f"{kind}_seconds": seconds(run, kind)
+            for kind in ("publish", "relay", "pull", "generate", "train", "checkpoint")
+        }
         rows = [{"process": name, "peak GB": peak / 1e9} for name, peak in sorted(peaks.found.items())]
         figures |= {f"{name.split()[0].rstrip(',')}_peak_gb": 0.0 for name in peaks.found}
         for name, peak in peaks.found.items():

@@ -1,15 +1,17 @@
-"""Weights of a 7B's shape from a GPU to a relay in another process and from its slot back to a GPU, and a relay that is killed meanwhile.
+"""Weights of a 7B's shape from a GPU to a relay in another process and from its slot back to a GPU, and a
+relay that is killed meanwhile.
 
     python bench/hand_over.py --json hand_over.json         Qwen2.5-7B in bf16, 15.2 GB; `make bench-gpu` does the same
     python bench/hand_over.py --device cpu --layers 1       the same way over gloo, to try it
 
-Link, stream, slot and load are those of a run; sums are compared at either end. On one GPU each process has its own NCCL_HOSTID, so
-that NCCL takes them for two hosts. In the second part the relay is killed when a third has left: the sender must leave its link, as it
-would when the controller proposes another one, and hand over all of it to the next relay.
+Link, stream, slot and load are those of a run; sums are compared at either end. On one GPU each process has
+its own NCCL_HOSTID, so that NCCL takes them for two hosts. In the second part the relay is killed when a
+third has left: the sender must leave its link, as it would when the controller proposes another one, and hand
+over all of it to the next relay.
 
-Figures: `pull_over_pinned_copy`, the load's rate over that of a plain copy of as many bytes from pinned memory (goal: at least 0.8);
-`hand_over_gb_per_second`; `leave_seconds`, from the kill until the sender has left the link; `next_relay_seconds`, until the next one
-has all of it.
+Figures: `pull_over_pinned_copy`, the load's rate over that of a plain copy of as many bytes from pinned
+memory (goal: at least 0.8); `hand_over_gb_per_second`; `leave_seconds`, from the kill until the sender has
+left the link; `next_relay_seconds`, until the next one has all of it.
 """
 
 import multiprocessing
@@ -43,13 +45,24 @@ CHUNK = 64 << 20
 def tensors(layers: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """Names and shapes of the model."""
     of_layer = {
-        "self_attn.q_proj.weight": (HIDDEN, HIDDEN), "self_attn.q_proj.bias": (HIDDEN,), "self_attn.k_proj.weight": (KV, HIDDEN),
-        "self_attn.k_proj.bias": (KV,), "self_attn.v_proj.weight": (KV, HIDDEN), "self_attn.v_proj.bias": (KV,),
-        "self_attn.o_proj.weight": (HIDDEN, HIDDEN), "mlp.gate_proj.weight": (FEED_FORWARD, HIDDEN),
-        "mlp.up_proj.weight": (FEED_FORWARD, HIDDEN), "mlp.down_proj.weight": (HIDDEN, FEED_FORWARD), "input_layernorm.weight": (HIDDEN,),
+        "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+        "self_attn.q_proj.bias": (HIDDEN,),
+        "self_attn.k_proj.weight": (KV, HIDDEN),
+        "self_attn.k_proj.bias": (KV,),
+        "self_attn.v_proj.weight": (KV, HIDDEN),
+        "self_attn.v_proj.bias": (KV,),
+        "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        "mlp.gate_proj.weight": (FEED_FORWARD, HIDDEN),
+        "mlp.up_proj.weight": (FEED_FORWARD, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, FEED_FORWARD),
+        "input_layernorm.weight": (HIDDEN,),
         "post_attention_layernorm.weight": (HIDDEN,),
-    }  # fmt: skip
-    names = [(f"model.layers.{number}.{name}", shape) for number in range(layers) for name, shape in of_layer.items()]
+    }
+    names = [
+        (f"model.layers.{number}.{name}", shape)
+        for number in range(layers)
+        for name, shape in of_layer.items()
+    ]
     outer = [
         ("model.embed_tokens.weight", (VOCABULARY, HIDDEN)),
         ("lm_head.weight", (VOCABULARY, HIDDEN)),
@@ -63,7 +76,17 @@ def relay(index: int, device: str, folder: Path, pipe: Connection) -> None:
     die_with_parent()
     os.environ["NCCL_HOSTID"] = f"relay{index}"
     writer = SlotWriter(str(folder), f"{RUN_ID}{index}", 1, folder)
-    link = Link(reach_store(HOST, pipe.recv(), SECONDS), 1, 0, False, "the trainer", HOST, torch.device(device), SECONDS, SECONDS)
+    link = Link(
+        reach_store(HOST, pipe.recv(), SECONDS),
+        1,
+        0,
+        False,
+        "the trainer",
+        HOST,
+        torch.device(device),
+        SECONDS,
+        SECONDS,
+    )
     while True:
         manifest, chunk, _ = decode_header(link.receive_bytes(idle_seconds=SECONDS * 10))
         stream = Stream(manifest, torch.from_numpy(writer.begin(manifest)), chunk)
@@ -74,12 +97,18 @@ def relay(index: int, device: str, folder: Path, pipe: Connection) -> None:
 def start(index: int, device: torch.device, folder: Path) -> tuple[multiprocessing.Process, Connection, Link]:
     """A relay, and the sender's link to it."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=relay, args=(index, str(device), folder, theirs))
+    process = multiprocessing.get_context("spawn").Process(
+        target=relay, args=(index, str(device), folder, theirs)
+    )
     process.start()
     theirs.close()
     store, port = host_store(HOST, SECONDS)
     ours.send(port)
-    return process, ours, Link(store, 1, 0, True, f"relay {index}", HOST, device, SECONDS, SECONDS, leave=True)
+    return (
+        process,
+        ours,
+        Link(store, 1, 0, True, f"relay {index}", HOST, device, SECONDS, SECONDS, leave=True),
+    )
 
 
 def send(link: Link, manifest: Manifest, image: torch.Tensor, killer: threading.Thread | None = None) -> None:
@@ -101,12 +130,16 @@ def seconds(device: torch.device, work: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def pull(manifest: Manifest, slot: Path, device: torch.device, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of verified loads of the slot, and of plain copies of as many bytes from pinned memory beside them."""
+def pull(
+    manifest: Manifest, slot: Path, device: torch.device, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of verified loads of the slot, and of plain copies of as many bytes from pinned memory beside
+    them."""
     live = torch.zeros(manifest.data_bytes, dtype=torch.uint8, device=device)
     pinned = torch.zeros(manifest.data_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     views = [
-        View(e.name, live[e.offset : e.offset + e.nbytes].view(torch.bfloat16).view(e.shape), tuple(e.shape)) for e in manifest.tensors
+        View(e.name, live[e.offset : e.offset + e.nbytes].view(torch.bfloat16).view(e.shape), tuple(e.shape))
+        for e in manifest.tensors
     ]
     loads, copies, sums = [], [], {}
     for _ in range(repeats + 1):
@@ -117,7 +150,9 @@ def pull(manifest: Manifest, slot: Path, device: torch.device, repeats: int) -> 
     return loads[1:], copies[1:]
 
 
-def killed_meanwhile(process: multiprocessing.Process, link: Link, manifest: Manifest, image: torch.Tensor) -> float:
+def killed_meanwhile(
+    process: multiprocessing.Process, link: Link, manifest: Manifest, image: torch.Tensor
+) -> float:
     """Seconds from the relay's death until the sender has left the link."""
     killed = []
 
@@ -141,11 +176,16 @@ def main() -> None:
     options = options.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("bench/hand_over.py needs an NVIDIA GPU, and torch sees none here; --device cpu tries the same way over gloo")
+        raise SystemExit(
+            "bench/hand_over.py needs an NVIDIA GPU, and torch sees none here; --device cpu tries the same "
+            "way over gloo"
+        )
     os.environ["NCCL_HOSTID"] = "trainer"
     manifest = layout(tensors(options.layers), 0, 0)
     gigabytes = manifest.data_bytes / 1e9
-    image = torch.empty(manifest.data_bytes // 8, dtype=torch.int64, device=device).random_().view(torch.uint8)
+    image = (
+        torch.empty(manifest.data_bytes // 8, dtype=torch.int64, device=device).random_().view(torch.uint8)
+    )
     for entry in manifest.tensors:
         entry.sum_words, entry.sum_indexed = tensor_sums(image[entry.offset : entry.offset + entry.nbytes])
     with tempfile.TemporaryDirectory(prefix="laminar-bench-", dir="/dev/shm") as folder:
@@ -167,8 +207,10 @@ def main() -> None:
             each.kill()
             each.join(10)
     times = {
-        "hand-over": common.median(handed[1:]), "pull, verified": common.median(loads), "copy from pinned memory": common.median(copies)
-    }  # fmt: skip
+        "hand-over": common.median(handed[1:]),
+        "pull, verified": common.median(loads),
+        "copy from pinned memory": common.median(copies),
+    }
     rows = [{"what": what, "seconds": took, "GB/s": gigabytes / took} for what, took in times.items()]
     rows += [
         {"what": "from the kill until the link is left", "seconds": left},
@@ -176,9 +218,12 @@ def main() -> None:
     ]
     figures = {
         "hand_over_gb_per_second": gigabytes / times["hand-over"],
-        "pull_over_pinned_copy": common.median([copy / load for copy, load in zip(copies, loads, strict=True)]),
-        "leave_seconds": left, "next_relay_seconds": recovered,
-    }  # fmt: skip
+        "pull_over_pinned_copy": common.median(
+            [copy / load for copy, load in zip(copies, loads, strict=True)]
+        ),
+        "leave_seconds": left,
+        "next_relay_seconds": recovered,
+    }
     common.finish(options, figures, rows, ("what", "seconds", "GB/s"))
     sys.stdout.flush()
     os._exit(0)  # a thread that waits in gloo must not wake while the interpreter ends

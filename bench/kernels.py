@@ -1,14 +1,17 @@
-"""The resharding kernels on a GPU: pack, delta encode and delta apply against a plain copy, torch eager and torch.compile.
+"""The resharding kernels on a GPU: pack, delta encode and delta apply against a plain copy, torch eager and
+torch.compile.
 
     python bench/kernels.py --json kernels.json                  layers of Qwen2.5-7B's shape, 10 repeats; `make bench-gpu` does the same
     python bench/kernels.py --layers 4 --repeats 30
 
-Rates are bytes that must move (read once, written once) per second: of a delta two images, read, and the changed elements, written. The
-copy is torch's, on the device, of as many bytes, measured beside each kernel. Eager and compiled torch do the same work on the same
-tensors: reorder, cast and sums; or compare and nonzero; or an indexed copy. All take turns; times are medians of the repeats.
+Rates are bytes that must move (read once, written once) per second: of a delta two images, read, and the
+changed elements, written. The copy is torch's, on the device, of as many bytes, measured beside each kernel.
+Eager and compiled torch do the same work on the same tensors: reorder, cast and sums; or compare and nonzero;
+or an indexed copy. All take turns; times are medians of the repeats.
 
-Figures: `pack_over_copy` and `delta_over_copy`, the lowest of the rows that count: goal 0.85. `pack_over_compile` and
-`delta_over_compile`: goal 1.5. What is compared is first checked to give the same bits. Needs an NVIDIA GPU.
+Figures: `pack_over_copy` and `delta_over_copy`, the lowest of the rows that count: goal 0.85.
+`pack_over_compile` and `delta_over_compile`: goal 1.5. What is compared is first checked to give the same
+bits. Needs an NVIDIA GPU.
 """
 
 import functools
@@ -26,22 +29,53 @@ from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.mapping import Piece, pieces
 
 SHAPE = ModelShape(
-    family=FAMILIES["qwen2"], layers=4, hidden=3584, heads=28, kv_heads=4, head_dim=128, ffn=18944, vocab=152064,
-    rope_theta=1e6, norm_eps=1e-6, tied=False, max_positions=4096,
-)  # fmt: skip
-CASTS = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.float32)]
+    family=FAMILIES["qwen2"],
+    layers=4,
+    hidden=3584,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    ffn=18944,
+    vocab=152064,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied=False,
+    max_positions=4096,
+)
+CASTS = [
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float32, torch.float32),
+]
 CHANGED = (1e-4, 0.01, 0.1, 1.0)  # shares; about 0.01 of a bf16 image changes in one step of RL
 COUNTED = 0.01  # up to this share a delta must reach the goal
-COLUMNS = ("kernel", "case", "MB", "ms", "GB/s", "copy GB/s", "over copy", "eager ms", "compile ms", "over eager", "over compile")
+COLUMNS = (
+    "kernel",
+    "case",
+    "MB",
+    "ms",
+    "GB/s",
+    "copy GB/s",
+    "over copy",
+    "eager ms",
+    "compile ms",
+    "over eager",
+    "over compile",
+)
 
 
 def main() -> None:
     options = common.parser(__doc__ or "")
     options.set_defaults(repeats=10)
-    options.add_argument("--layers", type=int, default=SHAPE.layers, help=f"default {SHAPE.layers}, without embeddings")
+    options.add_argument(
+        "--layers", type=int, default=SHAPE.layers, help=f"default {SHAPE.layers}, without embeddings"
+    )
     options = options.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has one")
+        sys.exit(
+            "bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has one"
+        )
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64  # a program for each kind of piece
     rows = [pack_row(options, *cast) for cast in CASTS]
@@ -57,7 +91,7 @@ def main() -> None:
     print(f"GPU {torch.cuda.get_device_name()}; goals: over_copy 0.85, over_compile 1.5")
 
 
-# ---- the work ---------------------------------------------------------------------------------------------------------------------
+# ---- the work ----------------------------------------------------------------------------------------------
 
 
 def parameters(layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -105,7 +139,7 @@ def apply_in_torch(image: torch.Tensor, indices: torch.Tensor, values: torch.Ten
     image.index_copy_(0, indices.long(), values)
 
 
-# ---- measuring --------------------------------------------------------------------------------------------------------------------
+# ---- measuring ---------------------------------------------------------------------------------------------
 
 
 def milliseconds(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -124,30 +158,44 @@ def milliseconds(works: dict[str, Callable[[], object]], repeats: int) -> dict[s
     return {name: statistics.median(of_work) for name, of_work in times.items()}
 
 
-def row(kernel: str, case: str, moved: int, repeats: int, works: dict[str, Callable[[], object]]) -> dict[str, object]:
+def row(
+    kernel: str, case: str, moved: int, repeats: int, works: dict[str, Callable[[], object]]
+) -> dict[str, object]:
     """One line of the table. `works`: ours, eager, compile; `moved`: bytes read and written."""
     source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     found = milliseconds({**works, "copy": lambda: target.copy_(source)}, repeats)
     rate, copy = moved / found["ours"] / 1e6, 2 * source.numel() / found["copy"] / 1e6
     return {
-        "kernel": kernel, "case": case, "MB": moved / 1e6, "ms": found["ours"], "GB/s": rate, "copy GB/s": copy, "over copy": rate / copy,
-        "eager ms": found["eager"], "compile ms": found["compile"],
-        "over eager": found["eager"] / found["ours"], "over compile": found["compile"] / found["ours"],
-    }  # fmt: skip
+        "kernel": kernel,
+        "case": case,
+        "MB": moved / 1e6,
+        "ms": found["ours"],
+        "GB/s": rate,
+        "copy GB/s": copy,
+        "over copy": rate / copy,
+        "eager ms": found["eager"],
+        "compile ms": found["compile"],
+        "over eager": found["eager"] / found["ours"],
+        "over compile": found["compile"] / found["ours"],
+    }
 
 
 def pack_row(options: object, source: torch.dtype, serving: torch.dtype) -> dict[str, object]:
     own = pieces(parameters(options.layers, source), SHAPE)
     plan = layout([(p.name, p.shape, serving) for p in own], 0, 0)
     buckets = [torch.zeros(plan.data_bytes, dtype=torch.uint8, device="cuda") for _ in range(3)]
-    ours, eager, compiled_into = ([kernels.place(b, t.offset, t.shape, serving) for t in plan.tensors] for b in buckets)
+    ours, eager, compiled_into = (
+        [kernels.place(b, t.offset, t.shape, serving) for t in plan.tensors] for b in buckets
+    )
     compiled = torch.compile(one_piece, dynamic=False)
     sums = kernels.pack(own, ours)()
     expected = pack_in_torch(own, eager)
     for piece, target in zip(own, compiled_into, strict=True):
         compiled(piece.view, target)
-    if not torch.equal(buckets[0], buckets[1]) or sums != [tuple(int(x) % 2**64 for x in both) for both in expected]:
+    if not torch.equal(buckets[0], buckets[1]) or sums != [
+        tuple(int(x) % 2**64 for x in both) for both in expected
+    ]:
         sys.exit(f"pack {source} -> {serving}: the kernel's bytes or sums are not the reference's")
     works = {
         "ours": lambda: kernels.pack(own, ours),
@@ -166,7 +214,9 @@ def delta_rows(options: object, share: float) -> tuple[dict[str, object], dict[s
     image, images = old.clone(), (old.clone(), old.clone())
     delta, (indices, values) = kernels.delta_encode(new, old), delta_in_torch(new, old)
     kernels.delta_apply(image, delta)
-    same = torch.equal(delta.indices, indices) and torch.equal(reference.bits(delta.values), reference.bits(values))
+    same = torch.equal(delta.indices, indices) and torch.equal(
+        reference.bits(delta.values), reference.bits(values)
+    )
     if not same or not torch.equal(reference.bits(image), reference.bits(new)):
         sys.exit(f"delta of {share:g}: the kernel's indices, values or image are not the reference's")
     encode, apply = torch.compile(delta_in_torch), torch.compile(apply_in_torch)
@@ -183,7 +233,9 @@ def delta_rows(options: object, share: float) -> tuple[dict[str, object], dict[s
     }
     written = delta.nbytes
     first = row("delta encode", case, new.nbytes + old.nbytes + written, options.repeats, encoding)
-    return first, row("delta apply", case, written + changed * image.element_size(), options.repeats, applying)
+    return first, row(
+        "delta apply", case, written + changed * image.element_size(), options.repeats, applying
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:

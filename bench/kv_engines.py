@@ -1,16 +1,18 @@
-"""ReplicaMigration a running request between two real engines, against prefilling its tokens anew on the destination.
+"""ReplicaMigration a running request between two real engines, against prefilling its tokens anew on the
+destination.
 
     python bench/kv_engines.py --json kv_engines.json       prompts of 512 to 4,096 tokens, 3 repeats each
     python bench/kv_engines.py --lengths 1024,4096
     python bench/kv_engines.py --model 7b --lengths 1024,8192      all of Qwen2.5-7B's weights, at random, twice on one GPU of 80 GB or more
 
-The model has the KV cache of Qwen2.5-7B (28 layers, 4 heads of 128, bf16) but a hundredth of its weights, so that two cores can serve it:
-a real 7B's prefill takes far longer, its move as long. A move is all from the reservation to the first token that the destination draws;
-a re-prefill is the same tokens under another namespace, to the first token. Every continuation is checked to have the moved prefix.
+The model has the KV cache of Qwen2.5-7B (28 layers, 4 heads of 128, bf16) but a hundredth of its weights, so
+that two cores can serve it: a real 7B's prefill takes far longer, its move as long. A move is all from the
+reservation to the first token that the destination draws; a re-prefill is the same tokens under another
+namespace, to the first token. Every continuation is checked to have the moved prefix.
 
-Figures: `reprefill_over_move_4k`, the ratio at the longest prompt; `break_even_tokens`, the length from which a move is the faster one
-(between two lengths by a straight line, 0 where it always is, null where it never is); `stalled_ms`, the longest that a scheduler stood
-still for a move.
+Figures: `reprefill_over_move_4k`, the ratio at the longest prompt; `break_even_tokens`, the length from which
+a move is the faster one (between two lengths by a straight line, 0 where it always is, null where it never
+is); `stalled_ms`, the longest that a scheduler stood still for a move.
 """
 
 import asyncio
@@ -38,21 +40,42 @@ def make_model(folder: Path, model: str) -> None:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     sizes = {
-        "narrow": {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4},
-        "7b": {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28},
+        "narrow": {
+            "vocab_size": 512,
+            "hidden_size": 512,
+            "intermediate_size": 1024,
+            "num_attention_heads": 4,
+        },
+        "7b": {
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_attention_heads": 28,
+        },
     }
     config = Qwen2Config(
-        **sizes[model], num_hidden_layers=28, num_key_value_heads=4, head_dim=128, max_position_embeddings=32768, eos_token_id=2,
-        tie_word_embeddings=False, dtype=torch.bfloat16,
-    )  # fmt: skip
+        **sizes[model],
+        num_hidden_layers=28,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=32768,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+        dtype=torch.bfloat16,
+    )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         made = Qwen2ForCausalLM._from_config(config)
     made.to(torch.bfloat16).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))).save_pretrained(
+        folder
+    )
 
 
-async def move(engines: Sequence[SglangServer], prompt: list[int], name: str, greedy: dict) -> tuple[float, list[int]]:
-    """Seconds from the reservation to the first token on the other engine, and the tokens that it had then."""
+async def move(
+    engines: Sequence[SglangServer], prompt: list[int], name: str, greedy: dict
+) -> tuple[float, list[int]]:
+    """Seconds from the reservation to the first token on the other engine, and the tokens that it had
+    then."""
     source, destination = engines
     call = asyncio.create_task(source.generate(prompt, greedy, name, "0"))
     while (await source.load_info()).kv_tokens < len(prompt):
@@ -72,7 +95,9 @@ async def move(engines: Sequence[SglangServer], prompt: list[int], name: str, gr
     return taken, tokens
 
 
-async def measure(engines: Sequence[SglangServer], lengths: list[int], repeats: int, config: RunConfig) -> list[dict]:
+async def measure(
+    engines: Sequence[SglangServer], lengths: list[int], repeats: int, config: RunConfig
+) -> list[dict]:
     greedy = {**sampling_parameters(config.sampling, 0.0, 400, []), "ignore_eos": True}
     rows: list[dict] = []
     for repeat in range(-1, repeats):  # the first is not counted
@@ -82,10 +107,22 @@ async def measure(engines: Sequence[SglangServer], lengths: list[int], repeats: 
             stalled = [engine.kv_stalled_seconds for engine in engines]
             moved, tokens = await move(engines, prompt, name, greedy)
             begin = time.perf_counter()
-            await engines[1].generate(tokens, {**greedy, "max_new_tokens": 1}, f"again-{name}", f"anew-{name}")
+            await engines[1].generate(
+                tokens, {**greedy, "max_new_tokens": 1}, f"again-{name}", f"anew-{name}"
+            )
             prefill = time.perf_counter() - begin
-            still = max(engine.kv_stalled_seconds - before for engine, before in zip(engines, stalled, strict=True))
-            rows.append(dict(zip(COLUMNS, (length, repeat, 1e3 * moved, 1e3 * prefill, prefill / moved, 1e3 * still), strict=True)))
+            still = max(
+                engine.kv_stalled_seconds - before for engine, before in zip(engines, stalled, strict=True)
+            )
+            rows.append(
+                dict(
+                    zip(
+                        COLUMNS,
+                        (length, repeat, 1e3 * moved, 1e3 * prefill, prefill / moved, 1e3 * still),
+                        strict=True,
+                    )
+                )
+            )
             for engine in engines:
                 await engine.flush()
     return [row for row in rows if row["repeat"] >= 0]
@@ -106,7 +143,10 @@ async def run(folder: Path, model: str, lengths: list[int], repeats: int) -> lis
     make_model(folder / "model", model)
     config = RunConfig()
     config.model.path, config.model.dtype = str(folder / "model"), "bfloat16"
-    config.rollout.kv_cache_tokens, config.rollout.engine_start_seconds = 4 * max(lengths) + 2048, START_SECONDS
+    config.rollout.kv_cache_tokens, config.rollout.engine_start_seconds = (
+        4 * max(lengths) + 2048,
+        START_SECONDS,
+    )
     engines = [SglangServer(config, index, folder) for index in range(2)]
     try:
         await asyncio.gather(*(engine.start(folder / "model", "0", seed=1) for engine in engines))
@@ -117,12 +157,17 @@ async def run(folder: Path, model: str, lengths: list[int], repeats: int) -> lis
 
 def main() -> None:
     options = common.parser(__doc__ or "")
-    options.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[512, 1024, 2048, 4096])
+    options.add_argument(
+        "--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[512, 1024, 2048, 4096]
+    )
     options.add_argument("--model", choices=("narrow", "7b"), default="narrow", help="default narrow")
     options = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
         rows = asyncio.run(run(Path(folder), options.model, options.lengths, options.repeats))
-    ratios = {n: common.median([row["prefill / move"] for row in rows if row["tokens"] == n]) for n in options.lengths}
+    ratios = {
+        n: common.median([row["prefill / move"] for row in rows if row["tokens"] == n])
+        for n in options.lengths
+    }
     figures = {
         "reprefill_over_move_4k": ratios[max(options.lengths)],
         "break_even_tokens": break_even(ratios),

@@ -1,6 +1,8 @@
-"""Hosts on one machine: network namespaces on a bridge, each behind a cable of a given rate (tc) that can be cut. Linux, root, iproute2.
+"""Hosts on one machine: network namespaces on a bridge, each behind a cable of a given rate (tc) that can be
+cut. Linux, root, iproute2.
 
-Nothing is changed outside the namespaces made here. They are taken away by `close`, and by the next `Network` if their maker was killed.
+Nothing is changed outside the namespaces made here. They are taken away by `close`, and by the next `Network`
+if their maker was killed.
 """
 
 import os
@@ -18,7 +20,10 @@ _BURST = "128kb"  # of the token bucket: two of the largest packets that the ker
 def ip(*words: object) -> None:
     done = subprocess.run(["ip", *map(str, words)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise LaminarError(f"ip {' '.join(map(str, words))}: {done.stderr.strip()}; network namespaces need root and iproute2")
+        raise LaminarError(
+            f"ip {' '.join(map(str, words))}: {done.stderr.strip()}; network namespaces need root and "
+            "iproute2"
+        )
 
 
 def missing() -> str:
@@ -38,7 +43,8 @@ def remove_abandoned() -> None:
 
 
 class Network:
-    """`hosts` namespaces with addresses 10.77.0.1, 10.77.0.2, ...; each end of each cable sends at most `mbit` Mbit/s (None: unlimited)."""
+    """`hosts` namespaces with addresses 10.77.0.1, 10.77.0.2, ...; each end of each cable sends at most
+    `mbit` Mbit/s (None: unlimited)."""
 
     def __init__(self, hosts: int, mbit: float | None) -> None:
         remove_abandoned()
@@ -72,10 +78,17 @@ class Network:
         self._in(name, "link", "set", "eth0", "up")
         for namespace, device in ((name, "eth0"), (self._bridge, port)):
             if mbit is not None:
-                words = f"qdisc add dev {device} root tbf rate {mbit}mbit burst {_BURST} latency 100ms".split()
-                done = subprocess.run(["tc", "-n", namespace, *words], capture_output=True, text=True, check=False)
+                words = (
+                    f"qdisc add dev {device} root tbf rate {mbit}mbit burst {_BURST} latency 100ms".split()
+                )
+                done = subprocess.run(
+                    ["tc", "-n", namespace, *words], capture_output=True, text=True, check=False
+                )
                 if done.returncode != 0:
-                    raise LaminarError(f"tc {' '.join(words)}: {done.stderr.strip()}; the kernel needs the tbf scheduler (sch_tbf)")
+                    raise LaminarError(
+                        f"tc {' '.join(words)}: {done.stderr.strip()}; the kernel needs the tbf scheduler "
+                        "(sch_tbf)"
+                    )
 
     @staticmethod
     def address(host: int) -> str:

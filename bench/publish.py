@@ -1,16 +1,20 @@
-"""The way of a weight: publishing from a real Megatron trainer to real relay processes, and a real SGLang engine's pull.
+"""The way of a weight: publishing from a real Megatron trainer to real relay processes, and a real SGLang
+engine's pull.
 
     python bench/publish.py --json publish.json                      random Qwen2 models of 100 MB and 1 GB in float32, 3 repeats
     python bench/publish.py --sizes 100MB --repeats 5 --parts publish
 
-Publishing: steps of the trainer in turns, with a publication behind them and without, all relays idle again before each; to one relay,
-which a machine has, and for the time to the last one to a chain of two on this machine, whose cores they share. Pull: from the request to
-the verified id, by slots that the engine has loaded before. Beside each time stands its limit: one memcpy of as many bytes in the same
-process and between the same steps, into memory that is mapped already; both are medians. The probe's log-probs, which trainer and engine
-compute for each id, are a forward pass and no part of the way: they are listed apart and left out of the ratios.
+Publishing: steps of the trainer in turns, with a publication behind them and without, all relays idle again
+before each; to one relay, which a machine has, and for the time to the last one to a chain of two on this
+machine, whose cores they share. Pull: from the request to the verified id, by slots that the engine has
+loaded before. Beside each time stands its limit: one memcpy of as many bytes in the same process and between
+the same steps, into memory that is mapped already; both are medians. The probe's log-probs, which trainer and
+engine compute for each id, are a forward pass and no part of the way: they are listed apart and left out of
+the ratios.
 
-Figures, overlapped publishing of the largest model: `stall_over_memcpy`, the trainer stands still (goal: at most 0.3), `step_inflation`,
-how much longer a step takes (goal: at most 2.5), both in memcpys; `pull_over_memcpy`, memcpy's time over the pull's (goal: at least 0.3).
+Figures, overlapped publishing of the largest model: `stall_over_memcpy`, the trainer stands still (goal: at
+most 0.3), `step_inflation`, how much longer a step takes (goal: at most 2.5), both in memcpys;
+`pull_over_memcpy`, memcpy's time over the pull's (goal: at least 0.3).
 """
 
 import argparse
@@ -39,8 +43,12 @@ COLUMNS = ("size", "what", "seconds", "memcpy seconds", "in memcpys", "parts")
 
 def main() -> None:
     options = common.parser(__doc__ or "")
-    options.add_argument("--sizes", type=lambda text: text.split(","), default=list(SHAPES), help="default 100MB,1GB")
-    options.add_argument("--parts", type=lambda text: text.split(","), default=["publish", "pull"], help="default publish,pull")
+    options.add_argument(
+        "--sizes", type=lambda text: text.split(","), default=list(SHAPES), help="default 100MB,1GB"
+    )
+    options.add_argument(
+        "--parts", type=lambda text: text.split(","), default=["publish", "pull"], help="default publish,pull"
+    )
     options.add_argument("--child", help=argparse.SUPPRESS)
     options = options.parse_args()
     if options.child:
@@ -59,11 +67,21 @@ def main() -> None:
 
 
 def child(options: argparse.Namespace, part: str, size: str, folder: Path) -> dict:
-    words = ["--child", f"{part}:{size}", "--repeats", str(options.repeats), "--runs-dir", str(folder), *options.overrides]
+    words = [
+        "--child",
+        f"{part}:{size}",
+        "--repeats",
+        str(options.repeats),
+        "--runs-dir",
+        str(folder),
+        *options.overrides,
+    ]
     print(f"  {part} {size}", file=sys.stderr, flush=True)
     command = [sys.executable, __file__, *words]
     one = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=one, stdout=subprocess.PIPE, timeout=options.run_seconds, check=True, text=True)
+    done = subprocess.run(
+        command, env=one, stdout=subprocess.PIPE, timeout=options.run_seconds, check=True, text=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -78,10 +96,19 @@ def make_model(directory: Path, size: str) -> None:
         return
     hidden, ffn, layers, heads, vocabulary = SHAPES[size]
     config = Qwen2Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=1, bos_token_id=None, pad_token_id=0,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=0,
         dtype=torch.float32,
-    )  # fmt: skip
+    )
     Qwen2ForCausalLM(config).save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
 
@@ -95,17 +122,25 @@ class Memcpy:
         self._source, self._target = (torch.ones(count, dtype=torch.uint8) for _ in range(2))
 
     def seconds(self) -> float:
-        """One memcpy (torch copies one-dimensional bytes by memcpy, in the calling thread with OMP_NUM_THREADS=1)."""
+        """One memcpy (torch copies one-dimensional bytes by memcpy, in the calling thread with
+        OMP_NUM_THREADS=1)."""
         started = time.perf_counter()
         self._target.copy_(self._source)
         return time.perf_counter() - started
 
 
 def row(size: str, what: str, seconds: float, memcpy: float, parts: object = "") -> dict:
-    return {"size": size, "what": what, "seconds": seconds, "memcpy seconds": memcpy, "in memcpys": seconds / memcpy, "parts": parts}
+    return {
+        "size": size,
+        "what": what,
+        "seconds": seconds,
+        "memcpy seconds": memcpy,
+        "in memcpys": seconds / memcpy,
+        "parts": parts,
+    }
 
 
-# ---- publishing --------------------------------------------------------------------------------------------------------------------
+# ---- publishing --------------------------------------------------------------------------------------------
 
 
 class Line:
@@ -123,7 +158,9 @@ class Line:
         if self._pipe is not None:
             return relay_wait(self._pipe, timeout)
         with self._arrived:
-            found = self._arrived.wait_for(lambda: next((x for x in self._inbox if isinstance(x, wanted)), None), timeout)
+            found = self._arrived.wait_for(
+                lambda: next((x for x in self._inbox if isinstance(x, wanted)), None), timeout
+            )
             if found is not None:
                 self._inbox.remove(found)
             return found
@@ -168,7 +205,8 @@ def relay_main(config: object, index: int, pipe: object, folder: Path) -> None:
 
 
 class Script:
-    """The controller: links the trainer with the chain of relays, numbers the weight ids, keeps what it is told."""
+    """The controller: links the trainer with the chain of relays, numbers the weight ids, keeps what it is
+    told."""
 
     def __init__(self, config: object, folder: Path) -> None:
         self.trainer, self.heard, self.changed = Line(self.told), [], threading.Condition()
@@ -211,7 +249,9 @@ class Script:
         from laminar_hpc import messages as m
 
         if isinstance(message, m.StoreOpened):
-            self.pipes[self.receivers[message.epoch]].send(m.JoinEpoch(message.epoch, message.host, message.port, "its neighbour"))
+            self.pipes[self.receivers[message.epoch]].send(
+                m.JoinEpoch(message.epoch, message.host, message.port, "its neighbour")
+            )
         elif isinstance(message, m.NewWeightId):
             self.trainer.deliver(m.WeightId(self.next_id, message.step, self.relays))
             self.next_id += 1
@@ -241,22 +281,43 @@ def make_batch(vocabulary: int, seed: int) -> list:
     draw = random.Random(seed)
     return [
         Trajectory(
-            trajectory_id=i, group_id=i // SAMPLES, attempt=0, replica=0, weight_id=0, weight_step=0,
+            trajectory_id=i,
+            group_id=i // SAMPLES,
+            attempt=0,
+            replica=0,
+            weight_id=0,
+            weight_step=0,
             prompt_tokens=[draw.randrange(vocabulary) for _ in range(4)],
             response_tokens=[draw.randrange(vocabulary) for _ in range(TOKENS)],
-            logprobs=[-9.0] * TOKENS, loss_mask=[1] * TOKENS, finish_reason="stop", version_spans=[VersionSpan(0, 0, TOKENS)],
-            time_started=0.0, time_finished=0.0, step_finished=0, reward=float(i % SAMPLES),
+            logprobs=[-9.0] * TOKENS,
+            loss_mask=[1] * TOKENS,
+            finish_reason="stop",
+            version_spans=[VersionSpan(0, 0, TOKENS)],
+            time_started=0.0,
+            time_finished=0.0,
+            step_finished=0,
+            reward=float(i % SAMPLES),
         )
         for i in range(GROUPS * SAMPLES)
-    ]  # fmt: skip
+    ]
 
 
 def settings(options: argparse.Namespace, size: str) -> object:
     from laminar_hpc.config.load import load_config
 
-    words = ["experiment=demo", f"model.path={options.runs_dir / size}", "model.dtype=float32", "relay.slots=2", *options.overrides]
+    words = [
+        "experiment=demo",
+        f"model.path={options.runs_dir / size}",
+        "model.dtype=float32",
+        "relay.slots=2",
+        *options.overrides,
+    ]
     config = load_config(words)
-    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt, config.algorithm.minibatches_per_step = GROUPS, SAMPLES, 1
+    (
+        config.algorithm.prompts_per_step,
+        config.algorithm.samples_per_prompt,
+        config.algorithm.minibatches_per_step,
+    ) = GROUPS, SAMPLES, 1
     return config
 
 
@@ -272,7 +333,9 @@ def measure_publish(options: argparse.Namespace, size: str) -> dict:
     from laminar_hpc.weights.manifest import layout
 
     config = settings(options, size)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     policy = MegatronPolicy(config)
     learner, script, rows, figures = Learner(config, policy), Script(config, options.runs_dir), [], {}
     count = layout(policy.canonical_metadata(), 0, 0).data_bytes
@@ -310,12 +373,23 @@ def measure_publish(options: argparse.Namespace, size: str) -> dict:
         publisher.close()
         memcpy = statistics.median(copies)
         median = {
-            "step without": without, "trainer stands still": stalls, "step longer by": more, "send": sends, "first relay has it": first,
-            "last relay has it": last, "probe": probes,
-        }  # fmt: skip
+            "step without": without,
+            "trainer stands still": stalls,
+            "step longer by": more,
+            "send": sends,
+            "first relay has it": first,
+            "last relay has it": last,
+            "probe": probes,
+        }
         name = mode if relays == 1 else f"{mode}, {relays} relays"
         rows += [
-            row(size, f"{name}: {what}", statistics.median(values), memcpy, " ".join(f"{v:.3f}" for v in values))
+            row(
+                size,
+                f"{name}: {what}",
+                statistics.median(values),
+                memcpy,
+                " ".join(f"{v:.3f}" for v in values),
+            )
             for what, values in median.items()
         ]
         if relays > 1:
@@ -328,7 +402,7 @@ def measure_publish(options: argparse.Namespace, size: str) -> dict:
     return {"rows": rows, "figures": figures}
 
 
-# ---- pull --------------------------------------------------------------------------------------------------------------------------
+# ---- pull --------------------------------------------------------------------------------------------------
 
 
 def measure_pull(options: argparse.Namespace, size: str) -> dict:
@@ -354,10 +428,16 @@ async def pull(options: argparse.Namespace, size: str) -> dict:
     writer = SlotWriter(config.relay.shm_dir, f"bench-{folder.name}-pull", 2, directory)
     engine = SglangServer(config, 0, folder)
     reader = SlotReader(config.relay.shm_dir, f"bench-{folder.name}-pull")
-    weight_loader = WeightLoader(reader, probe_sequences(SHAPES[size][-1]), Trace(folder, "rollout", 0), lambda: engine, lambda: 0)
+    weight_loader = WeightLoader(
+        reader, probe_sequences(SHAPES[size][-1]), Trace(folder, "rollout", 0), lambda: engine, lambda: 0
+    )
     try:
         await engine.start(directory, "0", 0)
-        found, copies, copy = [], [], Memcpy(sum(file.stat().st_size for file in directory.glob("*.safetensors")))
+        found, copies, copy = (
+            [],
+            [],
+            Memcpy(sum(file.stat().st_size for file in directory.glob("*.safetensors"))),
+        )
         with TensorReader(directory) as tensors:
             names = [(name, tuple(tensors.shape(name)), "float32") for name in sorted(tensors.names())]
             for number in range(1, options.repeats + 3):  # two to warm up, one of each slot

@@ -1,4 +1,5 @@
-"""Time until the last of p relays has the weights, over links of a given rate: the chain, beside its formula, a binary tree and a star.
+"""Time until the last of p relays has the weights, over links of a given rate: the chain, beside its formula,
+a binary tree and a star.
 
 - Hosts are network namespaces behind cables limited by tc; needs root and iproute2. Everything is taken away afterwards.
 - chain: the real relays, controller and publisher of a run (chain_roles.py); from the trainer's request for a weight id to the last sums.
@@ -45,23 +46,47 @@ COLUMNS = ["shape", "relays", "seconds", "formula", "over formula", "over one", 
 
 def options() -> argparse.Namespace:
     about = __doc__ or ""
-    parser = argparse.ArgumentParser(description=about.splitlines()[0], epilog=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write figures, raw rows and machine facts there")
-    parser.add_argument("--repeats", type=int, default=3, help="measured broadcasts of each kind; figures are medians (default 3)")
-    parser.add_argument("--mbit", type=float, default=400, help="rate of every cable in each direction (default 400)")
+    parser = argparse.ArgumentParser(
+        description=about.splitlines()[0], epilog=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write figures, raw rows and machine facts there"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="measured broadcasts of each kind; figures are medians (default 3)",
+    )
+    parser.add_argument(
+        "--mbit", type=float, default=400, help="rate of every cable in each direction (default 400)"
+    )
     parser.add_argument("--megabytes", type=int, default=128, help="size of the weights (default 128)")
-    parser.add_argument("--relays", type=int, nargs="+", default=[1, 2, 4, 8], help="default 1 2 4 8; tree and star at the largest")
+    parser.add_argument(
+        "--relays",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        help="default 1 2 4 8; tree and star at the largest",
+    )
     return parser.parse_args()
 
 
-# ---- the chain: a run without a model -------------------------------------------------------------------------------------------
+# ---- the chain: a run without a model ----------------------------------------------------------------------
 
 
 def chain(relays: int, size: int, mbit: float, repeats: int, folder: Path) -> dict:
-    """Median seconds of `repeats` publications, after one that warms everything up, and the formula's for the same."""
+    """Median seconds of `repeats` publications, after one that warms everything up, and the formula's for the
+    same."""
     with Network(relays + 1, mbit) as net:
         place = folder / f"chain{relays}"
-        run = ChainRun(place, relays, size, host=net.address(0), namespace=lambda who: net.namespace(0 if who == "trainer" else who + 1))
+        run = ChainRun(
+            place,
+            relays,
+            size,
+            host=net.address(0),
+            namespace=lambda who: net.namespace(0 if who == "trainer" else who + 1),
+        )
         try:
             everyone, link = list(range(relays)), None
             for _ in range(repeats + 1):
@@ -84,17 +109,24 @@ def chain(relays: int, size: int, mbit: float, repeats: int, folder: Path) -> di
     chunk = chunk_bytes(size, relays, *link, 64 << 20)
     chunks = -(-size // chunk)
     return {
-        "shape": "chain", "relays": relays, "seconds": statistics.median(took), "all": took, "chunks": chunks,
-        "formula": broadcast_seconds(size, relays, chunks, *link), "start_seconds": link[0], "seconds_per_byte": link[1],
+        "shape": "chain",
+        "relays": relays,
+        "seconds": statistics.median(took),
+        "all": took,
+        "chunks": chunks,
+        "formula": broadcast_seconds(size, relays, chunks, *link),
+        "start_seconds": link[0],
+        "seconds_per_byte": link[1],
         "best_chunks": best_chunks(size, relays, *link),
-    }  # fmt: skip
+    }
 
 
-# ---- tree and star: the same links and streams, without a controller --------------------------------------------------------------
+# ---- tree and star: the same links and streams, without a controller ---------------------------------------
 
 
 def host(namespace: str, address: str, children: int, chunk: int, size: int, pipe: Connection) -> None:
-    """One host of a tree: links to its children and its parent, then passes on every stream; says when one was complete."""
+    """One host of a tree: links to its children and its parent, then passes on every stream; says when one
+    was complete."""
     die_with_parent()
     enter(namespace)
     torch.set_num_threads(1)
@@ -104,7 +136,17 @@ def host(namespace: str, address: str, children: int, chunk: int, size: int, pip
     device = torch.device("cpu")
 
     def link(store, sender):
-        return Link(store, 1, 0, sender, "the next host" if sender else "the host before", address, device, SECONDS, meet_seconds=SECONDS)
+        return Link(
+            store,
+            1,
+            0,
+            sender,
+            "the next host" if sender else "the host before",
+            address,
+            device,
+            SECONDS,
+            meet_seconds=SECONDS,
+        )
 
     def down(_: int, why: str) -> None:
         print(f"{namespace}: {why}", file=sys.stderr, flush=True)
@@ -112,14 +154,19 @@ def host(namespace: str, address: str, children: int, chunk: int, size: int, pip
     def failed(error: Exception) -> None:
         raise error
 
-    senders = [Sender(1, lambda _, store=store: link(store, True), down, failed, lambda stream: None, 1, 64 << 20) for store, _ in stores]
+    senders = [
+        Sender(1, lambda _, store=store: link(store, True), down, failed, lambda stream: None, 1, 64 << 20)
+        for store, _ in stores
+    ]
     memory = torch.zeros(size, dtype=torch.uint8)
     each = size // TENSORS // 4
     if parent is None:
         memory.copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
         manifest = layout([(str(i), (each,), torch.float32) for i in range(TENSORS)], 0, 0)
         for entry in manifest.tensors:
-            entry.sum_words, entry.sum_indexed = tensor_sums(memory[entry.offset : entry.offset + entry.nbytes])
+            entry.sum_words, entry.sum_indexed = tensor_sums(
+                memory[entry.offset : entry.offset + entry.nbytes]
+            )
         while True:
             pipe.recv()
             pipe.send(time.time())
@@ -147,7 +194,14 @@ def tree(shape: str, relays: int, size: int, mbit: float, repeats: int, chunk: i
         try:
             for number in range(relays + 1):
                 mine, theirs = context.Pipe()
-                arguments = (net.namespace(number), net.address(number), before.count(number), chunk, size, theirs)
+                arguments = (
+                    net.namespace(number),
+                    net.address(number),
+                    before.count(number),
+                    chunk,
+                    size,
+                    theirs,
+                )
                 processes.append(context.Process(target=host, args=arguments))
                 processes[-1].start()
                 pipes.append(mine)
@@ -164,7 +218,13 @@ def tree(shape: str, relays: int, size: int, mbit: float, repeats: int, chunk: i
             for process in reversed(processes):  # leaves first: nobody is left to complain
                 process.kill()
                 process.join(5)
-    return {"shape": shape, "relays": relays, "seconds": statistics.median(took[1:]), "all": took[1:], "chunks": -(-size // chunk)}
+    return {
+        "shape": shape,
+        "relays": relays,
+        "seconds": statistics.median(took[1:]),
+        "all": took[1:],
+        "chunks": -(-size // chunk),
+    }
 
 
 def answer(pipe: Connection):
@@ -186,7 +246,16 @@ def main() -> None:
             print(f"  chain of {relays}: {rows[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
         of = {row["relays"]: row for row in rows}
         for shape in ("tree", "star") if last > 1 else ():
-            rows.append(tree(shape, last, size, chosen.mbit, chosen.repeats, -(-size // of[last]["chunks"] // 4096) * 4096))
+            rows.append(
+                tree(
+                    shape,
+                    last,
+                    size,
+                    chosen.mbit,
+                    chosen.repeats,
+                    -(-size // of[last]["chunks"] // 4096) * 4096,
+                )
+            )
             print(f"  {shape} of {last}: {rows[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
     for row in rows:
         row["over formula"] = row["seconds"] / row["formula"] if "formula" in row else None
@@ -195,10 +264,18 @@ def main() -> None:
     figures = {
         f"last_relay_{last}_over_1": longest / of[1]["seconds"] if 1 in of else None,
         f"last_relay_{last}_over_formula": of[last]["over formula"],
-        **{f"{row['shape']}_over_chain_{last}": row["seconds"] / longest for row in rows if row["shape"] != "chain"},
+        **{
+            f"{row['shape']}_over_chain_{last}": row["seconds"] / longest
+            for row in rows
+            if row["shape"] != "chain"
+        },
     }
-    print(f"{size / 1e6:.0f} MB over cables of {chosen.mbit:.0f} Mbit/s, medians of {chosen.repeats}; " + json.dumps(
-        {"start_seconds": of[last]["start_seconds"], "seconds_per_byte": of[last]["seconds_per_byte"]}))  # fmt: skip
+    print(
+        f"{size / 1e6:.0f} MB over cables of {chosen.mbit:.0f} Mbit/s, medians of {chosen.repeats}; "
+        + json.dumps(
+            {"start_seconds": of[last]["start_seconds"], "seconds_per_byte": of[last]["seconds_per_byte"]}
+        )
+    )
     common.finish(chosen, figures, rows, COLUMNS)
 
 

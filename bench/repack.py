@@ -1,13 +1,15 @@
-"""Dynamic repack on 16 emulated replicas of Qwen2.5-32B, against the same run without it; and how long the planner takes.
+"""Dynamic repack on 16 emulated replicas of Qwen2.5-32B, against the same run without it; and how long the
+planner takes.
 
     python bench/repack.py --json repack.json                       two runs of 3,600 emulated seconds at five times real time
     python bench/repack.py --emulated-seconds 1800 --scale 20       shorter, where the machine has cores to spare
 
-EMULATED: the engines (laminar_hpc/emulation) generate nothing. Real: controller, store, rollout workers, sockets, messages, moves. Lengths
-and constants are those of docs/simulator.md, unchanged: log-normal lengths of median 1,097, sigma 1.69, cap
-30,720; decode by the roofline of 4 H800
-per replica; 850,000 KV tokens per replica; 40 GB/s between replicas, charged for every byte of KV (one in 10,000 really crosses a socket);
-512 x 16 trajectories per step, 256 requests per replica, 64 GPUs that train, no bound on staleness, a look every 5 emulated seconds.
+EMULATED: the engines (laminar_hpc/emulation) generate nothing. Real: controller, store, rollout workers,
+sockets, messages, moves. Lengths and constants are those of docs/simulator.md, unchanged: log-normal lengths
+of median 1,097, sigma 1.69, cap 30,720; decode by the roofline of 4 H800 per replica; 850,000 KV tokens per
+replica; 40 GB/s between replicas, charged for every byte of KV (one in 10,000 really crosses a socket); 512 x
+16 trajectories per step, 256 requests per replica, 64 GPUs that train, no bound on staleness, a look every 5
+emulated seconds.
 
 throughput_gain      response tokens of trajectories that end, per second, with repack over without; goal >= 1.15
 kv_use_*             mean share of the KV cache in use, by the replicas' own reports
@@ -43,12 +45,35 @@ REPLICAS, GPUS_EACH, TRAINING_GPUS = 16, 4, 64
 MEDIAN, SIGMA, CAP, KV_TOKENS, CONCURRENT = 1097.0, 1.69, 30720, 850_000, 256
 STEPS = 400  # never reached: the run is cut off
 WIRE_SHARE = 1e-4
-COLUMNS = ("what", "repack", "tokens/s", "KV use", "latency s", "latency max", "trajectories", "moves", "prefill tokens saved", "gain")
-# Constants of the costs and the policy, for the sensitivity; names of simulator/constants.py but for the last three.
+COLUMNS = (
+    "what",
+    "repack",
+    "tokens/s",
+    "KV use",
+    "latency s",
+    "latency max",
+    "trajectories",
+    "moves",
+    "prefill tokens saved",
+    "gain",
+)
+# Constants of the costs and the policy, for the sensitivity; names of simulator/constants.py but for the last
+# three.
 VARIED = (
-    "decode_overhead_per_layer", "decode_hbm_efficiency", "decode_flops_efficiency", "prefill_mfu", "kv_move_bytes_per_second",
-    "kv_move_latency", "pull_overhead", "repack_period", "repack_kv_share", "train_mfu", "median", "sigma", "kv_tokens",
-)  # fmt: skip
+    "decode_overhead_per_layer",
+    "decode_hbm_efficiency",
+    "decode_flops_efficiency",
+    "prefill_mfu",
+    "kv_move_bytes_per_second",
+    "kv_move_latency",
+    "pull_overhead",
+    "repack_period",
+    "repack_kv_share",
+    "train_mfu",
+    "median",
+    "sigma",
+    "kv_tokens",
+)
 
 
 def emulate(options: argparse.Namespace, folder: Path, repack: str) -> dict:
@@ -56,14 +81,23 @@ def emulate(options: argparse.Namespace, folder: Path, repack: str) -> dict:
     folder.mkdir(parents=True)
     config = prepare(folder, 20_000, PROMPT_TOKENS, CAP)
     config.steps = STEPS
-    config.rollout.replicas, config.rollout.kv_cache_tokens, config.rollout.max_concurrent = REPLICAS, KV_TOKENS, CONCURRENT
+    config.rollout.replicas, config.rollout.kv_cache_tokens, config.rollout.max_concurrent = (
+        REPLICAS,
+        KV_TOKENS,
+        CONCURRENT,
+    )
     config.rollout.request_timeout_seconds = 3600.0
     config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 512, 16
     config.reward.slots = 256
     config.cluster.heartbeat_timeout_seconds = config.cluster.join_timeout_seconds = 120.0
     e, p = config.emulation, config.pipeline
     e.time_scale, e.median_response_tokens, e.sigma, e.wire_share = options.scale, MEDIAN, SIGMA, WIRE_SHARE
-    p.max_staleness, p.repack, p.repack_seconds, p.repack_requests = None, repack, DEFAULT.repack_period / options.scale, CONCURRENT
+    p.max_staleness, p.repack, p.repack_seconds, p.repack_requests = (
+        None,
+        repack,
+        DEFAULT.repack_period / options.scale,
+        CONCURRENT,
+    )
     layout = trainer_layout(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, DEFAULT)
     assert layout is not None
     job = job_costs(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, layout, REPLICAS * GPUS_EACH, CAP, DEFAULT)
@@ -71,20 +105,32 @@ def emulate(options: argparse.Namespace, folder: Path, repack: str) -> dict:
     kv: list[float] = []
     try:
         began = first_grant(emulation)
-        start, end = (began + seconds / options.scale for seconds in (options.warm_up, options.emulated_seconds))
+        start, end = (
+            began + seconds / options.scale for seconds in (options.warm_up, options.emulated_seconds)
+        )
         for second in itertools.count():
             if time.time() >= end:
                 break
             if second % 60 == 0:
                 done = (time.time() - began) * options.scale
-                print(f"  repack={repack}: {done:,.0f} of {options.emulated_seconds:,.0f} emulated seconds", file=sys.stderr, flush=True)
+                print(
+                    f"  repack={repack}: {done:,.0f} of {options.emulated_seconds:,.0f} emulated seconds",
+                    file=sys.stderr,
+                    flush=True,
+                )
             time.sleep(1.0)
             found = status.read(Path(config.run_dir))
             loads = [r.load for r in found.ranks if r.load] if found else []
-            if emulation.controller.poll() is not None or any(p.poll() is not None for p in emulation.fleets.values()):
-                raise SystemExit(f"the run ended before its time; see {emulation.run_dir.with_suffix('.log')}")
+            if emulation.controller.poll() is not None or any(
+                p.poll() is not None for p in emulation.fleets.values()
+            ):
+                raise SystemExit(
+                    f"the run ended before its time; see {emulation.run_dir.with_suffix('.log')}"
+                )
             if time.time() > start and len(loads) == REPLICAS:
-                kv.append(statistics.fmean(load.kv_tokens / load.kv_capacity for load in loads if load.kv_capacity))
+                kv.append(
+                    statistics.fmean(load.kv_tokens / load.kv_capacity for load in loads if load.kv_capacity)
+                )
     finally:
         emulation.stop(patience=0.0)
     return row(config, repack, start, end, kv, options.scale)
@@ -104,32 +150,55 @@ def first_grant(emulation: Emulation) -> float:
 def row(config, repack: str, start: float, end: float, kv: list[float], scale: float) -> dict:
     database = sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True)
     ended = database.execute(
-        "SELECT response_length, time_finished - time_started FROM trajectories WHERE time_finished BETWEEN ? AND ?", (start, end)
+        "SELECT response_length, time_finished - time_started FROM trajectories WHERE time_finished BETWEEN "
+        "? AND ?",
+        (start, end),
     ).fetchall()
     database.close()
-    moves = [r for r in rundata.load(Path(config.run_dir)).records.get("move", []) if start <= r["time"] <= end]
+    moves = [
+        r for r in rundata.load(Path(config.run_dir)).records.get("move", []) if start <= r["time"] <= end
+    ]
     latencies = [seconds * scale for _, seconds in ended]
     return {
-        "what": "emulated", "repack": repack, "tokens/s": sum(n for n, _ in ended) / ((end - start) * scale),
+        "what": "emulated",
+        "repack": repack,
+        "tokens/s": sum(n for n, _ in ended) / ((end - start) * scale),
         "KV use": statistics.fmean(kv),
-        "latency s": statistics.fmean(latencies), "latency max": max(latencies), "trajectories": len(ended), "moves": len(moves),
+        "latency s": statistics.fmean(latencies),
+        "latency max": max(latencies),
+        "trajectories": len(ended),
+        "moves": len(moves),
         "prefill tokens saved": sum(r["prefix_tokens"] for r in moves),
-    }  # fmt: skip
+    }
 
 
 def simulated(repack: bool, changed: dict[str, float]) -> tuple[float, float, float]:
-    """(generated tokens per second, KV use, mean latency) of the same setting in the simulator; `changed`: factors by name."""
-    constants = dataclasses.replace(DEFAULT, **{k: getattr(DEFAULT, k) * v for k, v in changed.items() if hasattr(DEFAULT, k)})
+    """(generated tokens per second, KV use, mean latency) of the same setting in the simulator; `changed`:
+    factors by name."""
+    constants = dataclasses.replace(
+        DEFAULT, **{k: getattr(DEFAULT, k) * v for k, v in changed.items() if hasattr(DEFAULT, k)}
+    )
     sigma, median = SIGMA * changed.get("sigma", 1.0), MEDIAN * changed.get("median", 1.0)
     mean = capped_mean(math.log(median), sigma, CAP)
     workload = WorkloadConfig(mean_response_tokens=mean, max_response_tokens=CAP, sigma=sigma)
     rules = PIPELINES["laminar_unbounded" if repack else "laminar_unbounded_no_repack"]
     rollouts = [(GPUS["H800"], REPLICAS * GPUS_EACH, GPUS_EACH, None)]
     setup = simulation.setup(
-        rules, MODELS["32B"], GPUS["H800"], TRAINING_GPUS, rollouts, workload, constants, steps=8, warmup_steps=2, max_concurrent=CONCURRENT
+        rules,
+        MODELS["32B"],
+        GPUS["H800"],
+        TRAINING_GPUS,
+        rollouts,
+        workload,
+        constants,
+        steps=8,
+        warmup_steps=2,
+        max_concurrent=CONCURRENT,
     )
     capacity = int(KV_TOKENS * changed.get("kv_tokens", 1.0))
-    kinds = tuple(dataclasses.replace(kind, capacity=capacity, saturation=CONCURRENT) for kind in setup.engines)
+    kinds = tuple(
+        dataclasses.replace(kind, capacity=capacity, saturation=CONCURRENT) for kind in setup.engines
+    )
     figures = simulation.simulate(dataclasses.replace(setup, engines=kinds)).figures
     return figures["generated_per_second"], figures["kv_use"], figures["latency_mean"]
 
@@ -139,10 +208,16 @@ def sensitivity() -> list[dict]:
     for name, factor in [("", 1.0)] + [(name, factor) for name in VARIED for factor in (0.8, 1.2)]:
         changed = {name: factor} if name else {}
         without, with_kv = simulated(False, changed), simulated(True, changed)
-        rows.append({
-            "what": f"simulated, {name} x {factor}" if name else "simulated", "repack": "kv", "tokens/s": with_kv[0], "KV use": with_kv[1],
-            "latency s": with_kv[2], "gain": with_kv[0] / without[0],
-        })  # fmt: skip
+        rows.append(
+            {
+                "what": f"simulated, {name} x {factor}" if name else "simulated",
+                "repack": "kv",
+                "tokens/s": with_kv[0],
+                "KV use": with_kv[1],
+                "latency s": with_kv[2],
+                "gain": with_kv[0] / without[0],
+            }
+        )
         print(f"  {rows[-1]['what']}: gain {rows[-1]['gain']:.3f}", file=sys.stderr, flush=True)
     return rows
 
@@ -151,7 +226,10 @@ def planner_milliseconds(replicas: int = 1000) -> float:
     """The worst of 20 plans over replicas in ramp-down, all of one weight id, which is the hardest case."""
     draw, worst = random.Random(0), 0.0
     for _ in range(20):
-        loads = [ReplicaLoad(i, 0, draw.uniform(1e3, KV_TOKENS), KV_TOKENS, draw.randrange(1, CONCURRENT)) for i in range(replicas)]
+        loads = [
+            ReplicaLoad(i, 0, draw.uniform(1e3, KV_TOKENS), KV_TOKENS, draw.randrange(1, CONCURRENT))
+            for i in range(replicas)
+        ]
         begun = time.perf_counter()
         plan(loads, 0.9 * KV_TOKENS, CONCURRENT)
         worst = max(worst, time.perf_counter() - begun)
@@ -160,8 +238,12 @@ def planner_milliseconds(replicas: int = 1000) -> float:
 
 def main() -> None:
     options = common.parser(__doc__ or "")
-    options.add_argument("--emulated-seconds", type=float, default=3600.0, help="length of a run (default 3600)")
-    options.add_argument("--warm-up", type=float, default=900.0, help="emulated seconds that are left out (default 900)")
+    options.add_argument(
+        "--emulated-seconds", type=float, default=3600.0, help="length of a run (default 3600)"
+    )
+    options.add_argument(
+        "--warm-up", type=float, default=900.0, help="emulated seconds that are left out (default 900)"
+    )
     options.add_argument("--scale", type=float, default=5.0, help="emulated seconds per second (default 5)")
     options.add_argument("--per-process", type=int, default=8, help="replicas per process (default 8)")
     options.add_argument("--only", choices=("emulated", "sensitivity", "planner"), help="one part")
@@ -175,14 +257,20 @@ def main() -> None:
         with_kv["gain"] = with_kv["tokens/s"] / without["tokens/s"]
         rows += [without, with_kv]
         figures |= {
-            "throughput_gain": with_kv["gain"], "kv_use_without": without["KV use"], "kv_use_with": with_kv["KV use"],
+            "throughput_gain": with_kv["gain"],
+            "kv_use_without": without["KV use"],
+            "kv_use_with": with_kv["KV use"],
             "mean_latency_ratio": with_kv["latency s"] / without["latency s"],
-        }  # fmt: skip
+        }
     if options.only in (None, "sensitivity"):
         found = sensitivity()
         rows += found
         gains = [r["gain"] for r in found]
-        figures |= {"simulated_gain": gains[0], "sensitivity_least_gain": min(gains), "sensitivity_most_gain": max(gains)}
+        figures |= {
+            "simulated_gain": gains[0],
+            "sensitivity_least_gain": min(gains),
+            "sensitivity_most_gain": max(gains),
+        }
     common.finish(options, figures, rows, COLUMNS)
 
 

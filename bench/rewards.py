@@ -1,8 +1,9 @@
-"""The arithmetic example's reward behind a wait, as if a judge or a sandbox had to answer first: reward.function=bench.rewards.waiting.
+"""The arithmetic example's reward behind a wait, as if a judge or a sandbox had to answer first:
+reward.function=bench.rewards.waiting.
 
-The wait is log-normal (median 0.2 s, 99th percentile 3 s), asleep and not at work, and each call draws its own: the n-th call with the same
-prompt and response always waits equally long, so that runs can be compared. Imported by reward workers, which search the folder that
-`laminar` was started in.
+The wait is log-normal (median 0.2 s, 99th percentile 3 s), asleep and not at work, and each call draws its
+own: the n-th call with the same prompt and response always waits equally long, so that runs can be compared.
+Imported by reward workers, which search the folder that `laminar` was started in.
 """
 
 import asyncio
@@ -16,7 +17,8 @@ from laminar_hpc.environments import arithmetic
 MEDIAN_SECONDS, P99_SECONDS = 0.2, 3.0
 _NORMAL = statistics.NormalDist()
 _SIGMA = math.log(P99_SECONDS / MEDIAN_SECONDS) / _NORMAL.inv_cdf(0.99)
-_TAIL = 1e-4  # cut at this quantile on both sides: the longest wait is 15 s, and reward.timeout_seconds can exceed it
+# cut at this quantile on both sides: the longest wait is 15 s, and reward.timeout_seconds can exceed it
+_TAIL = 1e-4
 TIMEOUT_SECONDS = 30.0
 _calls: collections.Counter[tuple[str, str]] = collections.Counter()  # of this worker
 

@@ -6,7 +6,8 @@
 dora      eight rows of DORA's table (arXiv 2604.26256), Qwen2.5-32B. Fitted on one of them: 64 GPUs, sync. Goal: tokens/s within 20%, and
           partial and consistent asynchrony at 128 GPUs within 15% (`dora_128_async_error`).
 repack    Laminar's ablation (arXiv 2510.12633), 64 + 64 GPUs. Goal: gain 1.26 within 0.08, KV use 71.6% and 82.2% within 6 points.
-headline  Laminar's speed-ups on math, 7B, 32B, 72B at three scales each; published splits where there are any, else the best of a few.
+headline  Laminar's speed-ups on math, 7B, 32B, 72B at three scales each; published splits where there are
+any, else the best of a few.
 tools     the same over sync for tool calling, 7B.
 speed     `laminar`, 20 steps: 1,024 GPUs with 8,192 trajectories (20 s), 16,384 GPUs with 131,072 (300 s). CPU seconds of one core.
 plan      `laminar plan` for 64 H800 + 64 H20 (120 s), and a coarse grid of splits that it must not fall behind. sensitivity: each constant
@@ -40,10 +41,17 @@ from laminar_hpc.simulator.workload import capped_mean
 
 # Tokens/s; the two marked ~ in the source are rounded there.
 DORA = {
-    (64, "sync"): 14_143, (64, "one_step"): 14_141, (64, "partial_colocated"): 19_872, (64, "dora"): 23_327,
-    (128, "sync"): 16_070, (128, "one_step"): 23_200, (128, "partial_colocated"): 30_800, (128, "dora"): 34_135,
-}  # fmt: skip
-# Share of a step in which the trainer waits for rollouts ("rollout only"); that of the fitted row is fitted as well.
+    (64, "sync"): 14_143,
+    (64, "one_step"): 14_141,
+    (64, "partial_colocated"): 19_872,
+    (64, "dora"): 23_327,
+    (128, "sync"): 16_070,
+    (128, "one_step"): 23_200,
+    (128, "partial_colocated"): 30_800,
+    (128, "dora"): 34_135,
+}
+# Share of a step in which the trainer waits for rollouts ("rollout only"); that of the fitted row is fitted
+# as well.
 DORA_WAITS = {
     (64, "sync"): 0.65,
     (64, "one_step"): 0.33,
@@ -67,11 +75,24 @@ COLUMNS = ("part", "what", "published", "simulated", "error", "note")
 
 def row(part: str, what: str, published: float | None, simulated: float, note: str = "") -> dict:
     error = None if published is None else simulated / published - 1
-    print(f"  {part}: {what} {common.cell(published)} {common.cell(simulated)} {note}", file=sys.stderr, flush=True)
-    return {"part": part, "what": what, "published": published, "simulated": simulated, "error": error, "note": note}
+    print(
+        f"  {part}: {what} {common.cell(published)} {common.cell(simulated)} {note}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return {
+        "part": part,
+        "what": what,
+        "published": published,
+        "simulated": simulated,
+        "error": error,
+        "note": note,
+    }
 
 
-def over_seeds(config: SimulationConfig, pipeline: str, gpus: int, seeds: tuple[int, ...] = SEEDS) -> dict[str, float]:
+def over_seeds(
+    config: SimulationConfig, pipeline: str, gpus: int, seeds: tuple[int, ...] = SEEDS
+) -> dict[str, float]:
     """Mean of each figure over the seeds."""
     seeded = [dataclasses.replace(config, seed=seed) for seed in seeds]
     found = [point(c, pipeline, gpus, split(c, pipeline, gpus), c.steps).figures for c in seeded]
@@ -83,14 +104,35 @@ def dora(rows: list[dict], config: SimulationConfig) -> dict[str, float]:
     found = {key: figures["tokens_per_second"] for key, figures in runs.items()}
     for (gpus, pipeline), published in DORA.items():
         rows.append(
-            row("dora", f"{pipeline} {gpus}", published, found[gpus, pipeline], "fitted" if (gpus, pipeline) == (64, "sync") else "")
+            row(
+                "dora",
+                f"{pipeline} {gpus}",
+                published,
+                found[gpus, pipeline],
+                "fitted" if (gpus, pipeline) == (64, "sync") else "",
+            )
         )
     for (gpus, pipeline), figures in runs.items():
         what, share = f"{pipeline} {gpus}: trainer waits", DORA_WAITS.get((gpus, pipeline))
-        rows.append(row("dora waits", what, share, figures["trainer_wait_share"], f"step {figures['step_seconds']:.0f} s"))
+        rows.append(
+            row(
+                "dora waits",
+                what,
+                share,
+                figures["trainer_wait_share"],
+                f"step {figures['step_seconds']:.0f} s",
+            )
+        )
     loose = dataclasses.replace(config, max_staleness=3)  # the paper's equation 4 read alone
     for gpus in (64, 128):
-        rows.append(row("dora readings", f"{gpus}, three steps", DORA[gpus, "dora"], over_seeds(loose, "dora", gpus)["tokens_per_second"]))
+        rows.append(
+            row(
+                "dora readings",
+                f"{gpus}, three steps",
+                DORA[gpus, "dora"],
+                over_seeds(loose, "dora", gpus)["tokens_per_second"],
+            )
+        )
     errors = {key: abs(found[key] / DORA[key] - 1) for key in DORA if key != (64, "sync")}
     return {
         "dora_worst_error": max(errors.values()),
@@ -98,28 +140,43 @@ def dora(rows: list[dict], config: SimulationConfig) -> dict[str, float]:
     }
 
 
-def repack(rows: list[dict], config: SimulationConfig, seeds: tuple[int, ...] = SEEDS, prefix: str = "") -> dict[str, float]:
-    without, with_ = (over_seeds(config, name, 128, seeds) for name in ("laminar_unbounded_no_repack", "laminar_unbounded"))
+def repack(
+    rows: list[dict], config: SimulationConfig, seeds: tuple[int, ...] = SEEDS, prefix: str = ""
+) -> dict[str, float]:
+    without, with_ = (
+        over_seeds(config, name, 128, seeds) for name in ("laminar_unbounded_no_repack", "laminar_unbounded")
+    )
     gain = with_["generated_per_second"] / without["generated_per_second"]
     rows.append(row("repack", f"{prefix}gain in generation", 1.26, gain))
     for key, a, b in (("kv_use", 0.716, 0.822), ("latency_mean", 296, 290), ("latency_max", 826, 828)):
-        rows += [row("repack", f"{prefix}{key} without", a, without[key]), row("repack", f"{prefix}{key} with", b, with_[key])]
+        rows += [
+            row("repack", f"{prefix}{key} without", a, without[key]),
+            row("repack", f"{prefix}{key} with", b, with_[key]),
+        ]
     for key in ("latency_admitted_mean", "latency_admitted_max"):
-        rows += [row("repack", f"{prefix}{key} without", None, without[key]), row("repack", f"{prefix}{key} with", None, with_[key])]
+        rows += [
+            row("repack", f"{prefix}{key} without", None, without[key]),
+            row("repack", f"{prefix}{key} with", None, with_[key]),
+        ]
     return {"repack_gain": gain, "kv_use_without": without["kv_use"], "kv_use_with": with_["kv_use"]}
 
 
 def repack_alternatives(rows: list[dict], config: SimulationConfig) -> None:
     """The ablation with what others have published, and with what the paper leaves open, each alone."""
     same_data = {"sigma": SIGMA_DORA, "mean_response_tokens": capped_mean(math.log(1097), SIGMA_DORA, 16384)}
-    half = {"prompts_per_step": 256}  # local batches of 256: every pipeline here ignores what the trainer does
+    half = {
+        "prompts_per_step": 256
+    }  # local batches of 256: every pipeline here ignores what the trainer does
     changes: dict[str, tuple[dict, dict]] = {
         **{f"mean {mean}": ({}, {"mean_response_tokens": mean}) for mean in (2650, 4000, 8000)},
         "DORA's lengths": ({}, same_data),
         "DORA's sigma": ({}, {"sigma": SIGMA_DORA}),
         "independent samples": ({}, {"group_correlation": 0.0}),
         "local batch 256": ({"steps": 2 * config.steps, "warmup_steps": 2 * config.warmup_steps}, half),
-        "local batch 256, DORA's lengths": ({"steps": 2 * config.steps, "warmup_steps": 2 * config.warmup_steps}, half | same_data),
+        "local batch 256, DORA's lengths": (
+            {"steps": 2 * config.steps, "warmup_steps": 2 * config.warmup_steps},
+            half | same_data,
+        ),
         "1024 requests": ({"max_concurrent": 1024}, {}),
         "nothing kept free": ({"constants": {"admission_clip_tokens": 1.0}}, {}),
         "C_max = capacity": ({"constants": {"repack_kv_share": 1.0}}, {}),
@@ -130,19 +187,30 @@ def repack_alternatives(rows: list[dict], config: SimulationConfig) -> None:
 
 
 def best_rate(config: SimulationConfig, name: str, gpus: int) -> tuple[float, int]:
-    """Tokens/s and the trainer's GPUs: of the known split, else of the best between a quarter and three quarters."""
+    """Tokens/s and the trainer's GPUs: of the known split, else of the best between a quarter and three
+    quarters."""
     known = name in config.splits or rules_of(config, name).placement == "colocated"
-    tried = [split(config, name, gpus)] if known else [n for n in trainer_splits(gpus, 8) if gpus / 4 <= n <= gpus * 3 / 4]
+    tried = (
+        [split(config, name, gpus)]
+        if known
+        else [n for n in trainer_splits(gpus, 8) if gpus / 4 <= n <= gpus * 3 / 4]
+    )
     return max((point(config, name, gpus, n, config.steps).figures["tokens_per_second"], n) for n in tried)
 
 
 def headline(
-    rows: list[dict], part: str, work: WorkloadConfig, scales: dict[str, tuple[int, ...]], published: dict[str, tuple[float, float | None]]
+    rows: list[dict],
+    part: str,
+    work: WorkloadConfig,
+    scales: dict[str, tuple[int, ...]],
+    published: dict[str, tuple[float, float | None]],
 ) -> dict[str, float]:
     """Mean speed-ups of Laminar, and a row for each model, scale and pipeline."""
     ratios: dict[str, list[float]] = {name: [] for name in published}
     for model, gpus in ((model, n) for model, counts in scales.items() for n in counts):
-        config = SimulationConfig(model=model, steps=5, warmup_steps=2, splits=SPLITS.get((model, gpus), {}), workload=work)
+        config = SimulationConfig(
+            model=model, steps=5, warmup_steps=2, splits=SPLITS.get((model, gpus), {}), workload=work
+        )
         ours, trainer = best_rate(config, "laminar_unbounded", gpus)
         for name in published:
             rate, other = best_rate(config, name, gpus)
@@ -155,7 +223,14 @@ def headline(
             rows.append(row(part, f"max over {name}", most, max(ratios[name])))
     largest = len(next(iter(scales.values()))) - 1  # each model's last
     if part == "headline":
-        rows.append(row(part, "mean over sync at the largest scales", 3.34, statistics.fmean(ratios["sync"][largest :: largest + 1])))
+        rows.append(
+            row(
+                part,
+                "mean over sync at the largest scales",
+                3.34,
+                statistics.fmean(ratios["sync"][largest :: largest + 1]),
+            )
+        )
     return {f"speedup_over_{name}": statistics.fmean(found) for name, found in ratios.items()}
 
 
@@ -164,7 +239,15 @@ def timed(gpus: int, prompts: int, name: str = "laminar") -> tuple[float, Outcom
     gpu, model = GPUS["H800"], MODELS["32B"]
     work = WorkloadConfig(prompts_per_step=prompts)
     run = setup(
-        PIPELINES[name], model, gpu, gpus // 2, [(gpu, gpus // 2, model.tensor_parallel, None)], work, DEFAULT, steps=20, warmup_steps=5
+        PIPELINES[name],
+        model,
+        gpu,
+        gpus // 2,
+        [(gpu, gpus // 2, model.tensor_parallel, None)],
+        work,
+        DEFAULT,
+        steps=20,
+        warmup_steps=5,
     )
     start = time.process_time()
     outcome = simulate(run)
@@ -172,21 +255,30 @@ def timed(gpus: int, prompts: int, name: str = "laminar") -> tuple[float, Outcom
 
 
 def speed(rows: list[dict]) -> dict[str, float]:
-    """As many trajectories per step as 8 per GPU. Without a staleness bound many more are generated than are trained."""
+    """As many trajectories per step as 8 per GPU. Without a staleness bound many more are generated than are
+    trained."""
     figures = {}
     for gpus, name in ((1024, "laminar"), (4096, "laminar"), (16384, "laminar"), (1024, "laminar_unbounded")):
         seconds, outcome = timed(gpus, gpus // 2, name)
         trained = 20 * 16 * gpus // 2
         generated = outcome.figures["finished_trajectories"]
-        note = f"{generated:,} generated, {seconds / generated * 1e6:.0f} us each; {outcome.figures['events']:,} events"
+        note = (
+            f"{generated:,} generated, {seconds / generated * 1e6:.0f} us each; "
+            f"{outcome.figures['events']:,} events"
+        )
         limit = {1024: 20.0, 16384: 300.0}.get(gpus)
-        rows.append(row("speed", f"{name}, {gpus} GPUs, {trained:,} trajectories trained: CPU s", limit, seconds, note))
+        rows.append(
+            row(
+                "speed", f"{name}, {gpus} GPUs, {trained:,} trajectories trained: CPU s", limit, seconds, note
+            )
+        )
         figures.setdefault(f"seconds_{gpus}_gpus", seconds)
     return {key: value for key, value in figures.items() if key != "seconds_4096_gpus"}
 
 
 def plan_search(rows: list[dict]) -> dict[str, float]:
-    """`laminar plan mixed`, and a coarse grid of what it could have said: every quarter of either pool trains, TP4 everywhere."""
+    """`laminar plan mixed`, and a coarse grid of what it could have said: every quarter of either pool
+    trains, TP4 everywhere."""
     config = load_plan("mixed", [])
     start = time.process_time()
     plan = search(config)
@@ -204,40 +296,67 @@ def plan_search(rows: list[dict]) -> dict[str, float]:
 
 
 def live(rows: list[dict], options: argparse.Namespace) -> dict[str, float | None]:
-    """Runs of the demo (or --live), each beside its own simulation. Shares are of the window, the first two steps left out."""
+    """Runs of the demo (or --live), each beside its own simulation. Shares are of the window, the first two
+    steps left out."""
     errors = []
     with common.run_folder(options) as folder:
-        runs = options.live or [common.train(options, folder, f"live-{seed}", {"seed": seed}).directory for seed in range(options.repeats)]
+        runs = options.live or [
+            common.train(options, folder, f"live-{seed}", {"seed": seed}).directory
+            for seed in range(options.repeats)
+        ]
         for index, directory in enumerate(runs):
             run = rundata.load(directory)
             found = simulate(measured.setup_of(directory)).figures
             seconds = common.seconds_per_step(run, measured.WARMUP_STEPS)
             tokens = common.tokens_per_second(run, measured.WARMUP_STEPS)
             rows.append(row("live", f"run {index}: tokens/s", tokens, found["tokens_per_second"]))
-            rows.append(row("live", f"run {index}: trainer waits", seconds["trainer wait"] / seconds["all"], found["trainer_wait_share"]))
-            rows.append(row("live", f"run {index}: rollout waits", seconds["rollout wait"] / seconds["all"], found["rollout_idle_share"]))
+            rows.append(
+                row(
+                    "live",
+                    f"run {index}: trainer waits",
+                    seconds["trainer wait"] / seconds["all"],
+                    found["trainer_wait_share"],
+                )
+            )
+            rows.append(
+                row(
+                    "live",
+                    f"run {index}: rollout waits",
+                    seconds["rollout wait"] / seconds["all"],
+                    found["rollout_idle_share"],
+                )
+            )
             errors.append(abs(found["tokens_per_second"] / tokens - 1))
     return {"live_tokens_error": common.median(errors)}
 
 
 def sensitivity(rows: list[dict], dora_config: SimulationConfig, repack_config: SimulationConfig) -> None:
-    """What 20% less and more of each constant does to each headline: one seed, shorter runs. A row is a constant, a factor and a figure."""
+    """What 20% less and more of each constant does to each headline: one seed, shorter runs. A row is a
+    constant, a factor and a figure."""
     short = dataclasses.replace(dora_config, steps=5, warmup_steps=2)
     ablation = dataclasses.replace(repack_config, steps=5, warmup_steps=2)
-    large = SimulationConfig(gpus=[512], steps=4, warmup_steps=2, splits={"laminar_unbounded": 0.625, "one_step": 0.25})
+    large = SimulationConfig(
+        gpus=[512], steps=4, warmup_steps=2, splits={"laminar_unbounded": 0.625, "one_step": 0.25}
+    )
 
     def figures(constants: dict[str, float]) -> dict[str, float]:
         a, b = (dataclasses.replace(config, constants=constants) for config in (short, large))
         mean = constants.get("mean_response_tokens_dora", a.workload.mean_response_tokens)
         a = dataclasses.replace(a, workload=dataclasses.replace(a.workload, mean_response_tokens=mean))
         sync, async_ = (over_seeds(a, name, 128, (0,))["tokens_per_second"] for name in ("sync", "dora"))
-        ours, other, one = (over_seeds(b, name, 512, (0,))["tokens_per_second"] for name in ("laminar_unbounded", "sync", "one_step"))
+        ours, other, one = (
+            over_seeds(b, name, 512, (0,))["tokens_per_second"]
+            for name in ("laminar_unbounded", "sync", "one_step")
+        )
         found = repack([], dataclasses.replace(ablation, constants=constants), (0,))
         return {
-            "DORA's sync, 128 GPUs": sync, "DORA, 128 GPUs": async_,
-            "repack gain": found["repack_gain"], "KV use without": found["kv_use_without"],
-            "over sync, 512 GPUs": ours / other, "over one-step, 512 GPUs": ours / one,
-        }  # fmt: skip
+            "DORA's sync, 128 GPUs": sync,
+            "DORA, 128 GPUs": async_,
+            "repack gain": found["repack_gain"],
+            "KV use without": found["kv_use_without"],
+            "over sync, 512 GPUs": ours / other,
+            "over one-step, 512 GPUs": ours / one,
+        }
 
     base = figures({})
     for field in dataclasses.fields(Constants):
@@ -255,13 +374,23 @@ def kept(path: Path | None, parts: list[str]) -> tuple[dict, list[dict]]:
     if path is None or not path.exists():
         return {}, []
     earlier = json.loads(path.read_text())
-    return earlier["figures"], [found for found in earlier["rows"] if found["part"].partition(" ")[0] not in parts]
+    return earlier["figures"], [
+        found for found in earlier["rows"] if found["part"].partition(" ")[0] not in parts
+    ]
 
 
 def main() -> None:
     options = common.parser(__doc__ or "")
-    options.add_argument("--only", default="dora,repack,headline,tools,speed,plan,live", help="parts, separated by commas")
-    options.add_argument("--live", type=Path, nargs="+", metavar="RUN_DIR", help="finished runs to predict instead of new runs of the demo")
+    options.add_argument(
+        "--only", default="dora,repack,headline,tools,speed,plan,live", help="parts, separated by commas"
+    )
+    options.add_argument(
+        "--live",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="finished runs to predict instead of new runs of the demo",
+    )
     options = options.parse_args()
     parts = options.only.split(",")
     figures, rows = kept(options.json, parts)

@@ -1,15 +1,17 @@
-"""The trainer against plain transformers and torch: the same model, batches, loss and optimizer on the same cores.
+"""The trainer against plain transformers and torch: the same model, batches, loss and optimizer on the same
+cores.
 
     python bench/trainer.py --json trainer.json                 the example's model, 1 and 2 threads, 5 repeats of 3 steps each
     python bench/trainer.py --model /models/Qwen2.5-0.5B --threads 8 --repeats 3
 
-Both take whole batches of trajectories of uneven length through GRPO with clip-higher to an AdamW update. Ours is trainer/learner.py on
-Megatron-core: packed micro-batches of at most trainer.tokens_per_microbatch tokens. The other sorts by length and pads, with micro-batches
-of at most as many tokens, padding included, and attention by torch's fused kernels. A process per number of threads; in it the two take
-turns. Only real tokens count.
+Both take whole batches of trajectories of uneven length through GRPO with clip-higher to an AdamW update.
+Ours is trainer/learner.py on Megatron-core: packed micro-batches of at most trainer.tokens_per_microbatch
+tokens. The other sorts by length and pads, with micro-batches of at most as many tokens, padding included,
+and attention by torch's fused kernels. A process per number of threads; in it the two take turns. Only real
+tokens count.
 
-Figure: `throughput_over_transformers` = our tokens per second over theirs: the median of the ratios of neighbouring measurements, and of
-the numbers of threads the one that is lower. Goal: at least 0.9.
+Figure: `throughput_over_transformers` = our tokens per second over theirs: the median of the ratios of
+neighbouring measurements, and of the numbers of threads the one that is lower. Goal: at least 0.9.
 """
 
 import argparse
@@ -35,22 +37,40 @@ COLUMNS = ("threads", "repeat", "megatron tokens/s", "transformers tokens/s", "r
 def main() -> None:
     options = common.parser(__doc__ or "")
     options.set_defaults(repeats=5, steps=3)
-    options.add_argument("--model", type=Path, default=MODEL, help="a Hugging Face directory (default: the example's)")
-    options.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2], help="default 1,2")
+    options.add_argument(
+        "--model", type=Path, default=MODEL, help="a Hugging Face directory (default: the example's)"
+    )
+    options.add_argument(
+        "--threads", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2], help="default 1,2"
+    )
     options.add_argument("--child", type=int, help=argparse.SUPPRESS)
     options = options.parse_args()
     if options.child:
         print(json.dumps(measure(options, options.child)))
         return
     rows = [row for threads in options.threads for row in in_process(options, threads)]
-    ratios = {n: common.median([row["ratio"] for row in rows if row["threads"] == n]) for n in options.threads}
-    figures = {"throughput_over_transformers": min(ratios.values()), **{f"ratio_{n}_threads": ratio for n, ratio in ratios.items()}}
+    ratios = {
+        n: common.median([row["ratio"] for row in rows if row["threads"] == n]) for n in options.threads
+    }
+    figures = {
+        "throughput_over_transformers": min(ratios.values()),
+        **{f"ratio_{n}_threads": ratio for n, ratio in ratios.items()},
+    }
     common.finish(options, figures, rows, COLUMNS)
 
 
 def in_process(options: argparse.Namespace, threads: int) -> list[dict]:
     """The rows of a process of its own with so many threads."""
-    words = ["--child", str(threads), "--model", str(options.model), "--repeats", str(options.repeats), "--steps", str(options.steps)]
+    words = [
+        "--child",
+        str(threads),
+        "--model",
+        str(options.model),
+        "--repeats",
+        str(options.repeats),
+        "--steps",
+        str(options.steps),
+    ]
     done = subprocess.run(
         [sys.executable, __file__, *words],
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
@@ -62,7 +82,7 @@ def in_process(options: argparse.Namespace, threads: int) -> list[dict]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# ---- in the process that measures --------------------------------------------------------------------------------------------------
+# ---- in the process that measures --------------------------------------------------------------------------
 
 
 def make_batch(vocabulary: int, seed: int) -> list:
@@ -77,12 +97,24 @@ def make_batch(vocabulary: int, seed: int) -> list:
             n = min(LONGEST, max(2, round(draw.lognormvariate(math.log(MEDIAN_TOKENS), sigma))))
             batch.append(
                 Trajectory(
-                    trajectory_id=group * SAMPLES + sample, group_id=group, attempt=0, replica=0, weight_id=0, weight_step=0,
-                    prompt_tokens=prompt, response_tokens=[draw.randrange(vocabulary) for _ in range(n)],
-                    logprobs=[-math.log(vocabulary)] * n, loss_mask=[1] * n, finish_reason="stop", version_spans=[VersionSpan(0, 0, n)],
-                    time_started=0.0, time_finished=0.0, step_finished=0, reward=float(draw.random() < 0.5),
+                    trajectory_id=group * SAMPLES + sample,
+                    group_id=group,
+                    attempt=0,
+                    replica=0,
+                    weight_id=0,
+                    weight_step=0,
+                    prompt_tokens=prompt,
+                    response_tokens=[draw.randrange(vocabulary) for _ in range(n)],
+                    logprobs=[-math.log(vocabulary)] * n,
+                    loss_mask=[1] * n,
+                    finish_reason="stop",
+                    version_spans=[VersionSpan(0, 0, n)],
+                    time_started=0.0,
+                    time_finished=0.0,
+                    step_finished=0,
+                    reward=float(draw.random() < 0.5),
                 )
-            )  # fmt: skip
+            )
     return batch
 
 
@@ -92,7 +124,11 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict]:
     from laminar_hpc.config.schema import RunConfig
 
     config = RunConfig()
-    config.model.path, config.trainer.threads, config.trainer.tokens_per_microbatch = str(options.model), threads, BUDGET
+    config.model.path, config.trainer.threads, config.trainer.tokens_per_microbatch = (
+        str(options.model),
+        threads,
+        BUDGET,
+    )
     config.algorithm.minibatches_per_step, config.optimizer.lr = 1, 1e-6
     ours, vocabulary = our_step(config)
     theirs = their_step(config)
@@ -100,15 +136,26 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict]:
     for repeat in range(-1, options.repeats):
         found = {}
         for name, step in (("megatron tokens/s", ours), ("transformers tokens/s", theirs)):
-            batches = [make_batch(vocabulary, seed=repeat * options.steps + i) for i in range(options.steps if repeat >= 0 else 1)]
+            batches = [
+                make_batch(vocabulary, seed=repeat * options.steps + i)
+                for i in range(options.steps if repeat >= 0 else 1)
+            ]
             started = time.perf_counter()
             for batch in batches:
                 step(batch)
             seconds = time.perf_counter() - started
-            found[name] = sum(len(t.prompt_tokens) + len(t.response_tokens) for batch in batches for t in batch) / seconds
+            found[name] = (
+                sum(len(t.prompt_tokens) + len(t.response_tokens) for batch in batches for t in batch)
+                / seconds
+            )
         if repeat >= 0:
             rows.append(
-                {"threads": threads, "repeat": repeat, **found, "ratio": found["megatron tokens/s"] / found["transformers tokens/s"]}
+                {
+                    "threads": threads,
+                    "repeat": repeat,
+                    **found,
+                    "ratio": found["megatron tokens/s"] / found["transformers tokens/s"],
+                }
             )
     return rows
 
@@ -121,7 +168,9 @@ def our_step(config: object) -> tuple[Callable[[list], None], int]:
     from laminar_hpc.trainer.learner import Learner
     from laminar_hpc.trainer.megatron import MegatronPolicy
 
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     policy = MegatronPolicy(config)
     learner = Learner(config, policy)
     return lambda batch: learner.train(batch, 0, lambda: None), policy.shape.vocab
@@ -135,9 +184,17 @@ def their_step(config: object) -> Callable[[list], None]:
     from laminar_hpc.trainer.algorithms.advantages import group_advantages
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32, attn_implementation="sdpa").to(device).train()
+    model = (
+        AutoModelForCausalLM.from_pretrained(
+            config.model.path, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        .to(device)
+        .train()
+    )
     o, a = config.optimizer, config.algorithm
-    adam = torch.optim.AdamW(model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+    adam = torch.optim.AdamW(
+        model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+    )
 
     def step(batch: list) -> None:
         rewards = torch.tensor([t.reward for t in batch], dtype=torch.float64).view(PROMPTS, SAMPLES)
@@ -149,15 +206,22 @@ def their_step(config: object) -> Callable[[list], None]:
             ids = torch.tensor([t + [0] * (width - len(t)) for t in texts], device=device)
             attention = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t in texts], device=device)
             trained = torch.tensor(
-                [[len(batch[i].prompt_tokens) <= place < len(t) for place in range(1, width)] for i, t in zip(part, texts, strict=True)],
+                [
+                    [len(batch[i].prompt_tokens) <= place < len(t) for place in range(1, width)]
+                    for i, t in zip(part, texts, strict=True)
+                ],
                 device=device,
             )
             logp = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float().log_softmax(-1)
             logp = logp.gather(2, ids[:, 1:, None])[..., 0][trained]
             behaviour = torch.tensor([lp for i in part for lp in batch[i].logprobs], device=device)
-            advantage = torch.tensor([advantages[i] for i in part for _ in batch[i].response_tokens], device=device)
+            advantage = torch.tensor(
+                [advantages[i] for i in part for _ in batch[i].response_tokens], device=device
+            )
             ratio = torch.exp(logp - behaviour)
-            surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantage)
+            surrogate = torch.minimum(
+                ratio * advantage, ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantage
+            )
             (-surrogate.sum() / tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad).item()
         adam.step()

@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md: every key with its type, default, unit and meaning, from config/schema.py and conf/pipeline.
+"""Writes docs/configuration.md: every key with its type, default, unit and meaning, from config/schema.py and
+conf/pipeline.
 
     python docs/make_configuration.py          write the page
     python docs/make_configuration.py --check  exit 1 if the page on disk is not what would be written (a test runs this)
@@ -55,24 +56,45 @@ This page is made by `python docs/make_configuration.py` from `src/laminar_hpc/c
 
 # By the ending of a key's name, else by the whole key.
 UNITS_BY_ENDING = {
-    "_seconds": "s", "_tokens": "tokens", "_gigabytes": "GB",
-    "_megabytes": "MiB", "threads": "CPU threads", "tokens_per_microbatch": "tokens",
-    "_parallel": "ranks", "_staleness": "trainer steps",
-}  # fmt: skip
+    "_seconds": "s",
+    "_tokens": "tokens",
+    "_gigabytes": "GB",
+    "_megabytes": "MiB",
+    "threads": "CPU threads",
+    "tokens_per_microbatch": "tokens",
+    "_parallel": "ranks",
+    "_staleness": "trainer steps",
+}
 UNITS = {
-    "steps": "trainer steps", "evaluation.every": "trainer steps", "checkpoint.every": "trainer steps", "checkpoint.keep": "checkpoints",
+    "steps": "trainer steps",
+    "evaluation.every": "trainer steps",
+    "checkpoint.every": "trainer steps",
+    "checkpoint.keep": "checkpoints",
     "relay.full_every": "publications",
-    "optimizer.warmup_steps": "trainer steps", "optimizer.max_skipped_updates": "optimizer updates",
-    "algorithm.prompts_per_step": "prompts", "algorithm.samples_per_prompt": "trajectories", "algorithm.minibatches_per_step": "updates",
-    "reward.workers": "processes", "reward.slots": "calls", "relay.slots": "copies of the weights", "rollout.replicas": "replicas",
-    "rollout.max_concurrent": "requests", "evaluation.problems": "rows", "evaluation.samples": "responses",
-    "algorithm.first_samples": "trajectories", "algorithm.more_samples": "trajectories", "pipeline.local_batch_groups": "prompt groups",
-}  # fmt: skip
+    "optimizer.warmup_steps": "trainer steps",
+    "optimizer.max_skipped_updates": "optimizer updates",
+    "algorithm.prompts_per_step": "prompts",
+    "algorithm.samples_per_prompt": "trajectories",
+    "algorithm.minibatches_per_step": "updates",
+    "reward.workers": "processes",
+    "reward.slots": "calls",
+    "relay.slots": "copies of the weights",
+    "rollout.replicas": "replicas",
+    "rollout.max_concurrent": "requests",
+    "evaluation.problems": "rows",
+    "evaluation.samples": "responses",
+    "algorithm.first_samples": "trajectories",
+    "algorithm.more_samples": "trajectories",
+    "pipeline.local_batch_groups": "prompt groups",
+}
 MEANING = {
     "run_dir": "folder of the run: metrics, traces, store, checkpoints, report",
-    "seed": "of the order of prompts, the mini-batches and the shuffled rewards; the engines' seeds follow from it",
-    "model.path": "Hugging Face directory of the model to train, or OWNER/NAME[@REVISION] of the hub; see models.md",
-    "data.train": "the training prompts: a JSONL or Parquet file, a folder, or a Hugging Face dataset as OWNER/NAME[:SUBSET][@SPLIT]",
+    "seed": "of the order of prompts, the mini-batches and the shuffled rewards; the engines' seeds follow "
+    "from it",
+    "model.path": "Hugging Face directory of the model to train, or OWNER/NAME[@REVISION] of the hub; see "
+    "models.md",
+    "data.train": "the training prompts: a JSONL or Parquet file, a folder, or a Hugging Face dataset as "
+    "OWNER/NAME[:SUBSET][@SPLIT]",
     "data.prompt_field": "field of a row that holds the prompt",
     "data.answer_field": "field of a row that holds the right answer",
     "data.max_prompt_tokens": "longest prompt",
@@ -86,10 +108,12 @@ MEANING = {
     "sampling.presence_penalty": "refused for training unless 0.0",
     "sampling.repetition_penalty": "refused for training unless 1.0",
     "algorithm.prompts_per_step": "prompt groups in the global batch of a trainer step",
-    "algorithm.samples_per_prompt": "trajectories per prompt (the most, with `algorithm.first_samples`): the group over which "
+    "algorithm.samples_per_prompt": "trajectories per prompt (the most, with `algorithm.first_samples`): the "
+    "group over which "
     "advantages are taken",
     "algorithm.advantage": "how rewards become advantages",
-    "algorithm.more_samples": "samples that a group gets at a time after its first, up to `algorithm.samples_per_prompt`",
+    "algorithm.more_samples": "samples that a group gets at a time after its first, up to "
+    "`algorithm.samples_per_prompt`",
     "algorithm.normalize_std": "divide advantages by the group's standard deviation",
     "algorithm.loss": "policy loss",
     "algorithm.clip_low": "importance ratios are clipped below 1 - clip_low",
@@ -102,18 +126,23 @@ MEANING = {
     "optimizer.eps": "Adam's epsilon",
     "optimizer.clip_grad": "largest global gradient norm",
     "optimizer.warmup_steps": "linear warm-up of the learning rate",
-    "trainer.tensor_parallel": "ranks over which every layer is split; divides the model's heads, key-value heads and feed-forward width",
+    "trainer.tensor_parallel": "ranks over which every layer is split; divides the model's heads, key-value "
+    "heads and feed-forward width",
     "trainer.pipeline_parallel": "stages of consecutive layers; at most the number of layers",
-    "trainer.data_parallel": "replicas of the trainer (tensor_parallel x pipeline_parallel ranks); each takes its share of every batch",
+    "trainer.data_parallel": "replicas of the trainer (tensor_parallel x pipeline_parallel ranks); each "
+    "takes its share of every batch",
     "trainer.distributed_optimizer": "Megatron's distributed optimizer",
     "relay.slots": "complete weight versions kept in shared memory per machine",
     "relay.shm_dir": "folder in memory that holds the slots",
-    "relay.chunk_megabytes": "size of the pieces in which weights are sent; the trainer's rank 0 has two such buffers on its device",
-    "relay.full_every": "with delta=auto one publication in so many goes in full, whatever has changed; 1 sends all in full",
+    "relay.chunk_megabytes": "size of the pieces in which weights are sent; the trainer's rank 0 has two "
+    "such buffers on its device",
+    "relay.full_every": "with delta=auto one publication in so many goes in full, whatever has changed; 1 "
+    "sends all in full",
     "relay.publish_timeout_seconds": "longest time for one publication to reach a relay",
     "relay.threads": "of a relay's process",
     "rollout.replicas": "rollout ranks, each with an engine of its own",
-    "rollout.tensor_parallel": "processes per replica that share one copy of the weights; divides the model's heads",
+    "rollout.tensor_parallel": "processes per replica that share one copy of the weights; divides the "
+    "model's heads",
     "rollout.kv_cache_tokens": "size of an engine's KV cache",
     "rollout.engine_start_seconds": "longest time for an engine to be ready",
     "rollout.request_timeout_seconds": "longest time for one generation",
@@ -122,7 +151,7 @@ MEANING = {
     "cluster.stop_timeout_seconds": "longest time for an orderly stop",
     "observability.wandb_project": "project on Weights & Biases",
     "checkpoint.keep": "the newest so many stay on disk",
-}  # fmt: skip
+}
 
 
 def comments() -> dict[tuple[str, str], str]:
@@ -137,14 +166,18 @@ def comments() -> dict[tuple[str, str], str]:
                     above = [line.strip() for line in lines[: part.lineno - 1]]
                     block = list(itertools.takewhile(lambda line: line.startswith("#"), reversed(above)))
                     behind = re.search(r"#\s*(.+)$", lines[part.lineno - 1])
-                    text = behind.group(1) if behind else " ".join(line.lstrip("# ") for line in reversed(block))
+                    text = (
+                        behind.group(1) if behind else " ".join(line.lstrip("# ") for line in reversed(block))
+                    )
                     if text:
                         found[node.name, part.target.id] = text
     return found
 
 
 def unit(key: str) -> str:
-    return UNITS.get(key) or next((unit for ending, unit in UNITS_BY_ENDING.items() if key.endswith(ending)), "")
+    return UNITS.get(key) or next(
+        (unit for ending, unit in UNITS_BY_ENDING.items() if key.endswith(ending)), ""
+    )
 
 
 def default(field: dataclasses.Field) -> str:
@@ -172,22 +205,40 @@ def rows(cls: type, prefix: str, known: dict[tuple[str, str], str]) -> list[str]
         comment = known.get((cls.__name__, field.name))
         meaning = "; ".join(text for text in (MEANING.get(key), comment) if text)
         if not meaning:
-            raise SystemExit(f"{key} has no meaning: write a comment behind it in {schema.__file__}, or an entry of MEANING here")
-        kind = field.type.__name__ if isinstance(field.type, type) and not hasattr(field.type, "__args__") else str(field.type)
+            raise SystemExit(
+                f"{key} has no meaning: write a comment behind it in {schema.__file__}, or an entry of "
+                "MEANING here"
+            )
+        kind = (
+            field.type.__name__
+            if isinstance(field.type, type) and not hasattr(field.type, "__args__")
+            else str(field.type)
+        )
         kind = kind.replace("typing.", "")
-        cells = f"`{key}`", kind.replace("|", "or"), f"`{default(field)}`", values(field), unit(key), meaning.replace("|", "or")
+        cells = (
+            f"`{key}`",
+            kind.replace("|", "or"),
+            f"`{default(field)}`",
+            values(field),
+            unit(key),
+            meaning.replace("|", "or"),
+        )
         found.append(f"| {' | '.join(cells)} |")
     return found
 
 
 def presets() -> list[str]:
     """The pipelines of conf/pipeline as a table."""
-    read = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf" / "pipeline").glob("*.yaml"))}
+    read = {
+        path.stem: yaml.safe_load(path.read_text())
+        for path in sorted((ROOT / "conf" / "pipeline").glob("*.yaml"))
+    }
     keys = list(dict.fromkeys(key for values in read.values() for key in values if key != "name"))
     table = [f"| `pipeline=` | {' | '.join(f'`{key}`' for key in keys)} |", "|---" * (len(keys) + 1) + "|"]
     cell = {None: "null"}
     table += [
-        f"| `{name}` | {' | '.join(str(cell.get(values.get(key), values.get(key))) for key in keys)} |" for name, values in read.items()
+        f"| `{name}` | {' | '.join(str(cell.get(values.get(key), values.get(key))) for key in keys)} |"
+        for name, values in read.items()
     ]
     return table
 
@@ -200,8 +251,17 @@ def page() -> str:
         if dataclasses.is_dataclass(field.type):
             assert isinstance(field.type, type)
             written = (field.type.__doc__ or "").strip()
-            about = "" if written.startswith(f"{field.type.__name__}(") else written  # what dataclass writes where there is none
-            text += [f"## {field.name}", "", *([about, ""] if about else []), *head, *rows(field.type, f"{field.name}.", known), ""]
+            about = (
+                "" if written.startswith(f"{field.type.__name__}(") else written
+            )  # what dataclass writes where there is none
+            text += [
+                f"## {field.name}",
+                "",
+                *([about, ""] if about else []),
+                *head,
+                *rows(field.type, f"{field.name}.", known),
+                "",
+            ]
             if field.name == "pipeline":
                 text += [*presets(), ""]
     return "\n".join(text)
@@ -210,6 +270,8 @@ def page() -> str:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--check"]:
         if not PAGE.is_file() or PAGE.read_text() != page():
-            sys.exit("docs/configuration.md is not that of the schema: run `python docs/make_configuration.py`")
+            sys.exit(
+                "docs/configuration.md is not that of the schema: run `python docs/make_configuration.py`"
+            )
     else:
         PAGE.write_text(page())

@@ -1,10 +1,12 @@
-"""Writes the plots of docs/simulator.md as SVG files, from what `python bench/simulator.py --json` has written.
+"""Writes the plots of docs/simulator.md as SVG files, from what `python bench/simulator.py --json` has
+written.
 
     python docs/make_simulator_plots.py docs/benchmarks/simulator.json
 
 simulator-dora.svg         published and simulated tokens/s, row by row
 simulator-speedup.svg      Laminar's speed-up against GPUs
-simulator-sensitivity.svg  what 20% less and more of a constant does to each headline: the constants that matter most
+simulator-sensitivity.svg  what 20% less and more of a constant does to each headline: the constants that
+matter most
 """
 
 import json
@@ -12,11 +14,25 @@ import re
 import sys
 from pathlib import Path
 
-from laminar_hpc.observability.svg import BOTTOM, LEFT, RIGHT, TOP, Plot, figure, percent, scale, short, tag, text, ticks
+from laminar_hpc.observability.svg import (
+    BOTTOM,
+    LEFT,
+    RIGHT,
+    TOP,
+    Plot,
+    figure,
+    percent,
+    scale,
+    short,
+    tag,
+    text,
+    ticks,
+)
 
 IMAGES = Path(__file__).with_name("images")
 STYLE = (
-    "svg{background:#fff} text{font-family:system-ui,sans-serif;font-size:11.5px;fill:#5d6675} .row{font-size:12.5px;fill:#1d2330} "
+    "svg{background:#fff} text{font-family:system-ui,sans-serif;font-size:11.5px;fill:#5d6675} "
+    ".row{font-size:12.5px;fill:#1d2330} "
     ".grid{stroke:#e3e6eb} .axis{stroke:#5d6675} .line{fill:none;stroke-width:2}"
 )
 PUBLISHED, SIMULATED, LESS, MORE = "#cfd4dc", "#3f78c9", "#e2673b", "#3d9a62"
@@ -41,11 +57,23 @@ def dora(rows: list[dict]) -> str:
     body = legend([("published", PUBLISHED), ("simulated", SIMULATED)], 190, 16)
     for i, row in enumerate(found):
         top = 30.0 + 40 * i
-        body += tag("text", text(row["what"].replace("_", " ") + " GPUs"), class_="row", x=180, y=top + 20, text_anchor="end")
+        body += tag(
+            "text",
+            text(row["what"].replace("_", " ") + " GPUs"),
+            class_="row",
+            x=180,
+            y=top + 20,
+            text_anchor="end",
+        )
         for j, (key, colour) in enumerate((("published", PUBLISHED), ("simulated", SIMULATED))):
             end = x(row[key])
             body += tag("rect", x=190, y=top + 15 * j, width=end - 190, height=13, rx=2, fill=colour)
-            body += tag("text", f"{row[key]:,.0f}" + (f" ({row['error']:+.0%})" if j else ""), x=end + 5, y=top + 15 * j + 11)
+            body += tag(
+                "text",
+                f"{row[key]:,.0f}" + (f" ({row['error']:+.0%})" if j else ""),
+                x=end + 5,
+                y=top + 15 * j + 11,
+            )
     return figure(760, 34 + 40 * len(found), body, "DORA's table, tokens/s")
 
 
@@ -60,14 +88,28 @@ def speedup(rows: list[dict]) -> str:
     gpus = [n for n, _ in every]
     width, height = 760, 340
     top = max(ratio for _, ratio in every) * 1.08
-    plot = Plot(width, height, scale(min(gpus), max(gpus), LEFT, width - RIGHT - 40, log=True), scale(0.0, top, height - BOTTOM, TOP + 14))
+    plot = Plot(
+        width,
+        height,
+        scale(min(gpus), max(gpus), LEFT, width - RIGHT - 40, log=True),
+        scale(0.0, top, height - BOTTOM, TOP + 14),
+    )
     body = plot.axes(sorted(set(gpus)), ticks(0.0, top), "GPUs", short)
-    body += legend([(f"over {name.replace('_', '-')}", colour) for name, colour in COLOURS.items()], LEFT + 12, 14)
+    body += legend(
+        [(f"over {name.replace('_', '-')}", colour) for name, colour in COLOURS.items()], LEFT + 12, 14
+    )
     for (model, name), line in points.items():
         path = " ".join(f"{plot.x(n):.1f},{plot.y(ratio):.1f}" for n, ratio in sorted(line))
         body += tag("polyline", points=path, class_="line", stroke=COLOURS[name])
         for n, ratio in line:
-            body += tag("circle", cx=plot.x(n), cy=plot.y(ratio), r=3.5, fill=COLOURS[name], title=f"{model}, {n} GPUs: {ratio:.2f}")
+            body += tag(
+                "circle",
+                cx=plot.x(n),
+                cy=plot.y(ratio),
+                r=3.5,
+                fill=COLOURS[name],
+                title=f"{model}, {n} GPUs: {ratio:.2f}",
+            )
         if name == "sync":
             n, ratio = max(line)
             body += tag("text", model, x=plot.x(n) + 6, y=plot.y(ratio) + 4)
@@ -87,7 +129,9 @@ def sensitivity(rows: list[dict]) -> str:
     for name, found in swings.items():
         body += tag("text", text(name), class_="row", x=8, y=y + 4, font_weight="bold")
         y += 12
-        for constant, pair in sorted(found.items(), key=lambda item: -max(map(abs, item[1].values())))[:SHOWN]:
+        for constant, pair in sorted(found.items(), key=lambda item: -max(map(abs, item[1].values())))[
+            :SHOWN
+        ]:
             body += tag("text", constant, x=LABELS - 8, y=y + 10, text_anchor="end")
             for j, (factor, colour) in enumerate(((0.8, LESS), (1.2, MORE))):
                 a, b = sorted((x(0.0), x(pair[factor])))

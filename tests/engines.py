@@ -1,4 +1,5 @@
-"""Real engines and real weight slots for tests: a tiny random Qwen2, an event loop in a thread, and two SGLang servers that tests share."""
+"""Real engines and real weight slots for tests: a tiny random Qwen2, an event loop in a thread, and two
+SGLang servers that tests share."""
 
 import asyncio
 import json
@@ -27,7 +28,8 @@ EOS = 258
 
 
 def make_model(directory: Path, seed: int, tied: bool = False) -> Path:
-    """A random 140k-parameter Qwen2 (float32, 2 layers, 4 heads, 2 KV heads, vocabulary 500) with a byte-level tokenizer."""
+    """A random 140k-parameter Qwen2 (float32, 2 layers, 4 heads, 2 KV heads, vocabulary 500) with a
+    byte-level tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -38,14 +40,26 @@ def make_model(directory: Path, seed: int, tied: bool = False) -> Path:
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"])
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=2048, tie_word_embeddings=tied, eos_token_id=EOS, pad_token_id=259, bos_token_id=None, rope_theta=10000.0,
-    )  # fmt: skip
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+        eos_token_id=EOS,
+        pad_token_id=259,
+        bos_token_id=None,
+        rope_theta=10000.0,
+    )
     model = Qwen2ForCausalLM(config).to(torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(directory)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>").save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>"
+    ).save_pretrained(directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
     return directory
 
@@ -64,7 +78,9 @@ def fill_slot(writer: SlotWriter, source: Path, weight_id: int, step: int) -> tu
     data = writer.begin(manifest)
     for entry in manifest.tensors:
         tensor = tensors[entry.name].contiguous()
-        data[entry.offset : entry.offset + entry.nbytes] = np.frombuffer(tensor.view(torch.uint8).numpy().tobytes(), dtype=np.uint8)
+        data[entry.offset : entry.offset + entry.nbytes] = np.frombuffer(
+            tensor.view(torch.uint8).numpy().tobytes(), dtype=np.uint8
+        )
         entry.sum_words, entry.sum_indexed = tensor_sums(tensor)
     return writer.commit(manifest), manifest
 
@@ -100,7 +116,8 @@ class LoopThread:
 
 @dataclass
 class Pair:
-    """Two engines on the weights of `models[0]` (weight version "0"); `models[1]` holds others of the same shape."""
+    """Two engines on the weights of `models[0]` (weight version "0"); `models[1]` holds others of the same
+    shape."""
 
     loop: LoopThread
     engines: list[SglangServer]
@@ -134,16 +151,24 @@ def start_pair(folder: Path) -> Pair:
 
     async def start() -> list[SglangServer]:
         engines = [SglangServer(config, index, folder) for index in range(2)]
-        await asyncio.gather(*(engine.start(models[0], "0", seed=index) for index, engine in enumerate(engines)))
+        await asyncio.gather(
+            *(engine.start(models[0], "0", seed=index) for index, engine in enumerate(engines))
+        )
         return engines
 
-    return Pair(loop, loop.run(start(), seconds=250), models, config, SlotWriter(str(folder), "pair", 3, models[0]))
+    return Pair(
+        loop, loop.run(start(), seconds=250), models, config, SlotWriter(str(folder), "pair", 3, models[0])
+    )
 
 
-def hf_logprobs(model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+def hf_logprobs(
+    model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0
+) -> torch.Tensor:
     """Log-probs of the response by transformers at `temperature`, float32 [response]."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
+        logits = (
+            model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
+        )
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 

@@ -1,8 +1,10 @@
-"""Writes the problems of the arithmetic example: `data/train.jsonl` (prompts for RL) and `data/heldout.jsonl` (for evaluation).
+"""Writes the problems of the arithmetic example: `data/train.jsonl` (prompts for RL) and `data/heldout.jsonl`
+(for evaluation).
 
-Run by hand (`python examples/arithmetic/make_data.py`); train_base.py imports the problem definitions from here. Needs only
-the standard library. Guarantees: the same seed writes the same bytes; every natural number belongs to exactly one side, so a
-number that is an operand in a held-out problem is an operand in no training row, neither here nor in train_base.py.
+Run by hand (`python examples/arithmetic/make_data.py`); train_base.py imports the problem definitions from
+here. Needs only the standard library. Guarantees: the same seed writes the same bytes; every natural number
+belongs to exactly one side, so a number that is an operand in a held-out problem is an operand in no training
+row, neither here nor in train_base.py.
 """
 
 import argparse
@@ -50,7 +52,8 @@ class Problem(NamedTuple):
     def worked(self) -> str:
         """The long response: a step `x+y+carry=total;` per digit, last digit first, then `>` and the sum.
 
-        `total` is the sum of the digits up to here, one digit longer than they are: its first digit is the carry.
+        `total` is the sum of the digits up to here, one digit longer than they are: its first digit is the
+        carry.
         """
         steps, total = [], "0"
         for x, y in zip(reversed(str(self.a)), reversed(str(self.b)), strict=True):
@@ -74,7 +77,9 @@ def draw_operand(rng: random.Random, digits: int, side: Side, seed: int = SEED) 
             return value
 
 
-def draw_problem(rng: random.Random, side: Side, seed: int = SEED, digit_shares: dict[int, float] = DIGIT_SHARES) -> Problem:
+def draw_problem(
+    rng: random.Random, side: Side, seed: int = SEED, digit_shares: dict[int, float] = DIGIT_SHARES
+) -> Problem:
     """A problem of `side` whose operands have equally many digits, drawn by `digit_shares`."""
     digits = rng.choices(list(digit_shares), weights=list(digit_shares.values()))[0]
     return Problem(draw_operand(rng, digits, side, seed), draw_operand(rng, digits, side, seed))
@@ -91,7 +96,9 @@ def distinct_problems(side: Side, count: int, seed: int = SEED) -> list[Problem]
                 break
             problems[draw_problem(rng, side, seed, {digits: 1.0})] = None
         else:
-            raise SystemExit(f"seed {seed} leaves fewer than {quota} {side} problems of {digits} digits: take another seed")
+            raise SystemExit(
+                f"seed {seed} leaves fewer than {quota} {side} problems of {digits} digits: take another seed"
+            )
     shuffled = list(problems)
     rng.shuffle(shuffled)
     return shuffled
@@ -119,11 +126,16 @@ def _rows(problems: list[Problem]) -> Iterator[str]:
 
 
 def _report(name: str, problems: list[Problem]) -> None:
-    lengths = [len(problem.worked) + 1 for problem in problems]  # a character is a token; one more ends the response
+    lengths = [
+        len(problem.worked) + 1 for problem in problems
+    ]  # a character is a token; one more ends the response
     median, p99 = statistics.median(lengths), percentile(lengths, 0.99)
     digits = dict(sorted(Counter(len(str(problem.a)) for problem in problems).items()))
     print(f"{name}: {len(problems)} problems, operand digits {digits}")
-    print(f"  worked answers, tokens: mean {statistics.mean(lengths):.1f}, median {median:g}, p99 {p99} ({p99 / median:.1f}x median)")
+    print(
+        f"  worked answers, tokens: mean {statistics.mean(lengths):.1f}, median {median:g}, p99 {p99} "
+        f"({p99 / median:.1f}x median)"
+    )
 
 
 def main() -> None:
@@ -136,7 +148,9 @@ def main() -> None:
     heldout = distinct_problems("heldout", NUM_HELDOUT, args.seed)
     shared = operands(train) & operands(heldout)
     if shared:
-        raise SystemExit(f"{len(shared)} operands are on both sides, for example {min(shared)}: side_of is broken")
+        raise SystemExit(
+            f"{len(shared)} operands are on both sides, for example {min(shared)}: side_of is broken"
+        )
 
     args.out.mkdir(parents=True, exist_ok=True)
     for name, problems in (("train", train), ("heldout", heldout)):

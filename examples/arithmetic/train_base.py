@@ -1,6 +1,7 @@
 """Trains the example's base model and writes it to `base/`, a Hugging Face directory of less than 2 MB.
 
-Run by hand (`python examples/arithmetic/train_base.py`, about 9 minutes on one core). Plain torch and transformers:
+Run by hand (`python examples/arithmetic/train_base.py`, about 9 minutes on one core). Plain torch and
+transformers:
 
 - a Qwen2 of 448,128 parameters, one token per character;
 - supervised on correct examples only, drawn on the fly from the training side of make_data.py's partition of the numbers;
@@ -33,14 +34,17 @@ MAX_BYTES = 2_000_000
 WARMUP_STEPS = 50
 MICRO_BATCH = 24  # examples of similar length, so that little of a batch is padding
 
-EQUAL_SHARES = dict.fromkeys(DIGIT_SHARES, 1.0)  # long sums are rare among the problems: too rare to learn to work them out
+EQUAL_SHARES = dict.fromkeys(
+    DIGIT_SHARES, 1.0
+)  # long sums are rare among the problems: too rare to learn to work them out
 MOSTLY_SHORT = EQUAL_SHARES | {2: 28.0}
 
 BASE = Path(__file__).parent / "base"
 
 
 class Phase(NamedTuple):
-    """`steps` optimizer steps, each on so many examples that are worked out and so many that are answered at once."""
+    """`steps` optimizer steps, each on so many examples that are worked out and so many that are answered at
+    once."""
 
     steps: int
     worked: int
@@ -56,8 +60,9 @@ class Stage(NamedTuple):
     learning_rate: float
 
 
-# To work sums out; then to answer at once, until sums of two digits are mastered that way; then to prefer it, alike for all lengths.
-# A skill that is half learnt would be lost to the noise of any policy gradient, and the control with shuffled rewards could not tell.
+# To work sums out; then to answer at once, until sums of two digits are mastered that way; then to prefer it,
+# alike for all lengths. A skill that is half learnt would be lost to the noise of any policy gradient, and
+# the control with shuffled rewards could not tell.
 STAGES = (
     Stage((Phase(800, 32, 8, EQUAL_SHARES), Phase(500, 24, 96, EQUAL_SHARES)), learning_rate=3e-3),
     Stage((Phase(600, 16, 184, DIGIT_SHARES, MOSTLY_SHORT),), learning_rate=3e-3),
@@ -81,11 +86,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(TOKEN_ID, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, model_max_length=MAX_POSITIONS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, model_max_length=MAX_POSITIONS
+    )
 
 
 def build_model() -> Qwen2ForCausalLM:
-    """Random weights. RoPE's base and the initial scale suit short sequences and small matrices: the defaults learn far slower."""
+    """Random weights. RoPE's base and the initial scale suit short sequences and small matrices: the defaults
+    learn far slower."""
     config = Qwen2Config(
         vocab_size=len(VOCABULARY),
         hidden_size=128,
@@ -135,7 +143,9 @@ def summed_loss(model: Qwen2ForCausalLM, examples: list[Example]) -> torch.Tenso
 def train(model: Qwen2ForCausalLM, stage: Stage, seed: int) -> None:
     """Run a stage's phases in order; the learning rate warms up, stays, and falls."""
     rng = random.Random(f"supervised:{seed}")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=stage.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=stage.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+    )
     schedule = [phase for phase in stage.phases for _ in range(phase.steps)]
     num_steps = len(schedule)
     started = time.monotonic()
@@ -154,7 +164,10 @@ def train(model: Qwen2ForCausalLM, stage: Stage, seed: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % 100 == 0:
-            print(f"step {step}/{num_steps}: loss {mean_loss:.4f}, {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"step {step}/{num_steps}: loss {mean_loss:.4f}, {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
 
 
 def save(model: Qwen2ForCausalLM, out: Path) -> None:

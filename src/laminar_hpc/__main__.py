@@ -3,7 +3,8 @@
     torchrun --nproc-per-node=4 -m laminar_hpc experiment=demo            one world with all roles
     torchrun --nproc-per-node=1 -m laminar_hpc role=relay run_dir=...     a torchrun per role
 
-A rank prints only what a user should read; all else goes to run_dir/logs/<role><index>.log once the run directory is there.
+A rank prints only what a user should read; all else goes to run_dir/logs/<role><index>.log once the run
+directory is there.
 
 With --max-restarts=N torchrun starts all ranks again when one has died, and the run goes on from its newest
 checkpoint, whatever `resume` says. `laminar train restarts=N` does the same, N times an hour, and says why.
@@ -45,27 +46,37 @@ LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever
 
 
 def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
-    """This rank's role, those of all ranks of its torchrun on this machine, and how many relays the run has at least.
+    """This rank's role, those of all ranks of its torchrun on this machine, and how many relays the run has
+    at least.
 
     Raises LaminarError for a process that torchrun did not start."""
     if "RANK" not in os.environ:
-        by = "srun started this process without torchrun" if "SLURM_PROCID" in os.environ else "torchrun did not start this process"
+        by = (
+            "srun started this process without torchrun"
+            if "SLURM_PROCID" in os.environ
+            else "torchrun did not start this process"
+        )
         raise LaminarError(
-            f"{by} (RANK is not set), so it cannot know its role: use `laminar train ...`, torchrun --nproc-per-node=N -m laminar_hpc ..., "
+            f"{by} (RANK is not set), so it cannot know its role: use `laminar train ...`, torchrun "
+            "--nproc-per-node=N -m laminar_hpc ..., "
             "or on a cluster slurm/laminar_single.sbatch"
         )
     rank, world, per_node = (
-        int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
     )
     first = rank // per_node * per_node
     lanes = max(1, config.relay.lanes)
     if config.role != "all":
         if config.role == "relay" and (per_node != lanes or config.first_index % lanes):
             raise LaminarError(
-                f"relay.lanes={lanes}: start the relays of a machine in one torchrun, with --nproc-per-node={lanes} (not {per_node}) and "
+                f"relay.lanes={lanes}: start the relays of a machine in one torchrun, with "
+                f"--nproc-per-node={lanes} (not {per_node}) and "
                 f"a first_index that is a multiple of it (not {config.first_index})"
             )
-        here = [RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)]
+        here = [
+            RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)
+        ]
         return here[rank - first], here, lanes
     derived = derive(config)
     roles = assign_roles(derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node, lanes)
@@ -75,8 +86,9 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
 def watch_signals() -> threading.Event:
     """TERM and INT: the controller ends the run in order; if that takes too long this process ends by itself.
 
-    A thread reads the interpreter's wake-up pipe, because a Python handler would not run while the main thread waits in a collective.
-    The caller sets the returned event when it has joined the run; before that there is nothing to end in order.
+    A thread reads the interpreter's wake-up pipe, because a Python handler would not run while the main
+    thread waits in a collective. The caller sets the returned event when it has joined the run; before that
+    there is nothing to end in order.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -105,14 +117,19 @@ def redirect_output(run_dir: Path, name: str) -> None:
         stream.flush()
         os.dup2(log, stream.fileno())
     os.close(log)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
 
 
 class UserTerminal:
     """The user's terminal: the standard output and error that this process was started with."""
 
     def __init__(self) -> None:
-        self._out, self._error = os.fdopen(os.dup(1), "w", buffering=1), os.fdopen(os.dup(2), "w", buffering=1)
+        self._out, self._error = (
+            os.fdopen(os.dup(1), "w", buffering=1),
+            os.fdopen(os.dup(2), "w", buffering=1),
+        )
 
     def say(self, text: str) -> None:
         print(text, file=self._out, flush=True)
@@ -132,20 +149,30 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
     patience = config.cluster.join_timeout_seconds if comes_and_goes else 0.0
     launch = launch_id() if config.role == "all" else ""
     channel = Channel(
-        run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds,
-        patience, launch,
-    )  # fmt: skip
+        run_dir,
+        hello,
+        config.cluster.join_timeout_seconds,
+        config.cluster.heartbeat_timeout_seconds,
+        patience,
+        launch,
+    )
     joined.set()
     redirect_output(run_dir, f"{mine.role}{mine.index}")
     goodbye = False
     try:
         trace_class = importlib.import_module("laminar_hpc.observability.trace").Trace
         module = importlib.import_module(
-            {"trainer": "laminar_hpc.trainer.loop", "relay": "laminar_hpc.relay.run", "rollout": "laminar_hpc.rollout.worker"}[mine.role]
+            {
+                "trainer": "laminar_hpc.trainer.loop",
+                "relay": "laminar_hpc.relay.run",
+                "rollout": "laminar_hpc.rollout.worker",
+            }[mine.role]
         )
         trace = trace_class(run_dir, mine.role, mine.index)
         config = follow(config, channel.welcome.model)
-        module.run(RoleContext(config, mine.role, mine.index, machine, run_dir, channel, channel.welcome, trace))
+        module.run(
+            RoleContext(config, mine.role, mine.index, machine, run_dir, channel, channel.welcome, trace)
+        )
         goodbye = True
     except StopReceived:
         goodbye = True
@@ -160,18 +187,28 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
 def run_controller(config: RunConfig, relays: int, say: Callable[[str], None]) -> None:
     from laminar_hpc.controller.run import run
 
-    run(config, relays, machine_name(config.relay.shm_dir), say, lambda: redirect_output(Path(config.run_dir), "controller0"))
+    run(
+        config,
+        relays,
+        machine_name(config.relay.shm_dir),
+        say,
+        lambda: redirect_output(Path(config.run_dir), "controller0"),
+    )
 
 
 def cure(error: Exception) -> str:
     """What to do about an error of a library, where that is known. By name: torch is not imported for it."""
     if type(error).__name__ == "OutOfMemoryError":
-        return "; lower trainer.tokens_per_microbatch, set trainer.recompute_activations=true or use more trainer ranks"
+        return (
+            "; lower trainer.tokens_per_microbatch, set trainer.recompute_activations=true or use more "
+            "trainer ranks"
+        )
     return ""
 
 
 def main(overrides: list[str]) -> int:
-    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed for good."""
+    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed for
+    good."""
     die_with_parent()
     user, mine = UserTerminal(), None
     started = time.monotonic()
@@ -183,7 +220,9 @@ def main(overrides: list[str]) -> int:
         if config.dry_run:
             if mine.role == "controller":
                 importlib.import_module("laminar_hpc.controller.rewards").check_rewards(config)
-                for text in console.dry_run_lines(derived_values(config, check(config)), missing_inputs(config)):
+                for text in console.dry_run_lines(
+                    derived_values(config, check(config)), missing_inputs(config)
+                ):
                     user.say(text)
             return 0
         if was_restarted(config):
@@ -209,9 +248,13 @@ def main(overrides: list[str]) -> int:
         if str(error) == "a worker has failed":  # it has said itself why
             return terminal.FAILED_ELSEWHERE
         if mine is None and os.environ.get("RANK", "0") != "0":
-            time.sleep(10)  # all ranks see this error: rank 0 says it, and its exit makes torchrun end the others
+            time.sleep(
+                10
+            )  # all ranks see this error: rank 0 says it, and its exit makes torchrun end the others
         if mine is not None or int(os.environ.get("RANK", "0")) == 0:
-            user.print_error(f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error))
+            user.print_error(
+                f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error)
+            )
         if isinstance(error, PermanentFailure):
             return PERMANENT
         began = mine is not None and time.monotonic() - started > 1

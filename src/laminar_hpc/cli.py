@@ -32,13 +32,18 @@ def stop(arguments: list[str]) -> int:
 def sim_help() -> str:
     from laminar_hpc.simulator.load import experiments
 
-    return f"\nEXPERIMENT is one of {', '.join(experiments())}. The keys are in src/laminar_hpc/simulator/schema.py."
+    return (
+        f"\nEXPERIMENT is one of {', '.join(experiments())}. The keys are in "
+        "src/laminar_hpc/simulator/schema.py."
+    )
 
 
 def plan_help() -> str:
     from laminar_hpc.simulator.load import questions
 
-    return f"\nQUESTION is one of {', '.join(questions())}. The keys are in src/laminar_hpc/simulator/schema.py."
+    return (
+        f"\nQUESTION is one of {', '.join(questions())}. The keys are in src/laminar_hpc/simulator/schema.py."
+    )
 
 
 def elsewhere(module: str) -> Callable[[list[str]], int]:
@@ -131,7 +136,9 @@ def check_words(name: str, words: list[str]) -> None:
     if not command.keys and len(found) < len(command.places):
         lines.append(f"laminar {name} needs {' '.join(command.places[len(found) :])}")
     if not command.keys and len(found) > len(command.places):
-        lines.append(f"{' '.join(found[len(command.places) :])}: one word too many; quote a name that has spaces")
+        lines.append(
+            f"{' '.join(found[len(command.places) :])}: one word too many; quote a name that has spaces"
+        )
     if lines:
         raise Refused(f"{line}; usage: {command.usage(name)}" for line in lines)
 
@@ -169,7 +176,9 @@ def run(words: list[str]) -> int:
     if name not in COMMANDS:
         if "=" in name:
             raise LaminarError(f"{name}: write laminar train {name}")
-        raise LaminarError(f"laminar {name}: no such command{did_you_mean(name, COMMANDS)}; use one of {', '.join(COMMANDS)}")
+        raise LaminarError(
+            f"laminar {name}: no such command{did_you_mean(name, COMMANDS)}; use one of {', '.join(COMMANDS)}"
+        )
     command = COMMANDS[name]
     if asks:
         print(f"usage: {command.usage(name)}\n\n{command.about}\n{command.help()}".rstrip())

@@ -1,6 +1,8 @@
-"""`laminar doctor [--clean]`: one line for each thing a run needs from this machine, with the cure where something is wrong.
+"""`laminar doctor [--clean]`: one line for each thing a run needs from this machine, with the cure where
+something is wrong.
 
-It reads package metadata and /proc instead of importing torch or SGLang, so it answers in a second and also where an import
+It reads package metadata and /proc instead of importing torch or SGLang, so it answers in a second and also
+where an import
 would crash. Each line is `ok|warn|FAIL  what: value  (cure)`; the exit code is 1 when a line says FAIL. With --clean it
 removes what killed runs have left in shared memory and in the folder for temporary files.
 """
@@ -20,7 +22,9 @@ from pathlib import Path
 from laminar_hpc.cluster import leftovers
 
 GIB = 2**30
-DEMO_MEMORY = 5 * GIB  # controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
+DEMO_MEMORY = (
+    5 * GIB
+)  # controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
 DEMO_SHM = 32 * 2**20  # three weight slots of about 1 MB, SGLang's and gloo's own segments
 DEMO_DISK = GIB
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p")
@@ -85,9 +89,18 @@ def python_and_compiler() -> Iterator[Finding]:
     """Python's version, and a C++ compiler: Triton builds its launchers with one."""
     version = sys.version_info[:2]
     fits = version in ((3, 11), (3, 12))
-    yield Finding("ok" if fits else "FAIL", "python", f"{sys.version.split()[0]} at {sys.executable}", "" if fits else "use 3.11 or 3.12")
+    yield Finding(
+        "ok" if fits else "FAIL",
+        "python",
+        f"{sys.version.split()[0]} at {sys.executable}",
+        "" if fits else "use 3.11 or 3.12",
+    )
     compiler = shutil.which("c++") or shutil.which("g++")
-    yield Finding("ok", "compiler", compiler) if compiler else Finding("warn", "compiler", "none found", "apt-get install g++")
+    yield (
+        Finding("ok", "compiler", compiler)
+        if compiler
+        else Finding("warn", "compiler", "none found", "apt-get install g++")
+    )
 
 
 def torch_and_gpus() -> Iterator[Finding]:
@@ -106,7 +119,9 @@ def torch_and_gpus() -> Iterator[Finding]:
         yield Finding("warn", "torch", build, "this machine has a GPU: make setup CUDA=13")
     else:
         yield Finding("ok", "torch", build)
-    yield Finding("ok", "GPUs", f"{len(names)} x {names[0]}" if names else "none; everything runs on the CPU, with gloo")
+    yield Finding(
+        "ok", "GPUs", f"{len(names)} x {names[0]}" if names else "none; everything runs on the CPU, with gloo"
+    )
 
 
 def engines() -> Iterator[Finding]:
@@ -117,7 +132,9 @@ def engines() -> Iterator[Finding]:
             yield Finding("FAIL", package, "not installed", "make setup")
         else:
             same = wanted in (None, found)
-            yield Finding("ok" if same else "warn", package, found, "" if same else f"tested with {wanted}: make setup")
+            yield Finding(
+                "ok" if same else "warn", package, found, "" if same else f"tested with {wanted}: make setup"
+            )
     yield sglang(has_gpu=bool(gpus()))
     yield migration()
     yield apex()
@@ -126,7 +143,8 @@ def engines() -> Iterator[Finding]:
 
 
 def sglang(has_gpu: bool) -> Finding:
-    """SGLang's version and what it will run on: its CUDA backend, or our CPU platform through its entry point."""
+    """SGLang's version and what it will run on: its CUDA backend, or our CPU platform through its entry
+    point."""
     found = installed("sglang")
     if found is None:
         return Finding("FAIL", "sglang", "not installed", "make setup")
@@ -142,7 +160,12 @@ def sglang(has_gpu: bool) -> Finding:
     if chosen not in ("", "laminar_cpu"):
         return Finding("FAIL", "sglang", f"{found}, SGLANG_PLATFORM={chosen}", "unset SGLANG_PLATFORM")
     if not chosen and len(names) > 1:
-        return Finding("warn", "sglang", f"{found}, platforms {', '.join(sorted(names))}", "export SGLANG_PLATFORM=laminar_cpu")
+        return Finding(
+            "warn",
+            "sglang",
+            f"{found}, platforms {', '.join(sorted(names))}",
+            "export SGLANG_PLATFORM=laminar_cpu",
+        )
     return Finding("ok", "sglang", f"{found}, on the CPU through the platform plugin laminar_cpu")
 
 
@@ -150,7 +173,9 @@ def migration() -> Finding:
     """Whether the C++ extension for KV-cache migration was built."""
     spec = importlib.util.find_spec("laminar_hpc._kv")
     if spec is None or spec.origin is None:
-        return Finding("warn", "KV migration", "laminar_hpc._kv was not built", "apt-get install g++, then make setup")
+        return Finding(
+            "warn", "KV migration", "laminar_hpc._kv was not built", "apt-get install g++, then make setup"
+        )
     return Finding("ok", "KV migration", f"{Path(spec.origin).name}, gathers and scatters on the CPU")
 
 
@@ -162,13 +187,20 @@ def apex() -> Finding:
     places = [Path(place) for place in spec.submodule_search_locations or []]
     if any((place / "optimizers").is_dir() for place in places):
         return Finding("ok", "apex", f"NVIDIA's, at {places[0]}")
-    return Finding("FAIL", "apex", "PyPI's package of that name, which is something else", "pip uninstall apex")
+    return Finding(
+        "FAIL", "apex", "PyPI's package of that name, which is something else", "pip uninstall apex"
+    )
 
 
 def machine() -> Iterator[Finding]:
     """Cores, memory, shared memory and the disk of the current folder."""
     cores, memory = usable_cores(), usable_memory()
-    yield Finding("ok" if cores >= 2 else "warn", "cores", f"{cores:g}", "" if cores >= 2 else "the demo wants 2; it will be slow")
+    yield Finding(
+        "ok" if cores >= 2 else "warn",
+        "cores",
+        f"{cores:g}",
+        "" if cores >= 2 else "the demo wants 2; it will be slow",
+    )
     yield Finding("ok" if memory >= DEMO_MEMORY else "warn", "memory", f"{memory / GIB:.1f} GiB free")
     shm = os.statvfs("/dev/shm")
     size, free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
@@ -178,22 +210,39 @@ def machine() -> Iterator[Finding]:
     kind = _file_system(Path.cwd())
     network = kind in NETWORK_FILE_SYSTEMS
     cure = "SQLite needs a local disk: set store_dir to one" if network else ""
-    yield Finding("warn" if network else "ok", "disk", f"{_bytes(shutil.disk_usage('.').free)} free here, on {kind}", cure)
+    yield Finding(
+        "warn" if network else "ok",
+        "disk",
+        f"{_bytes(shutil.disk_usage('.').free)} free here, on {kind}",
+        cure,
+    )
 
 
 def left_behind(clean: bool = False) -> Iterator[Finding]:
     """What killed runs have left here, by kind; or, with `clean`, what of it has just been removed."""
     found = leftovers.clean() if clean else leftovers.find()
-    kinds = {what: [each.size for each in found if each.what == what] for what in dict.fromkeys(each.what for each in found)}
+    kinds = {
+        what: [each.size for each in found if each.what == what]
+        for what in dict.fromkeys(each.what for each in found)
+    }
     value = ", ".join(f"{what} of {len(sizes)} ({_bytes(sum(sizes))})" for what, sizes in kinds.items())
     if clean:
         for each in found:
             yield Finding("ok", "removed", f"{each.what} {each.path}, {_bytes(each.size)}")
         found = leftovers.find()
         value = ", ".join(str(each.path) for each in found)
-        yield Finding("warn", "left behind", value, "a process still has them") if found else Finding("ok", "left behind", "nothing")
+        yield (
+            Finding("warn", "left behind", value, "a process still has them")
+            if found
+            else Finding("ok", "left behind", "nothing")
+        )
     elif found:
-        yield Finding("warn", "left behind", f"{value}, by runs that were killed", "laminar doctor --clean, or the next start")
+        yield Finding(
+            "warn",
+            "left behind",
+            f"{value}, by runs that were killed",
+            "laminar doctor --clean, or the next start",
+        )
     else:
         yield Finding("ok", "left behind", "nothing")
 
@@ -220,7 +269,9 @@ def slurm() -> Iterator[Finding]:
     if found := re.match(r"slurm[- ](\S+)", out.stdout):
         yield Finding("ok", "Slurm", f"{found.group(1)}; slurm/ has the job scripts")
     else:
-        yield Finding("ok", "Slurm", "installed, but it names no cluster; runs start with laminar train or launch/")
+        yield Finding(
+            "ok", "Slurm", "installed, but it names no cluster; runs start with laminar train or launch/"
+        )
 
 
 def demo() -> Iterator[Finding]:
@@ -236,14 +287,26 @@ def demo() -> Iterator[Finding]:
         if have < need
     ]
     if lacks:
-        yield Finding("FAIL", "demo", f"does not fit: it needs {', '.join(lacks)}", "free them, or start the container with more")
+        yield Finding(
+            "FAIL",
+            "demo",
+            f"does not fit: it needs {', '.join(lacks)}",
+            "free them, or start the container with more",
+        )
     else:
         yield Finding("ok", "demo", "fits: laminar train experiment=demo")
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    python_and_compiler, torch_and_gpus, engines, left_behind, machine, network, slurm, demo,
-)  # fmt: skip
+    python_and_compiler,
+    torch_and_gpus,
+    engines,
+    left_behind,
+    machine,
+    network,
+    slurm,
+    demo,
+)
 
 
 def main(argv: list[str]) -> int:

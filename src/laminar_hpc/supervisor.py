@@ -59,7 +59,9 @@ def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
         step = last_step(Path(config.run_dir))
         why_not = restarts.refusal(launch.cause, step, time.time())
         if signals or launch.is_permanent or why_not:
-            launch.print_error(f"; not started again: {why_not}" if why_not and config.restarts and not signals else "")
+            launch.print_error(
+                f"; not started again: {why_not}" if why_not and config.restarts and not signals else ""
+            )
             return code
         cause = launch.cause.removesuffix(GO_ON)
         restored = note_restart(config, cause, step)

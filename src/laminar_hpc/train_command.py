@@ -1,8 +1,8 @@
 """`laminar train`: everything is checked, then a dry run shows what would start, or the job starts.
 
-Whatever can be refused is refused here, before any rank is up: words and values, model and data, rewards (each
-is called once), this machine's memory and ports. Parts are imported when they are called, so that a refusal
-need not wait for them.
+Whatever can be refused is refused here, before any rank is up: words and values, model and data, rewards
+(each is called once), this machine's memory and ports. Parts are imported when they are called, so that a
+refusal need not wait for them.
 """
 
 import sys
@@ -17,8 +17,10 @@ def main(arguments: list[str]) -> int:
     """Refuses, or shows, or starts what the words ask for."""
     if not arguments:
         raise LaminarError(
-            "laminar train needs a model, prompts and a reward: try `laminar train experiment=demo`, or name your "
-            "own with model.path=DIR data.train=FILE reward.function=MODULE.NAME; `laminar train --help` shows more"
+            "laminar train needs a model, prompts and a reward: try `laminar train experiment=demo`, or name "
+            "your "
+            "own with model.path=DIR data.train=FILE reward.function=MODULE.NAME; `laminar train --help` "
+            "shows more"
         )
     from laminar_hpc.emulation.constants import unknown_constants
     from laminar_hpc.pretrained import pinned_words, resolve_model
@@ -53,7 +55,8 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
     """Runs the job to its end; its exit code. `words` make every rank compose the same configuration."""
     if config.role != "all":
         raise LaminarError(
-            "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the scripts in launch/ do"
+            "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the "
+            "scripts in launch/ do"
         )
     from laminar_hpc import supervisor
     from laminar_hpc.controller.rewards import check_rewards
@@ -85,7 +88,9 @@ def check_devices(config: RunConfig, derived: Derived) -> None:
     from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus, host_memory_warning
     from laminar_hpc.cluster.roles import assign_roles
 
-    here = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes)
+    here = assign_roles(
+        derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes
+    )
     for mine in here:
         devices_of(config, here, mine, len(present()))
     check_gpus(config, derived, here, gigabytes_of_gpus())

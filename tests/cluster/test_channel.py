@@ -126,25 +126,32 @@ GARBAGE = (
 
 
 def test_garbage_comes_out_as_refused_and_the_channel_lives(tmp_path, served):
-    """Frames of all kinds, a nesting that is too deep among them, are told to the loop with their sender and a reason."""
+    """Frames of all kinds, a nesting that is too deep among them, are told to the loop with their sender and
+    a reason."""
     channel = connect(tmp_path)
     for frame in GARBAGE:
         channel._outgoing.put(frame)
     channel.send(m.NewWeightId(1))
     assert isinstance(channel.request(m.NewWeightId(2), m.WeightId, timeout=5, what="an id"), m.WeightId)
-    refused = [(identity, message) for identity, message in served.got if isinstance(message, UnreadableMessage)]
-    assert len(refused) == len(GARBAGE) and all(identity == "trainer:0:i" and message.reason for identity, message in refused)
+    refused = [
+        (identity, message) for identity, message in served.got if isinstance(message, UnreadableMessage)
+    ]
+    assert len(refused) == len(GARBAGE) and all(
+        identity == "trainer:0:i" and message.reason for identity, message in refused
+    )
     assert refused[4][1].reason == "Expected `float`, got `None` - at `$.reward`"
     channel.close()
 
 
 @pytest.mark.parametrize("frame", GARBAGE[1:3])
 def test_what_the_worker_cannot_read_is_raised_where_it_waits(tmp_path, served, frame):
-    """A worker whose controller says what it cannot read ends at once, with the reason; it does not wait for an answer that it
-    has thrown away."""
+    """A worker whose controller says what it cannot read ends at once, with the reason; it does not wait for
+    an answer that it has thrown away."""
     channel = connect(tmp_path)
     served.hub._router.send_multipart([b"trainer:0:i", frame])
-    with pytest.raises(MessageRefused, match=r"a message from the controller was refused: .*install the same version"):
+    with pytest.raises(
+        MessageRefused, match=r"a message from the controller was refused: .*install the same version"
+    ):
         channel.receive(5, "anything")
     channel.close()
 

@@ -1,4 +1,5 @@
-"""GPUs of a machine by role: what is derived, what a list means, and what is refused in one line. No GPU is needed."""
+"""GPUs of a machine by role: what is derived, what a list means, and what is refused in one line. No GPU is
+needed."""
 
 import os
 import subprocess
@@ -12,7 +13,9 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 
 
-def chosen(count: int, trainers: int = 1, rollouts: int = 1, size: int = 1, **lists: list[int]) -> list[list[int]]:
+def chosen(
+    count: int, trainers: int = 1, rollouts: int = 1, size: int = 1, **lists: list[int]
+) -> list[list[int]]:
     """Devices of all ranks of one machine but the controller's, in rank order: trainers, relay, rollouts."""
     config = RunConfig()
     config.rollout.tensor_parallel = size
@@ -23,7 +26,8 @@ def chosen(count: int, trainers: int = 1, rollouts: int = 1, size: int = 1, **li
 
 
 def test_derived():
-    """Trainers first, replicas on what is left; a small machine is shared by the replicas; without GPUs nobody has one."""
+    """Trainers first, replicas on what is left; a small machine is shared by the replicas; without GPUs
+    nobody has one."""
     assert chosen(8, trainers=2, rollouts=3, size=2) == [[0], [1], [2], [2, 3], [4, 5], [6, 7]]
     assert chosen(4, trainers=2, rollouts=1, size=4) == [[0], [1], [0], [0, 1, 2, 3]]
     assert chosen(1) == [[0], [0], [0]]
@@ -36,7 +40,9 @@ def test_lists():
     assert chosen(2, trainer=[1], rollout=[1]) == [[1], [1], [1]]  # shared because it was asked for
     config = RunConfig()
     config.trainer.devices = [9]  # of other machines' trainers
-    assert devices_of(config, [RoleOfRank("rollout", 4), RoleOfRank("rollout", 5)], RoleOfRank("rollout", 5), 2) == [1]
+    assert devices_of(
+        config, [RoleOfRank("rollout", 4), RoleOfRank("rollout", 5)], RoleOfRank("rollout", 5), 2
+    ) == [1]
 
 
 @pytest.mark.parametrize(
@@ -44,8 +50,14 @@ def test_lists():
     [
         (r"trainer.devices=\[0\]: this machine has no GPU; leave it at null", {"count": 0, "trainer": [0]}),
         (r"rollout.devices=\[0, 4\]: this machine has 4 GPUs, 0 to 3", {"count": 4, "rollout": [0, 4]}),
-        (r"rollout.devices=\[1, 2\]: 4 GPUs are needed on this machine", {"count": 4, "rollouts": 2, "size": 2, "rollout": [1, 2]}),
-        (r"trainer.devices=\[1\]: 2 GPUs are needed on this machine", {"count": 4, "trainers": 2, "trainer": [1]}),
+        (
+            r"rollout.devices=\[1, 2\]: 4 GPUs are needed on this machine",
+            {"count": 4, "rollouts": 2, "size": 2, "rollout": [1, 2]},
+        ),
+        (
+            r"trainer.devices=\[1\]: 2 GPUs are needed on this machine",
+            {"count": 4, "trainers": 2, "trainer": [1]},
+        ),
         (r"3 trainer ranks on a machine with 2 GPUs", {"count": 2, "trainers": 3}),
         (r"rollout.tensor_parallel=4: this machine has 2 GPUs", {"count": 2, "size": 4}),
     ],
@@ -71,4 +83,7 @@ use_devices(RunConfig(), here, here[-1])
 print(os.environ["CUDA_VISIBLE_DEVICES"])
 """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "3,GPU-1a,7"}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout == "7\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout
+        == "7\n"
+    )

@@ -16,8 +16,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_only_folders_of_dead_processes_of_this_machine_are_removed(tmp_path):
-    """Left alone: living owners, other containers or boots, no owner, links. An id in use again does not make its first owner alive."""
-    folders = {name: tmp_path / f"x-{name}" for name in ("dead", "mine", "reused", "elsewhere", "nobody's", "broken")}
+    """Left alone: living owners, other containers or boots, no owner, links. An id in use again does not make
+    its first owner alive."""
+    folders = {
+        name: tmp_path / f"x-{name}" for name in ("dead", "mine", "reused", "elsewhere", "nobody's", "broken")
+    }
     for folder in (*folders.values(), tmp_path / "y-dead"):
         folder.mkdir()
     for folder in (folders["dead"], tmp_path / "y-dead"):
@@ -25,7 +28,9 @@ def test_only_folders_of_dead_processes_of_this_machine_are_removed(tmp_path):
         assert process.returncode == -signal.SIGKILL
     claim(folders["mine"])
     pid, started, world = (folders["mine"] / OWNER_FILE).read_text().split(maxsplit=2)
-    (folders["reused"] / OWNER_FILE).write_text(f"{pid} {int(started) - 1} {world}")  # an earlier process of our id: dead
+    (folders["reused"] / OWNER_FILE).write_text(
+        f"{pid} {int(started) - 1} {world}"
+    )  # an earlier process of our id: dead
     (folders["elsewhere"] / OWNER_FILE).write_text(f"{2**22 + 1} 1 another-boot pid:[1]")
     (folders["broken"] / OWNER_FILE).write_text("?")
     os.symlink(folders["dead"], tmp_path / "x-link")

@@ -1,4 +1,5 @@
-"""Two-member links: bytes arrive, a dead peer breaks its own link only, every wait is bounded and names the peer."""
+"""Two-member links: bytes arrive, a dead peer breaks its own link only, every wait is bounded and names the
+peer."""
 
 import json
 import multiprocessing
@@ -17,7 +18,9 @@ from laminar_hpc.cluster.window import Window, mapped
 
 
 def receiver(port, die):
-    link = Link(reach_store("127.0.0.1", port, 10), 1, 0, False, "the trainer", "127.0.0.1", torch.device("cpu"), 10)
+    link = Link(
+        reach_store("127.0.0.1", port, 10), 1, 0, False, "the trainer", "127.0.0.1", torch.device("cpu"), 10
+    )
     head = link.receive_bytes()
     body = link.receive(torch.empty(1000))
     if die:
@@ -27,7 +30,8 @@ def receiver(port, die):
 
 @pytest.mark.parametrize("die", [False, True])
 def test_send_and_peer_death(die):
-    """Lesson of hanging weight syncs: the survivor gets an error with the peer's name within the time limit."""
+    """Lesson of hanging weight syncs: the survivor gets an error with the peer's name within the time
+    limit."""
     store, port = host_store("127.0.0.1", 10)
     peer = multiprocessing.get_context("spawn").Process(target=receiver, args=(port, die))
     peer.start()
@@ -54,18 +58,23 @@ def test_nobody_joins():
 
 
 def taker(port):
-    link = Link(reach_store("127.0.0.1", port, 20), 1, 0, False, "the trainer", "127.0.0.1", torch.device("cpu"), 20)
+    link = Link(
+        reach_store("127.0.0.1", port, 20), 1, 0, False, "the trainer", "127.0.0.1", torch.device("cpu"), 20
+    )
     while True:
         link.receive(torch.empty(8 << 20, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("hit", [signal.SIGSTOP, signal.SIGKILL])
 def test_who_waits_leaves_a_closed_link_even_in_mid_message(hit):
-    """Gloo never wakes the sender of a message whose first part only has left: it would sit out the whole time limit."""
+    """Gloo never wakes the sender of a message whose first part only has left: it would sit out the whole
+    time limit."""
     store, port = host_store("127.0.0.1", 20)
     peer = multiprocessing.get_context("spawn").Process(target=taker, args=(port,))
     peer.start()
-    link = Link(store, 1, 0, True, "relay 0", "127.0.0.1", torch.device("cpu"), 60, meet_seconds=20, leave=True)
+    link = Link(
+        store, 1, 0, True, "relay 0", "127.0.0.1", torch.device("cpu"), 60, meet_seconds=20, leave=True
+    )
     closed = []
 
     def close_soon():
@@ -106,7 +115,9 @@ def test_a_link_that_is_no_longer_wanted_is_not_awaited():
 def window_taker(port, reaches, says):
     if not reaches:
         links.mapped = lambda ticket: None
-    link = Link(reach_store("127.0.0.1", port, 20), 1, 0, False, "the trainer", "127.0.0.1", torch.device("cpu"), 20)
+    link = Link(
+        reach_store("127.0.0.1", port, 20), 1, 0, False, "the trainer", "127.0.0.1", torch.device("cpu"), 20
+    )
     for size in (1000, 700):
         target = torch.zeros(size, dtype=torch.uint8)
         with link.taken(link.take(target), target) as there:
@@ -121,14 +132,17 @@ def window_taker(port, reaches, says):
 
 @pytest.mark.parametrize("reaches", [True, False])
 def test_chunks_stay_in_a_window_that_the_receiver_maps(reaches):
-    """The other process copies from where they lie; one that cannot map it gets them over the link, from the same calls."""
+    """The other process copies from where they lie; one that cannot map it gets them over the link, from the
+    same calls."""
     store, port = host_store("127.0.0.1", 20)
     context = multiprocessing.get_context("spawn")
     says = context.SimpleQueue()
     peer = context.Process(target=window_taker, args=(port, reaches, says))
     peer.start()
     window = Window(3000)
-    link = Link(store, 1, 0, True, "relay 0", "127.0.0.1", torch.device("cpu"), 20, meet_seconds=20, window=window)
+    link = Link(
+        store, 1, 0, True, "relay 0", "127.0.0.1", torch.device("cpu"), 20, meet_seconds=20, window=window
+    )
     before = link.bytes_sent
     for first, size in ((100, 1000), (2000, 700)):
         chunk = window.tensor[first : first + size]
@@ -153,7 +167,13 @@ def test_a_window_is_known_by_its_secret():
     window.tensor.fill_(7)
     assert torch.equal(mapped(window.ticket), window.tensor)
     ticket = json.loads(window.ticket)
-    for wrong in ({"secret": "AAAAAAAAAAAAAAAAAAAAAA=="}, {"size": 99}, {"pid": 1 << 22}, {"descriptor": 9999}, {"network": 1}):
+    for wrong in (
+        {"secret": "AAAAAAAAAAAAAAAAAAAAAA=="},
+        {"size": 99},
+        {"pid": 1 << 22},
+        {"descriptor": 9999},
+        {"network": 1},
+    ):
         assert mapped(json.dumps(ticket | wrong).encode()) is None
     assert mapped(b"") is None and mapped(b"{}") is None
     with open("/dev/zero", "rb") as other:

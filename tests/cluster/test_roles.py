@@ -31,7 +31,10 @@ def test_each_machine_with_rollouts_has_a_relay_for_every_lane():
     assert on_two[6:] == ["relay2", "relay3", "rollout1", "rollout2", "rollout3", "rollout4"]
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1, 4, 2), (1, 2, 1, 5, 2), (1, 1, 1, 3), (2, 1, 1, 4), (1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 1, 5)])
+@pytest.mark.parametrize(
+    "layout",
+    [(1, 1, 1, 4, 2), (1, 2, 1, 5, 2), (1, 1, 1, 3), (2, 1, 1, 4), (1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 1, 5)],
+)
 def test_wrong_worlds_are_refused_with_the_right_size(layout):
     with pytest.raises(LaminarError, match=r"does not fit .* start \d+ ranks"):
         assign_roles(*layout)

@@ -53,7 +53,9 @@ def lock_of_another_host(folder: Path, age: float) -> Path:
     """A lock that a process on a host that is not this one renewed so many seconds ago."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
-    path.write_bytes(msgspec.json.encode(Owner("far", "ann", "node7", 4711, "1", "boot pid:[1]", time.time() - 3600)))
+    path.write_bytes(
+        msgspec.json.encode(Owner("far", "ann", "node7", 4711, "1", "boot pid:[1]", time.time() - 3600))
+    )
     os.utime(path, (time.time() - age, time.time() - age))
     return path
 
@@ -179,7 +181,9 @@ def test_another_hosts_lock_is_held_while_it_is_renewed(tmp_path):
     """Promise: a process elsewhere counts as alive by its renewals, and the refusal names the file to
     remove."""
     path = lock_of_another_host(tmp_path, age=3)
-    with pytest.raises(Refused, match=rf"on node7, since .* 3 s ago: if you know that it is gone, .*remove {path}"):
+    with pytest.raises(
+        Refused, match=rf"on node7, since .* 3 s ago: if you know that it is gone, .*remove {path}"
+    ):
         refuse_if_held(tmp_path)
     with pytest.raises(Refused):
         RunLock([tmp_path], print)

@@ -1,4 +1,5 @@
-"""Shared memory of killed sessions is removed, and nobody else's: real processes, real segments in /dev/shm."""
+"""Shared memory of killed sessions is removed, and nobody else's: real processes, real segments in
+/dev/shm."""
 
 import os
 import signal
@@ -13,7 +14,8 @@ from laminar_hpc import doctor
 from laminar_hpc.cluster import folders, leftovers
 from laminar_hpc.cluster.shared_memory import SHM, Note, noted, present
 
-# Makes a segment and waits, as one of SGLang's processes does; no resource tracker survives a session that is killed.
+# Makes a segment and waits, as one of SGLang's processes does; no resource tracker survives a session that is
+# killed.
 HOLDER = """
 import sys
 from multiprocessing import resource_tracker, shared_memory
@@ -38,8 +40,11 @@ class Holder:
         self.path = SHM / name
         self.process = subprocess.Popen(
             [sys.executable, "-c", HOLDER, name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         assert self.process.stdout is not None and self.process.stdout.readline() == "ready\n"
 
     def kill(self) -> None:
@@ -62,7 +67,8 @@ def abandon(folder: Path) -> None:
 
 
 def test_a_killed_sessions_segments_go_and_all_others_stay(prefix: str, tmp_path: Path) -> None:
-    """Left alone: what was there before, another program's, what took a noted name later, and what a living process still has."""
+    """Left alone: what was there before, another program's, what took a noted name later, and what a living
+    process still has."""
     folder = tmp_path / f"{folders.ENGINE_FOLDER_PREFIX}x"
     folder.mkdir()
     (SHM / f"{prefix}before").touch()
@@ -78,9 +84,13 @@ def test_a_killed_sessions_segments_go_and_all_others_stay(prefix: str, tmp_path
     reused.path.unlink()
     reused.path.write_bytes(b"somebody else's")
     found = leftovers.find(temporary=tmp_path)
-    assert [(each.what, each.path) for each in found if each.path.parent == tmp_path] == [("engine files", folder)]
+    assert [(each.what, each.path) for each in found if each.path.parent == tmp_path] == [
+        ("engine files", folder)
+    ]
     assert 2**20 <= found[0].size < 2**21, "the segment counts"
-    assert [each.path for each in leftovers.clean(temporary=tmp_path) if each.path.parent == tmp_path] == [folder]
+    assert [each.path for each in leftovers.clean(temporary=tmp_path) if each.path.parent == tmp_path] == [
+        folder
+    ]
     assert not ours.path.exists() and not folder.exists()
     assert reused.path.exists() and other.path.exists() and (SHM / f"{prefix}before").exists()
     other.kill()
@@ -95,8 +105,11 @@ def test_nothing_is_noted_of_a_session_that_makes_nothing(prefix: str, tmp_path:
     other.kill()
 
 
-def test_doctor_lists_and_frees_what_is_left(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """One warn line with sizes and the cure; --clean removes it, names each thing, and is the only argument."""
+def test_doctor_lists_and_frees_what_is_left(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """One warn line with sizes and the cure; --clean removes it, names each thing, and is the only
+    argument."""
     monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = tmp_path / f"{folders.ENGINE_FOLDER_PREFIX}y"
     folder.mkdir()
@@ -107,7 +120,11 @@ def test_doctor_lists_and_frees_what_is_left(prefix: str, tmp_path: Path, monkey
     monkeypatch.setattr(doctor, "CHECKS", (doctor.left_behind,))
     assert doctor.main([]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("warn  left behind: ") and "engine files of 1 (1 MiB)" in said and "laminar doctor --clean" in said
+    assert (
+        said.startswith("warn  left behind: ")
+        and "engine files of 1 (1 MiB)" in said
+        and "laminar doctor --clean" in said
+    )
     assert holder.path.exists()
     assert doctor.main(["--clean"]) == 0
     said = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Configuration: every file under conf/ parses, wrong values are refused in one line that says how to mend it, before anything starts."""
+"""Configuration: every file under conf/ parses, wrong values are refused in one line that says how to mend
+it, before anything starts."""
 
 import dataclasses
 import json
@@ -12,27 +13,47 @@ from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config.check import check, check_machine, derive, file_system
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory, dump_config, load_config, read_config
-from laminar_hpc.config.models import count_parameters, known_models, kv_bytes_per_token, rollout_bytes, trainer_bytes
+from laminar_hpc.config.models import (
+    count_parameters,
+    known_models,
+    kv_bytes_per_token,
+    rollout_bytes,
+    trainer_bytes,
+)
 from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.config.schema import RewardFunction, TrainerConfig
 
 MODEL = {
-    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 128, "vocab_size": 16, "max_position_embeddings": 512, "tie_word_embeddings": False,
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture
 def words(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
-    return [f"model.path={tmp_path}", f"data.train={tmp_path}/rows.jsonl", "reward.function=a.b", f"run_dir={tmp_path}/run"]
+    return [
+        f"model.path={tmp_path}",
+        f"data.train={tmp_path}/rows.jsonl",
+        "reward.function=a.b",
+        f"run_dir={tmp_path}/run",
+    ]
 
 
 FILES = sorted(str(p.relative_to(conf_directory())) for p in conf_directory().rglob("*.yaml"))
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith("simulation/")])  # those: tests/simulator/test_commands.py
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if not file.startswith("simulation/")]
+)  # those: tests/simulator/test_commands.py
 def test_every_file_parses(file):
     group, _, name = file.removesuffix(".yaml").rpartition("/")
     config = load_config([f"{group}={name}"] if group else [])
@@ -40,19 +61,24 @@ def test_every_file_parses(file):
 
 
 def test_keys_are_those_of_the_list_and_at_most_150():
-    """Promise: the configuration stays small enough to be read. A new key is a decision: it goes into tests/config/keys.txt by hand."""
+    """Promise: the configuration stays small enough to be read. A new key is a decision: it goes into
+    tests/config/keys.txt by hand."""
     from omegaconf import OmegaConf
 
     from laminar_hpc.config.schema import RunConfig
 
     def flat(node, prefix=""):
         for name, value in node.items():
-            yield from flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else [prefix + name]
+            yield from (
+                flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else [prefix + name]
+            )
 
     keys = set(flat(OmegaConf.to_container(OmegaConf.structured(RunConfig))))
     listed = (Path(__file__).with_name("keys.txt")).read_text().split()
     assert listed == sorted(set(listed)), "keys.txt is not sorted"
-    assert (sorted(keys - set(listed)), sorted(set(listed) - keys)) == ([], []), "keys missing in keys.txt, and keys there that are gone"
+    assert (sorted(keys - set(listed)), sorted(set(listed) - keys)) == ([], []), (
+        "keys missing in keys.txt, and keys there that are gone"
+    )
     assert len(keys) <= 150
 
 
@@ -67,19 +93,31 @@ EXPERIMENTS = {
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_ready_experiments_pass_a_dry_run_without_gpu_and_model(name, capsys):
-    """Promise: the shipped layouts fit, say so before anything is downloaded, and name what a run still needs."""
+    """Promise: the shipped layouts fit, say so before anything is downloaded, and name what a run still
+    needs."""
     assert train_command.main([f"experiment={name}", "dry_run=true"]) == 0
     printed = capsys.readouterr().out
     assert "\nwarning" not in printed
     derived = derive(load_config([f"experiment={name}", "dry_run=true"]))
     trainers, replicas, gpus, parameters, gigabytes = EXPERIMENTS[name]
-    assert (derived.trainer_ranks, derived.rollout_ranks, derived.gpus_unless_shared) == (trainers, replicas, gpus)
+    assert (derived.trainer_ranks, derived.rollout_ranks, derived.gpus_unless_shared) == (
+        trainers,
+        replicas,
+        gpus,
+    )
     assert derived.parameters == pytest.approx(parameters, rel=1e-3)
     assert round(derived.publish_bytes / 1e9) == gigabytes
     per_gpu = 24e9 if name == "one_gpu" else 80e9
     shared = derived.trainer_gpu_memory_bytes * (name == "one_gpu") + derived.rollout_gpu_memory_bytes
     assert max(derived.trainer_gpu_memory_bytes, shared) < 0.95 * per_gpu
-    for words in ("trainer gpu memory", "rollout gpu memory", "kv cache tokens", "max staleness", "asynchronous", " samples = "):
+    for words in (
+        "trainer gpu memory",
+        "rollout gpu memory",
+        "kv cache tokens",
+        "max staleness",
+        "asynchronous",
+        " samples = ",
+    ):
         assert words in printed
     assert max(len(line) for line in printed.splitlines() if not line.startswith("before a run")) <= 120
     assert "before a run model.path=Qwen/Qwen2.5-" in printed and "a run downloads it from the" in printed
@@ -94,7 +132,8 @@ def test_experiments_are_all_tried():
 
 
 def test_memory_estimates():
-    """Promise: the estimates are the arithmetic they claim: 18 bytes of state per parameter, 56 KiB of KV per token of the 7B."""
+    """Promise: the estimates are the arithmetic they claim: 18 bytes of state per parameter, 56 KiB of KV per
+    token of the 7B."""
     model = known_models()["Qwen2.5-7B"]
     assert kv_bytes_per_token(model, 2) == 56 * 1024
     assert rollout_bytes(model, 2, 1, 1000) - rollout_bytes(model, 2, 1, 0) == 1000 * 56 * 1024
@@ -103,8 +142,12 @@ def test_memory_estimates():
     )
     few = TrainerConfig(tensor_parallel=2, tokens_per_microbatch=1)
     assert trainer_bytes(model, 2, few) == pytest.approx(count_parameters(model) * 18 / 2, rel=1e-3)
-    sharded = TrainerConfig(tensor_parallel=2, data_parallel=4, distributed_optimizer=True, tokens_per_microbatch=1)
-    assert trainer_bytes(model, 2, sharded) == pytest.approx(count_parameters(model) * (6 / 2 + 12 / 8), rel=1e-3)
+    sharded = TrainerConfig(
+        tensor_parallel=2, data_parallel=4, distributed_optimizer=True, tokens_per_microbatch=1
+    )
+    assert trainer_bytes(model, 2, sharded) == pytest.approx(
+        count_parameters(model) * (6 / 2 + 12 / 8), rel=1e-3
+    )
     long = TrainerConfig(tokens_per_microbatch=16384)
     state, again = count_parameters(model) * 18, dataclasses.replace(long, recompute_activations=True)
     assert trainer_bytes(model, 2, again) - state < 0.3 * (trainer_bytes(model, 2, long) - state)
@@ -119,7 +162,11 @@ def test_dump_and_read_give_the_same(words, tmp_path):
 def test_derived_quantities(words):
     derived = check(load_config([*words, "rollout.replicas=3", "trainer.data_parallel=2"]))
     assert (derived.trainer_ranks, derived.rollout_ranks, derived.world_size) == (2, 3, 7)
-    assert derived.trajectories_per_step == 256 and derived.trajectories_per_update == 128 and derived.local_batch_groups == 11
+    assert (
+        derived.trajectories_per_step == 256
+        and derived.trajectories_per_update == 128
+        and derived.local_batch_groups == 11
+    )
     with_lanes = check(load_config([*words, "rollout.replicas=3", "relay.lanes=2"]))
     assert (with_lanes.relay_ranks_per_machine, with_lanes.world_size) == (2, 7)
     with pytest.raises(LaminarError, match=r"relay.lanes=2 needs at least 3"):
@@ -135,7 +182,9 @@ def test_parameters_are_counted_as_transformers_counts_them(family, tied):
 
     shape = {k: v for k, v in MODEL.items() if k != "architectures"} | {"tie_word_embeddings": tied}
     real = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape))
-    assert count_parameters({**shape, "model_type": family.lower()}) == sum(p.numel() for p in real.parameters())
+    assert count_parameters({**shape, "model_type": family.lower()}) == sum(
+        p.numel() for p in real.parameters()
+    )
 
 
 # What one value may be by itself: tests/config/test_refusals.py.
@@ -153,15 +202,22 @@ BAD = [
     ),
     ("algorithm.loss=gspo", "set algorithm.loss_aggregation=sequences, not tokens"),
     ("algorithm.loss=aipo", "set algorithm.importance_weight_cap, for example 5"),
-    ("algorithm.loss=aipo algorithm.importance_weight_cap=5 algorithm.proximal=recomputed", "set algorithm.proximal=behaviour"),
+    (
+        "algorithm.loss=aipo algorithm.importance_weight_cap=5 algorithm.proximal=recomputed",
+        "set algorithm.proximal=behaviour",
+    ),
     ("algorithm.importance_weight_cap=2", "has no weight to truncate: set algorithm.proximal=recomputed"),
     ("algorithm.clip_dual=1.1", "clip_dual=1.1: must be above 1 . clip_high"),
     ("algorithm.clip_dual=3 algorithm.loss=cispo", "clip_dual=3.0 belongs to algorithm.loss=clip"),
     ("algorithm.sequence_ratio_min=2 algorithm.sequence_ratio_max=0.5", "the first must be below the second"),
-    ("algorithm.kl_coefficient=0.1 algorithm.kl_estimator=k1", "its gradient has mean 0.: use k2 or k3, or algorithm.kl_in_reward=true"),
+    (
+        "algorithm.kl_coefficient=0.1 algorithm.kl_estimator=k1",
+        "its gradient has mean 0.: use k2 or k3, or algorithm.kl_in_reward=true",
+    ),
     ("algorithm.kl_in_reward=true", "does nothing while algorithm.kl_coefficient=0"),
     (
-        "algorithm.loss=gspo algorithm.loss_aggregation=sequences algorithm.advantage=reinforce_pp algorithm.kl_coefficient=0.1 "
+        "algorithm.loss=gspo algorithm.loss_aggregation=sequences algorithm.advantage=reinforce_pp "
+        "algorithm.kl_coefficient=0.1 "
         "algorithm.kl_in_reward=true",
         "gspo has one advantage per sequence, reinforce_pp with kl_in_reward one per token",
     ),
@@ -173,8 +229,14 @@ BAD = [
     ("sampling.max_response_tokens=512", "does not leave room for a prompt"),
     ("trainer.devices=[0,0]", r"trainer.devices=\[0, 0\]: name each GPU once"),
     ("rollout.devices=[]", "or leave it at null"),
-    ("rollout.tensor_parallel=3", "does not divide the model's 4 heads, 2 key-value heads and intermediate size 128"),
-    ("trainer.tensor_parallel=4", "trainer.tensor_parallel=4 does not divide the model's num_key_value_heads=2"),
+    (
+        "rollout.tensor_parallel=3",
+        "does not divide the model's 4 heads, 2 key-value heads and intermediate size 128",
+    ),
+    (
+        "trainer.tensor_parallel=4",
+        "trainer.tensor_parallel=4 does not divide the model's num_key_value_heads=2",
+    ),
     ("trainer.pipeline_parallel=3", "trainer.pipeline_parallel=3 exceeds the model's num_hidden_layers=2"),
     ("trainer.tokens_per_microbatch=100", "cannot hold a prompt"),
     ("rollout.kv_cache_tokens=100", "cannot hold one response"),
@@ -188,10 +250,22 @@ BAD = [
 
 
 def test_adaptive_sampling_has_no_fixed_number_of_trajectories(words):
-    """A step's trajectories need not divide into mini-batches then, but there must be enough for each of them."""
+    """A step's trajectories need not divide into mini-batches then, but there must be enough for each of
+    them."""
     check(load_config([*words, "algorithm.first_samples=4", "algorithm.minibatches_per_step=3"]))
-    with pytest.raises(LaminarError, match=r"= 4 trajectories are fewer than algorithm.minibatches_per_step=5"):
-        check(load_config([*words, "algorithm.first_samples=2", "algorithm.prompts_per_step=2", "algorithm.minibatches_per_step=5"]))
+    with pytest.raises(
+        LaminarError, match=r"= 4 trajectories are fewer than algorithm.minibatches_per_step=5"
+    ):
+        check(
+            load_config(
+                [
+                    *words,
+                    "algorithm.first_samples=2",
+                    "algorithm.prompts_per_step=2",
+                    "algorithm.minibatches_per_step=5",
+                ]
+            )
+        )
 
 
 @pytest.mark.parametrize(("word", "text"), BAD)
@@ -203,7 +277,9 @@ def test_wrong_values_are_refused_in_one_line(words, word, text):
 
 def test_other_architectures_are_refused(words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "architectures": ["MixtralForCausalLM"]}))
-    with pytest.raises(LaminarError, match=r"MixtralForCausalLM is not supported; supported: Llama.*, none with experts"):
+    with pytest.raises(
+        LaminarError, match=r"MixtralForCausalLM is not supported; supported: Llama.*, none with experts"
+    ):
         check(load_config(words))
 
 
@@ -218,7 +294,9 @@ def test_port_in_use_and_too_little_shared_memory(words, tmp_path):
             check_machine(config, derive(config))
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "vocab_size": 10**10}))
     config = load_config(words)
-    with pytest.raises(LaminarError, match=r"weight slots need \d+ MB: give it more \(containers: --shm-size\)"):
+    with pytest.raises(
+        LaminarError, match=r"weight slots need \d+ MB: give it more \(containers: --shm-size\)"
+    ):
         check_machine(config, derive(config))
 
 

@@ -108,7 +108,8 @@ SHAPES = {
     "--multirun": "no such option; settings are key=value",
     "--reward.function a$b": "write 'reward.function=a$b'",
     "reward.function=my reward": "if it belongs to the value before it, write 'reward.function=my reward'",
-    "data.train=my long file.jsonl": "long file.jsonl: not key=value; if it belongs to the value before it, write 'data.train=my long",
+    "data.train=my long file.jsonl": "long file.jsonl: not key=value; if it belongs to the value before it, "
+    "write 'data.train=my long",
     "steps = 3": "steps = 3: write steps=3, without spaces around =",
     "steps =3": "write steps=3, without spaces",
     "steps= 3": "write steps=3, without spaces",
@@ -116,7 +117,8 @@ SHAPES = {
     "steps": "write steps=VALUE",
     "pipline": "not key=value (did you mean pipeline?)",
     "~steps": "a setting cannot be removed",
-    "experiment=dmeo": "use one of cluster_1024gpu_72b, cluster_64gpu_32b, demo, node_8gpu_7b, one_gpu (did you mean demo?)",
+    "experiment=dmeo": "use one of cluster_1024gpu_72b, cluster_64gpu_32b, demo, node_8gpu_7b, one_gpu (did "
+    "you mean demo?)",
     "pipeline=laminarr": "use one of laminar, one_step, partial, stream, sync (did you mean laminar?)",
     "experiment=demo,one_gpu": "use one of",
 }
@@ -183,14 +185,24 @@ def test_texts_are_taken_as_they_stand(quote):
     """Promise: a path or name needs no quoting but the shell's; quotes around all of it, as Hydra's users
     write them, do no harm."""
     texts = {
-        "run_dir": "/a b", "store_dir": "/lr=1e-3,b[0]{x}(y)$z:w", "reward.function": "007", "data.train": "1e3", "model.path": "a\\b",
-        "data.answer_field": "null", "rollout.engine_arguments.x": "{a: [1]}",
-    }  # fmt: skip
+        "run_dir": "/a b",
+        "store_dir": "/lr=1e-3,b[0]{x}(y)$z:w",
+        "reward.function": "007",
+        "data.train": "1e3",
+        "model.path": "a\\b",
+        "data.answer_field": "null",
+        "rollout.engine_arguments.x": "{a: [1]}",
+    }
     config = load_config([f"{key}={quote}{text}{quote}" for key, text in texts.items()])
     found = (
-        config.run_dir, config.store_dir, config.reward.function, config.data.train, config.model.path, config.data.answer_field,
+        config.run_dir,
+        config.store_dir,
+        config.reward.function,
+        config.data.train,
+        config.model.path,
+        config.data.answer_field,
         config.rollout.engine_arguments["x"],
-    )  # fmt: skip
+    )
     assert found == tuple(texts.values())
 
 
@@ -198,8 +210,10 @@ def test_tables_take_entries_as_written():
     """Promise: no `+` is needed, none is refused; an entry may come from anywhere, and an empty table
     grows."""
     words = [
-        "rollout.engine_arguments.mem-fraction-static=0.30", "+rollout.engine_arguments.x={a: 1}", "emulation.constants.train_mfu=0.4",
-    ]  # fmt: skip
+        "rollout.engine_arguments.mem-fraction-static=0.30",
+        "+rollout.engine_arguments.x={a: 1}",
+        "emulation.constants.train_mfu=0.4",
+    ]
     words += [
         "rollout={replicas: 2}",
         "++steps=${relay.slots}",
@@ -214,7 +228,8 @@ def test_tables_take_entries_as_written():
         "rollout={replicaz: 2}": "rollout.replicaz: no such key (did you mean rollout.replicas?)",
         "rollout={replicas: x}": "rollout.replicas=x: must be a whole number",
         "evaluation.files=[a=b]": "quote an entry that has spaces or any of",
-        "data.train=${HOME}/x": "data.train: Interpolation key 'HOME' not found; a reference is ${KEY}, or ${oc.env:NAME}",
+        "data.train=${HOME}/x": "data.train: Interpolation key 'HOME' not found; a reference is ${KEY}, or "
+        "${oc.env:NAME}",
     }
     lines = refusal("train", *wrong)
     assert len(lines) == len(wrong) and all(any(text in line for line in lines) for text in wrong.values())
@@ -242,15 +257,22 @@ def test_every_number_has_bounds_and_every_default_keeps_them():
         kind = plain_type(field)[0]
         if {int, float} & {kind, *getattr(kind, "__args__", ())} and not isinstance(allowed(field), Bounds):
             bare.append(key)
-    assert not bare, "write number(default, at_least=..., above=..., at_most=..., below=...) or seconds(default) in config/schema.py"
+    assert not bare, (
+        "write number(default, at_least=..., above=..., at_most=..., below=...) or seconds(default) in "
+        "config/schema.py"
+    )
     assert not wrong_values(RunConfig())
-    choices = {key: field.metadata for key, field in all_fields(RunConfig) if isinstance(allowed(field), Choices)}
+    choices = {
+        key: field.metadata for key, field in all_fields(RunConfig) if isinstance(allowed(field), Choices)
+    }
     assert {"algorithm.loss", "role", "resume", "rollout.engine"} <= choices.keys()
 
 
 def test_choices_that_other_files_decide():
     emulation = {key: allowed(field) for key, field in all_fields(RunConfig) if key.startswith("emulation.")}
-    assert set(emulation["emulation.model"].names) == set(MODELS) and set(emulation["emulation.gpu"].names) == set(GPUS)
+    assert set(emulation["emulation.model"].names) == set(MODELS) and set(
+        emulation["emulation.gpu"].names
+    ) == set(GPUS)
 
 
 def test_tables_of_sections_are_checked_too():
@@ -277,8 +299,14 @@ def test_tables_of_sections_are_checked_too():
             "# @package _global_\noptimizer: {lr: fast}\n",
             r"experiment=mine: optimizer.lr: must be a number, above 0",
         ),
-        ("# @package _global_\ntrainer: 3\n", r"experiment=mine: trainer: a section, not a value; its keys are"),
-        ("# @package _global_\nrun_dir: ${oc.env:NO_SUCH}\n", r"^run_dir: Environment variable 'NO_SUCH' not found"),
+        (
+            "# @package _global_\ntrainer: 3\n",
+            r"experiment=mine: trainer: a section, not a value; its keys are",
+        ),
+        (
+            "# @package _global_\nrun_dir: ${oc.env:NO_SUCH}\n",
+            r"^run_dir: Environment variable 'NO_SUCH' not found",
+        ),
         ("# @package _global_\nname: \udcff\n", r"experiment=mine: not UTF-8"),
         ("steps: 1\n", r"begin the file with the line `# @package _global_`"),
         ("# @package _global_\nsteps: 0\n", r"^steps=0: must be at least 1"),
@@ -361,8 +389,12 @@ def laminar(*words: str, **environment: str) -> tuple[list[str], list[str], int]
 
 def test_a_refusal_as_seen_from_a_shell(tmp_path):
     """Promise: one line per mistake on stderr, nothing else, exit code 2, nothing written."""
-    out, err, code = laminar("train", "experiment=demo", f"run_dir={tmp_path}/run", "steps=0", "stepz=1", "optimizer.lr=nan")
-    assert (out, code) == ([], 2) and len(err) == 3 and all(line.startswith("laminar: error: ") for line in err)
+    out, err, code = laminar(
+        "train", "experiment=demo", f"run_dir={tmp_path}/run", "steps=0", "stepz=1", "optimizer.lr=nan"
+    )
+    assert (
+        (out, code) == ([], 2) and len(err) == 3 and all(line.startswith("laminar: error: ") for line in err)
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -387,7 +419,9 @@ def test_help_and_version():
     ):
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             assert cli.run(words) == 0
-        assert shown.getvalue().startswith(f"usage: laminar {words[-1] if words[0] == 'help' and words[1:] else ''}".rstrip())
+        assert shown.getvalue().startswith(
+            f"usage: laminar {words[-1] if words[0] == 'help' and words[1:] else ''}".rstrip()
+        )
 
 
 def test_a_refusal_waits_for_no_library():
@@ -401,7 +435,9 @@ except cli.LaminarError:
     slow = {"torch", "pyarrow", "datasets", "wandb", "transformers", "sglang", "numpy", "zmq", "rich"}
     print(json.dumps(sorted(slow & set(sys.modules))))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert json.loads(done.stdout) == []
 
 
@@ -416,7 +452,9 @@ def test_torchrun_without_us_refuses_alike():
         "algorithm.minibatches_per_step=0",
         "stepz=1",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parent
+    )
     lines = done.stderr.splitlines()
     assert (
         done.returncode == 2
@@ -426,16 +464,23 @@ def test_torchrun_without_us_refuses_alike():
 
 
 def test_what_the_controller_refuses_ends_laminar_train_with_2(tmp_path, monkeypatch, capfd):
-    """Promise: a refusal that only a rank can give, far down in a data file, has exit code 2 too; others have 1.
+    """Promise: a refusal that only a rank can give, far down in a data file, has exit code 2 too; others have
+    1.
 
     torchrun itself (exit code 1 for whatever its ranks say) is stood in for by a shell script of its two lines."""
     program = tmp_path / "python"
-    program.write_text('#!/bin/sh\necho "$WORDS" >&2\necho "laminar: error: trainer 0: told to end" >&2\nexit 1\n')
+    program.write_text(
+        '#!/bin/sh\necho "$WORDS" >&2\necho "laminar: error: trainer 0: told to end" >&2\nexit 1\n'
+    )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     config = load_config(["experiment=demo", f"run_dir={tmp_path}/run"])
     for words, shown_as, code in (
-        ("laminar: error: refused: a.jsonl, row 701: no field", "laminar: error: a.jsonl, row 701: no field", 2),
+        (
+            "laminar: error: refused: a.jsonl, row 701: no field",
+            "laminar: error: a.jsonl, row 701: no field",
+            2,
+        ),
         ("laminar: error: the trainer died", "laminar: error: the trainer died", 1),
     ):
         monkeypatch.setenv("WORDS", words)

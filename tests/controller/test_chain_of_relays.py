@@ -1,5 +1,6 @@
-"""The chain of relays in the controller: what is whole stays, neighbours of a break are joined, and the newest weights reach everybody.
-Promises: the master's death elects the next; a late comer needs no trainer; a relay that stands still is left out until it is heard."""
+"""The chain of relays in the controller: what is whole stays, neighbours of a break are joined, and the
+newest weights reach everybody. Promises: the master's death elects the next; a late comer needs no trainer; a
+relay that stands still is left out until it is heard."""
 
 import pytest
 
@@ -32,7 +33,9 @@ class Clock:
         self.chain.publication(weight_id)
         for place, index in enumerate(self.chain.order):
             behind = self.chain.order[place + 1] if place + 1 < len(self.chain.order) else None
-            self.chain.relay_has(index, weight_id, self.chain.links[behind].epoch if behind is not None else 0)
+            self.chain.relay_has(
+                index, weight_id, self.chain.links[behind].epoch if behind is not None else 0
+            )
 
     def epochs(self) -> dict[int, int]:
         return {index: link.epoch for index, link in self.chain.links.items()}
@@ -52,7 +55,9 @@ def test_the_first_chain_waits_for_all_relays_and_the_trainer():
     chain.came(1, 0.0)
     assert chain.update({1: 0.9}, True, 1.0) == []
     chain.came(0, 1.0)
-    assert chain.update({0: 1.9, 1: 1.9}, False, 2.0) == [] and chain.update({0: 1.9, 1: 1.9}, True, 1.2) == []
+    assert (
+        chain.update({0: 1.9, 1: 1.9}, False, 2.0) == [] and chain.update({0: 1.9, 1: 1.9}, True, 1.2) == []
+    )
     assert proposals(chain.update({0: 1.9, 1: 1.9}, True, 2.0)) == [(TRAINER, 0), (0, 1)]
 
 
@@ -77,7 +82,11 @@ def test_a_death_in_the_middle_joins_the_neighbours_and_leaves_the_rest(clock):
     clock.chain.gone(2)
     assert proposals(clock.turn(0.1)) == [(1, 3)]
     after = clock.epochs()
-    assert clock.chain.order == [0, 1, 3] and (after[0], after[1]) == (before[0], before[1]) and after[3] > before[3]
+    assert (
+        clock.chain.order == [0, 1, 3]
+        and (after[0], after[1]) == (before[0], before[1])
+        and after[3] > before[3]
+    )
 
 
 def test_the_masters_death_in_a_publication_elects_the_next_and_has_it_sent_again(clock):
@@ -108,7 +117,9 @@ def test_who_stands_behind_the_break_gets_them_from_a_relay(clock):
     epochs = clock.epochs()
     assert clock.chain.link_down(epochs[2], 1, clock.now) is not None
     assert clock.chain.link_down(epochs[3], 3, clock.now) is not None
-    assert proposals(clock.turn(SETTLE_SECONDS)) == [(1, 3)], "both neighbours miss relay 2, which is not heard"
+    assert proposals(clock.turn(SETTLE_SECONDS)) == [(1, 3)], (
+        "both neighbours miss relay 2, which is not heard"
+    )
     clock.chain.relay_has(0, 8, epochs[1])
     assert clock.turn(0.1) == []
     clock.chain.relay_has(1, 8, 0)
@@ -135,11 +146,16 @@ def test_a_standstill_is_left_out_and_comes_back_to_the_end(clock):
 
 def test_reports_of_links_that_are_no_more_are_void(clock):
     old = clock.epochs()[2]
-    assert clock.chain.link_down(old, 1, clock.now) is not None and clock.chain.link_down(old, 2, clock.now) is None
+    assert (
+        clock.chain.link_down(old, 1, clock.now) is not None
+        and clock.chain.link_down(old, 2, clock.now) is None
+    )
     assert clock.chain.link_down(clock.epochs()[3], 0, clock.now) is None, "it is not relay 0's link"
     clock.turn(SETTLE_SECONDS)
     assert clock.chain.store_opened(m.StoreOpened(old, "h", 1), 1) == []
-    assert clock.chain.store_opened(m.StoreOpened(clock.epochs()[2], "h", 1), 1) == [(2, m.JoinEpoch(clock.epochs()[2], "h", 1, "relay 1"))]
+    assert clock.chain.store_opened(m.StoreOpened(clock.epochs()[2], "h", 1), 1) == [
+        (2, m.JoinEpoch(clock.epochs()[2], "h", 1, "relay 1"))
+    ]
 
 
 def test_a_relay_that_is_alive_but_out_of_reach_is_left_out_for_a_while(clock):

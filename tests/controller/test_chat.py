@@ -1,4 +1,5 @@
-"""Chat templates: the text is that of transformers, to the character; a model without one is refused in one line."""
+"""Chat templates: the text is that of transformers, to the character; a model without one is refused in one
+line."""
 
 import json
 
@@ -35,7 +36,10 @@ def model(tmp_path):
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0, "<s>": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"content": "<s>", "__type": "AddedToken"}}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": {"content": "<s>", "__type": "AddedToken"},
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
     return tmp_path
 
@@ -47,7 +51,9 @@ def test_the_text_is_that_of_transformers(model):
     tokenizer = AutoTokenizer.from_pretrained(model)
     render = load_chat_template(str(model))
     for messages in (MESSAGES, MESSAGES[:1], as_messages("plain text")):
-        assert render(messages, "row 1") == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert render(messages, "row 1") == tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "chat_template.jinja").write_text(settings.pop("chat_template"))
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -55,7 +61,10 @@ def test_the_text_is_that_of_transformers(model):
 
 
 def test_what_cannot_be_rendered_is_one_line(model):
-    with pytest.raises(LaminarError, match=r"rows.jsonl, row 3: the model's chat template refuses its messages \(no role tool\)"):
+    with pytest.raises(
+        LaminarError,
+        match=r"rows.jsonl, row 3: the model's chat template refuses its messages \(no role tool\)",
+    ):
         load_chat_template(str(model))([{"role": "tool", "content": "x"}], "rows.jsonl, row 3")
     for text, words in (("{% if %}", "is not valid Jinja"), ("", "has no chat template")):
         (model / "chat_template.jinja").write_text(text)
@@ -65,7 +74,8 @@ def test_what_cannot_be_rendered_is_one_line(model):
 
 
 def test_templates_are_sandboxed(model):
-    """A template is a program from the model's folder: it cannot reach Python through the values that it is given."""
+    """A template is a program from the model's folder: it cannot reach Python through the values that it is
+    given."""
     (model / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
     with pytest.raises(LaminarError, match="access to attribute '__class__'"):
         load_chat_template(str(model))(MESSAGES, "row 1")
@@ -74,5 +84,13 @@ def test_templates_are_sandboxed(model):
 def test_messages():
     assert as_messages("hi") == [{"role": "user", "content": "hi"}]
     assert as_messages(MESSAGES) == MESSAGES
-    for bad in ([], ["hi"], [{"role": "user"}], [{"role": "user", "content": 3}], {"role": "user", "content": "hi"}, None, 5):
+    for bad in (
+        [],
+        ["hi"],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        {"role": "user", "content": "hi"},
+        None,
+        5,
+    ):
         assert as_messages(bad) is None

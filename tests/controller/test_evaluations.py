@@ -1,4 +1,5 @@
-"""Evaluations of several files: every response once, on one weight id, whoever is lost on the way; accuracies per file."""
+"""Evaluations of several files: every response once, on one weight id, whoever is lost on the way; accuracies
+per file."""
 
 from reports import trajectory
 
@@ -8,11 +9,15 @@ from laminar_hpc.messages import Generated, Lost, Scored
 
 
 def files():
-    return {name: [Prompt(f"{i}", [i], {"right": i % 2}) for i in range(count)] for name, count in (("a", 3), ("b", 4))}
+    return {
+        name: [Prompt(f"{i}", [i], {"right": i % 2}) for i in range(count)]
+        for name, count in (("a", 3), ("b", 4))
+    }
 
 
 def answer(evaluations, grant, accuracy, skip=()):
-    """Reports every sample of a grant but those in `skip`, which are lost; gives the evaluation when that finished it."""
+    """Reports every sample of a grant but those in `skip`, which are lost; gives the evaluation when that
+    finished it."""
     for group in grant.groups:
         for sample in group.samples:
             if sample.trajectory_id in skip:
@@ -20,12 +25,15 @@ def answer(evaluations, grant, accuracy, skip=()):
                 continue
             evaluations.generated(Generated(trajectory(group, sample), grant.evaluation))
             parts = {"accuracy": accuracy(group, sample)}
-            done = evaluations.scored(Scored(sample.trajectory_id, sample.attempt, 0.0, parts, "", 1.0, grant.evaluation))
+            done = evaluations.scored(
+                Scored(sample.trajectory_id, sample.attempt, 0.0, parts, "", 1.0, grant.evaluation)
+            )
     return done
 
 
 def test_greedy_and_mean_at_k_per_file():
-    """pass@1: one greedy response per problem; mean@k: k sampled ones at the training temperature; both over each file alone."""
+    """pass@1: one greedy response per problem; mean@k: k sampled ones at the training temperature; both over
+    each file alone."""
     evaluations = Evaluations(files(), 3, 0.7, 48)
     evaluations.add("before", 0, pieces=1)
     grant = evaluations.grant(0, 5, 2, 0, now=1.0)
@@ -42,7 +50,10 @@ def test_greedy_and_mean_at_k_per_file():
     assert grant.temperature == 0.7 and {len(g.samples) for g in grant.groups} == {3}
     assert len({s.trajectory_id for g in grant.groups for s in g.samples}) == 21
     done = answer(evaluations, grant, lambda group, sample: float(sample.trajectory_id % 3 == 0))
-    assert [(r["file"], r["accuracy"], r["samples"]) for r in evaluations.results(done, 4.0)] == [("a", 1 / 3, 3), ("b", 1 / 3, 3)]
+    assert [(r["file"], r["accuracy"], r["samples"]) for r in evaluations.results(done, 4.0)] == [
+        ("a", 1 / 3, 3),
+        ("b", 1 / 3, 3),
+    ]
     assert evaluations.queue == [] and evaluations.grant(0, 5, 2, 2, 4.0) is None
 
 
@@ -50,7 +61,9 @@ def test_lost_responses_are_asked_again_on_the_same_weights():
     evaluations = Evaluations(files(), 2, 1.0, 48)
     evaluations.add("step", 4, pieces=2)
     del evaluations.queue[0]
-    assert evaluations.grant(0, 8, 3, 0, 0.0) is None, "weights of an earlier step are not evaluated for step 4"
+    assert evaluations.grant(0, 8, 3, 0, 0.0) is None, (
+        "weights of an earlier step are not evaluated for step 4"
+    )
     first, second = evaluations.grant(0, 9, 4, 0, 0.0), evaluations.grant(1, 9, 4, 1, 0.0)
     assert [len(g.groups) for g in (first, second)] == [4, 3]
     assert answer(evaluations, first, lambda *_: 1.0, skip={2, 7}) is None
@@ -58,7 +71,9 @@ def test_lost_responses_are_asked_again_on_the_same_weights():
     assert evaluations.grant(0, 10, 5, 2, 0.0) is None, "never two weight ids in one evaluation"
     again = evaluations.grant(1, 9, 4, 3, 0.0)
     assert [s.trajectory_id for g in again.groups for s in g.samples] == [2, 7]
-    assert answer(evaluations, first, lambda *_: 0.0) is None, "reports of an earlier attempt count for nothing"
+    assert answer(evaluations, first, lambda *_: 0.0) is None, (
+        "reports of an earlier attempt count for nothing"
+    )
     done = answer(evaluations, again, lambda *_: 0.0)
     assert [r["accuracy"] for r in evaluations.results(done, 1.0)] == [5 / 6, 7 / 8]
 
@@ -72,4 +87,6 @@ def test_an_evaluation_whose_weights_are_gone_starts_again():
     grant = evaluations.grant(0, 12, 6, 1, 0.0)
     assert len(grant.groups) == 7
     done = answer(evaluations, grant, lambda *_: 1.0)
-    assert {(r["weight_id"], r["step"], r["accuracy"]) for r in evaluations.results(done, 1.0)} == {(12, 6, 1.0)}
+    assert {(r["weight_id"], r["step"], r["accuracy"]) for r in evaluations.results(done, 1.0)} == {
+        (12, 6, 1.0)
+    }

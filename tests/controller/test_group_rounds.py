@@ -1,4 +1,5 @@
-"""Groups in the tracker that are filtered or sampled in rounds: what is granted, given back, recorded, and found again after a restart."""
+"""Groups in the tracker that are filtered or sampled in rounds: what is granted, given back, recorded, and
+found again after a restart."""
 
 import sqlite3
 
@@ -34,24 +35,35 @@ def score(tracker, group, rewards, step=0):
 
 
 def test_a_group_of_equal_rewards_is_given_up_and_its_number_given_back(tmp_path):
-    """Never trained, on record with its reason, and another prompt is drawn; one with an advantage is kept."""
+    """Never trained, on record with its reason, and another prompt is drawn; one with an advantage is
+    kept."""
     store, tracker = new_tracker(tmp_path, filters=True)
     (group,) = draw(tracker)
     given_up = score(tracker, group, [1.0, 1.0])
     assert given_up is not None and not given_up.finished
-    assert tracker.counted == 0 and tracker.groups == {} and tracker.views() == [] and tracker.filtered_in_a_row == 1
+    assert (
+        tracker.counted == 0
+        and tracker.groups == {}
+        and tracker.views() == []
+        and tracker.filtered_in_a_row == 1
+    )
     (other,) = draw(tracker)
     assert other.group_id == 1 and other.row == {"n": 1} and tracker.groups[1].number == 1
     kept = score(tracker, other, [0.0, 1.0])
     assert kept is not None and kept.finished and tracker.counted == 1 and tracker.filtered_in_a_row == 0
-    assert tracker.take_counts() == Counts(groups_filtered=1, tokens_generated=12) and tracker.take_counts() == Counts()
+    assert (
+        tracker.take_counts() == Counts(groups_filtered=1, tokens_generated=12)
+        and tracker.take_counts() == Counts()
+    )
     store.commit()
     database = sqlite3.connect(store.path)
     assert database.execute("SELECT state, reason FROM groups ORDER BY id").fetchall() == [
         ("given_up", "all 2 rewards are 1"),
         ("finished", None),
     ]
-    kept = database.execute("SELECT state, COUNT(payload) FROM trajectories WHERE group_id = 0 GROUP BY state").fetchall()
+    kept = database.execute(
+        "SELECT state, COUNT(payload) FROM trajectories WHERE group_id = 0 GROUP BY state"
+    ).fetchall()
     assert kept == [("given_up", 2)]
     database.close()
     store.close()
@@ -64,24 +76,38 @@ def test_without_the_setting_equal_rewards_are_trained(tmp_path):
     store, tracker = new_tracker(tmp_path)
     (group,) = draw(tracker)
     kept = score(tracker, group, [0.0, 0.0])
-    assert kept is not None and kept.finished and [decode_trajectory(p).reward for p in tracker.consume([0], 0)] == [0.0, 0.0]
+    assert (
+        kept is not None
+        and kept.finished
+        and [decode_trajectory(p).reward for p in tracker.consume([0], 0)] == [0.0, 0.0]
+    )
     store.close()
 
 
 def test_a_group_that_is_all_wrong_gets_more_samples(tmp_path):
-    """Two first, one more at a time up to four; later rounds on newer weights; the group's age stays that of its first samples."""
+    """Two first, one more at a time up to four; later rounds on newer weights; the group's age stays that of
+    its first samples."""
     store, tracker = new_tracker(tmp_path, GroupSize(2, 1, 4))
     (group,) = draw(tracker)
     assert len(group.samples) == 2
     assert score(tracker, group, [0.0, 0.0]) is None and not tracker.groups[0].finished
     (more,) = draw(tracker, quota=0, step=2)
-    assert more.group_id == 0 and [s.trajectory_id for s in more.samples] == [2] and tracker.groups[0].view().weight_step == 0
+    assert (
+        more.group_id == 0
+        and [s.trajectory_id for s in more.samples] == [2]
+        and tracker.groups[0].view().weight_step == 0
+    )
     assert score(tracker, more, [0.0], step=2) is None
     (last,) = draw(tracker, quota=0, step=2)
     complete = score(tracker, last, [1.0], step=2)
     assert complete is not None and complete.finished and tracker.groups[0].view().weight_step == 0
     batch = [decode_trajectory(payload) for payload in tracker.consume([0], 2)]
-    assert [t.reward for t in batch] == [0.0, 0.0, 0.0, 1.0] and [t.weight_step for t in batch] == [0, 0, 2, 2]
+    assert [t.reward for t in batch] == [0.0, 0.0, 0.0, 1.0] and [t.weight_step for t in batch] == [
+        0,
+        0,
+        2,
+        2,
+    ]
     assert tracker.counts == Counts(tokens_generated=12)
     (right,) = draw(tracker)
     assert score(tracker, right, [0.0, 1.0]) is not None
@@ -96,7 +122,9 @@ def test_rounds_and_filter_together(tmp_path):
     assert score(tracker, group, [0.0, 0.0]) is None and tracker.counted == 1
     (more,) = draw(tracker, quota=0)
     given_up = score(tracker, more, [0.0, 0.0])
-    assert given_up is not None and not given_up.finished and len(given_up.samples) == 4 and tracker.counted == 0
+    assert (
+        given_up is not None and not given_up.finished and len(given_up.samples) == 4 and tracker.counted == 0
+    )
     store.close()
 
 
@@ -116,7 +144,8 @@ def test_a_restart_between_rounds(tmp_path):
 
 
 def test_what_is_ready_for_a_replica(tmp_path):
-    """Samples with nobody count by the share of a group that they are; whether scores of the replica's own work are pending is known."""
+    """Samples with nobody count by the share of a group that they are; whether scores of the replica's own
+    work are pending is known."""
     store, tracker = new_tracker(tmp_path, GroupSize(2, 1, 4))
     (group,) = draw(tracker)
     assert tracker.ready(0) == (0.0, False)

@@ -27,6 +27,11 @@ def test_a_newer_attempt_takes_the_place_of_an_older_one():
     pool.add(increment(1, 2, [4]))
     assert pool.get(9, 0) is None
     held = pool.get(9, 1)
-    assert held is not None and held.tokens == [1, 2, 4] and held.spans == [VersionSpan(4, 0, 3)] and held.moves == 1
+    assert (
+        held is not None
+        and held.tokens == [1, 2, 4]
+        and held.spans == [VersionSpan(4, 0, 3)]
+        and held.moves == 1
+    )
     pool.add(increment(2, 3, [5]))  # does not begin at the beginning
     assert pool.get(9, 2) is None and pool.get(9, 1) == held

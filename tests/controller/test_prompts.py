@@ -1,4 +1,5 @@
-"""Prompts of every format that users have; bad rows end a run before it begins, in one line that names file and row."""
+"""Prompts of every format that users have; bad rows end a run before it begins, in one line that names file
+and row."""
 
 import gzip
 import json
@@ -44,7 +45,11 @@ def parquet(tmp_path, rows):
 
 def test_rows_are_read_with_their_fields(tmp_path):
     found = load(jsonl(tmp_path, b'{"prompt": "1+2=", "answer": "3"}\n{"prompt": "4+4=", "answer": "8"}\n'))
-    assert [p.text for p in found.prompts] == ["1+2=", "4+4="] and found.prompts[1].row["answer"] == "8" and found.prompts[0].tokens
+    assert (
+        [p.text for p in found.prompts] == ["1+2=", "4+4="]
+        and found.prompts[1].row["answer"] == "8"
+        and found.prompts[0].tokens
+    )
     assert found.words().endswith("rows.jsonl: 2 prompts")
 
 
@@ -67,16 +72,22 @@ def test_compressed_rows(tmp_path, ending, pack):
     with pytest.raises(LaminarError, match=rf"rows.jsonl.{ending}, row 2001: no field 'prompt'"):
         load(path)
     path.write_bytes(pack(rows)[:-500])
-    with pytest.raises(LaminarError, match=rf"rows.jsonl.{ending}, row \d+: cannot be unpacked .*write or download the file again"):
+    with pytest.raises(
+        LaminarError,
+        match=rf"rows.jsonl.{ending}, row \d+: cannot be unpacked .*write or download the file again",
+    ):
         load(path)
     path.write_bytes(b"plain text")
     with pytest.raises(LaminarError, match=r"row 1: cannot be unpacked"):
         load(path)
 
 
-@pytest.mark.parametrize("write", [parquet, lambda d, rows: jsonl(d, "\n".join(map(json.dumps, rows)).encode())])
+@pytest.mark.parametrize(
+    "write", [parquet, lambda d, rows: jsonl(d, "\n".join(map(json.dumps, rows)).encode())]
+)
 def test_gsm8k_and_dapo_files_as_they_are(tmp_path, write):
-    """Field names and nesting by configuration; chat messages through a template; the reward's row has the answer beside its own fields."""
+    """Field names and nesting by configuration; chat messages through a template; the reward's row has the
+    answer beside its own fields."""
     gsm8k = {"question": "1+1=", "answer": "one and one\n#### 2"}
     (prompt,) = load(write(tmp_path, [gsm8k]), prompt_field="question", answer_field="answer").prompts
     assert prompt.text == "1+1=" and prompt.row == gsm8k
@@ -85,11 +96,17 @@ def test_gsm8k_and_dapo_files_as_they_are(tmp_path, write):
         return "+".join(m["content"] for m in messages)
 
     path = write(tmp_path, [DAPO])
-    (prompt,) = load(path, render=render, answer_field="reward_model.ground_truth", chat_template=True).prompts
+    (prompt,) = load(
+        path, render=render, answer_field="reward_model.ground_truth", chat_template=True
+    ).prompts
     assert prompt.text == "1+2=" and prompt.row == {**DAPO, "answer": "34"}
-    (prompt,) = load(path, prompt_field="question|prompt.0.content", answer_field="answer|reward_model.ground_truth").prompts
+    (prompt,) = load(
+        path, prompt_field="question|prompt.0.content", answer_field="answer|reward_model.ground_truth"
+    ).prompts
     assert prompt.text == "1+2=" and prompt.row["answer"] == "34"
-    with pytest.raises(LaminarError, match=r"row 1: field 'prompt' holds chat messages; set data.chat_template=true"):
+    with pytest.raises(
+        LaminarError, match=r"row 1: field 'prompt' holds chat messages; set data.chat_template=true"
+    ):
         load(path)
 
 
@@ -100,7 +117,8 @@ def test_a_parquet_file_of_many_batches_counts_its_rows(tmp_path):
 
 
 def test_a_hugging_face_dataset_on_disk(tmp_path):
-    """Saved by `datasets`, and as a folder of files; a split and a missing one. A name that cannot be loaded is one line."""
+    """Saved by `datasets`, and as a folder of files; a split and a missing one. A name that cannot be loaded
+    is one line."""
     import datasets
 
     saved = datasets.Dataset.from_list([{"prompt": f"{i}+1="} for i in range(9)])
@@ -111,13 +129,16 @@ def test_a_hugging_face_dataset_on_disk(tmp_path):
     (tmp_path / "folder").mkdir()
     parquet(tmp_path / "folder", [{"prompt": "7+7="}])
     assert [p.text for p in load(tmp_path / "folder").prompts] == ["7+7="]
-    with pytest.raises(LaminarError, match=r"cannot be loaded as a Hugging Face dataset, subset .none., split nope") as error:
+    with pytest.raises(
+        LaminarError, match=r"cannot be loaded as a Hugging Face dataset, subset .none., split nope"
+    ) as error:
         load(f"{tmp_path}/saved@nope")
     assert "\n" not in str(error.value)
 
 
 def test_a_dataset_that_is_not_at_hand_is_one_line(tmp_path):
-    """Without a network: name, reason and cure; and nothing of it, nor a Parquet file, imports torch into the controller."""
+    """Without a network: name, reason and cure; and nothing of it, nor a Parquet file, imports torch into the
+    controller."""
     path = parquet(tmp_path, [{"prompt": "1"}])
     code = f"""
 import sys
@@ -133,21 +154,37 @@ except LaminarError as error:
     print(error)
 assert "torch" not in sys.modules
 """
-    environment = {"HF_HUB_OFFLINE": "1", "PATH": "/usr/bin", "PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "PATH": "/usr/bin",
+        "PYTHONPATH": ":".join(sys.path),
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.strip().splitlines()
-    assert line.startswith("laminar-hpc/no-such-dataset cannot be loaded") and "subset main, split test" in line and "check name" in line
+    assert (
+        line.startswith("laminar-hpc/no-such-dataset cannot be loaded")
+        and "subset main, split test" in line
+        and "check name" in line
+    )
 
 
 def test_too_long_prompts_are_refused_or_dropped_and_counted(tmp_path):
     path = jsonl(tmp_path, b'{"prompt": "1+2="}\n{"prompt": "11111+2="}\n{"prompt": "3+4="}\n')
-    with pytest.raises(LaminarError, match=r"row 2: the prompt has 8 tokens, at most 5 fit.*data.too_long=drop, or raise data.max_prompt"):
+    with pytest.raises(
+        LaminarError,
+        match=r"row 2: the prompt has 8 tokens, at most 5 fit.*data.too_long=drop, or raise data.max_prompt",
+    ):
         load(path, max_prompt_tokens=5)
     with pytest.raises(LaminarError, match=r"at most 7 fit.*raise trainer.tokens_per_microbatch"):
         load(path, most=7, max_prompt_tokens=20)
     found = load(path, max_prompt_tokens=5, too_long="drop")
-    assert [p.text for p in found.prompts] == ["1+2=", "3+4="] and found.words().endswith("2 prompts, 1 too long and dropped")
+    assert [p.text for p in found.prompts] == ["1+2=", "3+4="] and found.words().endswith(
+        "2 prompts, 1 too long and dropped"
+    )
     assert [p.text for p in load(path, most=5, too_long="drop", limit=1).prompts] == ["1+2="]
     with pytest.raises(LaminarError, match=r"all 3 prompts have more than 2 tokens"):
         load(path, most=2, too_long="drop")
@@ -163,17 +200,26 @@ def test_duplicates_are_dropped_where_asked(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"prompt": "1"}\n{"question": "2"}\n', r"row 2: no field 'prompt' \(it has: question\); set data.prompt_field"),
+        (
+            b'{"prompt": "1"}\n{"question": "2"}\n',
+            r"row 2: no field 'prompt' \(it has: question\); set data.prompt_field",
+        ),
         (b'{"prompt": "1"}\n{"prompt": \n', "row 2: not JSON"),
         (b'{"prompt": "\xff"}\n', "row 1: not UTF-8"),
         (b'{"prompt": ""}\n', "row 1: field 'prompt' must be a non-empty string"),
         (b'{"prompt": 5}\n', "row 1: field 'prompt' must be a non-empty string"),
-        (b'{"prompt": [{"role": "user"}]}\n', "row 1: field 'prompt' must be a non-empty string or a list of chat messages"),
+        (
+            b'{"prompt": [{"role": "user"}]}\n',
+            "row 1: field 'prompt' must be a non-empty string or a list of chat messages",
+        ),
         (b'["prompt"]\n', "row 1: a list, not an object"),
         (b"[" * 100_000 + b"\n", "row 1: not JSON"),
         (b'{"prompt": "1"}\n\n', "row 2: not JSON"),
         (b'{"prompt": "' + b"1" * 60 + b'"}\n', "row 1: the prompt has 60 tokens, at most 50"),
-        (b'{"prompt": "1", "id": 123456789012345678901234567890}\n', "row 1: a value cannot be sent to a rollout"),
+        (
+            b'{"prompt": "1", "id": 123456789012345678901234567890}\n',
+            "row 1: a value cannot be sent to a rollout",
+        ),
         (b'{"prompt": "1\\ud800"}\n', "row 1: a value cannot be sent to a rollout"),
         (b"", "has no rows"),
     ],
@@ -196,7 +242,10 @@ def test_bad_answers(tmp_path, value):
 def test_broken_parquet(tmp_path):
     """No Parquet at all, and one whose pages are overwritten: the row that cannot be read is named."""
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 or so")
-    with pytest.raises(LaminarError, match=r"rows.parquet, row 1: cannot be read as Parquet .*write or download the file again"):
+    with pytest.raises(
+        LaminarError,
+        match=r"rows.parquet, row 1: cannot be read as Parquet .*write or download the file again",
+    ):
         load(tmp_path / "rows.parquet")
     path = parquet(tmp_path, [{"prompt": f"{i}+{i}="} for i in range(2000)])
     content = bytearray(path.read_bytes())

@@ -1,4 +1,5 @@
-"""A real controller, and workers that send it what it cannot read: one line with sender and reason, never a traceback or a wait."""
+"""A real controller, and workers that send it what it cannot read: one line with sender and reason, never a
+traceback or a wait."""
 
 import json
 import os
@@ -27,9 +28,11 @@ class Run:
         self.folder = folder
         self.process = subprocess.Popen(
             [sys.executable, "-m", "laminar_hpc", "experiment=demo", f"role={role}", f"run_dir={folder}"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, "RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
-        )  # fmt: skip
+        )
 
     def join(self, role: str, name: str = "") -> Channel:
         return Channel(self.folder, m.Hello(name or role, 0, "i", os.getpid(), "elsewhere"), 30, 10)
@@ -80,29 +83,45 @@ def stranger(folder: Path, identity: bytes, known: bool) -> zmq.Socket:
     ids=["type", "depth", "kind"],
     indirect=["run"],
 )
-def test_what_a_trainer_says_and_cannot_be_read_ends_the_run_in_a_second(run: Run, frame: bytes, reason: str) -> None:
-    """Promise: one line names the sender and what is wrong, in a run in one torchrun and with a torchrun per role."""
+def test_what_a_trainer_says_and_cannot_be_read_ends_the_run_in_a_second(
+    run: Run, frame: bytes, reason: str
+) -> None:
+    """Promise: one line names the sender and what is wrong, in a run in one torchrun and with a torchrun per
+    role."""
     trainer = run.join("trainer")
     say(trainer, frame)
     code, lines, seconds = run.end()
     errors = [line for line in lines if "error" in line.lower() or "Traceback" in line]
     assert code and len(errors) == 1 and seconds < 5
-    assert errors[0].startswith("laminar: error: a message from trainer 0 was refused: ") and reason in errors[0]
+    assert (
+        errors[0].startswith("laminar: error: a message from trainer 0 was refused: ") and reason in errors[0]
+    )
     assert "install the same version of laminar_hpc on all machines" in errors[0]
     trainer.close()
 
 
 @pytest.mark.parametrize("run", ["controller"], indirect=True)
 def test_who_can_be_done_without_goes_and_strangers_change_nothing(run: Run) -> None:
-    """Promise: a rollout that cannot be read ends with the reason, and is named, and the run goes on; so it does after frames without
-    the run's key, under names that are no role and index, and from who is no member."""
+    """Promise: a rollout that cannot be read ends with the reason, and is named, and the run goes on; so it
+    does after frames without the run's key, under names that are no role and index, and from who is no
+    member."""
     trainer, rollout = run.join("trainer"), run.join("rollout")
-    sockets = [stranger(run.folder, identity, known) for identity, known in
-               ((b"trainer:0:i", False), (b"\xff\xfe", True), (b"cook", True), (b"rollout:x:1", True), (b"rollout:9:z", True))]  # fmt: skip
+    sockets = [
+        stranger(run.folder, identity, known)
+        for identity, known in (
+            (b"trainer:0:i", False),
+            (b"\xff\xfe", True),
+            (b"cook", True),
+            (b"rollout:x:1", True),
+            (b"rollout:9:z", True),
+        )
+    ]
     for socket in sockets:
         for frame in (b"", b"\xc1", DEEP, m.encode(m.Ping()), m.encode(m.Hello("cook", -1, "", 0, ""))):
             socket.send(frame)
-    with pytest.raises(LaminarError, match="a message from cook:0:i was refused: cook 0 is no place in this run"):
+    with pytest.raises(
+        LaminarError, match="a message from cook:0:i was refused: cook 0 is no place in this run"
+    ):
         run.join("cook")
     say(rollout, m.encode(m.StepDone(3, {})))
     with pytest.raises(LaminarError, match="rollout 0 was refused: a rollout sends no StepDone"):
@@ -112,7 +131,12 @@ def test_who_can_be_done_without_goes_and_strangers_change_nothing(run: Run) -> 
     trainer.send(m.Failure("enough"))
     code, lines, _ = run.end()
     said = [line for line in lines if "refused" in line]
-    assert code and len(said) == 1 and said[0].startswith("a message from rollout 0") and said[0].endswith("the others go on")
+    assert (
+        code
+        and len(said) == 1
+        and said[0].startswith("a message from rollout 0")
+        and said[0].endswith("the others go on")
+    )
     assert [json.loads(line)["kind"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()] == [
         "start",
         "end",

@@ -28,9 +28,13 @@ def test_the_first_error_is_said_once():
 def test_a_whole_first_batch_of_failures_ends_the_run():
     """Evaluations count too. The line has the error, the key and where to read on."""
     watch, lines = errors()
-    assert [watch.take(scored("TypeError: x", i, "before-greedy-0" if i < 3 else "")) for i in range(7)] == [""] * 7
+    assert [watch.take(scored("TypeError: x", i, "before-greedy-0" if i < 3 else "")) for i in range(7)] == [
+        ""
+    ] * 7
     why = watch.take(scored("TypeError: y"))
-    assert why.startswith("the rewards of the first 8 responses, a whole batch, all failed, the last with: TypeError: y; m")
+    assert why.startswith(
+        "the rewards of the first 8 responses, a whole batch, all failed, the last with: TypeError: y; m"
+    )
     assert "of an evaluation" in lines[0]
 
 
@@ -38,5 +42,7 @@ def test_one_success_is_enough_to_go_on():
     """The failures must come in a row: 7 of 8 are no reason to end a run."""
     watch, _ = errors()
     assert not any(watch.take(scored("" if i % 8 == 0 else "TypeError: x")) for i in range(64))
-    assert [bool(watch.take(scored("HTTP 503"))) for _ in range(8)] == [True, *[True] * 7], "seven of the 64 were at the end"
+    assert [bool(watch.take(scored("HTTP 503"))) for _ in range(8)] == [True, *[True] * 7], (
+        "seven of the 64 were at the end"
+    )
     assert watch.take(scored("HTTP 503")).startswith("the rewards of the last 16 responses")

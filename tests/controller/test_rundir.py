@@ -129,7 +129,9 @@ def test_runs_of_the_same_name_do_not_share_a_store(tmp_path):
     """Promise: with one store_dir, the run a/demo cannot take the store of the run b/demo."""
     prepare(config_of(tmp_path / "a" / "demo", f"store_dir={tmp_path}/stores"))
     prepare(config_of(tmp_path / "a" / "demo", f"store_dir={tmp_path}/stores"))
-    with pytest.raises(Refused, match=f"holds the store of another run, {tmp_path}/a/demo: set another store_dir"):
+    with pytest.raises(
+        Refused, match=f"holds the store of another run, {tmp_path}/a/demo: set another store_dir"
+    ):
         prepare(config_of(tmp_path / "b" / "demo", f"store_dir={tmp_path}/stores"))
 
 
@@ -157,7 +159,9 @@ def refused(path: Path, restored: int, replay: bool = False) -> str:
     except Refused as error:
         return str(error)
     finally:
-        assert before == {p.name: p.read_bytes() for p in path.parent.iterdir() if p.is_file()}, "nothing is changed"
+        assert before == {p.name: p.read_bytes() for p in path.parent.iterdir() if p.is_file()}, (
+            "nothing is changed"
+        )
 
 
 def test_a_sound_store_passes(tmp_path):

@@ -1,4 +1,5 @@
-"""The controller's memory and store: attempts guard each trajectory, nothing finished is lost or trained twice, restores go back."""
+"""The controller's memory and store: attempts guard each trajectory, nothing finished is lost or trained
+twice, restores go back."""
 
 import pytest
 from reports import trajectory
@@ -30,7 +31,9 @@ def test_a_group_is_finished_with_its_last_score_and_stamped_with_the_step(tmp_p
     first, second = group.samples
     tracker.generated(trajectory(group, first), 3)
     assert not tracker.scored(first.trajectory_id, 0, 1.0, {}, "", 3.0)
-    assert not tracker.scored(second.trajectory_id, 0, 1.0, {}, "", 3.0), "a score before its trajectory counts for nothing"
+    assert not tracker.scored(second.trajectory_id, 0, 1.0, {}, "", 3.0), (
+        "a score before its trajectory counts for nothing"
+    )
     tracker.generated(trajectory(group, second), 4)
     complete = tracker.scored(second.trajectory_id, 0, 0.0, {}, "", 3.0)
     assert complete is not None and complete.finished
@@ -84,7 +87,9 @@ def test_restore_brings_back_what_later_steps_trained_on(tmp_path, kill):
     lost, new = tracker.draw(2, 1, replica=0, weight_id=5, weight_step=1, now=0.0)
     assert lost.group_id == groups[2].group_id and [s.attempt for s in lost.samples] == [1, 1]
     assert new.group_id == 3 and new.row == {"n": 3} and tracker.counted == 4
-    assert {s.trajectory_id for s in new.samples}.isdisjoint({s.trajectory_id for g in groups for s in g.samples})
+    assert {s.trajectory_id for s in new.samples}.isdisjoint(
+        {s.trajectory_id for g in groups for s in g.samples}
+    )
     store.close()
 
 
@@ -97,5 +102,7 @@ def test_a_lost_member_is_redone_alone(tmp_path):
     tracker.lost(second.trajectory_id, 0)
     (again,) = tracker.draw(1, 0, replica=0, weight_id=3, weight_step=2, now=0.0)
     assert [s.trajectory_id for s in again.samples] == [second.trajectory_id]
-    assert tracker.groups[group.group_id].view().weight_step == 0, "the group's age is that of its oldest trajectory"
+    assert tracker.groups[group.group_id].view().weight_step == 0, (
+        "the group's age is that of its oldest trajectory"
+    )
     store.close()

@@ -26,7 +26,8 @@ def located(name: str) -> Path:
 
 @cache
 def definitions(path: Path) -> frozenset[str]:
-    """Functions and classes of a file, methods as Class.method; and what it imports by name, as a door may."""
+    """Functions and classes of a file, methods as Class.method; and what it imports by name, as a door
+    may."""
     names: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -84,7 +85,11 @@ def test_every_promise_names_its_tests():
 
 def test_the_glossary_is_short_and_says_each_word_once():
     """At most forty words, so that it is read."""
-    words = [w.strip() for w in re.findall(r"^\| ([^|]+) \|", section("Glossary"), re.M) if w.strip() not in ("word", "---")]
+    words = [
+        w.strip()
+        for w in re.findall(r"^\| ([^|]+) \|", section("Glossary"), re.M)
+        if w.strip() not in ("word", "---")
+    ]
     assert len(words) == len(set(words)) <= GLOSSARY_MAX
 
 
@@ -99,7 +104,8 @@ def test_citations_lead_to_a_section():
     """Code and tests cite this page by the title of a section or the anchor of a promise; both exist."""
     page = text()
     anchors = set(re.findall(r'<a id="([\w-]+)">', page)) | {
-        re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in re.findall(r"^##+ (.+)$", page, re.M)
+        re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
+        for title in re.findall(r"^##+ (.+)$", page, re.M)
     }
     cited = [
         (path, anchor)

@@ -21,7 +21,9 @@ def spoken() -> str:
 def test_every_symptom_is_what_the_code_says():
     """A user who searches for the words on the console finds them."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    symptoms = [row.split("|")[1] for row in page.splitlines() if row.startswith("| ") and "symptom" not in row]
+    symptoms = [
+        row.split("|")[1] for row in page.splitlines() if row.startswith("| ") and "symptom" not in row
+    ]
     quoted = [words for symptom in symptoms for words in re.findall(r"`([^`]+)`", symptom)]
     assert len(symptoms) > 30 and len(quoted) > 30
     text = spoken()

@@ -68,10 +68,14 @@ async def server() -> AsyncIterator[Server]:
 
 async def scores(rows: list[dict], timeout: float = 5.0, **entry) -> list[Score]:
     """Of responses "a", "aa", ... with these rows, all asked for at once."""
-    pool = RewardPool(RewardConfig(functions={"judge": entry}, timeout_seconds=timeout, score_on_failure=-7.0))
+    pool = RewardPool(
+        RewardConfig(functions={"judge": entry}, timeout_seconds=timeout, score_on_failure=-7.0)
+    )
     await pool.start()
     try:
-        return await asyncio.gather(*(pool.score("a prompt", "a" * (i + 1), row) for i, row in enumerate(rows)))
+        return await asyncio.gather(
+            *(pool.score("a prompt", "a" * (i + 1), row) for i, row in enumerate(rows))
+        )
     finally:
         await pool.close()
 
@@ -96,9 +100,13 @@ async def test_the_protocol(server):
 
 async def test_the_key_is_sent_and_never_said(server, monkeypatch):
     monkeypatch.setenv(KEY, "very-secret")
-    found = await scores([{}, {"do": "forbidden"}], url=f"{server.address}/score?token=secret", api_key_env=KEY)
+    found = await scores(
+        [{}, {"do": "forbidden"}], url=f"{server.address}/score?token=secret", api_key_env=KEY
+    )
     assert server.asked[0][1]["Authorization"] == "Bearer very-secret"
-    assert found[1].error == f"judge: {server.address}/score: HTTP 403: no such key" and len(server.asked) == 2, "not tried again"
+    assert (
+        found[1].error == f"judge: {server.address}/score: HTTP 403: no such key" and len(server.asked) == 2
+    ), "not tried again"
 
 
 async def test_sglang_classify(server):
@@ -140,7 +148,9 @@ async def test_the_time_limit_holds(server):
     assert [s.reward for s in found] == [-7.0, 2.0] and found[0].t1 - found[0].t0 < 2.0
     assert found[0].error == f"judge: {server.address}/score: no reply in time, 1 tries in 0.95 s"
     found = await scores([{}], timeout=1.0, url="http://127.0.0.1:9/score?token=secret")
-    assert "http://127.0.0.1:9/score: no connection (" in found[0].error and "tries in 0.95 s" in found[0].error
+    assert (
+        "http://127.0.0.1:9/score: no connection (" in found[0].error and "tries in 0.95 s" in found[0].error
+    )
     assert "secret" not in json.dumps([s.error for s in found])
 
 
@@ -152,9 +162,13 @@ async def test_before_a_run(server):
         return first_call(config, "1+1=", {"answer": "2", "do": entry.pop("do", "")})
 
     assert await asyncio.to_thread(first, url=f"{server.address}/score") == []
-    with pytest.raises(LaminarError, match=r"reward\.functions\.judge=.*HTTP 403: no such key; check the URL, its style"):
+    with pytest.raises(
+        LaminarError, match=r"reward\.functions\.judge=.*HTTP 403: no such key; check the URL, its style"
+    ):
         await asyncio.to_thread(first, url=f"{server.address}/score", do="forbidden")
     with pytest.raises(LaminarError, match="no 'reward' in its reply"):
         await asyncio.to_thread(first, url=f"{server.address}/score", do="no reward")
     (warning,) = await asyncio.to_thread(first, url="http://127.0.0.1:9/score")
-    assert warning.startswith("warning: reward.functions.judge=http://127.0.0.1:9/score failed on the first row")
+    assert warning.startswith(
+        "warning: reward.functions.judge=http://127.0.0.1:9/score failed on the first row"
+    )

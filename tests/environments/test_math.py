@@ -1,4 +1,5 @@
-"""The mathematics reward, by real math-verify in real reward workers: equal as mathematics, safe against what hangs."""
+"""The mathematics reward, by real math-verify in real reward workers: equal as mathematics, safe against what
+hangs."""
 
 import asyncio
 
@@ -38,13 +39,18 @@ def test_a_row_without_an_answer_is_an_error():
 
 @pytest.mark.timeout(240)
 async def test_in_reward_workers():
-    """Many at once, every score is right; a response on which sympy hangs costs only itself, by reward.timeout_seconds."""
-    config = RewardConfig(function="laminar_hpc.environments.math.reward", workers=1, slots=16, timeout_seconds=20.0)
+    """Many at once, every score is right; a response on which sympy hangs costs only itself, by
+    reward.timeout_seconds."""
+    config = RewardConfig(
+        function="laminar_hpc.environments.math.reward", workers=1, slots=16, timeout_seconds=20.0
+    )
     pool = RewardPool(config)
     await pool.start()
     try:
         calls = [(response, answer, right) for answer, response, right in CASES] * 10
-        scores = await asyncio.gather(*(pool.score("", response, {"answer": answer}) for response, answer, _ in calls))
+        scores = await asyncio.gather(
+            *(pool.score("", response, {"answer": answer}) for response, answer, _ in calls)
+        )
         assert [(s.error, s.reward) for s in scores] == [("", right) for *_, right in calls]
     finally:
         await pool.close()
@@ -52,7 +58,9 @@ async def test_in_reward_workers():
     await pool.start()
     try:
         stuck = pool.score("", "\\boxed{9^{9^{9^{9}}}+1}", {"answer": "5"})
-        found = await asyncio.gather(stuck, *(pool.score("", "so 72", {"answer": "#### 72"}) for _ in range(8)))
+        found = await asyncio.gather(
+            stuck, *(pool.score("", "so 72", {"answer": "#### 72"}) for _ in range(8))
+        )
         assert (found[0].reward, found[0].error) == (0.0, "no result within 3 s")
         assert [(s.error, s.reward) for s in found[1:]] == [("", 1.0)] * 8
     finally:

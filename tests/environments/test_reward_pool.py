@@ -1,4 +1,5 @@
-"""The reward pool: whatever a reward function does, every call gets a score in bounded time and nothing else stops."""
+"""The reward pool: whatever a reward function does, every call gets a score in bounded time and nothing else
+stops."""
 
 import asyncio
 import json
@@ -93,9 +94,17 @@ def user_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-async def scores(function: str, rows: list[dict], timeout: float = 5.0, workers: int = 1, slots: int = 64) -> list[Score]:
+async def scores(
+    function: str, rows: list[dict], timeout: float = 5.0, workers: int = 1, slots: int = 64
+) -> list[Score]:
     """Scores of responses "0", "1", ... with these rows, all asked for at once."""
-    config = RewardConfig(function=f"{MODULE}.{function}", workers=workers, slots=slots, timeout_seconds=timeout, score_on_failure=-7.0)
+    config = RewardConfig(
+        function=f"{MODULE}.{function}",
+        workers=workers,
+        slots=slots,
+        timeout_seconds=timeout,
+        score_on_failure=-7.0,
+    )
     pool = RewardPool(config)
     await pool.start()
     try:
@@ -111,7 +120,8 @@ async def test_each_call_gets_its_own_answer():
 
 
 async def test_async_calls_overlap():
-    """64 rewards that wait 0.2 s each take little more than 0.2 s: they are awaited together, with their parts."""
+    """64 rewards that wait 0.2 s each take little more than 0.2 s: they are awaited together, with their
+    parts."""
     t0 = time.monotonic()
     results = await scores("patient", [{}] * 64)
     assert time.monotonic() - t0 < 1.5 + 1.5  # the latter for the start of the processes on a busy machine
@@ -143,16 +153,20 @@ async def test_slots_bound_the_calls_in_flight():
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 async def test_a_bad_call_scores_on_failure_and_harms_no_other(row, says):
-    """The failure has its own score and a reason; calls beside it, before and after, in the same worker, get theirs."""
+    """The failure has its own score and a reason; calls beside it, before and after, in the same worker, get
+    theirs."""
     results = await scores("plain", [{}, {}, row, {}, {"do": "sleep", "seconds": 0.3}])
     assert [s.reward for s in results] == [0.0, 1.0, -7.0, 3.0, 4.0]
     assert says in results[2].error and results[2].parts == {}
     assert [s.error for i, s in enumerate(results) if i != 2] == [""] * 4
 
 
-@pytest.mark.parametrize(("function", "row"), [("plain", {"do": "hang"}), ("unkind", {"do": "hang"}), ("unkind", {"do": "block"})])
+@pytest.mark.parametrize(
+    ("function", "row"), [("plain", {"do": "hang"}), ("unkind", {"do": "hang"}), ("unkind", {"do": "block"})]
+)
 async def test_a_call_that_hangs_is_given_up_in_time(function, row):
-    """Plain (its thread cannot be ended: the process is replaced), async that refuses to be cancelled, async that blocks the whole loop."""
+    """Plain (its thread cannot be ended: the process is replaced), async that refuses to be cancelled, async
+    that blocks the whole loop."""
     t0 = time.monotonic()
     results = await scores(function, [{}, row, {}, {}], timeout=0.5)
     assert time.monotonic() - t0 < 6.0
@@ -162,13 +176,22 @@ async def test_a_call_that_hangs_is_given_up_in_time(function, row):
 
 @pytest.mark.parametrize(
     ("function", "do", "most"),
-    [("plain", "busy", 1.0), ("plain", "hold the GIL", 1.0), ("plain", "hang", 1.0), ("unkind", "busy", 2.5), ("unkind", "block", 2.5)],
+    [
+        ("plain", "busy", 1.0),
+        ("plain", "hold the GIL", 1.0),
+        ("plain", "hang", 1.0),
+        ("unkind", "busy", 2.5),
+        ("unkind", "block", 2.5),
+    ],
 )
 async def test_calls_that_never_end_cost_their_neighbours_nothing(function, do, most):
-    """32 samples, 4 of which hang, compute for ever or hold the interpreter: all is over about when the time limit is, and nobody else is
-    charged. Async calls share a loop, which is given up after a second of silence; its calls are done again, each alone."""
+    """32 samples, 4 of which hang, compute for ever or hold the interpreter: all is over about when the time
+    limit is, and nobody else is charged. Async calls share a loop, which is given up after a second of
+    silence; its calls are done again, each alone."""
     rows, began, ended = [{"do": do} if i % 8 == 0 else {} for i in range(32)], time.monotonic(), {}
-    pool = RewardPool(RewardConfig(function=f"{MODULE}.{function}", timeout_seconds=1.5, score_on_failure=-7.0))
+    pool = RewardPool(
+        RewardConfig(function=f"{MODULE}.{function}", timeout_seconds=1.5, score_on_failure=-7.0)
+    )
     await pool.start()
 
     async def one(i: int) -> Score:
@@ -189,14 +212,16 @@ async def test_calls_that_never_end_cost_their_neighbours_nothing(function, do, 
 
 
 async def test_the_crew_grows_when_all_hang():
-    """32 of 32 compute for ever: they are ended together, not one after the other (which took 32 time limits)."""
+    """32 of 32 compute for ever: they are ended together, not one after the other (which took 32 time
+    limits)."""
     t0 = time.monotonic()
     results = await scores("plain", [{"do": "busy"}] * 32, timeout=1.0)
     assert time.monotonic() - t0 < 6.0 and {s.error for s in results} == {"no result within 1 s"}
 
 
 async def test_waiting_calls_overlap_and_computing_ones_do_not_multiply():
-    """Plain functions that wait run side by side, up to reward.slots; quick ones that compute keep to reward.workers processes."""
+    """Plain functions that wait run side by side, up to reward.slots; quick ones that compute keep to
+    reward.workers processes."""
     t0 = time.monotonic()
     pids = await scores("plain", [{"do": "sleep", "seconds": 0.5}] * 24, timeout=10.0)
     assert time.monotonic() - t0 < 6.0 and {s.error for s in pids} == {""}
@@ -223,7 +248,8 @@ async def test_a_process_that_hangs_is_ended():
 
 
 async def test_what_functions_print_is_bounded(capfd):
-    """It goes to the log of the rollout, up to a limit; a function that prints without end neither fills the disk nor stalls."""
+    """It goes to the log of the rollout, up to a limit; a function that prints without end neither fills the
+    disk nor stalls."""
     results = await scores("plain", [{"do": "print"}, {"do": "print"}, {}], timeout=20.0)
     assert [s.reward for s in results] == [0.0, 1.0, 2.0]
     for _ in range(100):
@@ -234,13 +260,18 @@ async def test_what_functions_print_is_bounded(capfd):
     assert MAX_OUTPUT // 2 < len(printed) < 1.1 * MAX_OUTPUT and "the rest is dropped" in printed
 
 
-@pytest.mark.parametrize("module", ["threads_for_pool_test", pytest.param("torch_for_pool_test", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "module", ["threads_for_pool_test", pytest.param("torch_for_pool_test", marks=pytest.mark.slow)]
+)
 async def test_modules_with_threads(module):
-    """A module that starts threads, or loads a library that may, is not forked into a lock that nobody holds any more."""
+    """A module that starts threads, or loads a library that may, is not forked into a lock that nobody holds
+    any more."""
     pool = RewardPool(RewardConfig(function=f"{module}.score", timeout_seconds=20.0))
     await pool.start()
     try:
-        assert [s.reward for s in await asyncio.gather(*(pool.score("", "", {"n": i}) for i in range(6)))] == list(range(6))
+        assert [
+            s.reward for s in await asyncio.gather(*(pool.score("", "", {"n": i}) for i in range(6)))
+        ] == list(range(6))
     finally:
         await pool.close()
 
@@ -253,7 +284,9 @@ async def test_the_fork_server_is_started_again():
         await asyncio.gather(*(pool.score("", str(i), {"do": "sleep", "seconds": 0.5}) for i in range(8)))
         assert len(pool._crew._idle) > 2, "the crew has grown, and all of it dies with the server"
         pool._server._process.kill()
-        assert [s.reward for s in await asyncio.gather(*(pool.score("", str(i), {}) for i in range(8)))] == list(range(8))
+        assert [
+            s.reward for s in await asyncio.gather(*(pool.score("", str(i), {}) for i in range(8)))
+        ] == list(range(8))
     finally:
         await pool.close()
 
@@ -266,13 +299,17 @@ async def test_a_pool_that_is_closed_answers():
         waiting = [asyncio.create_task(pool.score("", "", {"do": "hang"})) for _ in range(8)]
         await asyncio.sleep(0.1)
         await pool.close()
-        assert {s.error for s in await asyncio.wait_for(asyncio.gather(*waiting), 5)} == {"its process died, twice"}
+        assert {s.error for s in await asyncio.wait_for(asyncio.gather(*waiting), 5)} == {
+            "its process died, twice"
+        }
         assert psutil.Process().children() == []
 
 
 async def test_calls_of_a_dead_worker_are_done_again_once(tmp_path):
     """A worker that dies by accident costs nobody a reward."""
-    results = await scores("plain", [{"do": "die once", "file": str(tmp_path / "deaths")}, {"do": "sleep", "seconds": 0.2}])
+    results = await scores(
+        "plain", [{"do": "die once", "file": str(tmp_path / "deaths")}, {"do": "sleep", "seconds": 0.2}]
+    )
     assert [(s.reward, s.error) for s in results] == [(0.0, ""), (1.0, "")]
     assert (tmp_path / "deaths").read_text() == "xx"
 
@@ -296,7 +333,8 @@ async def test_a_function_that_is_not_there_is_refused_at_the_start(function, sa
 
 
 def test_workers_start_fast_and_die_with_their_parent(tmp_path):
-    """No heavy import, and no orphan when the rollout worker is killed: neither fork server, nor workers, nor what they have started."""
+    """No heavy import, and no orphan when the rollout worker is killed: neither fork server, nor workers, nor
+    what they have started."""
     script = f"""
 import asyncio, os, psutil
 from laminar_hpc.config.schema import RewardConfig
@@ -313,7 +351,9 @@ asyncio.run(main())
         processes = [psutil.Process(pid) for pid in json.loads(parent.stdout.readline())]
         assert len(processes) == 3
         for process in processes:
-            assert sum(process.cpu_times()[:2]) < 0.5 * 2 and not any("torch" in m.path for m in process.memory_maps())
+            assert sum(process.cpu_times()[:2]) < 0.5 * 2 and not any(
+                "torch" in m.path for m in process.memory_maps()
+            )
         parent.send_signal(signal.SIGKILL)
         _, alive = psutil.wait_procs(processes, timeout=5)
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []

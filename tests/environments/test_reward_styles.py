@@ -108,7 +108,9 @@ async def test_trl_functions_get_messages_where_the_data_has_messages():
         ("a.b|c", {"c": messages}),
         ("a.b", {"a": {"b": messages}}),
     ):
-        found = await scores(config("chat", "trl"), ("<user>hello", "four", row, []), prompt_field=prompt_field)
+        found = await scores(
+            config("chat", "trl"), ("<user>hello", "four", row, []), prompt_field=prompt_field
+        )
         assert (found[0].reward, found[0].error) == (4.0, "")
 
 
@@ -137,7 +139,9 @@ async def test_what_trl_functions_cannot_have_is_said():
 
 async def test_a_reward_of_trl_itself():
     """The real thing, from the installed package."""
-    real = RewardConfig(function="trl.rewards.format_rewards.think_format_reward", style="trl", timeout_seconds=60.0)
+    real = RewardConfig(
+        function="trl.rewards.format_rewards.think_format_reward", style="trl", timeout_seconds=60.0
+    )
     row = {"prompt": [{"role": "user", "content": "hello"}]}
     found = await scores(real, ("", "<think>\nso\n</think>\nyes", row, []), ("", "yes", row, []))
     assert [(s.reward, s.error) for s in found] == [(1.0, ""), (0.0, "")]
@@ -190,12 +194,16 @@ def test_a_function_of_another_kind_is_refused_before_anything_starts(function, 
     """By its parameters: one line that names them and the style that would run it."""
     with pytest.raises(LaminarError) as refusal:
         check_functions(RunConfig(reward=config(function, style)))
-    assert says in str(refusal.value) and str(refusal.value).startswith(f"reward.function='{MODULE}.{function}'")
+    assert says in str(refusal.value) and str(refusal.value).startswith(
+        f"reward.function='{MODULE}.{function}'"
+    )
 
 
 def test_one_of_several_is_refused_by_its_own_key():
     with pytest.raises(LaminarError, match=r"set reward\.functions\.b\.style=trl"):
-        check_functions(RunConfig(reward=several(a={"function": f"{MODULE}.right"}, b={"function": f"{MODULE}.exact"})))
+        check_functions(
+            RunConfig(reward=several(a={"function": f"{MODULE}.right"}, b={"function": f"{MODULE}.exact"}))
+        )
 
 
 def test_the_first_call_refuses_mistakes_and_warns_of_failures():
@@ -205,7 +213,9 @@ def test_the_first_call_refuses_mistakes_and_warns_of_failures():
     assert first_call(RunConfig(reward=config("right")), "1+1=", row) == []
     (warning,) = first_call(RunConfig(reward=config("fails")), "1+1=", row)
     assert warning.startswith("warning: reward.function=") and "KeyError: 'field'" in warning
-    with pytest.raises(LaminarError, match=r"on the first row, with its own answer.*str instead of a number; return a number"):
+    with pytest.raises(
+        LaminarError, match=r"on the first row, with its own answer.*str instead of a number; return a number"
+    ):
         first_call(RunConfig(reward=config("text")), "1+1=", row)
     with pytest.raises(LaminarError, match=r"on the first row, with an empty response: it asks for 'answer'"):
         first_call(RunConfig(reward=config("exact", "trl")), "1+1=", {"solution": "2"})
@@ -262,7 +272,9 @@ def test_settings_that_cannot_work_are_refused(reward, says):
 async def test_the_reward_is_the_weighted_sum():
     """Each one's own reward and parts are kept under its name; the first `accuracy` is that of the
     trajectory."""
-    both = several(right={"function": f"{MODULE}.right"}, length={"function": f"{MODULE}.length", "weight": 0.1})
+    both = several(
+        right={"function": f"{MODULE}.right"}, length={"function": f"{MODULE}.length", "weight": 0.1}
+    )
     (found,) = await scores(both, ("", "2", {"answer": "2"}))
     assert found.reward == pytest.approx(0.9) and found.error == ""
     assert found.parts == {

@@ -48,7 +48,9 @@ def operands_of(rows: list[dict[str, str]]) -> set[str]:
     return {operand for row in rows for operand in row["prompt"].removesuffix("=").split("+")}
 
 
-def test_data_regenerates_identically(make_data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_regenerates_identically(
+    make_data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The committed data are what the committed script writes, byte for byte."""
     monkeypatch.setattr(sys, "argv", ["make_data.py", "--out", str(tmp_path)])
     make_data.main()
@@ -57,7 +59,8 @@ def test_data_regenerates_identically(make_data: ModuleType, tmp_path: Path, mon
 
 
 def test_rows_are_distinct_and_their_answers_right() -> None:
-    """Each row's answer is the sum; no row is there twice; at least 512 are held out and a few thousand are for training."""
+    """Each row's answer is the sum; no row is there twice; at least 512 are held out and a few thousand are
+    for training."""
     for name, least in (("train", 2000), ("heldout", 512)):
         rows = rows_of(name)
         assert len({row["prompt"] for row in rows}) == len(rows) >= least
@@ -82,15 +85,20 @@ def test_heldout_operands_appear_in_no_training_set(train_base: ModuleType) -> N
     """No number that is an operand in a held-out problem is one in an RL row or in a supervised example."""
     heldout = operands_of(rows_of("heldout"))
     assert not heldout & operands_of(rows_of("train"))
-    assert not heldout & operands_of([{"prompt": prompt} for prompt, _ in supervised_texts(train_base, steps=100)])
+    assert not heldout & operands_of(
+        [{"prompt": prompt} for prompt, _ in supervised_texts(train_base, steps=100)]
+    )
 
 
 def test_supervised_examples_are_correct_and_of_both_kinds(train_base: ModuleType) -> None:
-    """The base model sees correct responses only, some at once and some worked out, every step of which is right."""
+    """The base model sees correct responses only, some at once and some worked out, every step of which is
+    right."""
     kinds = set()
     for prompt, response in supervised_texts(train_base, steps=10):
         a, b = prompt.removesuffix("=").split("+")
-        score = reward(prompt=prompt, response=response, row={"prompt": prompt, "answer": str(int(a) + int(b))})
+        score = reward(
+            prompt=prompt, response=response, row={"prompt": prompt, "answer": str(int(a) + int(b))}
+        )
         assert score["reward"] == 1.0
         kinds.add(score["worked"])
         for digits, step in enumerate(response.split(";")[:-1], start=1):
@@ -99,9 +107,12 @@ def test_supervised_examples_are_correct_and_of_both_kinds(train_base: ModuleTyp
 
 
 def test_lengths_are_heavy_tailed(make_data: ModuleType) -> None:
-    """Over the worked answers of either file the 99th percentile is at least five times the median, in tokens."""
+    """Over the worked answers of either file the 99th percentile is at least five times the median, in
+    tokens."""
     for name in ("train", "heldout"):
-        problems = [make_data.Problem(*map(int, row["prompt"].removesuffix("=").split("+"))) for row in rows_of(name)]
+        problems = [
+            make_data.Problem(*map(int, row["prompt"].removesuffix("=").split("+"))) for row in rows_of(name)
+        ]
         lengths = sorted(len(problem.worked) + 1 for problem in problems)
         assert make_data.percentile(lengths, 0.99) >= 5 * statistics.median(lengths)
 
@@ -112,7 +123,8 @@ def tokenizer():
 
 
 def test_base_is_small_and_its_tokenizer_round_trips(make_data: ModuleType, tokenizer) -> None:
-    """The base model's directory has at most 2 MB; every character of prompts and responses is one token and comes back."""
+    """The base model's directory has at most 2 MB; every character of prompts and responses is one token and
+    comes back."""
     assert sum(file.stat().st_size for file in (EXAMPLE / "base").iterdir()) <= 2_000_000
     for row in rows_of("heldout"):
         problem = make_data.Problem(*map(int, row["prompt"].removesuffix("=").split("+")))
@@ -128,12 +140,17 @@ def test_base_leaves_room_to_learn(tokenizer) -> None:
     model = AutoModelForCausalLM.from_pretrained(EXAMPLE / "base", dtype=torch.float32)
     rows = sorted(rows_of("heldout"), key=lambda row: len(row["prompt"]))
     num_right = 0.0
-    for width, group in itertools.groupby(rows, key=lambda row: len(row["prompt"])):  # one length at a time: no padding, no stragglers
+    for width, group in itertools.groupby(
+        rows, key=lambda row: len(row["prompt"])
+    ):  # one length at a time: no padding, no stragglers
         group = list(group)
         prompts = tokenizer([row["prompt"] for row in group], return_tensors="pt")
         tokens = model.generate(**prompts, do_sample=False, max_new_tokens=192)[:, width:]
         responses = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        scores = [reward(prompt=row["prompt"], response=text, row=row) for row, text in zip(group, responses, strict=True)]
+        scores = [
+            reward(prompt=row["prompt"], response=text, row=row)
+            for row, text in zip(group, responses, strict=True)
+        ]
         num_right += sum(score["accuracy"] for score in scores)
     assert 0.2 <= num_right / len(rows) <= 0.5
 
@@ -157,6 +174,11 @@ def test_base_leaves_room_to_learn(tokenizer) -> None:
     ],
 )
 def test_reward(response: str, right: float, worked: float) -> None:
-    """The reward is 1 exactly when the text after the last `>` is the answer; working is counted, not rewarded."""
+    """The reward is 1 exactly when the text after the last `>` is the answer; working is counted, not
+    rewarded."""
     row = {"prompt": "12+79=", "answer": "91"}
-    assert reward(prompt=row["prompt"], response=response, row=row) == {"reward": right, "accuracy": right, "worked": worked}
+    assert reward(prompt=row["prompt"], response=response, row=row) == {
+        "reward": right,
+        "accuracy": right,
+        "worked": worked,
+    }

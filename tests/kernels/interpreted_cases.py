@@ -1,4 +1,5 @@
-"""Run by test_kernels.py under TRITON_INTERPRET=1: each Triton kernel against its plain-torch reference, bit by bit."""
+"""Run by test_kernels.py under TRITON_INTERPRET=1: each Triton kernel against its plain-torch reference, bit
+by bit."""
 
 import math
 
@@ -13,7 +14,8 @@ from laminar_hpc.weights.sums import add_sums, tensor_sums
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CASTS = [(F32, F32), (F32, BF16), (F32, F16), (BF16, BF16), (F16, F16)]
-# heads, key-value heads, head dimension, hidden, ffn, vocabulary, tied; multi-head, grouped 2, 3 and 7, multi-query; some sizes odd
+# heads, key-value heads, head dimension, hidden, ffn, vocabulary, tied; multi-head, grouped 2, 3 and 7,
+# multi-query; some sizes odd
 MODELS = {
     "mha-odd": (4, 4, 3, 7, 10, 33, False),
     "gqa2": (8, 4, 6, 24, 20, 50, False),
@@ -26,13 +28,24 @@ MODELS = {
 def model_shape(name: str) -> ModelShape:
     heads, kv, dim, hidden, ffn, vocab, tied = MODELS[name]
     return ModelShape(
-        family=FAMILIES["qwen2"], layers=1, hidden=hidden, heads=heads, kv_heads=kv, head_dim=dim, ffn=ffn, vocab=vocab,
-        rope_theta=1e4, norm_eps=1e-6, tied=tied, max_positions=64,
-    )  # fmt: skip
+        family=FAMILIES["qwen2"],
+        layers=1,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=dim,
+        ffn=ffn,
+        vocab=vocab,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        tied=tied,
+        max_positions=64,
+    )
 
 
 def shard_pieces(s: ModelShape, rank: int, size: int, dtype: torch.dtype) -> list[Piece]:
-    """What a shard of Megatron's holds, its vocabulary padded to a multiple of 32 per shard; the tied embedding's copy too."""
+    """What a shard of Megatron's holds, its vocabulary padded to a multiple of 32 per shard; the tied
+    embedding's copy too."""
     generator, vocab = torch.Generator().manual_seed(rank), math.ceil(s.vocab / 32 / size) * 32
     qkv = (s.heads + 2 * s.kv_heads) * s.head_dim // size
     layer = "decoder.layers.0."
@@ -68,7 +81,8 @@ COMBINATIONS += [("gqa2", 2, BF16, BF16), ("gqa3-odd-tied", 4, BF16, BF16)]
 
 @pytest.mark.parametrize(("name", "size", "source", "serving"), COMBINATIONS)
 def test_pack_whole_tensors(name: str, size: int, source: torch.dtype, serving: torch.dtype) -> None:
-    """All shards into the places of the whole tensors in one bucket: the reference's bytes, and sums that add up to the tensors' own."""
+    """All shards into the places of the whole tensors in one bucket: the reference's bytes, and sums that add
+    up to the tensors' own."""
     shape = model_shape(name)
     shards = [shard_pieces(shape, rank, size, source) for rank in range(size)]
     plan = layout({p.name: (p.name, p.shape, serving) for p in shards[0]}.values(), 0, 0)
@@ -77,13 +91,18 @@ def test_pack_whole_tensors(name: str, size: int, source: torch.dtype, serving: 
     parts: dict[str, dict[tuple[int, int], tuple[int, int]]] = {name: {} for name in entries}
 
     def targets(bucket: torch.Tensor, own: list[Piece]) -> list[torch.Tensor]:
-        return [place(bucket, entries[p.name].offset, p.shape, serving).narrow(p.dim, p.start, p.length) for p in own]
+        return [
+            place(bucket, entries[p.name].offset, p.shape, serving).narrow(p.dim, p.start, p.length)
+            for p in own
+        ]
 
     for own in shards:
         sums = unsigned(triton_pack.pack(own, targets(found, own)))
         assert sums == pack(own, targets(expected, own))()
         for piece, both in zip(own, sums, strict=True):
-            parts[piece.name][piece.start, piece.length] = both  # a copy of a tied embedding, or of a norm, once
+            parts[piece.name][piece.start, piece.length] = (
+                both  # a copy of a tied embedding, or of a norm, once
+            )
     assert torch.equal(found, expected)
     for entry in plan.tensors:
         whole = found[entry.offset : entry.offset + entry.nbytes]
@@ -93,13 +112,17 @@ def test_pack_whole_tensors(name: str, size: int, source: torch.dtype, serving: 
 @pytest.mark.parametrize(("source", "serving"), CASTS, ids=str)
 @pytest.mark.parametrize("name", ["mha-odd", "gqa7-tied"])
 def test_pack_slices_next_to_each_other(name: str, source: torch.dtype, serving: torch.dtype) -> None:
-    """What a rank sends: its slices without gaps; sums as of their places in the whole tensors. Bytes beside them stay as they were."""
+    """What a rank sends: its slices without gaps; sums as of their places in the whole tensors. Bytes beside
+    them stay as they were."""
     own, begin, offsets = shard_pieces(model_shape(name), 1, 2, source), 4, []
     for piece in own:
         offsets.append(begin)
         begin += math.prod(piece.slice_shape) * serving.itemsize
     found, expected = (torch.full((begin + 8,), 0x5A, dtype=torch.uint8) for _ in range(2))
-    into = [[place(bucket, o, p.slice_shape, serving) for o, p in zip(offsets, own, strict=True)] for bucket in (found, expected)]
+    into = [
+        [place(bucket, o, p.slice_shape, serving) for o, p in zip(offsets, own, strict=True)]
+        for bucket in (found, expected)
+    ]
     assert unsigned(triton_pack.pack(own, into[0])) == pack(own, into[1])()
     assert torch.equal(found, expected) and (found[:4] == 0x5A).all() and (found[-8:] == 0x5A).all()
 
@@ -107,9 +130,27 @@ def test_pack_slices_next_to_each_other(name: str, source: torch.dtype, serving:
 @pytest.mark.parametrize("serving", [BF16, F16])
 @pytest.mark.parametrize("length", [8192, 8191])
 def test_every_kind_of_rounding(serving: torch.dtype, length: int) -> None:
-    """Ties to even both ways, carries into the exponent, overflow to infinity, subnormals, signed zeros; a NaN stays one. Both paths."""
+    """Ties to even both ways, carries into the exponent, overflow to infinity, subnormals, signed zeros; a
+    NaN stays one. Both paths."""
     exponents = torch.arange(256, dtype=torch.int32).repeat_interleave(32) << 23
-    edges = [0, 1, 0xFFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x17FFF, 0x18000, 0x18001, 0x7F8000, 0x7FFFFF]
+    edges = [
+        0,
+        1,
+        0xFFF,
+        0x1000,
+        0x1001,
+        0x2FFF,
+        0x3000,
+        0x7FFF,
+        0x8000,
+        0x8001,
+        0xFFFF,
+        0x17FFF,
+        0x18000,
+        0x18001,
+        0x7F8000,
+        0x7FFFFF,
+    ]
     mantissas = torch.tensor(edges, dtype=torch.int32)
     signs = torch.tensor([0, -(2**31)], dtype=torch.int32).repeat_interleave(16)
     values = (exponents | mantissas.repeat(2).repeat(256) | signs.repeat(256)).view(F32)[:length]
@@ -124,7 +165,9 @@ def test_every_kind_of_rounding(serving: torch.dtype, length: int) -> None:
 
 @pytest.mark.parametrize("programs", [1, 512])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 20_000), (13, 1030), (1, 1)])
-def test_pack_more_than_one_tile(rows: int, columns: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_more_than_one_tile(
+    rows: int, columns: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Many tiles per program and one, several programs per piece, ends inside a tile."""
     monkeypatch.setattr(triton_pack, "PROGRAMS", programs)
     for source, serving in CASTS:
@@ -141,7 +184,8 @@ def test_pack_more_than_one_tile(rows: int, columns: int, programs: int, monkeyp
 @pytest.mark.parametrize("share", [0.0, 1e-3, 0.2, 1.0])
 @pytest.mark.parametrize("length", [1, 31, 8192, 8195, 20_010])
 def test_delta(length: int, share: float, dtype: torch.dtype) -> None:
-    """Empty, sparse and full deltas: the reference's indices and values, in its order; applied, the new image's bits."""
+    """Empty, sparse and full deltas: the reference's indices and values, in its order; applied, the new
+    image's bits."""
     old = torch.randn(length).to(dtype)
     changed = torch.rand(length) < share
     new = torch.where(changed, -2 * old, old)
@@ -149,7 +193,10 @@ def test_delta(length: int, share: float, dtype: torch.dtype) -> None:
         old[7], new[7], old[9], new[9] = 0.0, -0.0, math.nan, math.nan  # differs; does not
     found, expected = triton_delta.encode(new, old), reference.delta_encode(new, old)
     assert torch.equal(found.indices, expected.indices) and same_bits(found.values, expected.values)
-    assert found.indices.numel() == int((reference.bits(new) != reference.bits(old)).sum()) and found.indices.dtype == torch.int32
+    assert (
+        found.indices.numel() == int((reference.bits(new) != reference.bits(old)).sum())
+        and found.indices.dtype == torch.int32
+    )
     image = old.clone()
     triton_delta.apply(image, found)
     by_reference = old.clone()

@@ -1,4 +1,5 @@
-"""The Triton kernels without a GPU: bit-exact in Triton's interpreter, and compiled to PTX for the architectures that are served."""
+"""The Triton kernels without a GPU: bit-exact in Triton's interpreter, and compiled to PTX for the
+architectures that are served."""
 
 import os
 import re
@@ -25,7 +26,8 @@ PACK = {"BR": 1, "BC": 1024, "TILES": 16, "WIDE": False}
 
 @pytest.mark.timeout(900)
 def test_bit_exact_in_the_interpreter() -> None:
-    """Every case of interpreted_cases.py, in a process of its own: TRITON_INTERPRET acts when triton is imported."""
+    """Every case of interpreted_cases.py, in a process of its own: TRITON_INTERPRET acts when triton is
+    imported."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider"],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
@@ -39,9 +41,15 @@ def test_bit_exact_in_the_interpreter() -> None:
 
 def compiled(kernel: triton.JITFunction, constants: dict, capability: int, **types: str) -> str:
     """PTX of a kernel whose arguments are all divisible by 16, as those of real models are."""
-    signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in constants}
-    made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", capability, 32))
+    signature = {
+        name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names
+    }
+    attributes = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in constants
+    }
+    made = triton.compile(
+        ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", capability, 32)
+    )
     assert len(made.asm["cubin"]) > 1000  # the assembler takes it
     return made.asm["ptx"]
 
@@ -60,7 +68,8 @@ def compiled(kernel: triton.JITFunction, constants: dict, capability: int, **typ
     ],
 )
 def test_pack_compiles_ahead(source: str, target: str, constants: dict, capability: int) -> None:
-    """PTX and machine code for sm_80 and sm_90; on real sizes memory is read and written 16 bytes at a time."""
+    """PTX and machine code for sm_80 and sm_90; on real sizes memory is read and written 16 bytes at a
+    time."""
     ptx = compiled(pack_kernel, {**PACK, **constants}, capability, source=source, target=target, sums="*i64")
     assert re.search(rf"\.target sm_{capability}", ptx)
     assert re.search(r"ld\.global\.v[48]\.b32", ptx) and re.search(r"st\.global\.v[48]\.b32", ptx)
@@ -73,16 +82,25 @@ def test_delta_compiles_ahead(item: str, capability: int) -> None:
     """As above; both images are read 16 bytes at a time."""
     words = {"marks": "*i32", "counts": "*i32", "ends": "*i32", "indices": "*i32"}
     for loaded, halves in ((item, False), ("*i32", True)):
-        marked = compiled(mark_kernel, {"BLOCK": BLOCK, "HALVES": halves}, capability, new=loaded, old=loaded, **words)
+        marked = compiled(
+            mark_kernel, {"BLOCK": BLOCK, "HALVES": halves}, capability, new=loaded, old=loaded, **words
+        )
         assert re.search(r"ld\.global\.v4\.b32", marked)
     for kernel in (compact_kernel, apply_kernel):
-        assert f".target sm_{capability}" in compiled(kernel, {"BLOCK": BLOCK}, capability, new=item, values=item, image=item, **words)
+        assert f".target sm_{capability}" in compiled(
+            kernel, {"BLOCK": BLOCK}, capability, new=item, values=item, image=item, **words
+        )
 
 
 def test_what_no_kernel_can_do_is_refused() -> None:
-    """One line before anything is written: another shape or dtype, a place outside the bucket, a delta of another image."""
+    """One line before anything is written: another shape or dtype, a place outside the bucket, a delta of
+    another image."""
     piece = Piece("w", (4, 2), 0, 0, 4, torch.zeros(4, 2, dtype=torch.bfloat16))
-    for target in (torch.zeros(2, 4, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.float16), torch.zeros(4, 2, dtype=torch.int16)):
+    for target in (
+        torch.zeros(2, 4, dtype=torch.bfloat16),
+        torch.zeros(4, 2, dtype=torch.float16),
+        torch.zeros(4, 2, dtype=torch.int16),
+    ):
         with pytest.raises(LaminarError, match="cannot pack w"):
             pack([piece], [target])
     for offset in (1, 4):
@@ -111,7 +129,8 @@ def test_the_references_serve_the_cpu() -> None:
 
 
 def test_layouts_without_common_rows_are_refused() -> None:
-    """A transposed source, or two layouts cut differently, would need a gather; no Megatron parameter is one."""
+    """A transposed source, or two layouts cut differently, would need a gather; no Megatron parameter is
+    one."""
     assert common_grid([((2, 1, 3, 4), (60, 60, 4, 1)), ((6, 4), (4, 1))]) == (2, 12, (60, 12))
     assert common_grid([((5, 1), (7, 1)), ((5, 1), (1, 1))]) == (5, 1, (7, 1))
     for layouts in ([((3, 4), (1, 3))], [((2, 6), (9, 1)), ((4, 3), (9, 1))]):

@@ -1,4 +1,5 @@
-"""Gather and scatter against torch's own indexing, over shapes, page sizes, dtypes, threads and instruction sets."""
+"""Gather and scatter against torch's own indexing, over shapes, page sizes, dtypes, threads and instruction
+sets."""
 
 import os
 import re
@@ -32,7 +33,8 @@ from laminar_hpc.weights.sums import tensor_sums
     ],
 )
 def test_rows_arrive_bit_by_bit(dtype, heads, head_dim, page_size, tokens, isa, streaming):
-    """Promise: every record's payload is torch's gather, its sums are those of weights/sums.py, and slots not named stay as they were."""
+    """Promise: every record's payload is torch's gather, its sums are those of weights/sums.py, and slots not
+    named stay as they were."""
     source = make(dtype, 3, heads, head_dim, page_size, seed=1)
     target = make(dtype, 3, heads, head_dim, page_size, seed=2)
     ours, theirs = slots_of(tokens, page_size, seed=3), slots_of(tokens, page_size, seed=4)
@@ -42,7 +44,10 @@ def test_rows_arrive_bit_by_bit(dtype, heads, head_dim, page_size, tokens, isa, 
     for threads, chunk_bytes in ((1, 4096), (3, 1 << 16)):
         records = gather(source, ours, chunk_bytes, threads, isa=isa, streaming=streaming)
         image = torch.cat([bits(tensor)[ours].reshape(-1) for tensor in source.tensors]).view(torch.uint8)
-        size, stride = source.shape.rows_per_chunk(chunk_bytes) * source.shape.row_bytes, source.shape.record_bytes(chunk_bytes)
+        size, stride = (
+            source.shape.rows_per_chunk(chunk_bytes) * source.shape.row_bytes,
+            source.shape.record_bytes(chunk_bytes),
+        )
         for number in range(source.shape.chunks(tokens, chunk_bytes)):
             payload = image[number * size : (number + 1) * size]
             head = struct.unpack_from("<4sIQQQ", records.numpy(), number * stride)
@@ -51,7 +56,9 @@ def test_rows_arrive_bit_by_bit(dtype, heads, head_dim, page_size, tokens, isa, 
             assert torch.equal(records[start : start + len(payload)], payload)
         scatter(target, theirs, records, chunk_bytes, threads, isa=isa, streaming=streaming)
         assert same(source, ours, target, theirs)
-    assert all(torch.equal(bits(tensor)[untouched], old) for tensor, old in zip(target.tensors, before, strict=True))
+    assert all(
+        torch.equal(bits(tensor)[untouched], old) for tensor, old in zip(target.tensors, before, strict=True)
+    )
 
 
 @settings(deadline=None)
@@ -65,16 +72,22 @@ def test_rows_arrive_bit_by_bit(dtype, heads, head_dim, page_size, tokens, isa, 
     threads=st.integers(1, 4),
     chunk_bytes=st.integers(4096, 40000),
 )
-def test_any_shape_goes_and_comes_back(dtype, layers, heads, head_dim, page_size, tokens, threads, chunk_bytes):
+def test_any_shape_goes_and_comes_back(
+    dtype, layers, heads, head_dim, page_size, tokens, threads, chunk_bytes
+):
     """Promise: bit-exact for MHA and GQA pools of any shape."""
-    source, target = make(dtype, layers, heads, head_dim, page_size, 90, 1), make(dtype, layers, heads, head_dim, page_size, 90, 2)
+    source, target = (
+        make(dtype, layers, heads, head_dim, page_size, 90, 1),
+        make(dtype, layers, heads, head_dim, page_size, 90, 2),
+    )
     ours, theirs = slots_of(tokens, page_size, 90, 3), slots_of(tokens, page_size, 90, 4)
     scatter(target, theirs, gather(source, ours, chunk_bytes, threads), chunk_bytes, threads)
     assert same(source, ours, target, theirs)
 
 
 def test_a_pool_with_gaps_between_slots():
-    """Promise: K and V may share one tensor, so that a slot's stride exceeds its row; unaligned rows need no streaming stores."""
+    """Promise: K and V may share one tensor, so that a slot's stride exceeds its row; unaligned rows need no
+    streaming stores."""
     both = torch.randn(64, 2, 4, 16)
     pool = Pool.of([both[:, 0]], [both[:, 1]], 1)
     target, slots = make("float32", 1, 4, 16), slots_of(50)
@@ -106,7 +119,12 @@ def test_slots_that_do_not_fit_are_refused(slots):
     with pytest.raises(KvRefused, match=r"^slots refused"):
         scatter(pool, places, torch.zeros(1 << 16, dtype=torch.uint8), 4096, 1)
     with pytest.raises(ValueError, match=r"slots outside the pool|make no sense"):
-        _kv.pack(torch.zeros(2, dtype=torch.int64).numpy(), torch.tensor([64]).numpy(), (64, 64, 64, 4, 1, 0, True), bytearray(4096))
+        _kv.pack(
+            torch.zeros(2, dtype=torch.int64).numpy(),
+            torch.tensor([64]).numpy(),
+            (64, 64, 64, 4, 1, 0, True),
+            bytearray(4096),
+        )
 
 
 def test_pages_in_pieces_and_short_records_are_refused():
@@ -138,14 +156,24 @@ def test_pools_of_another_kind_are_refused(keys, values, page):
 
 
 def test_huge_pages_change_where_rows_lie_and_nothing_else():
-    """Where Linux gives huge pages most of the pool is on them; anywhere its bits and the next copies are the same."""
-    huge = lambda: int(re.search(r"AnonHugePages:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024  # noqa: E731
+    """Where Linux gives huge pages most of the pool is on them; anywhere its bits and the next copies are the
+    same."""
+    huge = lambda: (
+        int(re.search(r"AnonHugePages:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024
+    )
     source, target = (make(heads=4, head_dim=128, layers=4, pages=8193, seed=seed) for seed in (0, 1))
-    before, size = [bits(tensor).clone() for tensor in source.tensors], sum(tensor.nbytes for tensor in source.tensors)
+    before, size = (
+        [bits(tensor).clone() for tensor in source.tensors],
+        sum(tensor.nbytes for tensor in source.tensors),
+    )
     had = huge()
     use_huge_pages(source)
     allowed = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if allowed.exists() and "[never]" not in allowed.read_text() and tuple(int(n) for n in os.uname().release.split(".")[:2]) >= (6, 1):
+    if (
+        allowed.exists()
+        and "[never]" not in allowed.read_text()
+        and tuple(int(n) for n in os.uname().release.split(".")[:2]) >= (6, 1)
+    ):
         assert huge() - had > 0.5 * size
     assert all(torch.equal(a, bits(b)) for a, b in zip(before, source.tensors, strict=True))
     slots, there = slots_of(4096, pages=8193), slots_of(4096, pages=8193, seed=1)

@@ -1,4 +1,5 @@
-"""The GPU's part: it compiles for Hopper wherever nvcc is; staging is torch's own indexing; on a GPU the kernels are held against that."""
+"""The GPU's part: it compiles for Hopper wherever nvcc is; staging is torch's own indexing; on a GPU the
+kernels are held against that."""
 
 import os
 import shutil
@@ -19,17 +20,35 @@ from laminar_hpc.kv.inbox import Expected, Inbox
 from laminar_hpc.kv.pool import gather, scatter
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = [("bfloat16", 4, 128, 1, 61), ("float32", 2, 64, 16, 100), ("float16", 1, 5, 64, 65), ("bfloat16", 3, 80, 7, 2000)]
+CASES = [
+    ("bfloat16", 4, 128, 1, 61),
+    ("float32", 2, 64, 16, 100),
+    ("float16", 1, 5, 64, 65),
+    ("bfloat16", 3, 80, 7, 2000),
+]
 
 
 @pytest.mark.skipif(
-    shutil.which("nvcc") is None, reason="csrc/device.cu is compiled where CUDA's compiler is: there is no nvcc on this machine"
+    shutil.which("nvcc") is None,
+    reason="csrc/device.cu is compiled where CUDA's compiler is: there is no nvcc on this machine",
 )
 def test_the_extension_is_built_for_hopper(tmp_path):
-    """Promise: setup.py compiles csrc/device.cu for sm_90 and links it into an extension that loads without a driver, and refuses there."""
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    """Promise: setup.py compiles csrc/device.cu for sm_90 and links it into an extension that loads without a
+    driver, and refuses there."""
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        str(tmp_path / "lib"),
+        "--build-temp",
+        str(tmp_path / "temp"),
+    ]
     environment = {**os.environ, "LAMINAR_CUDA": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0 and "without its GPU part" not in done.stderr, done.stderr
     (built,) = (tmp_path / "lib/laminar_hpc").glob("_kv*.so")
     program = f"""
@@ -43,13 +62,16 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     assert said.startswith("CUDA error") or (said == "shared\n" and torch.cuda.is_available())
 
 
 @pytest.mark.parametrize(("dtype", "heads", "head_dim", "page_size", "tokens"), CASES)
 def test_a_stage_stands_for_the_pool(dtype, heads, head_dim, page_size, tokens):
-    """Promise: what is gathered from a filled stage is what the pool itself gives, and emptying it writes the same rows and no other."""
+    """Promise: what is gathered from a filled stage is what the pool itself gives, and emptying it writes the
+    same rows and no other."""
     pages = -(-tokens // page_size) + 3
     source, target = (make(dtype, 3, heads, head_dim, page_size, pages, seed) for seed in (1, 2))
     ours, theirs = slots_of(tokens, page_size, pages, 3), slots_of(tokens, page_size, pages, 4)
@@ -68,7 +90,9 @@ def test_a_stage_stands_for_the_pool(dtype, heads, head_dim, page_size, tokens):
 @pytest.mark.parametrize(("dtype", "heads", "head_dim", "page_size", "tokens"), CASES)
 def test_kernels_are_torchs_indexing(dtype, heads, head_dim, page_size, tokens):
     """Promise: gather and scatter are exact, and their sums are those of the host's chunks."""
-    assert hasattr(_kv, "device_gather"), "the extension lacks its GPU part: install nvcc, then run make setup again"
+    assert hasattr(_kv, "device_gather"), (
+        "the extension lacks its GPU part: install nvcc, then run make setup again"
+    )
     pages = -(-tokens // page_size) + 3
     source, ours = make(dtype, 3, heads, head_dim, page_size, pages, 1), slots_of(tokens, page_size, pages, 3)
     there, stage, plain = on_gpu(source), Stage.of(on_gpu(source), tokens), Stage.of(source, tokens)
@@ -77,10 +101,17 @@ def test_kernels_are_torchs_indexing(dtype, heads, head_dim, page_size, tokens):
     assert torch.equal(bits(stage.image), bits(plain.image))
     target = on_gpu(make(dtype, 3, heads, head_dim, page_size, pages, 2))
     stage.empty(target, ours)
-    assert all(torch.equal(bits(a)[ours.cuda()], bits(b)[ours.cuda()]) for a, b in zip(there.tensors, target.tensors, strict=True))
+    assert all(
+        torch.equal(bits(a)[ours.cuda()], bits(b)[ours.cuda()])
+        for a, b in zip(there.tensors, target.tensors, strict=True)
+    )
     size = source.shape.rows_per_chunk(device.CHUNK_BYTES) * source.shape.row_bytes
     image = plain.image.reshape(-1).view(torch.uint8)
-    sums = [number for start in range(0, len(image), size) for number in _kv.sums(image[start : start + size].numpy())]
+    sums = [
+        number
+        for start in range(0, len(image), size)
+        for number in _kv.sums(image[start : start + size].numpy())
+    ]
     found = device._run("device_gather", there, ours, torch.empty_like(plain.image, device="cuda"))
     assert [number % 2**64 for number in found] == sums
 
@@ -125,21 +156,29 @@ def test_a_move_between_gpu_pools_of_two_processes(shares):
     inbox = Inbox(Expected("model", 3, target, theirs), "127.0.0.1", "here")
     program = SENDER.format(folder=str(Path(__file__).parent), shares=shares)
     try:
-        subprocess.run([sys.executable, "-c", program], input=inbox.address, text=True, timeout=120, check=True)
+        subprocess.run(
+            [sys.executable, "-c", program], input=inbox.address, text=True, timeout=120, check=True
+        )
     finally:
         inbox.close()
     assert inbox.complete
-    assert all(torch.equal(bits(a)[ours], bits(b).cpu()[theirs]) for a, b in zip(source.tensors, target.tensors, strict=True))
+    assert all(
+        torch.equal(bits(a)[ours], bits(b).cpu()[theirs])
+        for a, b in zip(source.tensors, target.tensors, strict=True)
+    )
 
 
 @pytest.mark.gpu
 def test_another_process_takes_what_is_shared():
-    """Promise: CUDA IPC carries the rows between processes bit by bit, and a wrong sum is refused in one line."""
+    """Promise: CUDA IPC carries the rows between processes bit by bit, and a wrong sum is refused in one
+    line."""
     source, slots = on_gpu(make(layers=3, seed=1)), slots_of(40, seed=3)
     with Shared(source, slots) as shared:
         ticket = msgspec.msgpack.encode(shared.ticket).hex()
         program = CHILD.format(folder=str(Path(__file__).parent))
-        done = subprocess.run([sys.executable, "-c", program, ticket], capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, ticket], capture_output=True, text=True, timeout=120, check=True
+        )
         assert done.stdout == "True\n"
         wrong = Ticket(shared.ticket.handle, 39, shared.ticket.sums)
         with pytest.raises(KvRefused, match="40 slots were reserved"):

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import PREFIX, Header, Shape, _sums, check_fits, decode_header, encode_header, model_fingerprint
+from laminar_hpc.kv.frames import (
+    PREFIX,
+    Header,
+    Shape,
+    _sums,
+    check_fits,
+    decode_header,
+    encode_header,
+    model_fingerprint,
+)
 
 SHAPE = Shape("bfloat16", 28, 4, 128, 1)
 HEADER = Header.of("f" * 64, 7, SHAPE, [1, 2, 151_000], 1 << 19)
@@ -44,7 +53,8 @@ def test_any_bytes_are_survived(data):
 @settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 255), st.booleans())
 def test_a_changed_byte_is_survived_and_noticed(place, change, resum):
-    """Promise: a byte that changed anywhere is refused; with the sums made anew it is refused or is a header within all limits."""
+    """Promise: a byte that changed anywhere is refused; with the sums made anew it is refused or is a header
+    within all limits."""
     data = bytearray(encode_header(HEADER))
     data[place % len(data)] ^= change
     if resum:
@@ -56,12 +66,21 @@ def test_a_changed_byte_is_survived_and_noticed(place, change, resum):
 
 @settings(deadline=None)
 @given(
-    st.recursive(st.none() | st.integers(-(2**63), 2**63) | st.text() | st.binary(), lambda x: st.lists(x) | st.dictionaries(st.text(), x))
+    st.recursive(
+        st.none() | st.integers(-(2**63), 2**63) | st.text() | st.binary(),
+        lambda x: st.lists(x) | st.dictionaries(st.text(), x),
+    )
 )
 def test_any_message_is_survived(value):
     """Promise: well-formed msgpack of another type is refused."""
     survives(framed(msgspec.msgpack.encode(value)))
-    fields = {"fingerprint": value, "weight_id": value, "shape": [value] * 5, "chunk_bytes": value, "token_ids": value}
+    fields = {
+        "fingerprint": value,
+        "weight_id": value,
+        "shape": [value] * 5,
+        "chunk_bytes": value,
+        "token_ids": value,
+    }
     survives(framed(msgspec.msgpack.encode(fields)))
 
 
@@ -78,7 +97,9 @@ def test_what_does_not_fit_is_refused():
             check_fits(HEADER, **{**right, name: value})
     config = {"model_type": "qwen2", "hidden_size": 64, "torch_dtype": "float32"}
     assert (
-        model_fingerprint(config) == model_fingerprint({**config, "torch_dtype": "x"}) != model_fingerprint({**config, "hidden_size": 65})
+        model_fingerprint(config)
+        == model_fingerprint({**config, "torch_dtype": "x"})
+        != model_fingerprint({**config, "hidden_size": 65})
     )
 
 

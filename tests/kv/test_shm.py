@@ -1,4 +1,5 @@
-"""Moves through shared memory between threads and between processes; a side that dies, lies or leaves is noticed."""
+"""Moves through shared memory between threads and between processes; a side that dies, lies or leaves is
+noticed."""
 
 import os
 import signal
@@ -23,9 +24,12 @@ def offer(tmp_path, pool, tokens=256, slots=3, seconds=20.0):
     return Offer(Header.of("m", 1, pool.shape, list(range(tokens)), 8192), tmp_path, slots, seconds)
 
 
-@pytest.mark.parametrize(("send_threads", "receive_threads", "slots"), [(1, 1, 1), (2, 2, 3), (4, 1, 8), (1, 3, 2)])
+@pytest.mark.parametrize(
+    ("send_threads", "receive_threads", "slots"), [(1, 1, 1), (2, 2, 3), (4, 1, 8), (1, 3, 2)]
+)
 def test_a_move_is_exact(tmp_path, send_threads, receive_threads, slots):
-    """Promise: any number of threads on either side and any ring: the same bits; the file has mode 0600 and is gone once taken."""
+    """Promise: any number of threads on either side and any ring: the same bits; the file has mode 0600 and
+    is gone once taken."""
     source, target = make(**SHAPE, seed=1), make(**SHAPE, seed=2)
     ours, theirs = slots_of(256, pages=300, seed=3), slots_of(256, pages=300, seed=4)
     with offer(tmp_path, source, slots=slots) as offered, ThreadPoolExecutor(1) as pool:
@@ -42,7 +46,11 @@ def test_a_move_is_exact(tmp_path, send_threads, receive_threads, slots):
 def test_a_destination_that_refuses(tmp_path):
     """Promise: the source hears at once that nothing is kept, although all chunks have arrived."""
     source, target, slots = make(**SHAPE), make(**SHAPE), slots_of(256, pages=300)
-    with offer(tmp_path, source) as offered, ThreadPoolExecutor(1) as pool, Taken(offered.path, 20.0) as taken:
+    with (
+        offer(tmp_path, source) as offered,
+        ThreadPoolExecutor(1) as pool,
+        Taken(offered.path, 20.0) as taken,
+    ):
         sent = pool.submit(offered.send, source, slots)
         taken.receive(target, slots)
         taken.refuse()
@@ -54,9 +62,14 @@ def test_nobody_comes_and_nobody_sends(tmp_path):
     """Promise: each wait is bounded, and its line says on whom it waited, for how long."""
     pool, slots = make(**SHAPE), slots_of(256, pages=300)
     with offer(tmp_path, pool, seconds=0.1) as offered:
-        with pytest.raises(KvRefused, match=r"destination said nothing for 0\.1 s before it opened the offer"):
+        with pytest.raises(
+            KvRefused, match=r"destination said nothing for 0\.1 s before it opened the offer"
+        ):
             offered.send(pool, slots)
-        with Taken(offered.path, 0.1) as taken, pytest.raises(KvRefused, match=r"source said nothing for 0\.1 s at chunk 0"):
+        with (
+            Taken(offered.path, 0.1) as taken,
+            pytest.raises(KvRefused, match=r"source said nothing for 0\.1 s at chunk 0"),
+        ):
             taken.receive(pool, slots)
 
 
@@ -91,12 +104,15 @@ time.sleep(120)
 
 def child(side, where):
     program = CHILD.format(folder=str(Path(__file__).parent))
-    return subprocess.Popen([sys.executable, "-c", program, side, str(where)], stdout=subprocess.PIPE, text=True, env=os.environ)
+    return subprocess.Popen(
+        [sys.executable, "-c", program, side, str(where)], stdout=subprocess.PIPE, text=True, env=os.environ
+    )
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
 def test_a_killed_peer_is_noticed(tmp_path, side):
-    """Promise: a peer killed in mid-move is named as dead long before the time limit, reaped by its parent or not."""
+    """Promise: a peer killed in mid-move is named as dead long before the time limit, reaped by its parent or
+    not."""
     pool, slots = make(**SHAPE), slots_of(256, pages=300)
     offered = None if side == "source" else offer(tmp_path, pool, seconds=60.0)
     process = child(side, offered.path if offered else tmp_path)
@@ -115,7 +131,8 @@ def test_a_killed_peer_is_noticed(tmp_path, side):
 
 
 def test_what_a_killed_source_left_goes_with_the_next_offer(tmp_path):
-    """Promise: an offer that nobody took goes, a minute old, when the next is made; those of the living stay."""
+    """Promise: an offer that nobody took goes, a minute old, when the next is made; those of the living
+    stay."""
     process = child("source", tmp_path)
     left = Path(process.stdout.readline().strip())
     process.kill()
@@ -130,7 +147,8 @@ def test_what_a_killed_source_left_goes_with_the_next_offer(tmp_path):
 
 
 def test_files_that_are_no_offers_are_refused(tmp_path):
-    """Promise: a missing, foreign, short, cut or second-hand file is refused in one line, and so is a full file system."""
+    """Promise: a missing, foreign, short, cut or second-hand file is refused in one line, and so is a full
+    file system."""
     pool = make(**SHAPE)
     with offer(tmp_path, pool) as offered:
         data = offered.path.read_bytes()

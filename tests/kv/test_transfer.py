@@ -1,4 +1,5 @@
-"""A part's way from pool to pool: both transports carry the same bits, and what does not belong there is refused in one line."""
+"""A part's way from pool to pool: both transports carry the same bits, and what does not belong there is
+refused in one line."""
 
 import json
 import time
@@ -32,11 +33,21 @@ class Move:
 
     def header(self, first=0, end=600, last=True, fingerprint="model", weight_id=3, pool=None) -> Header:
         size = chunk_bytes(self.inbox.address, self.machine)
-        return Header.of(fingerprint, weight_id, (pool or self.source).shape, TOKENS[first:end], size, first, last)
+        return Header.of(
+            fingerprint, weight_id, (pool or self.source).shape, TOKENS[first:end], size, first, last
+        )
 
     def send(self, header: Header, pool=None, seconds=20.0) -> None:
         slots = self.ours[header.first : header.first + header.tokens]
-        send_part(self.inbox.address, header, pool or self.source, slots, machine=self.machine, folder=self.folder, seconds=seconds)
+        send_part(
+            self.inbox.address,
+            header,
+            pool or self.source,
+            slots,
+            machine=self.machine,
+            folder=self.folder,
+            seconds=seconds,
+        )
 
 
 @pytest.fixture(params=["here", "elsewhere"], ids=["shm", "tcp"])
@@ -48,7 +59,8 @@ def move(request, tmp_path):
 
 
 def test_two_parts_arrive_bit_by_bit(move):
-    """Promise: the snapshot and the rest make the whole; only then is it complete; nothing is left in shared memory."""
+    """Promise: the snapshot and the rest make the whole; only then is it complete; nothing is left in shared
+    memory."""
     move.send(move.header(0, 320, last=False))
     assert move.inbox.tokens == TOKENS[:320] and not move.inbox.complete
     move.send(move.header(320))
@@ -58,7 +70,8 @@ def test_two_parts_arrive_bit_by_bit(move):
 
 
 def test_a_part_sent_anew_replaces_the_old_one(move):
-    """Promise: a request that was retracted is sent from its start again, and what came before no longer counts."""
+    """Promise: a request that was retracted is sent from its start again, and what came before no longer
+    counts."""
     move.send(move.header(0, 320, last=False))
     move.send(move.header(0, 100, last=False))
     assert move.inbox.tokens == TOKENS[:100]
@@ -75,7 +88,8 @@ def test_a_part_sent_anew_replaces_the_old_one(move):
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_destination(move, change, says):
-    """Promise: the source hears the destination's own line at once, and the reservation takes nothing more."""
+    """Promise: the source hears the destination's own line at once, and the reservation takes nothing
+    more."""
     start = time.monotonic()
     for header in (move.header(**change), move.header()):
         with pytest.raises(KvRefused, match=says):
@@ -91,16 +105,22 @@ def test_another_pool_and_too_many_tokens_are_refused(move):
     small = Inbox(Expected("model", 3, move.target, move.theirs[:599]), "127.0.0.1", "here")
     move.inbox.close()
     move.inbox = small
-    with pytest.raises(KvRefused, match="tokens 0 to 600 do not fit where 0 tokens are there and 599 reserved"):
+    with pytest.raises(
+        KvRefused, match="tokens 0 to 600 do not fit where 0 tokens are there and 599 reserved"
+    ):
         move.send(move.header())
 
 
 def test_a_damaged_chunk_is_refused(tmp_path):
-    """Promise: a bit that changed on the way, a foreign chunk and a chunk sent twice are refused in one line."""
+    """Promise: a bit that changed on the way, a foreign chunk and a chunk sent twice are refused in one
+    line."""
     for harm in ("bit", "number", "twice"):
         move = Move(tmp_path, "elsewhere")
         header = move.header()
-        records, stride = gather(move.source, move.ours, header.chunk_bytes, 1), move.source.shape.record_bytes(header.chunk_bytes)
+        records, stride = (
+            gather(move.source, move.ours, header.chunk_bytes, 1),
+            move.source.shape.record_bytes(header.chunk_bytes),
+        )
         chunks = [bytearray(records[i * stride : (i + 1) * stride].numpy().tobytes()) for i in range(2)]
         if harm == "bit":
             chunks[0][4000] ^= 1
@@ -108,7 +128,10 @@ def test_a_damaged_chunk_is_refused(tmp_path):
             chunks[0][4] = 77
         else:
             chunks[1] = chunks[0]
-        with zmq.Context() as context, transfer._connect(context, transfer.decode_address(move.inbox.address), 5.0) as stream:
+        with (
+            zmq.Context() as context,
+            transfer._connect(context, transfer.decode_address(move.inbox.address), 5.0) as stream,
+        ):
             stream.linger = 0
             stream.send_multipart([b"part", encode_header(header)])
             assert stream.poll(5000) and stream.recv_multipart() == [b"go"]
@@ -141,7 +164,9 @@ def test_a_destination_that_has_left(move):
     """Promise: the wait for a destination that gave the move up is bounded, and says on whom it waited."""
     move.inbox.close()
     assert move.inbox.ended(5)
-    with pytest.raises(KvRefused, match=r"the destination at 127\.0\.0\.1:\d+ (said|took) nothing for 0\.3 s"):
+    with pytest.raises(
+        KvRefused, match=r"the destination at 127\.0\.0\.1:\d+ (said|took) nothing for 0\.3 s"
+    ):
         move.send(move.header(), seconds=0.3)
 
 
@@ -151,7 +176,10 @@ def test_slots_not_named_stay_as_they_were(move):
     untouched[move.theirs] = False
     before = [tensor.view(torch.int16)[untouched].clone() for tensor in move.target.tensors]
     move.send(move.header())
-    assert all(torch.equal(t.view(torch.int16)[untouched], old) for t, old in zip(move.target.tensors, before, strict=True))
+    assert all(
+        torch.equal(t.view(torch.int16)[untouched], old)
+        for t, old in zip(move.target.tensors, before, strict=True)
+    )
 
 
 @dataclass
@@ -167,7 +195,8 @@ class SharedRows:
 
 
 class Pretended:
-    """CUDA IPC within this process, of rows in host memory: `takes` and `gives` are what CUDA says to either end."""
+    """CUDA IPC within this process, of rows in host memory: `takes` and `gives` are what CUDA says to either
+    end."""
 
     def __init__(self, monkeypatch, gives=None, takes=None) -> None:
         self.shared, self.taken, self.gives, self.takes = {}, 0, gives, takes
@@ -200,10 +229,16 @@ def test_rows_of_a_gpu_pass_through_host_memory(move, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gives", "takes"), [(None, None), (RuntimeError("CUDA error 2: out of memory"), None), (None, RuntimeError("CUDA error 217: no peer"))]
+    ("gives", "takes"),
+    [
+        (None, None),
+        (RuntimeError("CUDA error 2: out of memory"), None),
+        (None, RuntimeError("CUDA error 217: no peer")),
+    ],
 )
 def test_gpus_that_cannot_share_rows_go_through_the_host(tmp_path, monkeypatch, gives, takes):
-    """Promise: between processes of one machine rows stay on the GPU, and what CUDA refuses at either end costs a way, not the move."""
+    """Promise: between processes of one machine rows stay on the GPU, and what CUDA refuses at either end
+    costs a way, not the move."""
     cuda = Pretended(monkeypatch, gives, takes)
     move = Move(tmp_path, "here")
     move.send(move.header(0, 320, last=False))
@@ -215,7 +250,8 @@ def test_gpus_that_cannot_share_rows_go_through_the_host(tmp_path, monkeypatch, 
 
 
 def test_shared_rows_are_refused_and_other_machines_get_none(tmp_path, monkeypatch):
-    """Promise: a wrong sum, or a ticket that is none, ends the move with the destination's line; the rows are let go in any case."""
+    """Promise: a wrong sum, or a ticket that is none, ends the move with the destination's line; the rows are
+    let go in any case."""
     cuda = Pretended(monkeypatch, takes=KvRefused("KV chunk 2 refused: its checksum differs"))
     for machine, kept in (("here", False), ("elsewhere", True)):
         move = Move(tmp_path, machine)
@@ -227,7 +263,10 @@ def test_shared_rows_are_refused_and_other_machines_get_none(tmp_path, monkeypat
         assert move.inbox.complete == kept and not cuda.shared
         move.inbox.close()
     move = Move(tmp_path, "here")
-    with zmq.Context() as context, transfer._connect(context, transfer.decode_address(move.inbox.address), 5.0) as stream:
+    with (
+        zmq.Context() as context,
+        transfer._connect(context, transfer.decode_address(move.inbox.address), 5.0) as stream,
+    ):
         stream.linger = 0
         stream.send_multipart([b"part", encode_header(move.header())])
         assert stream.poll(5000) and stream.recv_multipart() == [b"go"]

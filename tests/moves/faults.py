@@ -1,5 +1,5 @@
-"""Faults that hit moves under way, at a phase and in a way drawn by a seed: the engine refuses, hangs or dies, a message is lost. And a
-killer of engines that are alone with older weights."""
+"""Faults that hit moves under way, at a phase and in a way drawn by a seed: the engine refuses, hangs or
+dies, a message is lost. And a killer of engines that are alone with older weights."""
 
 import asyncio
 import random
@@ -13,16 +13,31 @@ from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.rollout.worker import RolloutWorker
 
 CALLS = ("kv_reserve", "kv_send", "kv_detach", "kv_import", "kv_commit", "kv_abort")
-MESSAGES = ("Reserve", "Reserved", "MoveOrder", "MoveReady", "Import", "Imported", "MoveCommit", "MoveAbort", "MoveFailed")
-ENGINE_FAULTS = [(call, kind) for call in CALLS for kind in ("refuse", "hang", "die before", "die after") if (call, kind) not in
-                 {("kv_commit", "refuse"), ("kv_abort", "refuse")}]  # fmt: skip
+MESSAGES = (
+    "Reserve",
+    "Reserved",
+    "MoveOrder",
+    "MoveReady",
+    "Import",
+    "Imported",
+    "MoveCommit",
+    "MoveAbort",
+    "MoveFailed",
+)
+ENGINE_FAULTS = [
+    (call, kind)
+    for call in CALLS
+    for kind in ("refuse", "hang", "die before", "die after")
+    if (call, kind) not in {("kv_commit", "refuse"), ("kv_abort", "refuse")}
+]
 MOST = 3
 LATE = ("kv_import", "kv_commit")  # few moves come so far between the others' faults
 FAULTS = [*ENGINE_FAULTS, *((name, "lost") for name in MESSAGES)]
 
 
 class Saboteur:
-    """Draws faults until `wanted` have struck, at most MOST of a kind, so that early phases do not take them all. `hang`: seconds."""
+    """Draws faults until `wanted` have struck, at most MOST of a kind, so that early phases do not take them
+    all. `hang`: seconds."""
 
     def __init__(self, seed: int, wanted: int, share: float, hang: float) -> None:
         self.random, self.wanted, self.share, self.hang = random.Random(seed), wanted, share, hang
@@ -40,7 +55,8 @@ class Saboteur:
 
 
 def sabotaged(saboteur: Saboteur, engine: type) -> type[RolloutWorker]:
-    """A worker whose engine, an `engine` that can `die`, and line to the controller suffer the saboteur's faults."""
+    """A worker whose engine, an `engine` that can `die`, and line to the controller suffer the saboteur's
+    faults."""
 
     class Engine(engine):
         async def _hurt(self, call: str, work):
@@ -67,7 +83,9 @@ def sabotaged(saboteur: Saboteur, engine: type) -> type[RolloutWorker]:
         def __init__(self, context, pool=None):
             super().__init__(context, pool)
             send = context.channel.send
-            context.channel.send = lambda word: None if saboteur.strikes(type(word).__name__, ("lost",)) else send(word)
+            context.channel.send = lambda word: (
+                None if saboteur.strikes(type(word).__name__, ("lost",)) else send(word)
+            )
 
         def _new_engine(self):
             return Engine(self.config, self.context.index, self.context.run_dir)
@@ -80,12 +98,15 @@ def sabotaged(saboteur: Saboteur, engine: type) -> type[RolloutWorker]:
 
 
 class Killer:
-    """After every turn of the controller: kills the engine of a replica that is the only one to generate with the id before the newest,
-    once `tokens` of its responses are known; `most` times, `every` seconds at most. `kill(replica)` does it."""
+    """After every turn of the controller: kills the engine of a replica that is the only one to generate with
+    the id before the newest, once `tokens` of its responses are known; `most` times, `every` seconds at most.
+    `kill(replica)` does it."""
 
     def __init__(self, kill: Callable[[int], None], most: int, tokens: int, every: float) -> None:
         self.kill, self.most, self.tokens, self.every = kill, most, tokens, every
-        self.killed: list[tuple[int, dict[int, int]]] = []  # weight id, response tokens by trajectory, as far as they were known
+        self.killed: list[
+            tuple[int, dict[int, int]]
+        ] = []  # weight id, response tokens by trajectory, as far as they were known
         self._next = 0.0
 
     def __call__(self, controller: Controller) -> None:
@@ -94,9 +115,17 @@ class Killer:
         owned, ids = controller.tracker.in_progress(), controller.open_weights
         for replica, mine in owned.items():
             weight_id = ids.get(replica, -1)
-            known = {i: len(p.tokens) for _, i, sample in mine if (p := controller.migration.pool.get(i, sample.attempt))}
+            known = {
+                i: len(p.tokens)
+                for _, i, sample in mine
+                if (p := controller.migration.pool.get(i, sample.attempt))
+            }
             alone = all(ids.get(other) != weight_id for other in owned if other != replica)
-            if alone and weight_id == controller.weights.newest[0] - 1 >= 0 and sum(known.values()) >= self.tokens:
+            if (
+                alone
+                and weight_id == controller.weights.newest[0] - 1 >= 0
+                and sum(known.values()) >= self.tokens
+            ):
                 self.killed.append((weight_id, known))
                 self._next = time.monotonic() + self.every
                 return self.kill(replica)

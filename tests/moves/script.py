@@ -1,4 +1,5 @@
-"""The real controller against workers that say what the test says, message by message: no process, no socket, no clock but heartbeats."""
+"""The real controller against workers that say what the test says, message by message: no process, no socket,
+no clock but heartbeats."""
 
 import os
 from types import SimpleNamespace
@@ -32,7 +33,9 @@ class Script:
     def __init__(self, config: RunConfig, machine: str = "one") -> None:
         self.hub = Hub()
         os.makedirs(config.run_dir, exist_ok=True)
-        self.controller = controller_run.build(config, check(config), Start(-1, None), self.hub, 1, "apart", lambda _: None)
+        self.controller = controller_run.build(
+            config, check(config), Start(-1, None), self.hub, 1, "apart", lambda _: None
+        )
         self.hear("trainer", 0, m.Hello("trainer", 0, "", os.getpid(), "apart"))
         self.relay(0, machine)
 
@@ -66,12 +69,16 @@ class Script:
     def works(self, index: int, grant: m.Grant, tokens: int, life: str = "") -> None:
         """It generates so many tokens more of all of a grant, and says so."""
         for sample in (sample for group in grant.groups for sample in group.samples):
-            start = len(grant.parts[sample.trajectory_id].tokens) if sample.trajectory_id in grant.parts else 0
+            start = (
+                len(grant.parts[sample.trajectory_id].tokens) if sample.trajectory_id in grant.parts else 0
+            )
             new = [(sample.trajectory_id + place) % 50 for place in range(start, start + tokens)]
             spans = [m.VersionSpan(grant.weight_id, start, start + tokens)]
             more = m.Increment(sample.trajectory_id, sample.attempt, start, new, [-1.0] * tokens, spans, 1.0)
             self.hear("rollout", index, more, life=life)
-        load = m.ReplicaLoad("draining", grant.weight_id, len(samples_of(grant)), 0, kv_capacity=10_000, kv_tokens=9_999)
+        load = m.ReplicaLoad(
+            "draining", grant.weight_id, len(samples_of(grant)), 0, kv_capacity=10_000, kv_tokens=9_999
+        )
         self.hear("rollout", index, m.Ping(load), life=life)
 
     def ends(self, index: int, grant: m.Grant, tokens: int, life: str = "") -> None:
@@ -79,12 +86,28 @@ class Script:
         for group in grant.groups:
             for sample in group.samples:
                 part = grant.parts.get(sample.trajectory_id, m.Partial())
-                whole = part.tokens + [(sample.trajectory_id + place) % 50 for place in range(len(part.tokens), len(part.tokens) + tokens)]
+                whole = part.tokens + [
+                    (sample.trajectory_id + place) % 50
+                    for place in range(len(part.tokens), len(part.tokens) + tokens)
+                ]
                 spans = [m.VersionSpan(grant.weight_id, 0, len(whole))]
                 trajectory = m.Trajectory(
-                    sample.trajectory_id, group.group_id, sample.attempt, index, grant.weight_id, grant.weight_step, group.prompt_tokens,
-                    whole, [-1.0] * len(whole), [1] * len(whole), "stop", spans, 1.0, 2.0, moves=part.moves,
-                )  # fmt: skip
+                    sample.trajectory_id,
+                    group.group_id,
+                    sample.attempt,
+                    index,
+                    grant.weight_id,
+                    grant.weight_step,
+                    group.prompt_tokens,
+                    whole,
+                    [-1.0] * len(whole),
+                    [1] * len(whole),
+                    "stop",
+                    spans,
+                    1.0,
+                    2.0,
+                    moves=part.moves,
+                )
                 scored = m.Scored(sample.trajectory_id, sample.attempt, 1.0, {}, "", 3.0)
                 self.hear("rollout", index, m.Generated(trajectory), scored, life=life)
 

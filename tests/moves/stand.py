@@ -1,5 +1,6 @@
-"""A whole emulated run inside the test's process, so that a test can hurt any part of it: the real controller, real workers with emulated
-engines in an event loop, the stage in threads; all of them meet over real sockets."""
+"""A whole emulated run inside the test's process, so that a test can hurt any part of it: the real
+controller, real workers with emulated engines in an event loop, the stage in threads; all of them meet over
+real sockets."""
 
 import asyncio
 import queue
@@ -30,22 +31,32 @@ from laminar_hpc.rollout.worker import RolloutWorker
 
 
 def small_config(folder: Path, replicas: int = 3, steps: int = 3, **pipeline: object) -> RunConfig:
-    """Some seconds long: 16 x 4 trajectories per step of some hundred tokens, 20 times as fast as real engines."""
+    """Some seconds long: 16 x 4 trajectories per step of some hundred tokens, 20 times as fast as real
+    engines."""
     config = prepare(folder, prompts=64, prompt_tokens=10, max_response_tokens=1000)
     config.steps = steps
-    config.rollout.replicas, config.rollout.kv_cache_tokens, config.rollout.max_concurrent = replicas, 100_000, 64
+    config.rollout.replicas, config.rollout.kv_cache_tokens, config.rollout.max_concurrent = (
+        replicas,
+        100_000,
+        64,
+    )
     config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 16, 4
     config.emulation.time_scale, config.emulation.wire_share = 20.0, 1e-3
     config.emulation.median_response_tokens, config.emulation.sigma = 300.0, 1.0
     config.cluster.heartbeat_timeout_seconds, config.cluster.stop_timeout_seconds = 30.0, 20.0
-    config.pipeline.max_staleness, config.pipeline.repack_seconds, config.pipeline.repack_requests = None, 0.1, 64
+    config.pipeline.max_staleness, config.pipeline.repack_seconds, config.pipeline.repack_requests = (
+        None,
+        0.1,
+        64,
+    )
     for name, value in pipeline.items():
         setattr(config.pipeline, name, value)
     return config
 
 
 class Shuffler:
-    """Begins moves of trajectories by chance, more than any plan would: from whoever has one to whoever generates on the same weights."""
+    """Begins moves of trajectories by chance, more than any plan would: from whoever has one to whoever
+    generates on the same weights."""
 
     def __init__(self, seed: int, every: float = 0.05, at_once: int = 4) -> None:
         self.random, self.every, self.at_once = random.Random(seed), every, at_once
@@ -70,10 +81,14 @@ class Shuffler:
 
 
 class Stand:
-    """One run. `each_turn` is called in the controller's thread after every turn, `worker` is the class of the replicas' workers."""
+    """One run. `each_turn` is called in the controller's thread after every turn, `worker` is the class of
+    the replicas' workers."""
 
     def __init__(
-        self, config: RunConfig, worker: type[RolloutWorker] = RolloutWorker, each_turn: Callable[[Controller], None] = lambda _: None
+        self,
+        config: RunConfig,
+        worker: type[RolloutWorker] = RolloutWorker,
+        each_turn: Callable[[Controller], None] = lambda _: None,
     ) -> None:
         self.config, self._worker, self.each_turn = config, worker, each_turn
         self.lines: list[str] = []
@@ -106,7 +121,9 @@ class Stand:
             while not controller.finished:
                 controller.turn()
                 self.each_turn(controller)
-                assert time.monotonic() < deadline, f"the run hangs: {controller.take_reason}; {self.lines[-3:]}"
+                assert time.monotonic() < deadline, (
+                    f"the run hangs: {controller.take_reason}; {self.lines[-3:]}"
+                )
             self.ending = True
             controller.tell_all_to_leave("done")
             while controller.members.by_place and time.monotonic() < deadline + 20:
@@ -139,18 +156,24 @@ class Stand:
 
 
 def assert_is_whole(t: Trajectory, config: RunConfig) -> None:
-    """Its tokens and log-probs are those of its number, none lost, doubled or misplaced by moves, and its spans cover it: one, unless new
-    weights come into running trajectories."""
+    """Its tokens and log-probs are those of its number, none lost, doubled or misplaced by moves, and its
+    spans cover it: one, unless new weights come into running trajectories."""
     e, n = config.emulation, len(t.response_tokens)
     group = t.trajectory_id // config.algorithm.samples_per_prompt
     most = config.sampling.max_response_tokens
     assert n == responses.response_length(t.trajectory_id, group, e.median_response_tokens, e.sigma, most)
-    assert t.response_tokens == responses.tokens(t.trajectory_id, 0, n, model_config(config.model.path)["vocab_size"])
+    assert t.response_tokens == responses.tokens(
+        t.trajectory_id, 0, n, model_config(config.model.path)["vocab_size"]
+    )
     assert t.logprobs == responses.logprobs(t.trajectory_id, 0, n)
     spans = t.version_spans
     assert [s.start for s in spans] == [0, *(s.end for s in spans[:-1])] and spans[-1].end == n
     ids = [s.weight_id for s in spans]
-    assert ids == [t.weight_id] if config.pipeline.refresh != "interrupt" else t.weight_id <= ids[0] and ids == sorted(set(ids))
+    assert (
+        ids == [t.weight_id]
+        if config.pipeline.refresh != "interrupt"
+        else t.weight_id <= ids[0] and ids == sorted(set(ids))
+    )
 
 
 def assert_every_one_ended_once(config: RunConfig) -> dict[int, Trajectory]:

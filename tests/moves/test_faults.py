@@ -17,7 +17,9 @@ from laminar_hpc.rollout import migration as replica_migration
 PHASE_SECONDS, AGAIN_SECONDS, HANG_SECONDS = 1.0, 0.2, 1.5
 
 
-def run(tmp_path, monkeypatch, seed: int, faults: int, how: str, increments: int, steps: int, share: float) -> tuple[Stand, Saboteur]:
+def run(
+    tmp_path, monkeypatch, seed: int, faults: int, how: str, increments: int, steps: int, share: float
+) -> tuple[Stand, Saboteur]:
     monkeypatch.setattr(migration, "PHASE_SECONDS", PHASE_SECONDS)
     monkeypatch.setattr(replica_migration, "AGAIN_SECONDS", AGAIN_SECONDS)
     config = small_config(tmp_path, replicas=4, steps=steps, repack=how)
@@ -29,21 +31,32 @@ def run(tmp_path, monkeypatch, seed: int, faults: int, how: str, increments: int
     return stand, saboteur
 
 
-@pytest.mark.parametrize("how, increments", [pytest.param("kv", 0, marks=pytest.mark.slow), ("kv", 50), ("reprefill", 50)])
+@pytest.mark.parametrize(
+    "how, increments", [pytest.param("kv", 0, marks=pytest.mark.slow), ("kv", 50), ("reprefill", 50)]
+)
 def test_a_handful_of_faults(tmp_path, monkeypatch, how, increments):
-    _, saboteur = run(tmp_path, monkeypatch, seed=3, faults=12, how=how, increments=increments, steps=3, share=0.2)
+    _, saboteur = run(
+        tmp_path, monkeypatch, seed=3, faults=12, how=how, increments=increments, steps=3, share=0.2
+    )
     assert saboteur.struck.total() >= 6, saboteur.struck
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_180_faults_over_all_phases(tmp_path, monkeypatch):
-    """Three runs of 60 faults; together they have struck in every phase, and in nearly every way (few moves come to the last ones)."""
+    """Three runs of 60 faults; together they have struck in every phase, and in nearly every way (few moves
+    come to the last ones)."""
     struck: Counter = Counter()
     for seed in range(3):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        _, saboteur = run(folder, monkeypatch, seed, faults=60, how="kv", increments=50 * (seed % 2), steps=24, share=0.3)
+        _, saboteur = run(
+            folder, monkeypatch, seed, faults=60, how="kv", increments=50 * (seed % 2), steps=24, share=0.3
+        )
         struck += saboteur.struck
     missed = set(FAULTS) - set(struck)
-    assert struck.total() == 180 and {where for where, _ in struck} == {where for where, _ in FAULTS} and len(missed) <= 4, (struck, missed)
+    assert (
+        struck.total() == 180
+        and {where for where, _ in struck} == {where for where, _ in FAULTS}
+        and len(missed) <= 4
+    ), (struck, missed)

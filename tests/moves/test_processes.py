@@ -1,4 +1,5 @@
-"""Emulated runs as processes of their own: 64 replicas on one machine without torch; fleets and the controller killed while things move."""
+"""Emulated runs as processes of their own: 64 replicas on one machine without torch; fleets and the
+controller killed while things move."""
 
 import random
 import time
@@ -28,7 +29,9 @@ def test_64_replicas_in_four_processes(tmp_path):
             assert emulation.controller.poll() is None
             time.sleep(0.2)
         for process in (emulation.controller, emulation.stage, *emulation.fleets.values()):
-            assert not any("libtorch" in mapping.path for mapping in psutil.Process(process.pid).memory_maps())
+            assert not any(
+                "libtorch" in mapping.path for mapping in psutil.Process(process.pid).memory_maps()
+            )
         assert emulation.wait(240) == 0
     finally:
         emulation.stop()
@@ -37,7 +40,8 @@ def test_64_replicas_in_four_processes(tmp_path):
 
 
 def test_fleets_are_killed(tmp_path):
-    """SIGKILL of a process with two replicas, again and again: what they had goes on elsewhere or starts again, nothing is lost."""
+    """SIGKILL of a process with two replicas, again and again: what they had goes on elsewhere or starts
+    again, nothing is lost."""
     config = small_config(tmp_path, replicas=6, steps=8, repack="kv")
     config.rollout.increment_tokens = 50
     emulation, draw, kills = Emulation(config, 1e-6, per_process=2), random.Random(7), 0
@@ -58,7 +62,8 @@ def test_fleets_are_killed(tmp_path):
 
 
 def test_the_controller_is_killed(tmp_path):
-    """Everything starts again from the store: what was finished is there, what was on its way starts again, each ends once."""
+    """Everything starts again from the store: what was finished is there, what was on its way starts again,
+    each ends once."""
     config = small_config(tmp_path, replicas=4, steps=6, repack="kv")
     config.resume = "auto"
     emulation = Emulation(config, 1e-6, per_process=2)

@@ -1,7 +1,8 @@
 """docs/architecture.md#ownership, and #nothing-lost over moves, on real SGLang engines: what test_faults.py
 pins on emulated ones, and that what moved is the model's own.
 
-Two or three replicas serve a tiny random model, whose responses are long; the stage publishes its weights under each new id.
+Two or three replicas serve a tiny random model, whose responses are long; the stage publishes its weights
+under each new id.
 """
 
 import os
@@ -49,7 +50,9 @@ def publish_real_sums(monkeypatch, config: RunConfig) -> None:
     """The stage's relay knows no torch; real engines compare sums with the manifest."""
     from safetensors.torch import load_file
 
-    sums = {name: tensor_sums(tensor) for name, tensor in load_file(f"{config.model.path}/{WEIGHTS_FILE}").items()}
+    sums = {
+        name: tensor_sums(tensor) for name, tensor in load_file(f"{config.model.path}/{WEIGHTS_FILE}").items()
+    }
 
     def with_sums(tensors, weight_id: int, step: int) -> Manifest:
         manifest = layout(tensors, weight_id, step)
@@ -63,7 +66,11 @@ def publish_real_sums(monkeypatch, config: RunConfig) -> None:
 def assert_is_the_models(model: torch.nn.Module, t: Trajectory) -> None:
     """Its log-probs are the model's for exactly its tokens, whatever engines they come from."""
     with torch.no_grad():
-        logits = model(torch.tensor([t.prompt_tokens + t.response_tokens])).logits[0, len(t.prompt_tokens) - 1 : -1].float()
+        logits = (
+            model(torch.tensor([t.prompt_tokens + t.response_tokens]))
+            .logits[0, len(t.prompt_tokens) - 1 : -1]
+            .float()
+        )
     expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(t.response_tokens)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(t.logprobs), expected, atol=1e-4, rtol=0)
 
@@ -78,12 +85,17 @@ def assert_every_one_ended_once(config: RunConfig) -> list[Trajectory]:
     found = [decode_trajectory(payload) for _, _, payload in rows]
     for t in found:
         n = len(t.response_tokens)
-        assert 0 < n == len(t.logprobs) <= config.sampling.max_response_tokens and t.finish_reason in ("stop", "length")
+        assert 0 < n == len(t.logprobs) <= config.sampling.max_response_tokens and t.finish_reason in (
+            "stop",
+            "length",
+        )
         assert [(s.weight_id, s.start, s.end) for s in t.version_spans] == [(t.weight_id, 0, n)]
     return found
 
 
-def run(tmp_path, monkeypatch, steps: int, repack: str, saboteur: Saboteur) -> tuple[list[Trajectory], list[dict]]:
+def run(
+    tmp_path, monkeypatch, steps: int, repack: str, saboteur: Saboteur
+) -> tuple[list[Trajectory], list[dict]]:
     """To its end; every trajectory, and every move."""
     config = real_config(tmp_path, steps, repack)
     publish_real_sums(monkeypatch, config)
@@ -100,7 +112,9 @@ def test_trajectories_move_between_real_engines(tmp_path, monkeypatch, repack):
     """No fault: every move's KV arrives but for the newest token's, and with `reprefill` none does."""
     _, moves = run(tmp_path, monkeypatch, 3, repack, Saboteur(0, 0, 0.0, 0.0))
     assert len(moves) >= 10
-    hits = [move["prefix_tokens"] / (move["tokens"] + 10) for move in moves]  # prompts are of 10 digits, a token each
+    hits = [
+        move["prefix_tokens"] / (move["tokens"] + 10) for move in moves
+    ]  # prompts are of 10 digits, a token each
     assert sum(hits) / len(hits) > 0.9 if repack == "kv" else not any(hits), hits
 
 
@@ -139,14 +153,17 @@ def relay_of(models: list[Path]):
 
 
 def test_the_work_of_a_killed_engine_goes_on_with_older_weights(tmp_path, monkeypatch):
-    """Engines are killed while their trajectories are on an older id that nobody else generates with: a replica loads that id from a slot,
-    and every token of what it finishes is of that id's own model, those from before the death included. The odd ids are another model."""
+    """Engines are killed while their trajectories are on an older id that nobody else generates with: a
+    replica loads that id from a slot, and every token of what it finishes is of that id's own model, those
+    from before the death included. The odd ids are another model."""
     config = real_config(tmp_path, 8, "off")
     config.rollout.replicas, config.algorithm.prompts_per_step, config.rollout.increment_tokens = 2, 8, 10
     models = [Path(config.model.path), make_model(tmp_path / "other", 1)]
     monkeypatch.setattr(stage, "relay", relay_of(models))
     stand = Stand(config, sabotaged(Saboteur(0, 0, 0.0, 0.0), Mortal))
-    killer = stand.each_turn = Killer(lambda replica: stand.engine(replica).die(), most=2, tokens=800, every=5.0)
+    killer = stand.each_turn = Killer(
+        lambda replica: stand.engine(replica).die(), most=2, tokens=800, every=5.0
+    )
     stand.run(840)
     found = {t.trajectory_id: t for t in assert_every_one_ended_once(config)}
     records, references = rundata.load(tmp_path / "run"), [reference(model) for model in models]
@@ -154,10 +171,17 @@ def test_the_work_of_a_killed_engine_goes_on_with_older_weights(tmp_path, monkey
     by_load = [move for move in moves if move["loaded"]]
     figures = summary.build(tmp_path / "run")
     tokens = sum(move["tokens"] for move in by_load)
-    print(f"killed {[(w, len(known), sum(known.values())) for w, known in killer.killed]}, rescued {len(moves)}, of these by a load "
-          f"{len(by_load)} with {tokens} tokens, {figures['tokens_discarded']} tokens discarded")  # fmt: skip
+    print(
+        f"killed {[(w, len(known), sum(known.values())) for w, known in killer.killed]}, rescued "
+        f"{len(moves)}, of these by a load "
+        f"{len(by_load)} with {tokens} tokens, {figures['tokens_discarded']} tokens discarded"
+    )
     assert killer.killed and by_load
-    whole = [found[move["trajectory_id"]] for move in by_load if found[move["trajectory_id"]].weight_id == move["weight_id"]]
+    whole = [
+        found[move["trajectory_id"]]
+        for move in by_load
+        if found[move["trajectory_id"]].weight_id == move["weight_id"]
+    ]
     assert whole
     for t in whole:
         assert t.attempt >= 1 and t.moves >= 1
@@ -165,8 +189,15 @@ def test_the_work_of_a_killed_engine_goes_on_with_older_weights(tmp_path, monkey
     for t in list(found.values())[::10]:
         assert_is_the_models(references[t.weight_id % 2], t)
     kept = {(move["trajectory_id"], move["weight_id"]) for move in moves}
-    lost = [tokens for weight_id, known in killer.killed for i, tokens in known.items() if (i, weight_id) not in kept and found[i].attempt]
+    lost = [
+        tokens
+        for weight_id, known in killer.killed
+        for i, tokens in known.items()
+        if (i, weight_id) not in kept and found[i].attempt
+    ]
     assert figures["tokens_discarded"] >= sum(lost) and figures["max_versions_per_trajectory"] == 1
     for move in by_load:
-        pulls = [pull["weight_id"] for pull in records.records["pull"] if pull["replica"] == move["destination"]]
+        pulls = [
+            pull["weight_id"] for pull in records.records["pull"] if pull["replica"] == move["destination"]
+        ]
         assert move["weight_id"] in pulls

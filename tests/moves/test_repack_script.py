@@ -24,13 +24,17 @@ def looks(script: Script, *kv: int, repeats: int = 0, queued: int = 0) -> list[m
     """Each replica reports so much KV, as its pings then repeat; returns what a look reserves."""
     for index, tokens in enumerate(kv):
         in_flight = script.controller.tracker.in_progress_counts()[index]
-        load = m.ReplicaLoad("draining", 0, in_flight, 0, in_flight, queued, tokens, kv_capacity=10_000, batch_max=1000)
+        load = m.ReplicaLoad(
+            "draining", 0, in_flight, 0, in_flight, queued, tokens, kv_capacity=10_000, batch_max=1000
+        )
         script.hear("rollout", index, *[m.Ping(load)] * (1 + repeats))
     for sent in script.hub.left.values():
         sent.clear()
     script.controller.migration.look(0.0)
     script.controller.turn()
-    return [message for sent in script.hub.left.values() for message in sent if isinstance(message, m.Reserve)]
+    return [
+        message for sent in script.hub.left.values() for message in sent if isinstance(message, m.Reserve)
+    ]
 
 
 @pytest.mark.parametrize("repeats", [0, 1, 2])
@@ -44,7 +48,8 @@ def test_a_fall_between_two_looks_is_seen_however_often_a_report_is_repeated(scr
 
 
 def test_a_look_before_the_next_report_sees_the_same_fall(script):
-    """The first look finds one replica that falls; when the other does, its report is still the one of before."""
+    """The first look finds one replica that falls; when the other does, its report is still the one of
+    before."""
     assert not looks(script, 4000, 3000)
     assert not looks(script, 4100, 2900)
     assert looks(script, 4000, 2900)

@@ -1,7 +1,8 @@
 """docs/architecture.md#one-policy and #nothing-lost over deaths of replicas that were alone with their
 weights: another one loads these from an older slot.
 
-The engine is killed while its trajectories are on the id before the newest and nobody else generates with that.
+The engine is killed while its trajectories are on the id before the newest and nobody else generates with
+that.
 """
 
 from collections import Counter
@@ -16,7 +17,9 @@ from laminar_hpc.observability import rundata, summary
 def refusals(tmp_path) -> int:
     """The most that replicas refused of one trajectory."""
     records = rundata.load(tmp_path / "run").records.get("move_off", [])
-    return max(Counter(record["trajectory_id"] for record in records if record["source"] < 0).values(), default=0)
+    return max(
+        Counter(record["trajectory_id"] for record in records if record["source"] < 0).values(), default=0
+    )
 
 
 def run(tmp_path, most: int, slots: int) -> tuple[Killer, list[dict], dict]:
@@ -24,26 +27,43 @@ def run(tmp_path, most: int, slots: int) -> tuple[Killer, list[dict], dict]:
     config = small_config(tmp_path, replicas=3, steps=7)
     config.rollout.increment_tokens, config.relay.slots = 25, slots
     stand = Stand(config)
-    killer = Killer(lambda replica: stand.loop.loop.call_soon_threadsafe(stand.engine(replica).die), most, tokens=2500, every=0.5)
+    killer = Killer(
+        lambda replica: stand.loop.loop.call_soon_threadsafe(stand.engine(replica).die),
+        most,
+        tokens=2500,
+        every=0.5,
+    )
     stand.each_turn = killer
     stand.run(200)
     found = assert_every_one_ended_once(stand.config)
     moves = [move for move in rundata.load(tmp_path / "run").records.get("move", []) if move["source"] < 0]
     for move in moves:
         assert found[move["trajectory_id"]].attempt > 0
-    killer.killed = [(w, {i: n for i, n in known.items() if found[i].attempt}) for w, known in killer.killed]  # others had just ended
+    killer.killed = [
+        (w, {i: n for i, n in known.items() if found[i].attempt}) for w, known in killer.killed
+    ]  # others had just ended
     return killer, moves, summary.build(tmp_path / "run")
 
 
 def test_work_goes_on_with_weights_that_are_loaded_from_an_older_slot(tmp_path):
-    """Whatever of it is lost on the way is counted: a trajectory goes on with what was known of it, or what was known is discarded."""
+    """Whatever of it is lost on the way is counted: a trajectory goes on with what was known of it, or what
+    was known is discarded."""
     killer, moves, figures = run(tmp_path, most=3, slots=3)
     by_load = [move for move in moves if move["loaded"]]
     assert killer.killed and by_load, (killer.killed, moves)
-    assert figures["trajectories_rescued_by_load"] == len(by_load) and figures["trajectories_rescued"] == len(moves)
+    assert figures["trajectories_rescued_by_load"] == len(by_load) and figures["trajectories_rescued"] == len(
+        moves
+    )
     kept = {(move["trajectory_id"], move["weight_id"]) for move in moves}
-    lost = [tokens for weight_id, known in killer.killed for i, tokens in known.items() if (i, weight_id) not in kept]
-    assert refusals(tmp_path) <= len(killer.killed), "what a replica last reported is no reason to ask it again and again"
+    lost = [
+        tokens
+        for weight_id, known in killer.killed
+        for i, tokens in known.items()
+        if (i, weight_id) not in kept
+    ]
+    assert refusals(tmp_path) <= len(killer.killed), (
+        "what a replica last reported is no reason to ask it again and again"
+    )
     assert figures["tokens_discarded"] >= sum(lost) and figures["max_versions_per_trajectory"] == 1
 
 

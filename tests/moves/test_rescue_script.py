@@ -1,4 +1,5 @@
-"""What the controller does with trajectories of a dead replica whose weights nobody else generates with, message by message."""
+"""What the controller does with trajectories of a dead replica whose weights nobody else generates with,
+message by message."""
 
 import pytest
 from script import Script, samples_of
@@ -44,10 +45,12 @@ def test_a_waiting_replica_loads_the_older_weights_and_every_trajectory_ends_onc
     rescue = script.granted(1)
     assert rescue is not None and (rescue.weight_id, rescue.weight_step) == (0, 0)
     assert samples_of(rescue) == {i: attempt + 1 for i, attempt in samples_of(first).items()}
-    assert {i: part.tokens for i, part in rescue.parts.items()} == {i: [(i + k) % 50 for k in range(TOKENS)] for i in samples_of(first)}
-    assert {part.moves for part in rescue.parts.values()} == {1} and {g.group_id: g.prompt_tokens for g in rescue.groups} == {
-        g.group_id: g.prompt_tokens for g in first.groups
+    assert {i: part.tokens for i, part in rescue.parts.items()} == {
+        i: [(i + k) % 50 for k in range(TOKENS)] for i in samples_of(first)
     }
+    assert {part.moves for part in rescue.parts.values()} == {1} and {
+        g.group_id: g.prompt_tokens for g in rescue.groups
+    } == {g.group_id: g.prompt_tokens for g in first.groups}
     script.hear("rollout", 1, m.WeightsOpened(0, 0, 0.1, {}, [], 0.0))
     script.works(1, rescue, 50)
     script.rollout(0, life="late")
@@ -55,13 +58,19 @@ def test_a_waiting_replica_loads_the_older_weights_and_every_trajectory_ends_onc
     assert script.controller.tracker.ready_groups == 0
     script.ends(1, rescue, 200)
     assert script.controller.tracker.ready_groups == len(first.groups) and script.discarded == 0
-    ended = [decode_trajectory(blob) for blob in script.controller.tracker.consume(list(script.controller.tracker.groups), 0)]
+    ended = [
+        decode_trajectory(blob)
+        for blob in script.controller.tracker.consume(list(script.controller.tracker.groups), 0)
+    ]
     assert sorted(t.trajectory_id for t in ended) == sorted(samples_of(first))
-    assert {(t.replica, t.weight_id, t.attempt, t.moves, len(t.response_tokens)) for t in ended} == {(1, 0, 1, 1, TOKENS + 200)}
+    assert {(t.replica, t.weight_id, t.attempt, t.moves, len(t.response_tokens)) for t in ended} == {
+        (1, 0, 1, 1, TOKENS + 200)
+    }
 
 
 def test_a_request_that_crossed_the_grant_is_void(tmp_path):
-    """The replica asked on its newer weights before it had the grant: nothing else is given to it until it asks again."""
+    """The replica asked on its newer weights before it had the grant: nothing else is given to it until it
+    asks again."""
     script = new(tmp_path)
     alone_on_older_weights(script)
     script.dies(0)
@@ -78,8 +87,8 @@ def test_a_request_that_crossed_the_grant_is_void(tmp_path):
 
 @pytest.mark.parametrize("how", ["two slots", "another machine", "relay anew", "nothing known"])
 def test_what_cannot_be_loaded_starts_again_from_its_prompt(tmp_path, how):
-    """With two slots the older one is being written; the other machine never had it; a relay that starts anew has empty slots. What was
-    known is counted as discarded, once."""
+    """With two slots the older one is being written; the other machine never had it; a relay that starts anew
+    has empty slots. What was known is counted as discarded, once."""
     script = new(tmp_path, slots=2 if how == "two slots" else 3)
     if how == "another machine":
         script.relay(1, "two")
@@ -101,23 +110,34 @@ def test_what_cannot_be_loaded_starts_again_from_its_prompt(tmp_path, how):
 
 
 def test_a_slot_that_is_gone_meanwhile(tmp_path):
-    """The replica finds it rewritten: the trajectories are with nobody again, and its next request settles them. No hang, no loss."""
+    """The replica finds it rewritten: the trajectories are with nobody again, and its next request settles
+    them. No hang, no loss."""
     script = new(tmp_path)
     first = alone_on_older_weights(script)
     script.dies(0)
     rescue = script.granted(1)
-    script.hear("rollout", 1, m.NotLoaded(rescue.batch_id, "weight id 0 is in no slot"), m.NotLoaded(rescue.batch_id, "said twice"))
+    script.hear(
+        "rollout",
+        1,
+        m.NotLoaded(rescue.batch_id, "weight id 0 is in no slot"),
+        m.NotLoaded(rescue.batch_id, "said twice"),
+    )
     assert script.granted(1) is None and script.discarded == 0
     script.hear("rollout", 1, m.RequestWork(1, rescue.batch_id))
     again = script.granted(1)
-    assert again is not None and again.weight_id == 1 and again.parts == {} and script.discarded == TOKENS * len(samples_of(first))
+    assert (
+        again is not None
+        and again.weight_id == 1
+        and again.parts == {}
+        and script.discarded == TOKENS * len(samples_of(first))
+    )
     script.ends(1, again, 5)
     assert script.controller.tracker.ready_groups == len(first.groups)
 
 
 def test_the_replica_dies_while_it_loads_and_one_that_is_starting_takes_over(tmp_path):
-    """The one that has just been started again has to load something anyway; it is told before its engine is up. What the one before it
-    had added counts."""
+    """The one that has just been started again has to load something anyway; it is told before its engine is
+    up. What the one before it had added counts."""
     script = new(tmp_path)
     first = alone_on_older_weights(script)
     script.dies(0)
@@ -125,11 +145,17 @@ def test_the_replica_dies_while_it_loads_and_one_that_is_starting_takes_over(tmp
     script.works(1, rescue, 50)
     script.dies(1)
     script.rollout(0, life="again", phase="draining")
-    assert script.granted(0, life="again") is None, "a replica that is taken for dead and heard again is at work"
+    assert script.granted(0, life="again") is None, (
+        "a replica that is taken for dead and heard again is at work"
+    )
     script.dies(0, life="again")
     script.rollout(0, life="new")
     second = script.granted(0, life="new")
-    assert second is not None and second.weight_id == 0 and {len(part.tokens) for part in second.parts.values()} == {TOKENS + 50}
+    assert (
+        second is not None
+        and second.weight_id == 0
+        and {len(part.tokens) for part in second.parts.values()} == {TOKENS + 50}
+    )
     assert samples_of(second) == {i: attempt + 2 for i, attempt in samples_of(first).items()}
     script.rollout(1, life="new")
     assert script.granted(1, life="new") is None
@@ -153,7 +179,11 @@ def test_one_that_serves_the_weights_gets_its_batch_along_with_them(tmp_path):
     script.dies(0)
     both = script.granted(1)
     fresh = {group.group_id for group in both.groups} - {group.group_id for group in first.groups}
-    assert both.weight_id == 0 and both.parts.keys() == samples_of(first).keys() and len(fresh) == len(first.groups) == 2
+    assert (
+        both.weight_id == 0
+        and both.parts.keys() == samples_of(first).keys()
+        and len(fresh) == len(first.groups) == 2
+    )
     script.ends(1, both, 5)
     assert script.controller.tracker.ready_groups == 4
 

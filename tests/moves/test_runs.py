@@ -1,4 +1,5 @@
-"""Moves in whole emulated runs: trajectories end exactly once, in whole, under one policy, however often they change their replica."""
+"""Moves in whole emulated runs: trajectories end exactly once, in whole, under one policy, however often they
+change their replica."""
 
 import pytest
 from stand import Shuffler, Stand, assert_every_one_ended_once, small_config
@@ -8,7 +9,8 @@ from laminar_hpc.observability import rundata
 
 @pytest.mark.parametrize("how", ["kv", pytest.param("reprefill", marks=pytest.mark.slow)])
 def test_trajectories_move_and_every_one_ends_once(tmp_path, how):
-    """With `kv` the prefix comes along and prompt and response are not prefilled again; with `reprefill` nothing of it does."""
+    """With `kv` the prefix comes along and prompt and response are not prefilled again; with `reprefill`
+    nothing of it does."""
     stand = Stand(small_config(tmp_path, repack=how), each_turn=Shuffler(seed=1))
     stand.run(90)
     found = assert_every_one_ended_once(stand.config)
@@ -17,7 +19,10 @@ def test_trajectories_move_and_every_one_ends_once(tmp_path, how):
     last = {move["trajectory_id"]: move for move in moves}
     for trajectory_id, move in last.items():
         t = found[trajectory_id]
-        assert t.replica == move["destination"] and t.moves == sum(m["trajectory_id"] == trajectory_id for m in moves) == t.attempt
+        assert (
+            t.replica == move["destination"]
+            and t.moves == sum(m["trajectory_id"] == trajectory_id for m in moves) == t.attempt
+        )
         whole = move["tokens"] + len(t.prompt_tokens)
         assert whole - 1 <= move["prefix_tokens"] <= whole if how == "kv" else move["prefix_tokens"] == 0
     assert {t.attempt for i, t in found.items() if i not in last} == {0}

@@ -1,7 +1,9 @@
-"""Writes folders that look like runs, in the formats that a run's files have, without running anything: for tests of what reads them.
+"""Writes folders that look like runs, in the formats that a run's files have, without running anything: for
+tests of what reads them.
 
-`write` simulates a small laminar run: replicas that generate and pull, a trainer that trains in grant order under a staleness bound.
-Every number that a test needs is either given by the caller or can be recomputed from the rows returned.
+`write` simulates a small laminar run: replicas that generate and pull, a trainer that trains in grant order
+under a staleness bound. Every number that a test needs is either given by the caller or can be recomputed
+from the rows returned.
 """
 
 import json
@@ -24,7 +26,8 @@ EPOCH = 1_800_000_000.0
 
 @dataclass
 class Written:
-    """What `write` made: the step records in order, and (id, consumed_step, response_length) of every consumed trajectory."""
+    """What `write` made: the step records in order, and (id, consumed_step, response_length) of every
+    consumed trajectory."""
 
     steps: list[dict] = field(default_factory=list)
     consumed: list[tuple[int, int, int]] = field(default_factory=list)
@@ -64,7 +67,8 @@ def write(
     evaluate: bool = True,
     seed: int = 0,
 ) -> Written:
-    """One launch that does steps start_step+1 .. steps, appended to `run_dir`; start_step > 0 is a resume. `crash`: it has no end."""
+    """One launch that does steps start_step+1 .. steps, appended to `run_dir`; start_step > 0 is a resume.
+    `crash`: it has no end."""
     run_dir.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     metrics = jsonl.Appender(run_dir / "metrics.jsonl")
@@ -77,12 +81,25 @@ def write(
     def log_evaluation(time: float, name: str, label: str, step: int, accuracy: float) -> None:
         workers[0].trace.record("evaluate", time - 1.0, time)
         for file, share in (("heldout", 1.0), ("harder", 0.5)):
-            found = {"name": name, "file": file, "label": label, "step": step, "weight_id": step, "accuracy": accuracy * share}
+            found = {
+                "name": name,
+                "file": file,
+                "label": label,
+                "step": step,
+                "weight_id": step,
+                "accuracy": accuracy * share,
+            }
             log("evaluation", time, **found, problems=64, samples=1, seconds=1.0, response_length_mean=20.0)
 
     model = write_model(run_dir.parent / "model")
-    config = {"run_dir": str(run_dir), "seed": seed, "steps": steps, "source": "rollout", "model": {"path": str(model)},
-              "pipeline": {"name": "laminar", "max_staleness": bound}}  # fmt: skip
+    config = {
+        "run_dir": str(run_dir),
+        "seed": seed,
+        "steps": steps,
+        "source": "rollout",
+        "model": {"path": str(model)},
+        "pipeline": {"name": "laminar", "max_staleness": bound},
+    }
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     store = Store(run_dir)
     store.restore(start_step)
@@ -132,10 +149,26 @@ def write(
                     worker.trace.record("score", row.time_finished, row.time_scored)
             step += 1
             available[step] = train + 0.2
-            log("publish", train + 0.15, weight_id=step, step=step, stall_seconds=0.03, seconds=0.15, bytes=3_100_000)
+            log(
+                "publish",
+                train + 0.15,
+                weight_id=step,
+                step=step,
+                stall_seconds=0.03,
+                seconds=0.15,
+                bytes=3_100_000,
+            )
             log("relay", train + 0.2, index=0, weight_id=step, step=step, seconds=0.17, bytes=3_100_000)
             gap = rng.uniform(1.6e-7, 2.4e-7)
-            log("logprob_gap", train + 0.3, weight_id=step, step=step, replica="rollout0", mean=gap, max=15 * gap)
+            log(
+                "logprob_gap",
+                train + 0.3,
+                weight_id=step,
+                step=step,
+                replica="rollout0",
+                mean=gap,
+                max=15 * gap,
+            )
             clock = last_end = done
             continue
         worker = min(workers, key=lambda w: w.clock)
@@ -145,11 +178,21 @@ def write(
             worker.trace.record("pull", worker.clock, worker.clock + pull, weight_id=newest)
             worker.clock, worker.version = worker.clock + pull, newest
             parts = {"lock": 0.001, "load": pull / 2}
-            log("pull", worker.clock, replica=worker.index, weight_id=newest, step=newest, seconds=pull, parts=parts)
+            log(
+                "pull",
+                worker.clock,
+                replica=worker.index,
+                weight_id=newest,
+                step=newest,
+                seconds=pull,
+                parts=parts,
+            )
         share = -(-groups // replicas)
         if (granted + share - 1) // groups <= worker.version + bound:
             end = worker.clock + rng.uniform(0.9, 1.5)
-            worker.trace.record("generate", worker.clock, end, weight_id=worker.version, trajectories=share * samples)
+            worker.trace.record(
+                "generate", worker.clock, end, weight_id=worker.version, trajectories=share * samples
+            )
             finished += [(end - rng.uniform(0, 0.3), worker.index, worker.version) for _ in range(share)]
             granted, worker.clock = granted + share, end
         else:
@@ -175,33 +218,71 @@ def write(
 
 
 def trajectory(
-    trajectory_id: int, group: int, *, prompt: str, response: str, versions: tuple[int, ...], replica: int = 0, end: float = EPOCH
+    trajectory_id: int,
+    group: int,
+    *,
+    prompt: str,
+    response: str,
+    versions: tuple[int, ...],
+    replica: int = 0,
+    end: float = EPOCH,
 ) -> messages.Trajectory:
     """A wrong answer, generated in equal parts with `versions` as weight ids and steps."""
     tokens = [CHARACTERS.index(c) for c in response]
     cuts = [len(tokens) * i // len(versions) for i in range(len(versions) + 1)]
     return messages.Trajectory(
-        trajectory_id=trajectory_id, group_id=group, attempt=1, replica=replica, weight_id=versions[0], weight_step=versions[0],
-        prompt_tokens=[CHARACTERS.index(c) for c in prompt], response_tokens=tokens, logprobs=[-0.1] * len(tokens),
-        loss_mask=[1] * len(tokens), finish_reason="stop", time_started=end - 0.8, time_finished=end, step_finished=versions[0],
-        version_spans=[messages.VersionSpan(v, start, stop) for v, start, stop in zip(versions, cuts, cuts[1:], strict=False)],
-        time_scored=end, reward_parts={"accuracy": 0.0},
-    )  # fmt: skip
+        trajectory_id=trajectory_id,
+        group_id=group,
+        attempt=1,
+        replica=replica,
+        weight_id=versions[0],
+        weight_step=versions[0],
+        prompt_tokens=[CHARACTERS.index(c) for c in prompt],
+        response_tokens=tokens,
+        logprobs=[-0.1] * len(tokens),
+        loss_mask=[1] * len(tokens),
+        finish_reason="stop",
+        time_started=end - 0.8,
+        time_finished=end,
+        step_finished=versions[0],
+        version_spans=[
+            messages.VersionSpan(v, start, stop)
+            for v, start, stop in zip(versions, cuts, cuts[1:], strict=False)
+        ],
+        time_scored=end,
+        reward_parts={"accuracy": 0.0},
+    )
 
 
-def make_rows(rng, batch, step, steps, samples, first_group, first_id, available) -> list[messages.Trajectory]:
+def make_rows(
+    rng, batch, step, steps, samples, first_group, first_id, available
+) -> list[messages.Trajectory]:
     """The trajectories of one batch: answers get better and shorter with `step`."""
     rows = []
     skill = 0.2 + 0.75 * step / max(1, steps)
     for group, (end, replica, version) in enumerate(batch, first_group):
         a, b = rng.randrange(10, 99), rng.randrange(10, 99)
-        finished_at = max(v for v, since in available.items() if since <= end) if min(available.values()) <= end else version
+        finished_at = (
+            max(v for v, since in available.items() if since <= end)
+            if min(available.values()) <= end
+            else version
+        )
         for _ in range(samples):
             right = rng.random() < skill
-            text = ("1+2+0=03;" * rng.randrange(0, 6) if rng.random() > skill / 2 else "") + f">{a + b if right else a + b + 1}"
+            text = (
+                "1+2+0=03;" * rng.randrange(0, 6) if rng.random() > skill / 2 else ""
+            ) + f">{a + b if right else a + b + 1}"
             if rng.random() < 0.03:
                 text = "9+9+1=19;" * rng.randrange(8, 20) + text
-            row = trajectory(first_id + len(rows), group, prompt=f"{a}+{b}=", response=text, versions=(version,), replica=replica, end=end)
+            row = trajectory(
+                first_id + len(rows),
+                group,
+                prompt=f"{a}+{b}=",
+                response=text,
+                versions=(version,),
+                replica=replica,
+                end=end,
+            )
             row.step_finished = max(version, finished_at)
             row.time_scored = end + rng.uniform(0.01, 0.05)
             row.reward = row.reward_parts["accuracy"] = float(right)
@@ -213,46 +294,80 @@ def make_rows(rng, batch, step, steps, samples, first_group, first_id, available
 
 
 def store_rows(store: Store, rows: list[messages.Trajectory], consumed_step: int) -> None:
-    """Puts the trajectories into the store as the controller does: granted, finished, consumed with the weights of `consumed_step`."""
+    """Puts the trajectories into the store as the controller does: granted, finished, consumed with the
+    weights of `consumed_step`."""
     groups = sorted({r.group_id for r in rows})
     for group in groups:
         members = [r for r in rows if r.group_id == group]
-        store.add_group(group, 0, members[0].weight_id, members[0].weight_step, group, members[0].time_started)
+        store.add_group(
+            group, 0, members[0].weight_id, members[0].weight_step, group, members[0].time_started
+        )
         for index, row in enumerate(members):
             store.add_trajectory(row.trajectory_id, group, index, row.replica, row.weight_id, row.weight_step)
             store.finish_trajectory(row, row.reward_parts["accuracy"])
         store.finish_group(group, members[0].weight_step, group, members[0].time_scored)
     store.consume(groups, consumed_step)
-    store.note_gaps({r.trajectory_id: (0.25 * (consumed_step - r.weight_step) + 1e-6, consumed_step - r.weight_step) for r in rows})
+    store.note_gaps(
+        {
+            r.trajectory_id: (0.25 * (consumed_step - r.weight_step) + 1e-6, consumed_step - r.weight_step)
+            for r in rows
+        }
+    )
     store.commit()
 
 
-def step_record(rows: list[messages.Trajectory], step: int, wait: float, train: float, seconds: float) -> dict:
+def step_record(
+    rows: list[messages.Trajectory], step: int, wait: float, train: float, seconds: float
+) -> dict:
     """The fields of a metrics line of kind step."""
     lengths = [len(r.response_tokens) for r in rows]
     generation = [r.step_finished - r.weight_step for r in rows]
     training = [step - r.weight_step for r in rows]
     mean = statistics.fmean
     return {
-        "step": step + 1, "reward_mean": mean([r.reward for r in rows]),
+        "step": step + 1,
+        "reward_mean": mean([r.reward for r in rows]),
         "accuracy_mean": mean([r.reward_parts["accuracy"] for r in rows]),
-        "reward_error_count": sum(bool(r.reward_error) for r in rows), "ratio_mean": 1.001, "ratio_max": 1.8, "clip_fraction": 0.004,
-        "entropy": 0.6 / (1 + step), "grad_norm": 0.4, "loss": -0.01,
-        "learning_rate": 1e-4, "skipped_updates": 0, "truncated_fraction": 0.0,
-        "response_tokens": sum(lengths), "response_length_mean": mean(lengths), "response_length_max": max(lengths),
-        "prompt_tokens": sum(len(r.prompt_tokens) for r in rows), "trajectories": len(rows),
-        "staleness_generation_mean": mean(generation), "staleness_generation_max": max(generation),
-        "staleness_training_mean": mean(training), "staleness_training_max": max(training), "versions_per_trajectory_max": 1,
-        "wait_seconds": wait, "train_seconds": train, "seconds": seconds, "groups_filtered": 2, "tokens_generated": 2 * sum(lengths),
-        "samples_saved": 8, "tokens_saved": 8 * mean(lengths),
-    }  # fmt: skip
+        "reward_error_count": sum(bool(r.reward_error) for r in rows),
+        "ratio_mean": 1.001,
+        "ratio_max": 1.8,
+        "clip_fraction": 0.004,
+        "entropy": 0.6 / (1 + step),
+        "grad_norm": 0.4,
+        "loss": -0.01,
+        "learning_rate": 1e-4,
+        "skipped_updates": 0,
+        "truncated_fraction": 0.0,
+        "response_tokens": sum(lengths),
+        "response_length_mean": mean(lengths),
+        "response_length_max": max(lengths),
+        "prompt_tokens": sum(len(r.prompt_tokens) for r in rows),
+        "trajectories": len(rows),
+        "staleness_generation_mean": mean(generation),
+        "staleness_generation_max": max(generation),
+        "staleness_training_mean": mean(training),
+        "staleness_training_max": max(training),
+        "versions_per_trajectory_max": 1,
+        "wait_seconds": wait,
+        "train_seconds": train,
+        "seconds": seconds,
+        "groups_filtered": 2,
+        "tokens_generated": 2 * sum(lengths),
+        "samples_saved": 8,
+        "tokens_saved": 8 * mean(lengths),
+    }
 
 
 def replay_of(run_dir: Path, source: Written) -> None:
     """A replay run: the same steps trained again, with neither store, rollouts nor evaluations."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(yaml.safe_dump({"source": "replay:elsewhere", "pipeline": {"name": "laminar"}}))
-    lines = [{"kind": "start", "time": source.start, "restored_step": -1, "pipeline": "laminar", "derived": {}}, *source.steps]
+    (run_dir / "config.yaml").write_text(
+        yaml.safe_dump({"source": "replay:elsewhere", "pipeline": {"name": "laminar"}})
+    )
+    lines = [
+        {"kind": "start", "time": source.start, "restored_step": -1, "pipeline": "laminar", "derived": {}},
+        *source.steps,
+    ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     trace = Trace(run_dir, "trainer", 0)
     for step in source.steps:

@@ -1,4 +1,5 @@
-"""The benches' own arithmetic, on synthetic runs; the benches themselves run the real system and are started by hand."""
+"""The benches' own arithmetic, on synthetic runs; the benches themselves run the real system and are started
+by hand."""
 
 import importlib
 import json
@@ -25,7 +26,8 @@ def load(monkeypatch):
 
 
 def test_waits_are_the_distribution_promised(load):
-    """Promise: log-normal with median 0.2 s and 99th percentile 3 s, the same for the same text, never beyond the reward's time limit."""
+    """Promise: log-normal with median 0.2 s and 99th percentile 3 s, the same for the same text, never beyond
+    the reward's time limit."""
     rewards = load("rewards")
     waits = [rewards.wait_seconds("1+1=", ">2", call) for call in range(20_000)]
     cuts = statistics.quantiles(waits, n=100)
@@ -43,15 +45,20 @@ async def test_the_reward_itself_is_unchanged(load, monkeypatch):
 
 
 def test_seconds_per_step_add_up(load, finished):
-    """Promise: where the time goes is measured over the same window as the throughput, and work never exceeds the whole."""
+    """Promise: where the time goes is measured over the same window as the throughput, and work never exceeds
+    the whole."""
     common = load("common")
     run = rundata.load(finished[0])
     found = common.seconds_per_step(run, 2)
     assert 0 < found["work"] <= found["all"] * (1 + 1e-9)
-    assert found["trainer train"] + found["trainer wait"] + found["trainer publish"] == pytest.approx(found["all"], rel=0.1)
+    assert found["trainer train"] + found["trainer wait"] + found["trainer publish"] == pytest.approx(
+        found["all"], rel=0.1
+    )
     written = finished[1].steps
     tokens = sum(step["prompt_tokens"] + step["response_tokens"] for step in written[2:])
-    assert common.tokens_per_second(run, 2) == pytest.approx(tokens / (written[-1]["time"] - written[1]["time"]))
+    assert common.tokens_per_second(run, 2) == pytest.approx(
+        tokens / (written[-1]["time"] - written[1]["time"])
+    )
 
 
 def test_a_run_that_never_reaches_the_goal(load, tmp_path):
@@ -61,11 +68,16 @@ def test_a_run_that_never_reaches_the_goal(load, tmp_path):
 
 
 def test_results_are_one_table_and_one_file(load, tmp_path, capsys):
-    """Promise: --json holds figures, rows and the machine; the table has a column per name, a dash where there is no value."""
+    """Promise: --json holds figures, rows and the machine; the table has a column per name, a dash where
+    there is no value."""
     common = load("common")
-    options = common.parser("A bench.").parse_args(["--json", str(tmp_path / "out.json"), "--repeats", "2", "seed=3"])
+    options = common.parser("A bench.").parse_args(
+        ["--json", str(tmp_path / "out.json"), "--repeats", "2", "seed=3"]
+    )
     assert options.repeats == 2 and options.overrides == ["seed=3"]
-    common.finish(options, {"gain": 0.5, "speed": None}, [{"a": 1.0, "b": None}, {"a": 12.5, "b": "x"}], ("a", "b"))
+    common.finish(
+        options, {"gain": 0.5, "speed": None}, [{"a": 1.0, "b": None}, {"a": 12.5, "b": "x"}], ("a", "b")
+    )
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["figures"] == {"gain": 0.5, "speed": None} and len(written["rows"]) == 2
     assert {"cpu", "cores", "ram_gb", "torch"} <= written["machine"].keys()
@@ -81,7 +93,8 @@ def test_a_run_that_fails_ends_the_bench_with_its_words(load, tmp_path):
 
 
 def test_the_model_made_on_the_fly_is_one_that_transformers_reads(load, tmp_path, monkeypatch):
-    """Promise: the half-billion bench's directory has every tensor of a Qwen2 with a tied head, with sane values, and nothing else."""
+    """Promise: the half-billion bench's directory has every tensor of a Qwen2 with a tied head, with sane
+    values, and nothing else."""
     from laminar_hpc.compat.torchvision import declare_schemas
     from laminar_hpc.config.check import count_parameters
     from laminar_hpc.config.load import examples_directory
@@ -96,13 +109,16 @@ def test_the_model_made_on_the_fly_is_one_that_transformers_reads(load, tmp_path
     model, info = Qwen2ForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert manifest.data_bytes == 2 * count_parameters(config) == 2 * sum(p.numel() for p in model.parameters())
+    assert (
+        manifest.data_bytes == 2 * count_parameters(config) == 2 * sum(p.numel() for p in model.parameters())
+    )
     assert float(model.model.norm.weight.detach().mean()) == 1.0
     assert 0.01 < float(model.model.embed_tokens.weight.detach().float().std()) < 0.03
 
 
 def test_the_stock_engine_has_none_of_our_hooks(load, tmp_path):
-    """Promise: what is compared with is SGLang as it comes; the port's variable is what our plugin is switched on by."""
+    """Promise: what is compared with is SGLang as it comes; the port's variable is what our plugin is
+    switched on by."""
     from laminar_hpc.rollout.engine_process import EngineProcess
     from laminar_hpc.rollout.sglang_plugin.protocol import SOCKET_VARIABLE
 
@@ -115,15 +131,27 @@ def test_the_stock_engine_has_none_of_our_hooks(load, tmp_path):
 def test_the_kernels_bench_says_that_it_needs_a_gpu():
     """Promise: without one, a single line and a non-zero exit; no figure is made up."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, str(BENCH / "kernels.py")], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "kernels.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 1 and not done.stdout
-    assert done.stderr.splitlines() == ["bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has one"]
+    assert done.stderr.splitlines() == [
+        "bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has one"
+    ]
 
 
 def test_what_the_benches_set_is_in_the_configuration(load):
     """Promise: a key renamed does not first show itself when a bench is run."""
     half_billion, attribution = load("half_billion"), load("attribution")
-    repack = {f"pipeline.{key}": value for _, changes in attribution.LADDER.values() for key, value in changes.items()}
+    repack = {
+        f"pipeline.{key}": value
+        for _, changes in attribution.LADDER.values()
+        for key, value in changes.items()
+    }
     for settings in (half_billion.SETTINGS, attribution.REAL | attribution.REAL_REPACK | repack):
         config = load_config(["experiment=demo", *(f"{key}={value}" for key, value in settings.items())])
         assert config.evaluation.files == []

@@ -9,7 +9,16 @@ from laminar_hpc.observability import console, summary
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-"), (0.04, "0.0s"), (9.96, "10s"), (42, "42s"), (59.7, "1m00s"), (92, "1m32s"), (7500, "2h05m")]
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (0.04, "0.0s"),
+        (9.96, "10s"),
+        (42, "42s"),
+        (59.7, "1m00s"),
+        (92, "1m32s"),
+        (7500, "2h05m"),
+    ],
 )
 def test_duration(seconds, text):
     """Promise: durations read at a glance."""
@@ -17,7 +26,16 @@ def test_duration(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (950, "950"), (999.7, "1.0k"), (6100, "6.1k"), (61000, "61k"), (999_600, "1.0M"), (2.4e6, "2.4M")]
+    ("value", "text"),
+    [
+        (0, "0"),
+        (950, "950"),
+        (999.7, "1.0k"),
+        (6100, "6.1k"),
+        (61000, "61k"),
+        (999_600, "1.0M"),
+        (2.4e6, "2.4M"),
+    ],
 )
 def test_count(value, text):
     """Promise: counts take at most four characters."""
@@ -25,7 +43,8 @@ def test_count(value, text):
 
 
 def test_step_lines_are_columns(finished):
-    """Promise: the lines of all steps have the same columns and fit 120 characters, also with large and negative values."""
+    """Promise: the lines of all steps have the same columns and fit 120 characters, also with large and
+    negative values."""
     steps = finished[1].steps
     extreme = {
         **steps[0],
@@ -36,7 +55,9 @@ def test_step_lines_are_columns(finished):
         "wait_seconds": 3000.0,
     }
     lines = [console.step_line(step, 60, 92.0) for step in [*steps, extreme]]
-    assert len({line.index("eta") for line in lines}) == 1 and len({line.index("stale") for line in lines}) == 1
+    assert (
+        len({line.index("eta") for line in lines}) == 1 and len({line.index("stale") for line in lines}) == 1
+    )
     assert max(map(len, lines)) <= 120
     assert lines[0].startswith("step  1/60  reward  0.") and lines[0].endswith("eta 1m32s")
 
@@ -61,10 +82,16 @@ def test_evaluation_and_final_lines(finished):
         "response_length_mean": 12.2,
     }
     assert "after  greedy   accuracy 0.934  heldout  256 problems  len" in console.evaluation_line(record)
-    sampled = console.evaluation_line({**record, "name": "sampled", "samples": 16, "file": "a-long-name-of-a-file-with-problems"})
+    sampled = console.evaluation_line(
+        {**record, "name": "sampled", "samples": 16, "file": "a-long-name-of-a-file-with-problems"}
+    )
     assert "256 problems x 16" in sampled and len(sampled) <= 120
     assert console.evaluation_progress("greedy", "before", 12, 256).endswith(" 12/256 responses")
-    text = "\n".join(console.final_lines(summary.build(finished[0]), Path("runs/demo"), Path("runs/demo/report.html"), "SIGINT"))
+    text = "\n".join(
+        console.final_lines(
+            summary.build(finished[0]), Path("runs/demo"), Path("runs/demo/report.html"), "SIGINT"
+        )
+    )
     for part in (
         "12 steps",
         "(SIGINT)",
@@ -86,7 +113,9 @@ def test_final_lines_of_a_replay(finished, tmp_path):
 
 def test_derived_block_is_aligned():
     """Promise: names and values stand in columns, bytes and missing bounds in words."""
-    title, *lines = console.derived_block({"trainer_ranks": 1, "publish_bytes": 3_111_111, "max_staleness": None, "wait_seconds": 92})
+    title, *lines = console.derived_block(
+        {"trainer_ranks": 1, "publish_bytes": 3_111_111, "max_staleness": None, "wait_seconds": 92}
+    )
     assert title == "this run"
     values = ["1", "3.1 MB", "none", "1m32s"]
     assert [line.split("  ")[-1].strip() for line in lines] == values
@@ -94,5 +123,8 @@ def test_derived_block_is_aligned():
 
 
 def test_a_skipped_update_is_seen():
-    """Promise: gradients that are not finite are no secret of the metrics: step, number and the limit are on the console."""
-    assert console.skipped_line(7, 2, 5).endswith("step 7: 2 updates had gradients that are not finite; 5 in a row end the run")
+    """Promise: gradients that are not finite are no secret of the metrics: step, number and the limit are on
+    the console."""
+    assert console.skipped_line(7, 2, 5).endswith(
+        "step 7: 2 updates had gradients that are not finite; 5 in a row end the run"
+    )

@@ -11,14 +11,27 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_configuration_page_is_that_of_the_schema():
-    """Promise: docs/configuration.md has every key with its type, default and meaning; it cannot drift from the schema."""
-    done = subprocess.run([sys.executable, str(DOCS / "make_configuration.py"), "--check"], capture_output=True, text=True, timeout=60)
+    """Promise: docs/configuration.md has every key with its type, default and meaning; it cannot drift from
+    the schema."""
+    done = subprocess.run(
+        [sys.executable, str(DOCS / "make_configuration.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_every_figure_and_kind_is_explained(finished):
-    """Promise: docs/metrics.md names every key of summary.json, every kind of span and every field of a step."""
+    """Promise: docs/metrics.md names every key of summary.json, every kind of span and every field of a
+    step."""
     page = (DOCS / "metrics.md").read_text()
-    names = [*summary.build(finished[0]), *KINDS, *(key for key in finished[1].steps[0] if key not in ("kind", "time"))]
-    missing = [name for name in names if f"`{name}`" not in page and not (name.endswith("_max") and "`_max`" in page)]
+    names = [
+        *summary.build(finished[0]),
+        *KINDS,
+        *(key for key in finished[1].steps[0] if key not in ("kind", "time")),
+    ]
+    missing = [
+        name for name in names if f"`{name}`" not in page and not (name.endswith("_max") and "`_max`" in page)
+    ]
     assert missing == []

@@ -28,14 +28,29 @@ def test_union_counts_overlap_once():
 
 
 def test_idle_is_what_no_activity_covers_between_first_batch_and_last_step(tmp_path):
-    """Promise: waiting, untraced time, background sending and scoring are idle; loading and evaluating outside the window do not count."""
+    """Promise: waiting, untraced time, background sending and scoring are idle; loading and evaluating
+    outside the window do not count."""
     run = make_run(
         tmp_path,
-        trainer0=[("load", 0, 10), ("wait", 8, 10), ("train", 10, 14), ("publish", 14, 15), ("send", 15, 19), ("wait", 15, 18),
-                  ("train", 18, 20), ("checkpoint", 20, 25)],
-        rollout0=[("load", 0, 8), ("generate", 8, 16), ("pull", 16, 17), ("score", 17, 20), ("evaluate", 22, 30)],
+        trainer0=[
+            ("load", 0, 10),
+            ("wait", 8, 10),
+            ("train", 10, 14),
+            ("publish", 14, 15),
+            ("send", 15, 19),
+            ("wait", 15, 18),
+            ("train", 18, 20),
+            ("checkpoint", 20, 25),
+        ],
+        rollout0=[
+            ("load", 0, 8),
+            ("generate", 8, 16),
+            ("pull", 16, 17),
+            ("score", 17, 20),
+            ("evaluate", 22, 30),
+        ],
         rollout1=[("generate", 5, 12), ("generate", 11, 15), ("wait", 15, 25)],
-    )  # fmt: skip
+    )
     assert training_windows(run) == [(10, 20)]
     assert idle_fraction(run, "trainer") == pytest.approx(0.3)  # 15..18
     assert idle_fraction(run, "rollout") == pytest.approx((3 + 5) / 20)
@@ -56,7 +71,11 @@ def test_time_between_launches_is_nobodys_idle_time(tmp_path):
 
 def test_accounts_add_up(tmp_path):
     """Promise: the parts of a process's time add up to the window, each moment in one part."""
-    run = make_run(tmp_path, trainer0=[("train", 0, 4), ("wait", 4, 6), ("publish", 3, 5), ("train", 7, 10)], rollout0=[("generate", 0, 9)])
+    run = make_run(
+        tmp_path,
+        trainer0=[("train", 0, 4), ("wait", 4, 6), ("publish", 3, 5), ("train", 7, 10)],
+        rollout0=[("generate", 0, 9)],
+    )
     parts = {name: {kind: seconds for kind, seconds, _ in row} for name, row in accounts(run)}
     assert parts["trainer0"] == {"train": 6, "publish": 2, "wait": 1, "untraced": 1}
     assert parts["rollout0"] == {"generate": 9, "untraced": 1}

@@ -12,9 +12,19 @@ from laminar_hpc.observability import jsonl, report, rundata, samples, timeline,
 from laminar_hpc.observability.trace import Trace
 
 SECTIONS = [
-    "Accuracy and reward", "Rewards", "Staleness", "Response lengths", "Sampling", "Every process over time",
-    "Where the time went", "Trainer", "Weights", "Sample trajectories", "Configuration", "Launches",
-]  # fmt: skip
+    "Accuracy and reward",
+    "Rewards",
+    "Staleness",
+    "Response lengths",
+    "Sampling",
+    "Every process over time",
+    "Where the time went",
+    "Trainer",
+    "Weights",
+    "Sample trajectories",
+    "Configuration",
+    "Launches",
+]
 
 
 def sections(page: str) -> list[str]:
@@ -32,12 +42,17 @@ def check(page: str) -> None:
     assert not re.findall(r'(?:src|href)="(?!#)', page) and "@import" not in page and "url(" not in page
     assert len(page.encode()) < 1_500_000
     closed = {"div", "span", "b", "p", "td", "th", "tr", "code", "details", "figure", "section", "em"}
-    assert not [name for name in re.findall(r"<(\w+)[^>]*/>", page) if name in closed]  # HTML would leave them open
+    assert not [
+        name for name in re.findall(r"<(\w+)[^>]*/>", page) if name in closed
+    ]  # HTML would leave them open
     drawn = re.findall(r"<figure>.*?</figure>|<svg class=\"timeline.*?</svg>(?=<p|</div>)", page, re.S)
     assert drawn
     for part in drawn:
         ElementTree.fromstring(part)
-    assert "nan" not in re.sub(r"<script>.*?</script>", "", page, flags=re.S).replace("finance", "").lower().split()
+    assert (
+        "nan"
+        not in re.sub(r"<script>.*?</script>", "", page, flags=re.S).replace("finance", "").lower().split()
+    )
 
 
 def test_a_finished_run(finished):
@@ -50,7 +65,9 @@ def test_a_finished_run(finished):
     assert "0.210 → 0.930" in page and "12 of 12" in page and "ended: finished" in page
     prompts = {"".join(synthetic.CHARACTERS[token] for token in tokens) for tokens in first_prompts(run_dir)}
     assert any(f"<code>{prompt}</code>" in page for prompt in prompts)
-    assert page.count('<details id="trajectory-') == 16 and all(f'id="{a}"' in page for a in re.findall(r'href="#(trajectory-\d+)"', page))
+    assert page.count('<details id="trajectory-') == 16 and all(
+        f'id="{a}"' in page for a in re.findall(r'href="#(trajectory-\d+)"', page)
+    )
     for row in ("trainer0", "relay0", "rollout0", "rollout0 rewards", "rollout1", "controller0"):
         assert f">{row}</text>" in page
 
@@ -68,7 +85,9 @@ def test_a_run_that_died_at_step_3(tmp_path):
 def test_a_run_that_never_took_a_step(tmp_path):
     """Promise: even a run that failed while it was set up has a report, with the reason."""
     metrics = jsonl.Appender(tmp_path / "metrics.jsonl")
-    metrics.write({"kind": "start", "time": 5.0, "restored_step": -1, "pipeline": "sync", "derived": {"parameters": 3}})
+    metrics.write(
+        {"kind": "start", "time": 5.0, "restored_step": -1, "pipeline": "sync", "derived": {"parameters": 3}}
+    )
     metrics.write({"kind": "end", "time": 9.0, "reason": "failed: <engine> did not start", "step": 0})
     page = report.write(tmp_path).read_text()
     check(page)
@@ -86,7 +105,8 @@ def test_a_resumed_run(resumed):
 
 
 def test_samples_are_spread_over_the_run_and_by_reward(finished):
-    """Promise: a handful of trajectories over the whole run, the best and the worst answer of prompts whose rewards differ."""
+    """Promise: a handful of trajectories over the whole run, the best and the worst answer of prompts whose
+    rewards differ."""
     run = rundata.load(finished[0])
     chosen = samples.choose(run.consumed)
     steps = [t.consumed_step for t in chosen]
@@ -98,28 +118,46 @@ def test_samples_are_spread_over_the_run_and_by_reward(finished):
 
 
 def test_a_trajectorys_page(finished):
-    """Promise: prompt, answer, reward parts, log-probs against the trainer's, and where and when it lived, all from the run's files."""
+    """Promise: prompt, answer, reward parts, log-probs against the trainer's, and where and when it lived,
+    all from the run's files."""
     run = rundata.load(finished[0])
     row = samples.choose(run.consumed)[-2]
     (stored,) = run.payloads([row.id])
-    run.records.setdefault("lost", []).append({"trajectory_id": row.id, "attempt": 0, "reason": "the engine ended it with abort"})
-    run.records["logprob_gap"] = [{"replica": f"rollout{row.replica}", "weight_id": row.weight_id, "mean": 2.5e-6, "max": 1.5e-5}]
+    run.records.setdefault("lost", []).append(
+        {"trajectory_id": row.id, "attempt": 0, "reason": "the engine ended it with abort"}
+    )
+    run.records["logprob_gap"] = [
+        {"replica": f"rollout{row.replica}", "weight_id": row.weight_id, "mean": 2.5e-6, "max": 1.5e-5}
+    ]
     stored.attempt, stored.moves, stored.reward_parts["format"] = 1, 2, 0.5
     page = trajectory_page.page(
-        row, stored, trajectory_page.facts(run, [row]), lambda tokens: "".join(synthetic.CHARACTERS[t] for t in tokens)
+        row,
+        stored,
+        trajectory_page.facts(run, [row]),
+        lambda tokens: "".join(synthetic.CHARACTERS[t] for t in tokens),
     )
     ElementTree.fromstring(page)
     text = re.sub(r"<[^>]*>", " ", page)
     words = " ".join(text.split())
     mean = sum(stored.logprobs) / len(stored.logprobs)
     for part in (
-        f"trajectory {row.id}: reward {row.reward:g}", "reward: accuracy", "reward: format 0.5", f"mean log-prob (engine) {mean:.4f}",
-        "same weights (probe) mean 2.5e-06, max 1.5e-05", f"when it was trained mean {0.25 * row.staleness_training + 1e-6:.1e}",
+        f"trajectory {row.id}: reward {row.reward:g}",
+        "reward: accuracy",
+        "reward: format 0.5",
+        f"mean log-prob (engine) {mean:.4f}",
+        "same weights (probe) mean 2.5e-06, max 1.5e-05",
+        f"when it was trained mean {0.25 * row.staleness_training + 1e-6:.1e}",
         "importance ratio in its step mean 1.0010, max 1.800",
-        f"replica rollout {row.replica}", f"weight ids, by the engine {row.weight_id} (tokens 0 to {row.response_length})",
-        f"trained with weights of step {row.consumed_step}", "attempts 2 (attempt 1: the engine ended it with abort)",
-        "moves between replicas 2", "group granted +0.0s", "last token +", "scored +", "trained +",
-    ):  # fmt: skip
+        f"replica rollout {row.replica}",
+        f"weight ids, by the engine {row.weight_id} (tokens 0 to {row.response_length})",
+        f"trained with weights of step {row.consumed_step}",
+        "attempts 2 (attempt 1: the engine ended it with abort)",
+        "moves between replicas 2",
+        "group granted +0.0s",
+        "last token +",
+        "scored +",
+        "trained +",
+    ):
         assert part in words, part
     facts = trajectory_page.facts(run, [row])
     for ahead, said in ((0, "ahead by nothing: the engine's weights"), (3, "ahead by 3 mini-batches")):
@@ -135,7 +173,9 @@ def test_long_answers_are_cut_and_their_curve_is_thinned(finished):
     (stored,) = run.payloads([run.consumed[0].id])
     n = 30_000
     stored.response_tokens, stored.logprobs, stored.loss_mask = [1] * n, [-0.5] * (n - 1) + [-9.0], [1] * n
-    page = trajectory_page.page(run.consumed[0], stored, trajectory_page.facts(run, []), lambda tokens: "1" * len(tokens))
+    page = trajectory_page.page(
+        run.consumed[0], stored, trajectory_page.facts(run, []), lambda tokens: "1" * len(tokens)
+    )
     assert len(page) < 40_000 and "24000 characters" in page and "-9.0" in page
 
 
@@ -145,7 +185,11 @@ def test_a_replay(finished, tmp_path):
     page = report.write(tmp_path / "again").read_text()
     check(page)
     assert "trained again from elsewhere" in page
-    assert "Weights" not in sections(page) and "Sample trajectories" not in sections(page) and "Trainer" in sections(page)
+    assert (
+        "Weights" not in sections(page)
+        and "Sample trajectories" not in sections(page)
+        and "Trainer" in sections(page)
+    )
 
 
 def test_a_model_that_is_gone(tmp_path):
@@ -153,7 +197,9 @@ def test_a_model_that_is_gone(tmp_path):
     synthetic.write(tmp_path / "run", steps=2)
     (tmp_path / "model" / "tokenizer.json").unlink()
     page = report.write(tmp_path / "run").read_text()
-    assert any(f"<code>{' '.join(map(str, tokens))}</code>" in page for tokens in first_prompts(tmp_path / "run"))
+    assert any(
+        f"<code>{' '.join(map(str, tokens))}</code>" in page for tokens in first_prompts(tmp_path / "run")
+    )
 
 
 def test_crowds_are_joined(tmp_path):
@@ -167,12 +213,16 @@ def test_crowds_are_joined(tmp_path):
 
 
 def test_the_command(finished, tmp_path, capsys):
-    """Promise: `laminar report RUN_DIR` makes both files anew and prints the page's path; what is no run is refused in one line."""
+    """Promise: `laminar report RUN_DIR` makes both files anew and prints the page's path; what is no run is
+    refused in one line."""
     run_dir = finished[0]
     for name in ("summary.json", "report.html"):
         (run_dir / name).unlink(missing_ok=True)
     assert report.main([str(run_dir)]) == 0
-    assert capsys.readouterr().out.strip() == str(run_dir / "report.html") and (run_dir / "summary.json").is_file()
+    assert (
+        capsys.readouterr().out.strip() == str(run_dir / "report.html")
+        and (run_dir / "summary.json").is_file()
+    )
     with pytest.raises(LaminarError, match="is no run"):
         report.main([str(tmp_path)])
     assert report.main([]) == 2

@@ -14,11 +14,22 @@ def trajectory(number: int, **fields) -> Trajectory:
     ids = {character: index for index, character in enumerate(CHARACTERS)}
     prompt, response = f"{number // SAMPLES}+1=", f">{number:02d}"
     values = {
-        "trajectory_id": number, "group_id": number // SAMPLES, "attempt": 0, "replica": 0, "weight_id": 9,
-        "weight_step": 4, "prompt_tokens": [ids[c] for c in prompt], "response_tokens": [ids[c] for c in response],
-        "logprobs": [], "loss_mask": [], "finish_reason": "stop", "version_spans": [], "time_started": 0.0,
-        "time_finished": 1.0, "reward": number % 2,
-    }  # fmt: skip
+        "trajectory_id": number,
+        "group_id": number // SAMPLES,
+        "attempt": 0,
+        "replica": 0,
+        "weight_id": 9,
+        "weight_step": 4,
+        "prompt_tokens": [ids[c] for c in prompt],
+        "response_tokens": [ids[c] for c in response],
+        "logprobs": [],
+        "loss_mask": [],
+        "finish_reason": "stop",
+        "version_spans": [],
+        "time_started": 0.0,
+        "time_finished": 1.0,
+        "reward": number % 2,
+    }
     return Trajectory(**{**values, **fields})
 
 
@@ -39,7 +50,9 @@ def a_store(tmp_path, *, last: Trajectory | None = None) -> Store:
 
 def lines(tmp_path, number: int, step: int = STEP, last: Trajectory | None = None) -> list[str]:
     said: list[str] = []
-    ShownSamples(write_model(tmp_path / "model"), number, said.append).show(step, a_store(tmp_path, last=last))
+    ShownSamples(write_model(tmp_path / "model"), number, said.append).show(
+        step, a_store(tmp_path, last=last)
+    )
     return said
 
 
@@ -58,7 +71,11 @@ def test_a_sample_shows_prompt_response_reward_and_staleness(tmp_path):
     for line in said:
         prompt, response = line.split('"')[1], line.split('"')[3]
         number = int(response[1:])
-        assert prompt == f"{number // SAMPLES}+1=" and f"reward {number % 2:5.2f}  stale 1  " in line and line.startswith("sample ")
+        assert (
+            prompt == f"{number // SAMPLES}+1="
+            and f"reward {number % 2:5.2f}  stale 1  " in line
+            and line.startswith("sample ")
+        )
     assert len(lines(tmp_path / "all", 100)) == GROUPS
     assert lines(tmp_path / "other step", 2, step=STEP + 1) == [], "nothing was trained in that step"
 
@@ -67,7 +84,9 @@ def test_failures_and_cuts_are_marked(tmp_path):
     """Promise: a reward that its function did not give, and a response that met the limit, are seen as
     such."""
     (at,) = spread(range(GROUPS), 1, STEP)
-    cut = trajectory(at * SAMPLES + STEP % SAMPLES, finish_reason="length", reward_error="ValueError: no", reward=0.0)
+    cut = trajectory(
+        at * SAMPLES + STEP % SAMPLES, finish_reason="length", reward_error="ValueError: no", reward=0.0
+    )
     (line,) = lines(tmp_path, 1, last=cut)
     assert "reward  0.00 (its function failed)" in line and line.endswith("(cut at the limit)")
 
@@ -78,10 +97,17 @@ def test_text_of_a_model_cannot_move_the_cursor():
     assert shown("a\x1b[2J\nb\r\u202e\x07\ud800", 100) == "a\\x1b[2J\\nb\\r\\u202e\\x07\\ud800"
     assert shown("漢字 é 😀", 100) == "漢字 é 😀"
     text = shown("x" * 500 + "the answer is 42", 40)
-    assert text.startswith("xxxx") and text.endswith("... xxxxthe answer is 42"[-20:]) and "476 characters" in text and len(text) < 80
+    assert (
+        text.startswith("xxxx")
+        and text.endswith("... xxxxthe answer is 42"[-20:])
+        and "476 characters" in text
+        and len(text) < 80
+    )
 
 
 def test_picks_are_spread_and_rotate():
     """Promise: over the steps every place of the batch is shown."""
     assert {group for step in range(GROUPS) for group in spread(range(GROUPS), 2, step)} == set(range(GROUPS))
-    assert all(len(set(spread(range(GROUPS), n, 3))) == n for n in range(GROUPS + 1)) and spread([], 3, 0) == []
+    assert (
+        all(len(set(spread(range(GROUPS), n, 3))) == n for n in range(GROUPS + 1)) and spread([], 3, 0) == []
+    )

@@ -10,15 +10,47 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability import jsonl, report, rundata, summary
 
 KEYS = [
-    "accuracy_before", "accuracy_after", "accuracy_after_sampled", "evaluations", "steps", "trajectories_trained", "trajectories_to_070",
-    "response_tokens_trained", "restarts", "wall_seconds", "tokens_per_second", "max_versions_per_trajectory", "staleness_generation_mean",
-    "staleness_generation_max", "staleness_training_mean", "staleness_training_max", "trainer_idle_fraction", "rollout_idle_fraction",
-    "publish_stall_seconds_mean", "publish_bytes_over_full_mean", "publish_changed_fraction_mean", "pull_seconds_mean",
-    "logprob_gap_mean", "logprob_gap_max", "reward_errors", "reward_error_first", "rewards",
-    "trajectories_moved", "trajectories_rescued", "trajectories_rescued_by_load",
-    "tokens_moved", "prefill_tokens_saved", "move_seconds_mean", "move_seconds_max", "groups_filtered",
-    "tokens_discarded", "reports_refused", "tokens_saved", "tokens_saved_fraction", "pipeline",
-]  # fmt: skip
+    "accuracy_before",
+    "accuracy_after",
+    "accuracy_after_sampled",
+    "evaluations",
+    "steps",
+    "trajectories_trained",
+    "trajectories_to_070",
+    "response_tokens_trained",
+    "restarts",
+    "wall_seconds",
+    "tokens_per_second",
+    "max_versions_per_trajectory",
+    "staleness_generation_mean",
+    "staleness_generation_max",
+    "staleness_training_mean",
+    "staleness_training_max",
+    "trainer_idle_fraction",
+    "rollout_idle_fraction",
+    "publish_stall_seconds_mean",
+    "publish_bytes_over_full_mean",
+    "publish_changed_fraction_mean",
+    "pull_seconds_mean",
+    "logprob_gap_mean",
+    "logprob_gap_max",
+    "reward_errors",
+    "reward_error_first",
+    "rewards",
+    "trajectories_moved",
+    "trajectories_rescued",
+    "trajectories_rescued_by_load",
+    "tokens_moved",
+    "prefill_tokens_saved",
+    "move_seconds_mean",
+    "move_seconds_max",
+    "groups_filtered",
+    "tokens_discarded",
+    "reports_refused",
+    "tokens_saved",
+    "tokens_saved_fraction",
+    "pipeline",
+]
 
 
 def test_a_finished_run(finished):
@@ -27,7 +59,11 @@ def test_a_finished_run(finished):
     found = summary.write(run_dir)
     assert list(found) == KEYS
     assert json.loads((run_dir / "summary.json").read_text()) == found
-    assert (found["accuracy_before"], found["accuracy_after"], found["accuracy_after_sampled"]) == (0.21, 0.93, 0.88)
+    assert (found["accuracy_before"], found["accuracy_after"], found["accuracy_after_sampled"]) == (
+        0.21,
+        0.93,
+        0.88,
+    )
     assert (found["steps"], found["pipeline"], found["max_versions_per_trajectory"]) == (12, "laminar", 1)
     assert found["trajectories_trained"] == len(written.consumed) == 12 * 32
     assert found["response_tokens_trained"] == sum(length for *_, length in written.consumed)
@@ -37,7 +73,8 @@ def test_a_finished_run(finished):
 
 
 def test_evaluations_of_several_files(finished):
-    """Promise: accuracy_before and _after are those of the first file; `evaluations` has every file's, greedy and sampled."""
+    """Promise: accuracy_before and _after are those of the first file; `evaluations` has every file's, greedy
+    and sampled."""
     assert summary.build(finished[0])["evaluations"] == {
         "heldout": {"before": 0.21, "after": 0.93, "before_sampled": 0.17, "after_sampled": 0.88},
         "harder": {"before": 0.105, "after": 0.465, "before_sampled": 0.085, "after_sampled": 0.44},
@@ -62,16 +99,22 @@ def test_tokens_per_second_is_a_batch_over_the_time_between_updates(finished):
 
 
 def test_stored_staleness_agrees_with_the_steps(finished):
-    """Promise: the staleness shown per trajectory, computed from the store, is the one that the trainer measured per batch."""
+    """Promise: the staleness shown per trajectory, computed from the store, is the one that the trainer
+    measured per batch."""
     run = rundata.load(finished[0])
     for step in run.steps:
         batch = [t for t in run.consumed if t.consumed_step == step["step"] - 1]
-        assert sum(t.staleness_training for t in batch) / len(batch) == pytest.approx(step["staleness_training_mean"])
-        assert sum(t.staleness_generation for t in batch) / len(batch) == pytest.approx(step["staleness_generation_mean"])
+        assert sum(t.staleness_training for t in batch) / len(batch) == pytest.approx(
+            step["staleness_training_mean"]
+        )
+        assert sum(t.staleness_generation for t in batch) / len(batch) == pytest.approx(
+            step["staleness_generation_mean"]
+        )
 
 
 def test_a_resumed_run_counts_every_step_once(resumed):
-    """Promise: steps beyond the restored one are abandoned; totals are those of the history that led to the weights."""
+    """Promise: steps beyond the restored one are abandoned; totals are those of the history that led to the
+    weights."""
     run_dir, before, after = resumed
     run, found = rundata.load(run_dir), summary.build(run_dir)
     history = before.steps[:4] + after.steps
@@ -80,9 +123,13 @@ def test_a_resumed_run_counts_every_step_once(resumed):
     assert found["trajectories_trained"] == 10 * 32
     assert found["response_tokens_trained"] == sum(step["response_tokens"] for step in history)
     assert found["accuracy_before"] == 0.21 and found["accuracy_after"] == 0.93
-    crashed_at = max(record["time"] for record in jsonl.read(run_dir / "metrics.jsonl") if record["time"] < after.start)
+    crashed_at = max(
+        record["time"] for record in jsonl.read(run_dir / "metrics.jsonl") if record["time"] < after.start
+    )
     assert found["wall_seconds"] == pytest.approx(crashed_at - before.start + after.end - after.start)
-    spent = before.steps[3]["time"] - before.steps[0]["time"] + after.steps[-1]["time"] - after.steps[0]["time"]
+    spent = (
+        before.steps[3]["time"] - before.steps[0]["time"] + after.steps[-1]["time"] - after.steps[0]["time"]
+    )
     tokens = sum(s["prompt_tokens"] + s["response_tokens"] for s in before.steps[1:4] + after.steps[1:])
     assert found["tokens_per_second"] == pytest.approx(tokens / spent)
 
@@ -111,7 +158,8 @@ def test_a_store_elsewhere_is_found(tmp_path):
 
 
 def test_a_replay_has_no_invented_figures(finished, tmp_path):
-    """Promise: what the files do not hold is null: a replay evaluates nothing, publishes nothing and has no rollouts."""
+    """Promise: what the files do not hold is null: a replay evaluates nothing, publishes nothing and has no
+    rollouts."""
     synthetic.replay_of(tmp_path / "again", finished[1])
     found = summary.build(tmp_path / "again")
     assert (found["steps"], found["trajectories_trained"], found["pipeline"]) == (12, 12 * 32, "laminar")
@@ -129,10 +177,16 @@ def test_a_replay_has_no_invented_figures(finished, tmp_path):
 
 def test_a_run_without_a_step(tmp_path):
     """Promise: a run that failed before its first step has a summary of zeros and nulls."""
-    (tmp_path / "metrics.jsonl").write_text('{"kind":"start","time":5.0,"restored_step":-1,"pipeline":"sync","derived":{}}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"kind":"start","time":5.0,"restored_step":-1,"pipeline":"sync","derived":{}}\n'
+    )
     found = summary.build(tmp_path)
     assert (found["steps"], found["trajectories_trained"], found["pipeline"]) == (0, 0, "sync")
-    assert found["tokens_per_second"] is None and found["trainer_idle_fraction"] is None and found["max_versions_per_trajectory"] is None
+    assert (
+        found["tokens_per_second"] is None
+        and found["trainer_idle_fraction"] is None
+        and found["max_versions_per_trajectory"] is None
+    )
 
 
 def test_no_run_is_refused_in_one_line(tmp_path):
@@ -141,22 +195,39 @@ def test_no_run_is_refused_in_one_line(tmp_path):
         summary.build(tmp_path)
 
 
-@pytest.mark.parametrize(("accuracies", "expected"), [
-    ([0.9, 0.9], None),  # less than three steps
-    ([0.1, 0.9, 0.9, 0.2, 0.9, 1.0, 0.9], 60),  # 0.63, 0.67, 0.67, then 0.70 exactly
-    ([0.7, 0.7, 0.7], 30),
-    ([0.6] * 9, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        ([0.9, 0.9], None),  # less than three steps
+        ([0.1, 0.9, 0.9, 0.2, 0.9, 1.0, 0.9], 60),  # 0.63, 0.67, 0.67, then 0.70 exactly
+        ([0.7, 0.7, 0.7], 30),
+        ([0.6] * 9, None),
+    ],
+)
 def test_trajectories_to_070(accuracies, expected):
     """Promise: trajectories trained when the mean accuracy of three batches in a row first reached 0.70."""
-    assert summary.trajectories_to_goal([{"trajectories": 10, "accuracy_mean": a} for a in accuracies]) == expected
+    assert (
+        summary.trajectories_to_goal([{"trajectories": 10, "accuracy_mean": a} for a in accuracies])
+        == expected
+    )
 
 
 def test_mixed_versions_are_seen(tmp_path):
-    """Promise: a trajectory generated with two weight ids shows up, by the engine's own report in the store."""
+    """Promise: a trajectory generated with two weight ids shows up, by the engine's own report in the
+    store."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    steps = [{"kind": "step", "time": EPOCH, "step": 1, "trajectories": 1, "prompt_tokens": 1, "response_tokens": 2, "accuracy_mean": 0.0}]
+    steps = [
+        {
+            "kind": "step",
+            "time": EPOCH,
+            "step": 1,
+            "trajectories": 1,
+            "prompt_tokens": 1,
+            "response_tokens": 2,
+            "accuracy_mean": 0.0,
+        }
+    ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     store = synthetic.Store(run_dir)
     row = synthetic.trajectory(1, 0, prompt="1+1=", response=">2", versions=(0, 1))

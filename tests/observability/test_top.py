@@ -15,7 +15,17 @@ from laminar_hpc.observability.trace import Trace
 
 
 def now_status(when: float) -> Status:
-    load = ReplicaLoad("draining", 7, 40, 3, running=32, queued=8, kv_tokens=30_000, kv_capacity=40_000, tokens_per_second=5120.0)
+    load = ReplicaLoad(
+        "draining",
+        7,
+        40,
+        3,
+        running=32,
+        queued=8,
+        kv_tokens=30_000,
+        kv_capacity=40_000,
+        tokens_per_second=5120.0,
+    )
     ranks = [
         Rank("trainer", 0, 11, "m", when, 8, 8),
         Rank("relay", 0, 12, "m", when, 8, 8),
@@ -36,21 +46,36 @@ def test_a_run_that_goes_on(tmp_path, capsys):
     synthetic.write(run_dir, steps=3, start=time.time() - 5, crash=True)
     status.write(run_dir, now_status(time.time()))
     text, code = frame(run_dir, capsys)
-    assert code == 0 and "run  going on" in text and "step 3/60" in text and "tok/s" in text and "stale " in text
+    assert (
+        code == 0 and "run  going on" in text and "step 3/60" in text and "tok/s" in text and "stale " in text
+    )
     rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert "13  id 7 (step 7)  draining" in rows["rollout0"]
     assert " 75% of 40k" in rows["rollout0"] and "5.1k" in rows["rollout0"]
     assert "silent 6.0s" in rows["rollout1"] and "none yet" in rows["rollout1"]
     assert "id 8 (step 8)" in rows["trainer0"] and "publish 0.0s" in rows["trainer0"]
-    queues = ["5 groups being generated", "2 ready", "4 answers without a score", "1 replicas want work", "1 evaluations"]
-    assert rows["queues"].split(None, 1)[1] == "  ".join([*queues, "trainer waits: 2 of 8 groups are finished"])
+    queues = [
+        "5 groups being generated",
+        "2 ready",
+        "4 answers without a score",
+        "1 replicas want work",
+        "1 evaluations",
+    ]
+    assert rows["queues"].split(None, 1)[1] == "  ".join(
+        [*queues, "trainer waits: 2 of 8 groups are finished"]
+    )
     assert max(map(len, text.splitlines())) <= top.PIPE_WIDTH and "\x1b" not in text
 
 
 def test_a_run_that_ended_and_one_without_a_status(finished, capsys):
     """Promise: an ended run, and one from before the status file, show what their files hold."""
     text, code = frame(finished[0], capsys)
-    assert code == 0 and "ended: finished" in text and "step 12" in text and "heldout 0.880 (sampled, after" in text
+    assert (
+        code == 0
+        and "ended: finished" in text
+        and "step 12" in text
+        and "heldout 0.880 (sampled, after" in text
+    )
     for name in ("trainer0", "relay0", "rollout0", "rollout1", "controller0"):
         assert name in text
 
@@ -64,8 +89,8 @@ def test_a_run_that_died(tmp_path, capsys):
 
 
 def test_a_resumed_run_follows_what_is_new(tmp_path):
-    """Promise: looks read only what is new; a torn last line waits for its end; steps that are done again count once; an old launch's
-    status is not shown."""
+    """Promise: looks read only what is new; a torn last line waits for its end; steps that are done again
+    count once; an old launch's status is not shown."""
     metrics = jsonl.Appender(tmp_path / "metrics.jsonl")
     begun = time.time()
     metrics.write({"kind": "start", "time": begun, "restored_step": -1, "pipeline": "laminar"})

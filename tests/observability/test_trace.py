@@ -1,4 +1,5 @@
-"""Traces and metrics: what is written is there at once, and a death in the middle of a line costs that line only."""
+"""Traces and metrics: what is written is there at once, and a death in the middle of a line costs that line
+only."""
 
 import struct
 import subprocess
@@ -14,7 +15,8 @@ from laminar_hpc.observability.trace import Trace, read_spans
 
 
 def test_a_span_is_in_the_file_when_it_ends(tmp_path):
-    """Promise: a killed process leaves every span that had ended, also one that ended by an exception, with what it learned on the way."""
+    """Promise: a killed process leaves every span that had ended, also one that ended by an exception, with
+    what it learned on the way."""
     trace = Trace(tmp_path, "rollout", 1)
     with pytest.raises(ValueError, match="broken"), trace.span("generate", weight_id=3) as fields:
         fields["tokens"] = 17
@@ -25,7 +27,8 @@ def test_a_span_is_in_the_file_when_it_ends(tmp_path):
 
 
 def test_a_torn_line_costs_itself_only(tmp_path):
-    """Promise: after a death in mid-write, a restarted process appends whole lines, and readers leave out the torn one."""
+    """Promise: after a death in mid-write, a restarted process appends whole lines, and readers leave out the
+    torn one."""
     trace = Trace(tmp_path, "trainer", 0)
     trace.record("train", 1.0, 2.0, step=1)
     trace.close()
@@ -47,7 +50,12 @@ def test_an_unknown_kind_is_refused(tmp_path):
 def test_threads_do_not_mix_their_lines(tmp_path):
     """Promise: the publisher's thread and the trainer may record at the same time."""
     trace = Trace(tmp_path, "trainer", 0)
-    threads = [threading.Thread(target=lambda n=n: [trace.record("send", n, n + 1, note="x" * 300) for _ in range(200)]) for n in range(4)]
+    threads = [
+        threading.Thread(
+            target=lambda n=n: [trace.record("send", n, n + 1, note="x" * 300) for _ in range(200)]
+        )
+        for n in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -69,7 +77,8 @@ def scalars(folder) -> dict[str, float]:
 
 
 def test_metrics_are_lines_and_curves(tmp_path):
-    """Promise: a metrics line is in the file when `write` returns, and its numbers are in TensorBoard's file after `close`."""
+    """Promise: a metrics line is in the file when `write` returns, and its numbers are in TensorBoard's file
+    after `close`."""
     writer = MetricsWriter(tmp_path)
     writer.write("start", restored_step=-1, pipeline="laminar", derived={})
     line = writer.write("step", step=1, loss=0.25, skipped_updates=0)
@@ -79,18 +88,23 @@ def test_metrics_are_lines_and_curves(tmp_path):
     writer.write("pull", replica=0, weight_id=1, step=1, seconds=0.2, parts={"load": 0.1})
     writer.close()
     assert scalars(tmp_path / "tensorboard") == {
-        "step/loss": 0.25, "step/skipped_updates": 0.0, "pull/0/weight_id": 1.0,
-        "pull/0/seconds": pytest.approx(0.2), "pull/0/parts/load": pytest.approx(0.1),
+        "step/loss": 0.25,
+        "step/skipped_updates": 0.0,
+        "pull/0/weight_id": 1.0,
+        "pull/0/seconds": pytest.approx(0.2),
+        "pull/0/parts/load": pytest.approx(0.1),
         "evaluation/heldout/greedy/accuracy": 0.5,
-    }  # fmt: skip
+    }
     assert dict(curves({"kind": "step", "time": 1.0, "step": 1, "loss": 0.25})) == {"step/loss": 0.25}
 
 
 def test_metrics_import_no_torch():
     """Promise: the controller, which writes the metrics, runs without torch."""
     code = (
-        "import sys, tempfile, pathlib; from laminar_hpc.observability import console, report, summary, trace;"
-        "from laminar_hpc.observability.metrics import MetricsWriter; w = MetricsWriter(pathlib.Path(tempfile.mkdtemp()));"
+        "import sys, tempfile, pathlib; from laminar_hpc.observability import console, report, summary, "
+        "trace;"
+        "from laminar_hpc.observability.metrics import MetricsWriter; w = "
+        "MetricsWriter(pathlib.Path(tempfile.mkdtemp()));"
         "w.write('step', step=1, loss=1.0); w.close(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

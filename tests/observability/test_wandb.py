@@ -1,4 +1,5 @@
-"""Weights & Biases by a flag: real wandb in offline mode; nothing leaks, nothing goes wrong in more than one line."""
+"""Weights & Biases by a flag: real wandb in offline mode; nothing leaks, nothing goes wrong in more than one
+line."""
 
 import importlib.util
 import json
@@ -67,7 +68,8 @@ for path in sorted(Path(sys.argv[1]).glob("wandb/offline-run-*/*.wandb")):
 
 
 def records(run_dir: Path) -> list[tuple[str, dict]]:
-    """Kind and content of the offline files' records, by wandb's own reader; in a process where little else makes its import slow."""
+    """Kind and content of the offline files' records, by wandb's own reader; in a process where little else
+    makes its import slow."""
     done = mirror(run_dir, READER)
     assert done.returncode == 0, done.stderr
     return [next(iter(json.loads(line).items())) for line in done.stdout.splitlines()]
@@ -79,33 +81,48 @@ def mirror(run_dir: Path, program: str = PROGRAM, **environment: str) -> subproc
 
 
 def test_offline_holds_the_curves_of_tensorboard_and_no_key(tmp_path):
-    """Promise: `observability.wandb=offline` needs no network; what is written has the curves, and the API key is nowhere."""
+    """Promise: `observability.wandb=offline` needs no network; what is written has the curves, and the API
+    key is nowhere."""
     done = mirror(tmp_path, WANDB_API_KEY=KEY)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), "wandb writes nothing between our lines"
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), (
+        "wandb writes nothing between our lines"
+    )
     found = records(tmp_path)
     history = [record["history"]["item"] for kind, record in found if kind == "history"]
-    rows = [{item.get("key") or "/".join(item["nested_key"]): float(item["value_json"]) for item in items} for items in history]
+    rows = [
+        {item.get("key") or "/".join(item["nested_key"]): float(item["value_json"]) for item in items}
+        for items in history
+    ]
     assert [row["step/reward_mean"] for row in rows] == [0.25, 0.5, 0.75]
     assert [row["trainer_step"] for row in rows] == [1, 2, 3] and rows[0]["step/parts/load"] == 0.5
     assert not {kind for kind, _ in found} & {"stats", "output", "output_raw"}
     begun = [record["run"] for kind, record in found if kind == "run"]
-    assert begun and all(run.get("host", "") in ("", "-") and not run.get("git", {}).get("remote_url") for run in begun)
+    assert begun and all(
+        run.get("host", "") in ("", "-") and not run.get("git", {}).get("remote_url") for run in begun
+    )
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
     first = (tmp_path / "wandb" / "id").read_text()
     assert mirror(tmp_path).returncode == 0
     runs = list(tmp_path.glob("wandb/offline-run-*"))
-    assert (tmp_path / "wandb" / "id").read_text() == first and runs and all(first in path.name for path in runs), "resumed: the same run"
+    assert (
+        (tmp_path / "wandb" / "id").read_text() == first and runs and all(first in path.name for path in runs)
+    ), "resumed: the same run"
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
 def test_without_the_package_one_line_says_what_to_do(monkeypatch, mode):
-    """Promise: wandb is optional; asking for it where it is not installed is refused before anything starts."""
+    """Promise: wandb is optional; asking for it where it is not installed is refused before anything
+    starts."""
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest)
+    )
     with pytest.raises(
-        LaminarError, match=f"observability.wandb={mode} needs the package wandb.*pip install wandb.*observability.wandb=off"
+        LaminarError,
+        match=f"observability.wandb={mode} needs the package wandb.*pip install "
+        "wandb.*observability.wandb=off",
     ):
         check_wandb(mode)
     check_wandb("off")
@@ -124,10 +141,14 @@ def test_online_without_a_key_is_refused_instead_of_asking_for_one(monkeypatch, 
 
 
 def test_online_without_a_network_fails_in_one_line_without_the_key(tmp_path):
-    """Promise: a server that cannot be reached is named as the cause, in a bounded time, and the key is not in the text."""
+    """Promise: a server that cannot be reached is named as the cause, in a bounded time, and the key is not
+    in the text."""
     done = mirror(tmp_path, OFFLINE_SERVER, WANDB_API_KEY=KEY, WANDB_BASE_URL="http://127.0.0.1:9")
     assert done.returncode == 1 and len(done.stdout.splitlines()) == 1, done.stderr
-    assert "observability.wandb=online: wandb could not start" in done.stdout and "set observability.wandb=offline" in done.stdout
+    assert (
+        "observability.wandb=online: wandb could not start" in done.stdout
+        and "set observability.wandb=offline" in done.stdout
+    )
     assert KEY not in done.stdout + done.stderr
 
 

@@ -13,7 +13,9 @@ def tree(tmp_path: Path) -> Path:
     """What `make setup` and `pip install` read, copied to a folder of its own."""
     copy = tmp_path / "tree"
     for name in ("src", "conf", "csrc", "examples", "requirements", "slurm"):
-        shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so"))
+        shutil.copytree(
+            REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
+        )
     for name in ("setup.py", "MANIFEST.in", "pyproject.toml", "Makefile", "LICENSE"):
         shutil.copy(REPOSITORY / name, copy / name)
     return copy

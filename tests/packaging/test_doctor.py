@@ -11,16 +11,20 @@ import pytest
 from laminar_hpc import doctor
 
 TOPICS = (
-    "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|KV migration|apex|transformer-engine|"
+    "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|KV "
+    "migration|apex|transformer-engine|"
     "left behind|cores|memory|/dev/shm|disk|loopback|Slurm|demo"
 )
 
 
 def test_every_line_says_how_it_stands_and_it_is_quick() -> None:
-    """One line per topic, `ok|warn|FAIL  what: value  (cure)`, within 3 s: it reads metadata and imports nothing heavy."""
+    """One line per topic, `ok|warn|FAIL  what: value  (cure)`, within 3 s: it reads metadata and imports
+    nothing heavy."""
     start = time.monotonic()
     program = "import sys; from laminar_hpc.doctor import main; sys.exit(main([]))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+    )
     assert time.monotonic() - start < 3
     lines = done.stdout.splitlines()
     assert [re.match(rf"(?:ok  |warn|FAIL)  ({TOPICS}): \S", line)[1] for line in lines] == TOPICS.split("|")
@@ -28,7 +32,8 @@ def test_every_line_says_how_it_stands_and_it_is_quick() -> None:
 
 
 def test_a_missing_sglang_platform_is_a_failure_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU SGLang runs only through our platform plugin; another one that is forced by the environment is named."""
+    """On the CPU SGLang runs only through our platform plugin; another one that is forced by the environment
+    is named."""
     monkeypatch.setenv("SGLANG_PLATFORM", "other")
     finding = doctor.sglang(has_gpu=False)
     assert (finding.level, finding.cure) == ("FAIL", "unset SGLANG_PLATFORM")
@@ -45,9 +50,12 @@ def test_an_apex_that_is_not_nvidias_is_told_apart(tmp_path, monkeypatch: pytest
 
 
 def test_transformers_imports_beside_a_cpu_torch() -> None:
-    """torchvision's published wheel cannot load its compiled part here; after our declaration, made twice, all the rest imports."""
+    """torchvision's published wheel cannot load its compiled part here; after our declaration, made twice,
+    all the rest imports."""
     program = (
         "import laminar_hpc.compat.torchvision as bridge; bridge.declare_schemas();"
         "import torchvision; from transformers import AutoImageProcessor, Qwen2ForCausalLM"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=120, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )

@@ -19,21 +19,32 @@ SCRIPTS = ("controller", "trainer", "relay", "rollout", "all_roles")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_without_arguments_each_script_says_how_it_is_used(name: str) -> None:
     """Exit code 2 and the script's own description."""
-    done = subprocess.run([REPOSITORY / f"launch/{name}.sh"], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        [REPOSITORY / f"launch/{name}.sh"], capture_output=True, text=True, timeout=20, check=False
+    )
     assert done.returncode == 2 and done.stdout.startswith(f"launch/{name}.sh RUN_DIR [overrides]")
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
 
 
 def test_the_death_of_a_role_is_one_line(tmp_path: Path) -> None:
-    """Promise: kill -9 of a rank leaves one line on its script's terminal, with what to do; torchrun's words lie in a log."""
+    """Promise: kill -9 of a rank leaves one line on its script's terminal, with what to do; torchrun's words
+    lie in a log."""
     run_dir = tmp_path / "run"
     script = subprocess.Popen(
         [REPOSITORY / "launch/controller.sh", run_dir, "experiment=demo"],
-        cwd=REPOSITORY, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.monotonic() + 60
     while (address := read_address(run_dir)) is None:
         assert script.poll() is None and time.monotonic() < deadline, "the controller was not up within 60 s"
@@ -41,7 +52,8 @@ def test_the_death_of_a_role_is_one_line(tmp_path: Path) -> None:
     os.kill(address.pid, signal.SIGKILL)
     _, error = script.communicate(timeout=30)
     assert script.returncode == 1 and error == (
-        f"laminar: error: controller 0 was killed by SIGKILL; see {run_dir}/logs/controller0.log; the run ends without it; start all "
+        f"laminar: error: controller 0 was killed by SIGKILL; see {run_dir}/logs/controller0.log; the run "
+        "ends without it; start all "
         "roles again with resume=auto: it goes on from its newest checkpoint\n"
     )
     assert "SIGKILL" in (run_dir / "logs/torchrun-controller0.log").read_text()
@@ -51,7 +63,9 @@ def test_what_all_roles_would_refuse_is_said_once(tmp_path: Path) -> None:
     """Exit code 2 and one line, before any torchrun."""
     words = [REPOSITORY / "launch/all_roles.sh", tmp_path / "run", "experiment=demo", "nonsense=1"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("laminar: error: ") and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 2 and done.stderr.startswith("laminar: error: ") and done.stderr.count("\n") == 1
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -63,7 +77,8 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_four_torchruns_make_one_run(tmp_path: Path) -> None:
-    """The roles find each other without a common rendezvous, train all steps, and every torchrun exits with 0."""
+    """The roles find each other without a common rendezvous, train all steps, and every torchrun exits with
+    0."""
     launched = start(tmp_path / "run", "steps=2")
     assert launched.wait(300) == 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())

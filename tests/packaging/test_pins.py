@@ -1,4 +1,5 @@
-"""The requirement files against each other, against what src/ imports, and against the environment that the tests run in."""
+"""The requirement files against each other, against what src/ imports, and against the environment that the
+tests run in."""
 
 import ast
 import importlib.metadata
@@ -16,14 +17,17 @@ WIDER_THAN_THEIR_NEEDS = {"sglang", "xgrammar", "compressed-tensors", "torchvisi
 
 
 def pins(*files: str) -> dict[str, str]:
-    """Package to version of all the named files; fails on a line that is no exact pin and on two versions of one package."""
+    """Package to version of all the named files; fails on a line that is no exact pin and on two versions of
+    one package."""
     found: dict[str, str] = {}
     for file in files:
         for line in (REQUIREMENTS / f"{file}.txt").read_text().splitlines():
             if line.strip() and not line.startswith("#"):
                 name, _, version = line.partition("==")
                 assert version and not set(version) & set(" <>=;*"), f"{file}.txt: not an exact pin: {line}"
-                assert found.setdefault(canonicalize_name(name), version) == version, f"{file}.txt: {name} is pinned twice"
+                assert found.setdefault(canonicalize_name(name), version) == version, (
+                    f"{file}.txt: {name} is pinned twice"
+                )
     return found
 
 
@@ -36,7 +40,10 @@ def test_one_version_per_package(cuda: str) -> None:
 def test_cuda12_replaces_only_sglang_and_what_it_pins() -> None:
     """CUDA 12 runs the same packages but for SGLang's last release that supports it."""
     shared, cuda12 = pins("torch", "lock", "nodeps", "dev"), pins("cuda12")
-    assert {name for name in cuda12 if shared.get(name, cuda12[name]) != cuda12[name]} == {"sglang", "xgrammar"}
+    assert {name for name in cuda12 if shared.get(name, cuda12[name]) != cuda12[name]} == {
+        "sglang",
+        "xgrammar",
+    }
     assert cuda12["nvidia-nccl-cu12"]
 
 
@@ -47,7 +54,8 @@ def test_the_package_called_apex_on_pypi_is_never_installed(file: str) -> None:
 
 
 def test_the_environment_is_the_pinned_one() -> None:
-    """`make test` runs on the versions of the files, so they are the tested ones. torch may carry a build tag (+cpu)."""
+    """`make test` runs on the versions of the files, so they are the tested ones. torch may carry a build tag
+    (+cpu)."""
     different = {
         name: f"{installed} instead of {version}"
         for name, version in pins("torch", "lock", "nodeps", "dev").items()
@@ -57,7 +65,8 @@ def test_the_environment_is_the_pinned_one() -> None:
 
 
 def test_the_lock_is_complete() -> None:
-    """All is installed with --no-deps, so every need of every package must itself be pinned, at a version that satisfies it."""
+    """All is installed with --no-deps, so every need of every package must itself be pinned, at a version
+    that satisfies it."""
     missing = []
     known = pins("torch", "lock", "nodeps", "dev")
     for name in known.keys() - WIDER_THAN_THEIR_NEEDS:
@@ -65,7 +74,9 @@ def test_the_lock_is_complete() -> None:
             need = Requirement(line)
             if need.marker is not None and not need.marker.evaluate({"extra": ""}):
                 continue
-            if canonicalize_name(need.name).startswith(("nvidia-", "cuda-")):  # those of a CUDA build of torch come with it
+            if canonicalize_name(need.name).startswith(
+                ("nvidia-", "cuda-")
+            ):  # those of a CUDA build of torch come with it
                 continue
             version = known.get(canonicalize_name(need.name))
             if version is None or not need.specifier.contains(version, prereleases=True):
@@ -74,7 +85,8 @@ def test_the_lock_is_complete() -> None:
 
 
 def test_the_package_requires_what_it_imports() -> None:
-    """Each foreign import of src/ is a requirement of laminar_hpc, or one of the engines that the extras bring."""
+    """Each foreign import of src/ is a requirement of laminar_hpc, or one of the engines that the extras
+    bring."""
     imported = set()
     for path in (REPOSITORY / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -85,6 +97,8 @@ def test_the_package_requires_what_it_imports() -> None:
     owners = importlib.metadata.packages_distributions()
     foreign = imported - sys.stdlib_module_names - {"laminar_hpc"}
     needed = {canonicalize_name(owners[name][0]) for name in foreign}
-    requirements = [line for line in importlib.metadata.requires("laminar_hpc") or [] if "extra ==" not in line]
+    requirements = [
+        line for line in importlib.metadata.requires("laminar_hpc") or [] if "extra ==" not in line
+    ]
     stated = {canonicalize_name(Requirement(line).name) for line in requirements}
     assert needed - {"sglang", "triton"} <= stated

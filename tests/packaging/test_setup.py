@@ -1,4 +1,5 @@
-"""`make setup` and the wheel: what is installed, what is not installed twice, and what a user reads when it cannot work."""
+"""`make setup` and the wheel: what is installed, what is not installed twice, and what a user reads when it
+cannot work."""
 
 import os
 import subprocess
@@ -14,10 +15,15 @@ REPOSITORY = Path(__file__).parents[2]
 
 def setup(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command, environment = ["bash", "requirements/setup.sh"], {**os.environ, **environment}
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
-@pytest.mark.skipif(Path(sys.prefix) != REPOSITORY / ".venv", reason="runs in another environment than the one make setup made")
+@pytest.mark.skipif(
+    Path(sys.prefix) != REPOSITORY / ".venv",
+    reason="runs in another environment than the one make setup made",
+)
 def test_a_second_setup_installs_nothing() -> None:
     """`make demo` after `make test` starts at once: no word, no touched file, well under a second."""
     log = REPOSITORY / ".venv/setup.log"
@@ -46,24 +52,46 @@ def test_setup_fails_in_one_line(tree: Path, environment: dict[str, str], words:
 
 def test_setup_without_a_network_says_so(tree: Path) -> None:
     """An unreachable package index is named as such, in one line, with the log beside it."""
-    nowhere = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
+    nowhere = {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+        "PIP_RETRIES": "0",
+        "PIP_NO_CACHE_DIR": "1",
+    }
     done = setup(tree, CUDA="none", TORCH_INDEX="", PIP_FIND_LINKS="", PYTHON=sys.executable, **nowhere)
     assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1 and "no package index that has it could be reached" in done.stderr
+    assert (
+        len(done.stderr.splitlines()) == 1 and "no package index that has it could be reached" in done.stderr
+    )
     assert (tree / ".venv/setup.log").stat().st_size > 0
 
 
 def test_the_wheel_holds_the_configuration_and_the_entry_points(tree: Path, tmp_path: Path) -> None:
-    """An installed laminar_hpc has inside itself conf/, the demo's model and data, what `laminar init` writes (which
-    then runs), its command, and the two places where SGLang looks for us."""
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree)]
+    """An installed laminar_hpc has inside itself conf/, the demo's model and data, what `laminar init` writes
+    (which then runs), its command, and the two places where SGLang looks for us."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(tree),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+        entry_points = archive.read(
+            next(name for name in names if name.endswith("entry_points.txt"))
+        ).decode()
         archive.extractall(tmp_path / "installed")
-    shipped = {f"laminar_hpc/conf/{path.relative_to(tree / 'conf')}" for path in (tree / "conf").rglob("*.yaml")}
+    shipped = {
+        f"laminar_hpc/conf/{path.relative_to(tree / 'conf')}" for path in (tree / "conf").rglob("*.yaml")
+    }
     assert shipped and shipped <= names
     template = tree / "src/laminar_hpc/project/template"
     files = {path.relative_to(tree / "src").as_posix() for path in template.rglob("*") if path.is_file()}
@@ -84,15 +112,22 @@ for words in (["experiment=demo"], ["--config-dir", "conf", "experiment=mine"]):
     assert "before a run" not in ran.stdout
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {"laminar_hpc/_kv.abi3.so", "laminar_hpc/_sums.abi3.so"} <= names
-    for line in ("laminar = laminar_hpc.cli:main", "laminar_cpu = laminar_hpc.rollout", "laminar_port = laminar_hpc.rollout"):
+    for line in (
+        "laminar = laminar_hpc.cli:main",
+        "laminar_cpu = laminar_hpc.rollout",
+        "laminar_port = laminar_hpc.rollout",
+    ):
         assert line in entry_points
 
 
 def test_without_a_compiler_all_but_the_migration_is_installed(tree: Path) -> None:
-    """A machine without a C++ compiler: the build ends well, and a line each names what is missing and the cure."""
+    """A machine without a C++ compiler: the build ends well, and a line each names what is missing and the
+    cure."""
     none = {**os.environ, "CC": "/bin/false", "CXX": "/bin/false"}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    done = subprocess.run(command, cwd=tree, env=none, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=tree, env=none, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0 and not list(tree.glob("src/laminar_hpc/*.so"))
     lines = [line for line in done.stderr.splitlines() if line.startswith("laminar_hpc:")]
     for name, line in zip(("_kv", "_sums"), lines, strict=True):

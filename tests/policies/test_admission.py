@@ -1,4 +1,5 @@
-"""The staleness bound: whatever the order in which groups finish, none is trained later than the bound allows, and nobody starves."""
+"""The staleness bound: whatever the order in which groups finish, none is trained later than the bound
+allows, and nobody starves."""
 
 import random
 
@@ -18,19 +19,26 @@ from laminar_hpc.policies.admission import GroupView, choose, may_go_on, quota
     parts=st.integers(1, 3),
     seed=st.integers(0, 2**32),
 )
-def test_bound_holds_for_any_order_of_events(groups_per_step, bound, replicas, filtered, more_rounds, parts, seed):
+def test_bound_holds_for_any_order_of_events(
+    groups_per_step, bound, replicas, filtered, more_rounds, parts, seed
+):
     """docs/architecture.md#no-barrier and the proof in policies/admission.py: replicas on any old weights,
-    any order of finishing, groups given up when they are
-    complete, sampled in several rounds, lost and redone on other weights, steps that take their groups in several parts, and restores to an
-    earlier step, out of the middle of one too. None is late, no group is taken twice, nobody starves."""
+    any order of finishing, groups given up when they are complete, sampled in several rounds, lost and redone
+    on other weights, steps that take their groups in several parts, and restores to an earlier step, out of
+    the middle of one too. None is late, no group is taken twice, nobody starves."""
     random_ = random.Random(seed)
     steps, trained = 25, 0
-    ends = [groups_per_step * (i + 1) // parts for i in range(parts)]  # some parts are empty where a step has fewer groups than parts
+    ends = [
+        groups_per_step * (i + 1) // parts for i in range(parts)
+    ]  # some parts are empty where a step has fewer groups than parts
     batch: list[GroupView] = []  # what the step under way has taken
     counted = finish_order = next_id = 0
     weights = [0] * replicas
     groups: dict[int, GroupView] = {}
-    idle: dict[int, bool] = {}  # unfinished groups whose samples are with nobody -> whether all of them are, so that the age may rise
+    idle: dict[
+        int, bool
+        # unfinished groups whose samples are with nobody -> whether all of them are, so that the age may rise
+    ] = {}
     history: list[list[GroupView]] = []  # the batch of each step
     idle_turns = restores = 0
 
@@ -72,7 +80,9 @@ def test_bound_holds_for_any_order_of_events(groups_per_step, bound, replicas, f
                 counted -= 1
             else:
                 finish_order += 1
-                groups[group.group_id] = GroupView(group.group_id, group.number, group.weight_step, True, finish_order)
+                groups[group.group_id] = GroupView(
+                    group.group_id, group.number, group.weight_step, True, finish_order
+                )
             progress = True
         elif action < 0.71 and (trained or batch) and restores < 3:
             restores += 1  # what later steps trained on is finished again, work in progress is with nobody
@@ -81,7 +91,11 @@ def test_bound_holds_for_any_order_of_events(groups_per_step, bound, replicas, f
                 groups[group.group_id] = group
             batch = []
             del history[trained:]
-            idle |= {g.group_id: g.group_id not in idle or idle[g.group_id] for g in groups.values() if not g.finished}
+            idle |= {
+                g.group_id: g.group_id not in idle or idle[g.group_id]
+                for g in groups.values()
+                if not g.finished
+            }
             weights = [trained] * replicas
             progress = True
         else:
@@ -107,7 +121,8 @@ def test_bound_holds_for_any_order_of_events(groups_per_step, bound, replicas, f
 
 
 def test_older_weights_only_where_the_bound_allows():
-    """Bound 1, one group per step, trainer at step 3: where a group is due at step 3 already, a lost one may not become due then too."""
+    """Bound 1, one group per step, trainer at step 3: where a group is due at step 3 already, a lost one may
+    not become due then too."""
     lost, other = GroupView(1, 5, 3, finished=False), GroupView(2, 4, 2, finished=True)
     assert may_go_on(lost, 3, 3, [lost, other], 1, 1) and may_go_on(lost, 4, 3, [lost, other], 1, 1)
     assert not may_go_on(lost, 2, 3, [lost, other], 1, 1)
@@ -115,7 +130,8 @@ def test_older_weights_only_where_the_bound_allows():
 
 
 def test_grant_order_alone_would_break_the_bound():
-    """The case in the module's docstring: a younger finished group must wait when two older ones are due at the next step."""
+    """The case in the module's docstring: a younger finished group must wait when two older ones are due at
+    the next step."""
     old = [GroupView(1, 2, 0, finished=False), GroupView(2, 3, 0, finished=False)]
     young = GroupView(3, 4, 1, finished=True, finish_order=2)
     assert choose(1, [*old, young], 1, 2).group_ids == []
@@ -140,7 +156,8 @@ def test_without_a_bound_first_finished_is_first_trained():
 
 
 def test_a_part_of_a_step_leaves_room_for_the_rest_of_it():
-    """Two groups a step, bound 0, one group a part: what the first part leaves may be the second's, but not once that is taken as well."""
+    """Two groups a step, bound 0, one group a part: what the first part leaves may be the second's, but not
+    once that is taken as well."""
     young, old = GroupView(1, 1, 0, finished=True), GroupView(2, 2, 0, finished=False)
     assert choose(0, [young, old], 2, 0).group_ids == []
     assert choose(0, [young, old], 2, 0, taken=0, size=1).group_ids == [1]

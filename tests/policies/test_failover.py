@@ -1,4 +1,5 @@
-"""Failover: a dead replica's trajectories go on with their own weights only, within the room, or back to their prompts; none is lost."""
+"""Failover: a dead replica's trajectories go on with their own weights only, within the room, or back to
+their prompts; none is lost."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,11 +8,14 @@ from laminar_hpc.policies.failover import Idle, Load, Orphan, Room, load, redire
 
 IDS = st.integers(0, 3)
 ORPHANS = st.lists(st.tuples(IDS, st.integers(1, 50), st.integers(0, 50)), max_size=30).map(
-    lambda rows: [Orphan(i, weight_id, prompt + response, response) for i, (weight_id, prompt, response) in enumerate(rows)]
+    lambda rows: [
+        Orphan(i, weight_id, prompt + response, response)
+        for i, (weight_id, prompt, response) in enumerate(rows)
+    ]
 )
 IDLE = st.lists(
     st.tuples(st.integers(-1, 3), st.frozensets(IDS), st.floats(0, 300), st.floats(0, 100)), max_size=6
-).map(lambda rows: [Idle(i, *row) for i, row in enumerate(rows)])  # fmt: skip
+).map(lambda rows: [Idle(i, *row) for i, row in enumerate(rows)])
 
 
 @given(orphans=ORPHANS, rooms=st.lists(st.tuples(IDS, st.floats(0, 200)), max_size=8))
@@ -51,7 +55,11 @@ def orphan(i: int, weight_id: int, tokens: int) -> Orphan:
 
 def test_who_asks_comes_before_who_is_starting_and_the_cheapest_first():
     mine, both = [orphan(0, 5, 100), orphan(1, 5, 50)], frozenset({5, 6})
-    asks, serves, starts = Idle(1, 6, both, 1e3, 10.0), Idle(2, 5, both, 1e3, 10.0), Idle(3, -1, both, 1e3, 10.0)
+    asks, serves, starts = (
+        Idle(1, 6, both, 1e3, 10.0),
+        Idle(2, 5, both, 1e3, 10.0),
+        Idle(3, -1, both, 1e3, 10.0),
+    )
     assert load(mine, [asks, serves, starts]) == ([Load(2, 5, [0, 1])], [])
     assert load(mine, [asks, starts]) == ([Load(1, 5, [0, 1])], [])
     assert load(mine, [starts]) == ([Load(3, 5, [0, 1])], [])
@@ -71,4 +79,6 @@ def test_who_waits_and_for_what():
     assert load(mine, []) == ([], [])
     assert load(mine, [Idle(3, -1, frozenset({6}), 1e3, 0.0)]) == ([], [])
     assert load(mine, [Idle(1, 6, frozenset({6}), 1e3, 0.0)]) == ([], [0, 1])
-    assert load(mine, [Idle(1, 6, frozenset({4, 5, 6}), 1e3, 0.0)]) == ([Load(1, 5, [0])], []), "the other waits for the next"
+    assert load(mine, [Idle(1, 6, frozenset({4, 5, 6}), 1e3, 0.0)]) == ([Load(1, 5, [0])], []), (
+        "the other waits for the next"
+    )

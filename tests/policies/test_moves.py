@@ -1,4 +1,5 @@
-"""The life of a move over all short histories, rounds of a barrier, and the batch that saturates an engine."""
+"""The life of a move over all short histories, rounds of a barrier, and the batch that saturates an
+engine."""
 
 import doctest
 import itertools
@@ -8,10 +9,13 @@ from laminar_hpc.policies.moves import NOBODY, Action, Move, Phase
 from laminar_hpc.policies.sizing import saturation_requests
 
 EVENTS = {
-    "reserved": lambda move: move.reserved("address"), "ready": Move.ready, "imported": Move.imported,
+    "reserved": lambda move: move.reserved("address"),
+    "ready": Move.ready,
+    "imported": Move.imported,
     "failed": lambda move: move.call_off("it failed"),
-    "source gone": lambda move: move.gone(1), "destination gone": lambda move: move.gone(2),
-}  # fmt: skip
+    "source gone": lambda move: move.gone(1),
+    "destination gone": lambda move: move.gone(2),
+}
 
 
 def happened_in_order(wanted: list[str], seen: list[str]) -> bool:
@@ -21,8 +25,8 @@ def happened_in_order(wanted: list[str], seen: list[str]) -> bool:
 
 
 def test_invariants_over_all_short_histories():
-    """docs/architecture.md#ownership. The owner changes at most once, never after the move is off, and only at
-    an "imported" that follows what the destination needs to have; a move that is off says so once; a
+    """docs/architecture.md#ownership. The owner changes at most once, never after the move is off, and only
+    at an "imported" that follows what the destination needs to have; a move that is off says so once; a
     trajectory becomes an orphan at most once and only where its source is dead."""
     committed = 0
     for source in (1, NOBODY):
@@ -33,7 +37,9 @@ def test_invariants_over_all_short_histories():
                 done += actions
                 seen.append(event)
                 if Action.CHANGE_OWNER in actions:
-                    order = ["reserved", "imported"] if source == NOBODY else ["reserved", "ready", "imported"]
+                    order = (
+                        ["reserved", "imported"] if source == NOBODY else ["reserved", "ready", "imported"]
+                    )
                     assert event == "imported" and happened_in_order(order, seen)
             ends = [action for action in done if action in (Action.CHANGE_OWNER, Action.CALL_OFF)]
             assert len(ends) <= 1 and move.over == bool(ends)

@@ -11,13 +11,16 @@ def load(replica: int, kv: float, requests: int, weight_id: int = 0, before: flo
 
 
 LOADS = st.lists(
-    st.tuples(st.integers(0, 2), st.floats(0, 120), st.floats(0, 120), st.integers(0, 40)), min_size=0, max_size=40
-).map(lambda rows: [ReplicaLoad(i, *row) for i, row in enumerate(rows)])  # fmt: skip
+    st.tuples(st.integers(0, 2), st.floats(0, 120), st.floats(0, 120), st.integers(0, 40)),
+    min_size=0,
+    max_size=40,
+).map(lambda rows: [ReplicaLoad(i, *row) for i, row in enumerate(rows)])
 
 
 @given(loads=LOADS, kv_max=st.floats(1, 100), requests_max=st.integers(1, 32))
 def test_moves_keep_to_the_limits_and_to_one_weight_id(loads, kv_max, requests_max):
-    """Section 4: same weights, sums within C_max and B, an emptied replica receives nothing, a filled one is not emptied."""
+    """Section 4: same weights, sums within C_max and B, an emptied replica receives nothing, a filled one is
+    not emptied."""
     known = {load.replica: load for load in loads}
     kv = {r: x.kv_tokens for r, x in known.items()}
     requests = {r: x.requests for r, x in known.items()}
@@ -26,7 +29,11 @@ def test_moves_keep_to_the_limits_and_to_one_weight_id(loads, kv_max, requests_m
     assert len(set(sources)) == len(sources) and not set(sources) & destinations
     for move in moves:
         a, b = known[move.source], known[move.destination]
-        assert a.weight_id == b.weight_id and a.kv_tokens < a.kv_tokens_before and b.kv_tokens < b.kv_tokens_before
+        assert (
+            a.weight_id == b.weight_id
+            and a.kv_tokens < a.kv_tokens_before
+            and b.kv_tokens < b.kv_tokens_before
+        )
         assert a.requests > 0 and b.requests > 0
         kv[move.destination] += kv[move.source]
         requests[move.destination] += requests[move.source]
@@ -60,4 +67,8 @@ def test_a_filled_replica_still_serves_later_sources():
     """The filled replica is passed over as a source but stays a destination."""
     moves = plan([load(0, 10, 1), load(1, 45, 1), load(2, 46, 1), load(3, 80, 19)], 100, 20)
     assert moves == [Move(0, 3), Move(1, 2)]
-    assert plan([load(0, 10, 1), load(1, 20, 1), load(2, 30, 1), load(3, 35, 1)], 100, 20) == [Move(0, 3), Move(1, 3), Move(2, 3)]
+    assert plan([load(0, 10, 1), load(1, 20, 1), load(2, 30, 1), load(3, 35, 1)], 100, 20) == [
+        Move(0, 3),
+        Move(1, 3),
+        Move(2, 3),
+    ]

@@ -9,6 +9,10 @@ def trajectory(**parts: float) -> Trajectory:
 
 
 def test_means_are_over_those_that_have_one():
-    """A function that failed, or does not apply, takes no part in its own mean; one without any reward has none."""
+    """A function that failed, or does not apply, takes no part in its own mean; one without any reward has
+    none."""
     batch = [trajectory(right=1.0, length=-2.0, accuracy=1.0), trajectory(right=0.0), trajectory()]
-    assert reward_means(batch, ["right", "length", "judge"]) == {"reward_mean/right": 0.5, "reward_mean/length": -2.0}
+    assert reward_means(batch, ["right", "length", "judge"]) == {
+        "reward_mean/right": 0.5,
+        "reward_mean/length": -2.0,
+    }

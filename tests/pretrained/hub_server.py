@@ -113,7 +113,12 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if commit is None:
                 return self._refuse(404, "RevisionNotFound")
             files = hub.commits[commit].items()
-            return self._json([{"type": "file", "path": n, "size": len(d), "oid": hashlib.sha1(d).hexdigest()} for n, d in files])
+            return self._json(
+                [
+                    {"type": "file", "path": n, "size": len(d), "oid": hashlib.sha1(d).hexdigest()}
+                    for n, d in files
+                ]
+            )
 
         def _file(self, revision: str, name: str, body: bool) -> None:
             commit = self._commit(revision)

@@ -19,8 +19,9 @@ WEIGHTS = "model.safetensors"
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_and_its_resume_use_one_commit(hub: Hub, tmp_path: Path):
-    """Promise: `laminar train` downloads, trains and pins. After the branch has moved and the cache is gone, the ranks of a
-    bare torchrun go on with the same commit, of which one of them fetches the weights; no token is in any file."""
+    """Promise: `laminar train` downloads, trains and pins. After the branch has moved and the cache is gone,
+    the ranks of a bare torchrun go on with the same commit, of which one of them fetches the weights; no
+    token is in any file."""
     hub.token = "hf_secret"
     environment = {**os.environ, "HF_TOKEN": hub.token, "OMP_NUM_THREADS": "1"}
     words = [
@@ -46,7 +47,10 @@ def test_a_run_and_its_resume_use_one_commit(hub: Hub, tmp_path: Path):
         return done.stdout
 
     printed = start("laminar_hpc.cli", "train", *words, "steps=2")
-    assert "downloading 1.8 MB" in printed and sum(line.startswith("sample ") for line in printed.splitlines()) == 4
+    assert (
+        "downloading 1.8 MB" in printed
+        and sum(line.startswith("sample ") for line in printed.splitlines()) == 4
+    )
     hub.push({**hub.commits[begun], WEIGHTS: b"newer, and no weights at all"})
     shutil.rmtree(tmp_path / "cache")
     torchrun = ("torch.distributed.run", "--nproc-per-node=4", "-m", "laminar_hpc")

@@ -66,12 +66,16 @@ def test_a_name_becomes_a_directory_with_the_needed_files_only(hub: Hub, monkeyp
     download_model(config, said.append)
     assert files_of(Path(config.model.path)) == files_of(BASE)
     commit = hub.branches["main"]
-    assert [line.split(": ")[1].split()[0] for line in said] == ["downloading", "downloaded"] and commit[:12] in said[0]
+    assert [line.split(": ")[1].split()[0] for line in said] == ["downloading", "downloaded"] and commit[
+        :12
+    ] in said[0]
     assert str(recorded_name(config.model.path)) == f"{REPO}@{commit}"
     assert pinned_words(loaded(), config) == [f"model.path={REPO}@{commit}"]
 
     before = hub.requests
-    assert resolved(name=f"{REPO}@{commit}").model.path == config.model.path and hub.requests == before, "a commit in the cache asks nobody"
+    assert resolved(name=f"{REPO}@{commit}").model.path == config.model.path and hub.requests == before, (
+        "a commit in the cache asks nobody"
+    )
     offline(monkeypatch)
     said.clear()
     again = resolve_model(loaded(), said.append)
@@ -94,7 +98,9 @@ def test_of_many_weight_files_those_of_the_index(hub: Hub):
         files_of(BASE),
         b'{"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}',
     )
-    files |= {f"model-{n}-of-2.safetensors": files[WEIGHTS][:n] for n in (1, 2)} | {"model.safetensors.index.json": index}
+    files |= {f"model-{n}-of-2.safetensors": files[WEIGHTS][:n] for n in (1, 2)} | {
+        "model.safetensors.index.json": index
+    }
     hub.push(files)
     folder = Path(resolved().model.path)
     assert {path.name for path in folder.glob("*.safetensors")} == {
@@ -157,7 +163,9 @@ print(prepare_rank(load_config(["experiment=demo", "model.path={REPO}"]), print,
         for rank in range(2)
     ]
     said = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
-    assert len({lines[-1] for lines in said}) == 1 and all(len(lines) == 1 for lines in said[1:]), "only the first rank speaks"
+    assert len({lines[-1] for lines in said}) == 1 and all(len(lines) == 1 for lines in said[1:]), (
+        "only the first rank speaks"
+    )
     assert hub.gets[WEIGHTS] == 1 and files_of(Path(said[0][-1])) == files_of(BASE)
 
 
@@ -233,7 +241,9 @@ def test_no_access_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch):
     assert not hub.gets
 
 
-def test_a_model_that_cannot_be_trained_is_refused_before_its_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_cannot_be_trained_is_refused_before_its_weights(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+):
     """Promise: no tokenizer.json, safetensors, config.json, or room: known before gigabytes are on their
     way."""
     whole = files_of(BASE)
@@ -266,7 +276,11 @@ def test_the_command_line(hub: Hub):
         "dry_run=true",
     ]
     without = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert without.returncode == 2 and without.stderr.startswith(f"laminar: error: model.path={REPO}") and without.stderr.count("\n") == 1
+    assert (
+        without.returncode == 2
+        and without.stderr.startswith(f"laminar: error: model.path={REPO}")
+        and without.stderr.count("\n") == 1
+    )
     done = subprocess.run(
         command,
         capture_output=True,
@@ -275,7 +289,9 @@ def test_the_command_line(hub: Hub):
         check=False,
         env={**os.environ, "HF_TOKEN": "hf_secret"},
     )
-    assert done.returncode == 0 and "parameters" in done.stdout and "hf_secret" not in done.stdout + done.stderr
+    assert (
+        done.returncode == 0 and "parameters" in done.stdout and "hf_secret" not in done.stdout + done.stderr
+    )
 
 
 def test_ctrl_c_ends_a_download_at_once(hub: Hub):

@@ -32,7 +32,9 @@ def test_every_file_is_well_formed(made: Path):
         if path.suffix == ".yaml":
             assert yaml.safe_load(path.read_text())
         elif path.suffix == ".jsonl":
-            assert all({"prompt", "answer"} <= set(json.loads(line)) for line in path.read_text().splitlines())
+            assert all(
+                {"prompt", "answer"} <= set(json.loads(line)) for line in path.read_text().splitlines()
+            )
         elif path.suffix == ".py":
             compile(path.read_text(), path, "exec")
         elif path.suffix == ".sbatch":
@@ -48,7 +50,9 @@ def current_umask() -> int:
     return mask
 
 
-def test_a_dry_run_passes_as_it_is(made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_a_dry_run_passes_as_it_is(
+    made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     """Promise: the first command of its README finds everything that it needs."""
     monkeypatch.chdir(made)
     first = re.search(r"^laminar train (.*?) *#", (made / "README.md").read_text(), re.M)[1].split()
@@ -86,7 +90,12 @@ def test_its_reward_pays_for_the_working(made: Path):
         0,
     ]
     line = re.search(r"python -c '(.*)'", (made / "rewards.py").read_text())[1]
-    assert eval(line.split("print")[1], {"rewards": type("Module", (), {"score": staticmethod(score)})})["reward"] == 0.5
+    assert (
+        eval(line.split("print")[1], {"rewards": type("Module", (), {"score": staticmethod(score)})})[
+            "reward"
+        ]
+        == 0.5
+    )
 
 
 def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -106,7 +115,10 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     project.make(Path("empty"))
     project.make(Path("not/yet/there"))
     assert (empty / "rewards.py").exists() and (tmp_path / "not/yet/there/model/model.safetensors").exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "full", "not"] and file.read_text() == "mine"
+    assert (
+        sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "full", "not"]
+        and file.read_text() == "mine"
+    )
     assert [p.name for p in full.iterdir()] == [".hidden"]
 
 
@@ -132,10 +144,20 @@ def test_it_trains(tmp_path: Path):
     from its own function, a sample after each step, a report."""
     subprocess.run([*COMMAND, "init", "mine"], cwd=tmp_path, check=True, timeout=60, capture_output=True)
     command = [*COMMAND, "train", "--config-dir", "conf", "experiment=mine", "steps=3"]
-    done = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path / "mine", capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert sum(line.startswith("step ") for line in lines) == sum(line.startswith("sample ") for line in lines) == 3
-    steps = [json.loads(line) for line in (tmp_path / "mine/runs/mine/metrics.jsonl").read_text().splitlines() if '"kind":"step"' in line]
+    assert (
+        sum(line.startswith("step ") for line in lines)
+        == sum(line.startswith("sample ") for line in lines)
+        == 3
+    )
+    steps = [
+        json.loads(line)
+        for line in (tmp_path / "mine/runs/mine/metrics.jsonl").read_text().splitlines()
+        if '"kind":"step"' in line
+    ]
     assert len(steps) == 3 and all(step["reward_mean"] > 0 for step in steps)
     assert (tmp_path / "mine/runs/mine/report.html").exists()

@@ -17,7 +17,9 @@ def link() -> Iterator[tuple[Link, Link]]:
 
     def make(sender: bool) -> None:
         here = store if sender else reach_store(HOST, port, SECONDS)
-        ends[sender] = Link(here, 1, 0, sender, "the peer", HOST, torch.device("cpu"), SECONDS, meet_seconds=SECONDS)
+        ends[sender] = Link(
+            here, 1, 0, sender, "the peer", HOST, torch.device("cpu"), SECONDS, meet_seconds=SECONDS
+        )
 
     other = threading.Thread(target=make, args=(False,))
     other.start()

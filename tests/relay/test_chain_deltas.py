@@ -1,4 +1,5 @@
-"""Changes down a chain of real relay processes, which each check the sums of what they make of them: bytes, anchors and late comers."""
+"""Changes down a chain of real relay processes, which each check the sums of what they make of them: bytes,
+anchors and late comers."""
 
 import json
 import sys
@@ -31,8 +32,9 @@ def bytes_over_full(run: ChainRun) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_changes_anchors_a_death_and_a_late_comer(chain):
-    """Every relay's slot has what was sent (else `wait` fails); a publication in ANCHOR_EVERY is full; who comes late gets the newest
-    weights in full, from the relay before it, and then changes like the others; a new link to the master is begun with a full copy."""
+    """Every relay's slot has what was sent (else `wait` fails); a publication in ANCHOR_EVERY is full; who
+    comes late gets the newest weights in full, from the relay before it, and then changes like the others; a
+    new link to the master is begun with a full copy."""
     for _ in range(ANCHOR_EVERY + 2):
         chain.publish()
         chain.wait([0, 1], chain.step, START_SECONDS)

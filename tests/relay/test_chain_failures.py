@@ -1,5 +1,6 @@
-"""Relays die, stand still, are cut off and come late, with real processes and real gloo (only the trainer is a stand-in that publishes
-random bytes): nobody hangs, nothing unverified is ever to be seen in a slot, and whoever can be reached has the newest weights soon."""
+"""Relays die, stand still, are cut off and come late, with real processes and real gloo (only the trainer is
+a stand-in that publishes random bytes): nobody hangs, nothing unverified is ever to be seen in a slot, and
+whoever can be reached has the newest weights soon."""
 
 import contextlib
 import os
@@ -40,8 +41,9 @@ def published(run: ChainRun, indices: list[int], seconds: float) -> float:
 
 @pytest.mark.timeout(120)
 def test_deaths_a_standstill_and_late_comers(chain):
-    """Failover: the master's death elects the next in the chain, a relay's death in a publication joins its neighbours, one that stands
-    still (SIGSTOP) is named and left out and comes back by itself; who comes late is served by a relay, without a publication."""
+    """Failover: the master's death elects the next in the chain, a relay's death in a publication joins its
+    neighbours, one that stands still (SIGSTOP) is named and left out and comes back by itself; who comes late
+    is served by a relay, without a publication."""
     published(chain, [0, 1, 2], 60)
     chain.relays[0].kill()
     published(chain, [1, 2], FAILOVER_SECONDS)
@@ -50,7 +52,9 @@ def test_deaths_a_standstill_and_late_comers(chain):
     weight_id, step = chain.newest(1)
     chain.start_relay(0)
     chain.wait([0], step, 20)
-    assert chain.newest(0) == (weight_id, step), "the late comer has the very id that the others have, so it was not published anew"
+    assert chain.newest(0) == (weight_id, step), (
+        "the late comer has the very id that the others have, so it was not published anew"
+    )
     assert chain.chains()[-1]["chain"] == [1, 2, 0]
 
     chain.publish()
@@ -67,7 +71,8 @@ def test_deaths_a_standstill_and_late_comers(chain):
 
 @pytest.mark.slow
 def test_a_rollout_that_comes_late_is_told_of_the_newest_slot(chain):
-    """No publication is needed: the controller names the weights that its machine's relay holds, and the slot is there to be loaded."""
+    """No publication is needed: the controller names the weights that its machine's relay holds, and the slot
+    is there to be loaded."""
     published(chain, [0, 1, 2], 60)
     machine = f"host1/{os.stat(chain.relay_memory(1)).st_dev}"
     hello = Hello("rollout", 0, "late", os.getpid(), machine)
@@ -82,8 +87,8 @@ def test_a_rollout_that_comes_late_is_told_of_the_newest_slot(chain):
 
 @pytest.mark.timeout(120)
 def test_a_publication_waits_while_every_slot_is_read(tmp_path):
-    """Replicas may go back to older weights while others still load the newest: the relay keeps its link, and goes on with the first slot
-    that is let go; what is read is not touched."""
+    """Replicas may go back to older weights while others still load the newest: the relay keeps its link, and
+    goes on with the first slot that is let go; what is read is not touched."""
     run = ChainRun(tmp_path, 1, MEGABYTE)
     reader, leases = SlotReader(str(run.relay_memory(0)), RUN_ID), []
     try:
@@ -91,7 +96,10 @@ def test_a_publication_waits_while_every_slot_is_read(tmp_path):
             published(run, [0], 60)
             leases.append(contextlib.ExitStack())
             leases[-1].enter_context(reader.lease(reader.newest()))
-        handles = [reader.find(weight_id) for weight_id in sorted({handle.weight_id for handle in reader._complete()})]
+        handles = [
+            reader.find(weight_id)
+            for weight_id in sorted({handle.weight_id for handle in reader._complete()})
+        ]
         run.publish()
         time.sleep(1.5)
         assert run.newest(0)[1] == 3
@@ -99,7 +107,11 @@ def test_a_publication_waits_while_every_slot_is_read(tmp_path):
             run.check(handle)
         leases[1].close()
         run.wait([0], 4, 10)
-        assert {handle.step for handle in reader._complete()} == {1, 3, 4} and "linking again" not in run.said()
+        assert {handle.step for handle in reader._complete()} == {
+            1,
+            3,
+            4,
+        } and "linking again" not in run.said()
         run.check(handles[0])
     finally:
         for lease in leases:
@@ -133,19 +145,27 @@ class Damage:
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(bool(network.missing()), reason=network.missing())
 def test_a_hundred_random_kills_standstills_and_cuts(tmp_path):
-    """During publications, at random: no hang, no unverified id to be seen, every survivor on the newest id within SURVIVORS_SECONDS, and
-    so is the one that was hit once it can be reached again."""
+    """During publications, at random: no hang, no unverified id to be seen, every survivor on the newest id
+    within SURVIVORS_SECONDS, and so is the one that was hit once it can be reached again."""
     seed = int(os.environ.get("CHAIN_SEED", random.randrange(1 << 30)))
     print(f"seed {seed} (CHAIN_SEED={seed} does the same again)")
     draw, relays = random.Random(seed), 4
     with network.Network(relays + 1, mbit=2000) as net:
         run = ChainRun(
-            tmp_path, relays, 24 * MEGABYTE, host=net.address(0), namespace=lambda who: net.namespace(0 if who == "trainer" else who + 1)
+            tmp_path,
+            relays,
+            24 * MEGABYTE,
+            host=net.address(0),
+            namespace=lambda who: net.namespace(0 if who == "trainer" else who + 1),
         )
         try:
             published(run, list(range(relays)), 60)
             for number in range(int(os.environ.get("CHAIN_KILLS", KILLS))):
-                kind, index, after = draw.choice(["kill", "stop", "cut"]), draw.randrange(relays), draw.uniform(0, 0.4)
+                kind, index, after = (
+                    draw.choice(["kill", "stop", "cut"]),
+                    draw.randrange(relays),
+                    draw.uniform(0, 0.4),
+                )
                 patience = draw.choice([0.0, 1.0, 4.0, 12.0])
                 run.publish()
                 time.sleep(after)
@@ -155,6 +175,9 @@ def test_a_hundred_random_kills_standstills_and_cuts(tmp_path):
                 damage.undo()
                 back = run.wait(list(range(relays)), run.step, SURVIVORS_SECONDS + 5 * (kind == "kill"))
                 order = run.chains()[-1]["chain"]
-                print(f"{number}: {kind} {index} after {after:.2f} s: survivors {took:.2f} s, all {back:.2f} s, chain {order}")
+                print(
+                    f"{number}: {kind} {index} after {after:.2f} s: survivors {took:.2f} s, all {back:.2f} "
+                    f"s, chain {order}"
+                )
         finally:
             run.close()

@@ -1,4 +1,5 @@
-"""A publication over a real two-member gloo link: what arrives is what was sent, while it goes on and is added up; else it is said."""
+"""A publication over a real two-member gloo link: what arrives is what was sent, while it goes on and is
+added up; else it is said."""
 
 import threading
 
@@ -55,7 +56,9 @@ def test_other_sums_are_refused(link):
     """docs/architecture.md#verified-weights: what does not have the trainer's sums never becomes a slot."""
     manifest, data = publication()
     manifest.tensors[1].sum_indexed ^= 1
-    with pytest.raises(SumsDiffer, match="1 tensors of weight id 3, first large, came from the peer with other sums"):
+    with pytest.raises(
+        SumsDiffer, match="1 tensors of weight id 3, first large, came from the peer with other sums"
+    ):
         pass_on(link, Stream(manifest, data, 4096, complete=True))
 
 
@@ -79,7 +82,8 @@ def test_a_stream_that_breaks_breaks_what_it_goes_on_over(link):
 
 @pytest.mark.parametrize("step", [1, 6, 1000, 1 << 20])
 def test_sums_of_what_arrives_bit_by_bit(step):
-    """Wherever chunks end, also inside a 32-bit word or a tensor, and for tensors that begin between two words."""
+    """Wherever chunks end, also inside a 32-bit word or a tensor, and for tensors that begin between two
+    words."""
     manifest, data = publication()
     manifest.tensors, data = (manifest.tensors[:1], data[:30]) if step == 1 else (manifest.tensors, data)
     arriving = ArrivingSums(manifest, data)

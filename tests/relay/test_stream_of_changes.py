@@ -1,4 +1,5 @@
-"""One publication over a real gloo link: as changes to whoever has the base, in full to whoever has not, refused when it is damaged."""
+"""One publication over a real gloo link: as changes to whoever has the base, in full to whoever has not,
+refused when it is damaged."""
 
 import contextlib
 import threading
@@ -14,7 +15,11 @@ from laminar_hpc.weights.stream import decode_header
 from laminar_hpc.weights.sums import tensor_sums
 
 CHUNK = 1 << 16
-TENSORS = [("a", (333, 77), "bfloat16"), ("b", (5,), "bfloat16"), ("c", (100_000,), "bfloat16")]  # chunks end inside tensors
+TENSORS = [
+    ("a", (333, 77), "bfloat16"),
+    ("b", (5,), "bfloat16"),
+    ("c", (100_000,), "bfloat16"),
+]  # chunks end inside tensors
 
 
 def publication(density: float) -> tuple[torch.Tensor, Stream]:
@@ -29,8 +34,13 @@ def publication(density: float) -> tuple[torch.Tensor, Stream]:
     for entry in manifest.tensors:
         entry.sum_words, entry.sum_indexed = tensor_sums(new[entry.offset : entry.offset + entry.nbytes])
     stream = Stream(manifest, new, CHUNK, complete=True)
-    frames = {n: encode(new[at : at + CHUNK].clone(), old[at : at + CHUNK].clone(), 2) for n, at in enumerate(range(0, len(new), CHUNK))}
-    stream.changes = Changes(4, old, {number: frame for number, frame in frames.items() if int(frame.head[0])})
+    frames = {
+        n: encode(new[at : at + CHUNK].clone(), old[at : at + CHUNK].clone(), 2)
+        for n, at in enumerate(range(0, len(new), CHUNK))
+    }
+    stream.changes = Changes(
+        4, old, {number: frame for number, frame in frames.items() if int(frame.head[0])}
+    )
     return old, stream
 
 
@@ -66,7 +76,9 @@ def test_changes_go_on_as_they_came(link: tuple[Link, Link], density: float) -> 
     before = link[0].bytes_sent
     _, base_id, received = across(link, sent, old)
     assert base_id == 4 and received.complete and torch.equal(received.data, sent.data)
-    assert link[0].bytes_sent - before < len(old), "one chunk is full, one empty, the others are smaller than full ones"
+    assert link[0].bytes_sent - before < len(old), (
+        "one chunk is full, one empty, the others are smaller than full ones"
+    )
     assert not sent.changes.frames and received.changes.frames.keys() == frames.keys()
     for number, frame in frames.items():
         assert all(torch.equal(a, b) for a, b in zip(frame, received.changes.frames[number], strict=True))
@@ -82,14 +94,17 @@ def test_who_has_not_had_the_base_from_here_gets_all(link: tuple[Link, Link]) ->
 
 @pytest.mark.parametrize("what", ["value", "places", "kind"])
 def test_damaged_changes_are_refused(link: tuple[Link, Link], what: str) -> None:
-    """A changed value by the sums; places and kinds that make no sense before anything is written outside the chunk."""
+    """A changed value by the sums; places and kinds that make no sense before anything is written outside the
+    chunk."""
     old, sent = publication(0.005)
     link[0].weight_id = 4
     frame = sent.changes.frames[2]
     if what == "kind":
         frame.head[0] = 9
     else:
-        table = -(-int(frame.head[1]) * 2 // 4) * 4  # behind the values: first how many changed in the first block
+        table = (
+            -(-int(frame.head[1]) * 2 // 4) * 4
+        )  # behind the values: first how many changed in the first block
         frame.payload[0 if what == "value" else table] ^= 1
     with pytest.raises(SumsDiffer):
         across(link, sent, old)

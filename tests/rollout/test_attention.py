@@ -18,7 +18,8 @@ HEADS, KV_HEADS, DIM, SLOTS, CONTEXT = 6, 2, 16, 4096, 512
 
 
 def runner(generator: torch.Generator, requests: int, dtype: torch.dtype) -> SimpleNamespace:
-    """What a backend takes from SGLang's ModelRunner: a full KV cache with NaN in all slots that belong to nobody."""
+    """What a backend takes from SGLang's ModelRunner: a full KV cache with NaN in all slots that belong to
+    nobody."""
     table = torch.zeros(requests + 4, CONTEXT, dtype=torch.int32)
     k, v = (torch.randn(SLOTS, KV_HEADS, DIM, generator=generator).to(dtype) for _ in range(2))
     return SimpleNamespace(
@@ -27,7 +28,11 @@ def runner(generator: torch.Generator, requests: int, dtype: torch.dtype) -> Sim
         model_config=SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS),
         req_to_token_pool=SimpleNamespace(req_to_token=table),
         token_to_kv_pool=SimpleNamespace(
-            get_key_buffer=lambda layer: k, get_value_buffer=lambda layer: v, set_kv_buffer=lambda *_: None, k=k, v=v
+            get_key_buffer=lambda layer: k,
+            get_value_buffer=lambda layer: v,
+            set_kv_buffer=lambda *_: None,
+            k=k,
+            v=v,
         ),
     )
 
@@ -37,7 +42,8 @@ def forward_mode(name: str) -> SimpleNamespace:
 
 
 def scene(totals: list[int], news: list[int] | None, dtype: torch.dtype, room: int = 0) -> tuple:
-    """A model runner with these requests in its KV cache (`room` more tokens of each), their batch, a layer. `news`: None = decode."""
+    """A model runner with these requests in its KV cache (`room` more tokens of each), their batch, a layer.
+    `news`: None = decode."""
     generator = torch.Generator().manual_seed(len(totals))
     model = runner(generator, len(totals), dtype)
     pool = torch.randperm(SLOTS, generator=generator)
@@ -54,17 +60,30 @@ def scene(totals: list[int], news: list[int] | None, dtype: torch.dtype, room: i
     new = torch.tensor(news) if news else None
     batch = SimpleNamespace(
         forward_mode=forward_mode("extend" if news else "decode"),
-        seq_lens=lengths, req_pool_indices=requests, out_cache_loc=None, encoder_lens=None,
-        extend_seq_lens=new, extend_prefix_lens=lengths - new if news else None,
-    )  # fmt: skip
+        seq_lens=lengths,
+        req_pool_indices=requests,
+        out_cache_loc=None,
+        encoder_lens=None,
+        extend_seq_lens=new,
+        extend_prefix_lens=lengths - new if news else None,
+    )
     layer = SimpleNamespace(
-        qk_head_dim=DIM, v_head_dim=DIM, tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, scaling=DIM**-0.5, layer_id=0,
-        is_cross_attention=False, attn_type="decoder", sliding_window_size=-1,
-    )  # fmt: skip
+        qk_head_dim=DIM,
+        v_head_dim=DIM,
+        tp_q_head_num=HEADS,
+        tp_k_head_num=KV_HEADS,
+        scaling=DIM**-0.5,
+        layer_id=0,
+        is_cross_attention=False,
+        attn_type="decoder",
+        sliding_window_size=-1,
+    )
     return model, batch, layer
 
 
-def step(backend: TorchNativeAttnBackend, batch: SimpleNamespace, layer: SimpleNamespace, query: torch.Tensor) -> torch.Tensor:
+def step(
+    backend: TorchNativeAttnBackend, batch: SimpleNamespace, layer: SimpleNamespace, query: torch.Tensor
+) -> torch.Tensor:
     backend.init_forward_metadata(batch)
     forward = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
     return forward(query, None, None, layer, batch, save_kv_cache=False)
@@ -75,7 +94,11 @@ def both(totals: list[int], news: list[int] | None, dtype: torch.dtype = torch.f
     model, batch, layer = scene(totals, news, dtype)
     query = torch.randn(sum(news) if news else len(totals), HEADS * DIM).to(dtype)
     backend = BatchedAttention(model)
-    return step(TorchNativeAttnBackend(model), batch, layer, query), step(backend, batch, layer, query), backend
+    return (
+        step(TorchNativeAttnBackend(model), batch, layer, query),
+        step(backend, batch, layer, query),
+        backend,
+    )
 
 
 CASES = {
@@ -96,7 +119,8 @@ def test_decode_equals_stock(totals):
 
 @pytest.mark.parametrize("totals", [CASES["one"], CASES["mixed"]], ids=["one", "mixed"])
 def test_decoding_on_equals_stock(totals, monkeypatch):
-    """Step after step, beyond the columns in store, and when a request ends; a prefill, which every new request has, begins anew."""
+    """Step after step, beyond the columns in store, and when a request ends; a prefill, which every new
+    request has, begins anew."""
     monkeypatch.setattr(attention, "ROOM", 5)
     model, batch, layer = scene(totals, None, torch.float32, room=12)
     stock, ours = TorchNativeAttnBackend(model), BatchedAttention(model)
@@ -106,7 +130,9 @@ def test_decoding_on_equals_stock(totals, monkeypatch):
         nonlocal reused
         query = torch.randn(len(batch.seq_lens), HEADS * DIM)
         before = ours._decoding
-        torch.testing.assert_close(step(ours, batch, layer, query), step(stock, batch, layer, query), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            step(ours, batch, layer, query), step(stock, batch, layer, query), atol=2e-6, rtol=1e-5
+        )
         assert ours._buckets is not None
         reused += before is not None and before is ours._decoding
 
@@ -115,10 +141,18 @@ def test_decoding_on_equals_stock(totals, monkeypatch):
         batch.seq_lens += 1  # in place, as a scheduler may
     assert reused == 8  # all but the first and the one without room
     if len(totals) > 1:
-        same(SimpleNamespace(**vars(batch) | {"req_pool_indices": batch.req_pool_indices[1:], "seq_lens": batch.seq_lens[1:]}))
+        same(
+            SimpleNamespace(
+                **vars(batch)
+                | {"req_pool_indices": batch.req_pool_indices[1:], "seq_lens": batch.seq_lens[1:]}
+            )
+        )
         assert reused == 8
     same(batch)
-    prefill = vars(batch) | {"forward_mode": forward_mode("extend"), "extend_seq_lens": torch.ones_like(batch.seq_lens)}
+    prefill = vars(batch) | {
+        "forward_mode": forward_mode("extend"),
+        "extend_seq_lens": torch.ones_like(batch.seq_lens),
+    }
     ours.init_forward_metadata(SimpleNamespace(**prefill))  # none comes without its prefill
     assert ours._decoding is None
 
@@ -138,7 +172,8 @@ def test_bfloat16_equals_stock():
 
 
 def test_what_does_not_fit_goes_to_stock(monkeypatch):
-    """A mask beyond its bound is never made: too large a bucket is cut, too large a request is left to the stock backend."""
+    """A mask beyond its bound is never made: too large a bucket is cut, too large a request is left to the
+    stock backend."""
     monkeypatch.setattr(attention, "MASK_ELEMENTS", 3 * HEADS // KV_HEADS * 41 * 41)
     stock, ours, backend = both([41] * 10, [41] * 10)
     assert [bucket.bias.shape[0] for bucket in backend._buckets] == [3, 3, 3, 1]

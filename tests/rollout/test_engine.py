@@ -1,4 +1,5 @@
-"""Real SGLang behind the adapter: its numbers are transformers' numbers, its port tells the truth, its failures are one line."""
+"""Real SGLang behind the adapter: its numbers are transformers' numbers, its port tells the truth, its
+failures are one line."""
 
 import asyncio
 import math
@@ -35,21 +36,29 @@ def sampling(pair: Pair, temperature: float, length: int, stop: list[int] | None
 
 def generate_all(pair: Pair, parameters: dict, namespace: str, engine: int = 0) -> list:
     async def run() -> list:
-        calls = [pair.engines[engine].generate(p, parameters, f"{namespace}-{time.time()}-{i}", namespace) for i, p in enumerate(PROMPTS)]
+        calls = [
+            pair.engines[engine].generate(p, parameters, f"{namespace}-{time.time()}-{i}", namespace)
+            for i, p in enumerate(PROMPTS)
+        ]
         return await asyncio.gather(*calls)
 
     return pair.loop.run(run())
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------------------------------------
+# ---- numbers -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_behaviour_logprobs_are_those_of_the_sampling_temperature(pair, temperature):
-    """The trainer's ratio starts at 1: returned log-probs equal transformers' at the sampling temperature, for a batch of mixed lengths."""
+    """The trainer's ratio starts at 1: returned log-probs equal transformers' at the sampling temperature,
+    for a batch of mixed lengths."""
     model = reference(pair.models[0])
-    for prompt, generation in zip(PROMPTS, generate_all(pair, sampling(pair, temperature, 24), "sampled"), strict=True):
-        assert generation.finish_reason in ("stop", "length") and len(generation.tokens) == len(generation.logprobs)
+    for prompt, generation in zip(
+        PROMPTS, generate_all(pair, sampling(pair, temperature, 24), "sampled"), strict=True
+    ):
+        assert generation.finish_reason in ("stop", "length") and len(generation.tokens) == len(
+            generation.logprobs
+        )
         expected = hf_logprobs(model, prompt, generation.tokens, temperature)
         torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-4, rtol=0)
 
@@ -58,7 +67,9 @@ def test_greedy_tokens_equal_transformers(pair):
     """Temperature 0 is greedy decoding, token by token, also with a cached prefix (the second pass)."""
     model = reference(pair.models[0])
     for namespace in ("greedy", "greedy"):
-        for prompt, generation in zip(PROMPTS, generate_all(pair, sampling(pair, 0.0, 12), namespace), strict=True):
+        for prompt, generation in zip(
+            PROMPTS, generate_all(pair, sampling(pair, 0.0, 12), namespace), strict=True
+        ):
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + generation.tokens])).logits[0, len(prompt) - 1 : -1]
             assert logits.argmax(-1).tolist() == generation.tokens
@@ -80,7 +91,9 @@ def test_probe_scores_equal_transformers(pair):
     scores = pair.loop.run(pair.engines[0].score(sequences, "probe"))
     assert sum(map(len, scores)) == 124
     for sequence, values in zip(sequences, scores, strict=True):
-        torch.testing.assert_close(torch.tensor(values), hf_logprobs(model, sequence[:1], sequence[1:]), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(values), hf_logprobs(model, sequence[:1], sequence[1:]), atol=1e-4, rtol=0
+        )
 
 
 @pytest.fixture
@@ -91,12 +104,13 @@ def slots(pair, tmp_path):
 
 
 def test_an_engine_imports_no_megatron(pair):
-    """SGLang's debugging dumper would, and Weights & Biases with it: half a minute of each scheduler's start, for nothing."""
+    """SGLang's debugging dumper would, and Weights & Biases with it: half a minute of each scheduler's start,
+    for nothing."""
     log = (pair.models[0].parent / "logs/engine0.log").read_text()
     assert "server_args=" in log and "Megatron" not in log
 
 
-# ---- the port ----------------------------------------------------------------------------------------------------------------------------
+# ---- the port ----------------------------------------------------------------------------------------------
 
 
 def test_sums_of_live_parameters_are_those_of_the_file_and_change_with_a_load(pair, slots):
@@ -123,8 +137,12 @@ def test_a_tied_head_is_listed_once():
     model.model = torch.nn.Module()
     model.model.embed_tokens = torch.nn.Embedding(64, 8)  # 60 tokens, padded to 64
     model.lm_head = model.model.embed_tokens
-    config = type("Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "vocab_size": 60})
-    assert [(view.name, tuple(view.tensor.shape)) for view in canonical_views(model, config)] == [("model.embed_tokens.weight", (60, 8))]
+    config = type(
+        "Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "vocab_size": 60}
+    )
+    assert [(view.name, tuple(view.tensor.shape)) for view in canonical_views(model, config)] == [
+        ("model.embed_tokens.weight", (60, 8))
+    ]
 
 
 def test_the_port_answers_an_idle_engine_in_milliseconds(pair):
@@ -154,11 +172,16 @@ def test_the_port_refuses_what_is_not_a_request_and_lives_on(pair):
 
 
 def test_cached_kv_is_apart_by_weight_id(pair):
-    """Promise: a prefix that was computed with other weights is never reused, however alike the prompts are."""
+    """Promise: a prefix that was computed with other weights is never reused, however alike the prompts
+    are."""
     engine, prompt = pair.engines[0], list(range(100, 180))
 
     def cached(namespace: str) -> int:
-        payload = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2, "temperature": 0.0}, "extra_key": namespace}
+        payload = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 2, "temperature": 0.0},
+            "extra_key": namespace,
+        }
         return pair.loop.run(engine._post("/generate", payload, 60))["meta_info"]["cached_tokens"]
 
     assert cached("id-41") == 0 and cached("id-41") > len(prompt) // 2
@@ -166,11 +189,18 @@ def test_cached_kv_is_apart_by_weight_id(pair):
 
 
 def test_the_load_is_told_while_it_generates(pair):
-    """Promise: running requests, queue and KV use are the engine's own, cost some milliseconds, and are None once it is gone."""
-    engine, parameters = pair.engines[0], {**sampling(pair, 1.0, 400), "ignore_eos": True, "stop_token_ids": []}
+    """Promise: running requests, queue and KV use are the engine's own, cost some milliseconds, and are None
+    once it is gone."""
+    engine, parameters = (
+        pair.engines[0],
+        {**sampling(pair, 1.0, 400), "ignore_eos": True, "stop_token_ids": []},
+    )
 
     async def look() -> tuple:
-        calls = [asyncio.create_task(engine.generate([7, 8, 9 + i], parameters, f"load-{i}", "load")) for i in range(6)]
+        calls = [
+            asyncio.create_task(engine.generate([7, 8, 9 + i], parameters, f"load-{i}", "load"))
+            for i in range(6)
+        ]
         seen, seconds = [], []
         while not any(call.done() for call in calls):
             await asyncio.sleep(0.1)
@@ -193,35 +223,51 @@ def test_the_engine_is_private(pair):
     process = pair.engines[0].process
     everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     assert len(everyone) == 3 and not any(process.key in " ".join(p.cmdline()) for p in everyone)
-    assert {c.laddr.ip for p in everyone for c in p.net_connections() if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+    assert {c.laddr.ip for p in everyone for c in p.net_connections() if c.status == psutil.CONN_LISTEN} == {
+        "127.0.0.1"
+    }
     assert stat.S_IMODE(pair.engines[0].log.stat().st_mode) == 0o600
 
     async def without_key() -> int:
-        async with aiohttp.ClientSession() as http, http.post(f"http://127.0.0.1:{process.port}/generate", json={}) as response:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"http://127.0.0.1:{process.port}/generate", json={}) as response,
+        ):
             return response.status
 
     assert pair.loop.run(without_key()) == 401
 
 
-# ---- weights that must not be served -----------------------------------------------------------------------------------------------------
+# ---- weights that must not be served -----------------------------------------------------------------------
 
 
 def new_puller(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightLoader:
-    """A weight_loader on the second engine that takes the first mismatch for an error, so that this engine lives on."""
+    """A weight_loader on the second engine that takes the first mismatch for an error, so that this engine
+    lives on."""
     monkeypatch.setattr(weight_loader, "TRIES", 0)
-    made = WeightLoader(SlotReader(str(tmp_path), "run"), probe_sequences(500), Trace(tmp_path, "rollout", 1), lambda: pair.engines[1], lambda: 1)
+    made = WeightLoader(
+        SlotReader(str(tmp_path), "run"),
+        probe_sequences(500),
+        Trace(tmp_path, "rollout", 1),
+        lambda: pair.engines[1],
+        lambda: 1,
+    )
     return made
 
 
 def test_a_flipped_bit_is_found_after_the_load(pair, slots, tmp_path, monkeypatch):
-    """One bit of one weight: the sums of the live parameters differ from the manifest's, and the error names the tensor."""
+    """One bit of one weight: the sums of the live parameters differ from the manifest's, and the error names
+    the tensor."""
     directory, manifest = fill_slot(slots, pair.models[1], 4, 2)
     entry = next(t for t in manifest.tensors if t.name == "model.layers.1.mlp.up_proj.weight")
     path = directory / WEIGHTS_FILE
     blob = bytearray(path.read_bytes())
     blob[len(blob) - manifest.data_bytes + entry.offset] ^= 1
     path.write_bytes(blob)
-    with pytest.raises(Exception, match=r"weight id 4: 1 of \d+ tensors in the engine differ .* first model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(
+        Exception,
+        match=r"weight id 4: 1 of \d+ tensors in the engine differ .* first model.layers.1.mlp.up_proj.weight",
+    ):
         pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())
     fill_slot(slots, pair.models[0], 5, 3)
     pulled = pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())
@@ -230,39 +276,58 @@ def test_a_flipped_bit_is_found_after_the_load(pair, slots, tmp_path, monkeypatc
 
 
 def test_weights_with_which_the_engine_overflows_are_refused_at_once(pair, slots, tmp_path, monkeypatch):
-    """The engine answers null for each log-prob that is not finite. A pull whose probe comes out so is refused with engine, step,
-    cure and log, and without a fresh engine, which would do the same; a response is never trained on; the next weights mend it."""
+    """The engine answers null for each log-prob that is not finite. A pull whose probe comes out so is
+    refused with engine, step, cure and log, and without a fresh engine, which would do the same; a response
+    is never trained on; the next weights mend it."""
     monkeypatch.setattr(weight_loader, "TRIES", 2)
     monkeypatch.setattr(WeightLoader, "_kill", lambda _: pytest.fail("a fresh engine was started"))
-    made = WeightLoader(SlotReader(str(tmp_path), "run"), probe_sequences(500), Trace(tmp_path, "rollout", 1), lambda: pair.engines[1], lambda: 1)
+    made = WeightLoader(
+        SlotReader(str(tmp_path), "run"),
+        probe_sequences(500),
+        Trace(tmp_path, "rollout", 1),
+        lambda: pair.engines[1],
+        lambda: 1,
+    )
     spoilt = tmp_path / "spoilt"
     shutil.copytree(pair.models[1], spoilt)
     tensors = load_file(spoilt / WEIGHTS_FILE)
     tensors["model.layers.1.mlp.down_proj.weight"][0, 5] = math.nan
     save_file(tensors, spoilt / WEIGHTS_FILE, {"format": "pt"})
     fill_slot(slots, spoilt, 6, 4)
-    with pytest.raises(EngineOverflows, match=r"engine 1 holds the trainer's weights of step 4 .* set model\.dtype=.*engine1\.log"):
+    with pytest.raises(
+        EngineOverflows,
+        match=r"engine 1 holds the trainer's weights of step 4 .* set model\.dtype=.*engine1\.log",
+    ):
         pair.loop.run(made.pull())
     generation = generate_all(pair, sampling(pair, 1.0, 4), "6", engine=1)[0]
-    assert math.isnan(generation.logprobs[0]) and objection(generation, 6) == "the log-prob of response token 0 is not finite"
+    assert (
+        math.isnan(generation.logprobs[0])
+        and objection(generation, 6) == "the log-prob of response token 0 is not finite"
+    )
     fill_slot(slots, pair.models[0], 7, 5)
     assert pair.loop.run(made.pull()).weight_id == 7
 
 
 def test_a_missing_tensor_and_a_wrong_shape_are_found_before_the_load(pair, slots, tmp_path, monkeypatch):
-    """SGLang would load the rest and answer success, and would end itself on a wrong shape: neither is ever given to it."""
+    """SGLang would load the rest and answer success, and would end itself on a wrong shape: neither is ever
+    given to it."""
     monkeypatch.setattr(SglangServer, "load", lambda *_: pytest.fail("it was loaded"))
     directory, manifest = fill_slot(slots, pair.models[1], 4, 2)
     other = tmp_path / "other"
     shutil.copytree(directory, other)
-    for change in (lambda t: t.pop("lm_head.weight"), lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:400]})):
+    for change in (
+        lambda t: t.pop("lm_head.weight"),
+        lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:400]}),
+    ):
         tensors = dict(load_file(other / WEIGHTS_FILE))
         change(tensors)
         save_file(tensors, directory / WEIGHTS_FILE)  # the file differs from its manifest
         with pytest.raises(SlotRefused, match="not laid out as its manifest says"):
             pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())
         save_file(tensors, other / "changed.safetensors")
-        layout = pair.loop.run(pair.engines[1].layout())  # file and manifest agree with each other, but not with the engine
+        layout = pair.loop.run(
+            pair.engines[1].layout()
+        )  # file and manifest agree with each other, but not with the engine
         manifest.tensors = [t for t in manifest.tensors if t.name in tensors]
         for entry in manifest.tensors:
             entry.shape = list(tensors[entry.name].shape)
@@ -296,7 +361,12 @@ def test_sums_that_are_missing_count_as_different():
     """An engine that reports fewer tensors than the manifest lists is not verified by the others."""
     from laminar_hpc.weights.manifest import Manifest, TensorEntry
 
-    manifest = Manifest(1, 0, "float32", [TensorEntry("a", [1], "float32", sum_words=3, sum_indexed=3), TensorEntry("b", [1], "float32")])
+    manifest = Manifest(
+        1,
+        0,
+        "float32",
+        [TensorEntry("a", [1], "float32", sum_words=3, sum_indexed=3), TensorEntry("b", [1], "float32")],
+    )
     with pytest.raises(SumsDiffer, match=r"1 of 2 tensors .* first b"):
         weight_loader.check_sums({"a": (3, 3)}, manifest)
 

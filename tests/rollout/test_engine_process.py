@@ -1,4 +1,5 @@
-"""The engine as a process: it dies with its parent, a failed start is one line, and stopping leaves nothing."""
+"""The engine as a process: it dies with its parent, a failed start is one line, and stopping leaves
+nothing."""
 
 import asyncio
 import json
@@ -18,7 +19,13 @@ from laminar_hpc.cluster import leftovers
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
 from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.rollout.engine_process import FOREIGN_VARIABLES, EngineDied, EngineProcess, hold_port, last_words
+from laminar_hpc.rollout.engine_process import (
+    FOREIGN_VARIABLES,
+    EngineDied,
+    EngineProcess,
+    hold_port,
+    last_words,
+)
 from laminar_hpc.rollout.sglang_server import SglangServer
 
 PARENT = """
@@ -49,7 +56,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parent(model: Path, tmp_path_factory: pytest.TempPathFactory):
     """A process with an engine, as a rollout rank is one."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(model), str(tmp_path_factory.mktemp("parent"))], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, str(model), str(tmp_path_factory.mktemp("parent"))],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     yield process
     process.kill()
@@ -77,24 +86,36 @@ def test_a_start_that_fails_is_one_line(parent, tmp_path, monkeypatch):
 
 
 def test_a_worker_needs_no_torch():
-    """Each rollout rank and each engine's launcher would pay for it: seconds of a core, and 200 MB for as long as it runs."""
-    code = "import laminar_hpc.rollout.worker, laminar_hpc.rollout.sglang_plugin.serve, sys; sys.exit('torch' in sys.modules)"
+    """Each rollout rank and each engine's launcher would pay for it: seconds of a core, and 200 MB for as
+    long as it runs."""
+    code = (
+        "import laminar_hpc.rollout.worker, laminar_hpc.rollout.sglang_plugin.serve, sys; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_no_process_outlives_the_rank(parent):
-    """kill -9 of a rollout rank takes the server, the schedulers and the detokenizer with it; the next start removes what it leaves:
-    the engine's files, and the shared memory in which its tensor-parallel ranks talk."""
+    """kill -9 of a rollout rank takes the server, the schedulers and the detokenizer with it; the next start
+    removes what it leaves: the engine's files, and the shared memory in which its tensor-parallel ranks
+    talk."""
     engine = psutil.Process(json.loads(parent.stdout.readline()))
     family = [engine, *engine.children(recursive=True)]
     names = [process.cmdline()[0] for process in family]
-    assert [sum(name.startswith(f"sglang::{role}") for name in names) for role in ("scheduler", "detokenizer")] == [2, 1]
+    assert [
+        sum(name.startswith(f"sglang::{role}") for name in names) for role in ("scheduler", "detokenizer")
+    ] == [2, 1]
     folder = next(
         path
         for path in Path(tempfile.gettempdir()).glob(f"{ENGINE_FOLDER_PREFIX}*")
         if (path / OWNER_FILE).is_file() and (path / OWNER_FILE).read_text().split()[0] == str(parent.pid)
     )
-    segments = {Path(file.path) for process in family for file in process.open_files() if file.path.startswith("/dev/shm/")}
+    segments = {
+        Path(file.path)
+        for process in family
+        for file in process.open_files()
+        if file.path.startswith("/dev/shm/")
+    }
     assert segments and set(noted(folder)) == segments
     parent.send_signal(signal.SIGKILL)
     assert ended(family)
@@ -116,7 +137,9 @@ def test_an_engine_that_does_not_answer_in_time(model, tmp_path):
             await engine.stop()
 
     t0 = time.monotonic()
-    with pytest.raises(LaminarError, match=r"engine 4 did not answer within rollout\.engine_start_seconds=0\.2.*engine4\.log"):
+    with pytest.raises(
+        LaminarError, match=r"engine 4 did not answer within rollout\.engine_start_seconds=0\.2.*engine4\.log"
+    ):
         asyncio.run(start())
     assert time.monotonic() - t0 < 10
 
@@ -141,7 +164,15 @@ def test_last_words(tmp_path):
 
 def test_what_torchrun_says_to_its_ranks_does_not_reach_the_engine():
     """Its torch.distributed would wait for the trainers' store otherwise."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_PROCID"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "SLURM_PROCID",
+    ):
         assert FOREIGN_VARIABLES.match(name), name
     for name in ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "PYTHONPATH", "RANKING"):
         assert not FOREIGN_VARIABLES.match(name), name

@@ -1,4 +1,5 @@
-"""Qwen3 and Llama through real SGLang: weights that are pulled are verified, and the log-probs of what is drawn are transformers'."""
+"""Qwen3 and Llama through real SGLang: weights that are pulled are verified, and the log-probs of what is
+drawn are transformers'."""
 
 import asyncio
 import sys
@@ -18,7 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 
 from tiny import FAMILIES, VOCAB, make_model, transformers_model
 
-PROMPTS = [[7], [3, 4, 5, 6], [(i * i) % VOCAB for i in range(150)]]  # the last is long enough for every frequency of the RoPE
+PROMPTS = [
+    [7],
+    [3, 4, 5, 6],
+    [(i * i) % VOCAB for i in range(150)],
+]  # the last is long enough for every frequency of the RoPE
 ENGINES = [  # family of trainer/tiny.py, tensor parallel
     ("qwen3-untied", 1),  # one norm per head of 16, 4 x 16 is not 32
     pytest.param("qwen3-tied", 2, marks=pytest.mark.slow),
@@ -30,9 +35,12 @@ ENGINES = [  # family of trainer/tiny.py, tensor parallel
 
 @pytest.mark.parametrize(("family", "ranks"), ENGINES)
 def test_an_engine_of_each_family(family: str, ranks: int, tmp_path: Path) -> None:
-    """Started on one model, it pulls another: names and shapes agree, sums are verified; log-probs of the probe and of sampled tokens are
-    transformers' to 1e-4."""
-    models = [make_model(tmp_path / f"model{seed}", seed, **{"initializer_range": 0.3, **FAMILIES[family]}) for seed in (0, 1)]
+    """Started on one model, it pulls another: names and shapes agree, sums are verified; log-probs of the
+    probe and of sampled tokens are transformers' to 1e-4."""
+    models = [
+        make_model(tmp_path / f"model{seed}", seed, **{"initializer_range": 0.3, **FAMILIES[family]})
+        for seed in (0, 1)
+    ]
     config, loop = engine_config(models[0]), LoopThread()
     config.rollout.tensor_parallel = ranks
     engine = SglangServer(config, 0, tmp_path)
@@ -41,13 +49,17 @@ def test_an_engine_of_each_family(family: str, ranks: int, tmp_path: Path) -> No
     sampling = sampling_parameters(config.sampling, 1.0, 24, []) | {"ignore_eos": True}
 
     async def generate() -> list:
-        return await asyncio.gather(*(engine.generate(p, sampling, f"r{i}", "4") for i, p in enumerate(PROMPTS)))
+        return await asyncio.gather(
+            *(engine.generate(p, sampling, f"r{i}", "4") for i, p in enumerate(PROMPTS))
+        )
 
     try:
         loop.run(engine.start(models[0], "0", seed=0), seconds=250)
         fill_slot(writer, models[1], 4, 2)
         reader = SlotReader(str(tmp_path), "run")
-        pulled = loop.run(WeightLoader(reader, probe, Trace(tmp_path, "rollout", 0), lambda: engine, lambda: 0).pull())
+        pulled = loop.run(
+            WeightLoader(reader, probe, Trace(tmp_path, "rollout", 0), lambda: engine, lambda: 0).pull()
+        )
         assert pulled.weight_id == 4 and "start" not in pulled.parts, "it was loaded by the engine that ran"
         assert loop.run(engine.sums()) == file_sums(models[1])
         expected = torch.cat([hf_logprobs(model, s[:1], s[1:]) for s in probe])

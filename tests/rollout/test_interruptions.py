@@ -30,7 +30,8 @@ def first_weights(pair):
 
 
 def test_a_stopped_request_goes_on_elsewhere(pair):
-    """repack=reprefill: tokens and log-probs of both parts are those of one uninterrupted response of the same policy."""
+    """repack=reprefill: tokens and log-probs of both parts are those of one uninterrupted response of the
+    same policy."""
     source, destination = pair.engines
 
     async def move() -> Partial:
@@ -49,7 +50,8 @@ def test_a_stopped_request_goes_on_elsewhere(pair):
 
 
 def test_a_paused_request_goes_on_with_other_weights(pair):
-    """pipeline.keep_kv: the engine's own spans say where the weights changed; before it the log-probs are those of the first weights."""
+    """pipeline.keep_kv: the engine's own spans say where the weights changed; before it the log-probs are
+    those of the first weights."""
     engine = pair.engines[0]
 
     async def run():
@@ -77,7 +79,8 @@ def test_the_decode_curve_is_measured(pair):
 
 
 def test_increments_are_the_response(tmp_path):
-    """Streamed parts, put one after the other, are a prefix of the response, and the response is the same as without a stream."""
+    """Streamed parts, put one after the other, are a prefix of the response, and the response is the same as
+    without a stream."""
     model = make_model(tmp_path / "model", 0)
     config, loop = engine_config(model), LoopThread()
     config.rollout.increment_tokens = 16
@@ -90,12 +93,19 @@ def test_increments_are_the_response(tmp_path):
     async def run():
         await engine.start(model, "0", seed=0)
         try:
-            return await engine.generate(PROMPT, {**SAMPLING, "max_new_tokens": 100}, "run-3-0-0", "0", on_tokens)
+            return await engine.generate(
+                PROMPT, {**SAMPLING, "max_new_tokens": 100}, "run-3-0-0", "0", on_tokens
+            )
         finally:
             await engine.stop()
 
     generation = loop.run(run(), 250)
     loop.close()
-    assert len(generation.tokens) == 100 and [(s.weight_id, s.start, s.end) for s in generation.spans] == [(0, 0, 100)]
-    assert len(told[0]) >= 80 and told == (generation.tokens[: len(told[0])], generation.logprobs[: len(told[1])])
+    assert len(generation.tokens) == 100 and [(s.weight_id, s.start, s.end) for s in generation.spans] == [
+        (0, 0, 100)
+    ]
+    assert len(told[0]) >= 80 and told == (
+        generation.tokens[: len(told[0])],
+        generation.logprobs[: len(told[1])],
+    )
     assert_is_of(model, generation.tokens, generation.logprobs)

@@ -1,4 +1,5 @@
-"""Requests moved between two real engines in mid-answer: nothing about the answer changes, and what cannot move goes on where it is."""
+"""Requests moved between two real engines in mid-answer: nothing about the answer changes, and what cannot
+move goes on where it is."""
 
 import asyncio
 import json
@@ -31,7 +32,11 @@ def logs(pair: Pair) -> list[int]:
 
 
 def greedy(pair: Pair, length: int) -> dict:
-    return {**sampling_parameters(pair.config.sampling, 0.0, length, [EOS]), "ignore_eos": True, "stop_token_ids": []}
+    return {
+        **sampling_parameters(pair.config.sampling, 0.0, length, [EOS]),
+        "ignore_eos": True,
+        "stop_token_ids": [],
+    }
 
 
 def prompt_of(number: int, length: int = 60) -> list[int]:
@@ -82,8 +87,12 @@ def used(pair: Pair, engine: int) -> int:
 async def same_answers(pair: Pair, numbers: range, length: int, way: str) -> None:
     """Greedy answers, uninterrupted and moved."""
     parameters, pauses = greedy(pair, length), random.Random(numbers.start)
-    whole = await asyncio.gather(*(pair.engines[n % 2].generate(prompt_of(n), parameters, f"whole-{n}", "0") for n in numbers))
-    parts = await asyncio.gather(*(moved(pair, n, parameters, pauses.uniform(0, 0.5), way, source=n % 2) for n in numbers))
+    whole = await asyncio.gather(
+        *(pair.engines[n % 2].generate(prompt_of(n), parameters, f"whole-{n}", "0") for n in numbers)
+    )
+    parts = await asyncio.gather(
+        *(moved(pair, n, parameters, pauses.uniform(0, 0.5), way, source=n % 2) for n in numbers)
+    )
     for expected, (first, second) in zip(whole, parts, strict=True):
         assert first.tokens + second.tokens == expected.tokens
         assert first.logprobs + second.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
@@ -92,7 +101,8 @@ async def same_answers(pair: Pair, numbers: range, length: int, way: str) -> Non
 
 @pytest.mark.parametrize("way", ["shm", "tcp"])
 def test_moved_answers_are_the_answers(pair, way):
-    """Promise: greedy continuation and log-probs are equal, of one version, with the whole prefix from the moved KV, either way."""
+    """Promise: greedy continuation and log-probs are equal, of one version, with the whole prefix from the
+    moved KV, either way."""
     stalled = sum(engine.kv_stalled_seconds for engine in pair.engines)
     pair.loop.run(same_answers(pair, range(4) if way == "shm" else range(10, 12), 300, way))
     stalled = sum(engine.kv_stalled_seconds for engine in pair.engines) - stalled
@@ -108,26 +118,37 @@ def test_a_hundred_moves(pair):
 
 
 def test_the_next_token_is_drawn_from_the_same_distribution(pair):
-    """Promise: after a move the log-probs of all tokens that may come next are those of a prefill from scratch."""
+    """Promise: after a move the log-probs of all tokens that may come next are those of a prefill from
+    scratch."""
 
     async def both() -> list[dict]:
         first, _ = await moved(pair, 20, greedy(pair, 200), 0.2)
         payload = {
-            "input_ids": prompt_of(20) + first.tokens, "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
-            "return_logprob": True, "top_logprobs_num": 400,
-        }  # fmt: skip
-        return [await pair.engines[1]._post("/generate", payload | {"extra_key": key}, 60) for key in ("0", "fresh")]
+            "input_ids": prompt_of(20) + first.tokens,
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
+            "return_logprob": True,
+            "top_logprobs_num": 400,
+        }
+        return [
+            await pair.engines[1]._post("/generate", payload | {"extra_key": key}, 60)
+            for key in ("0", "fresh")
+        ]
 
     cached, fresh = (reply["meta_info"] for reply in pair.loop.run(both()))
     assert cached["cached_tokens"] > 60 and fresh["cached_tokens"] == 0
-    ours, theirs = ({token: logprob for logprob, token, _ in meta["output_top_logprobs"][0]} for meta in (cached, fresh))
+    ours, theirs = (
+        {token: logprob for logprob, token, _ in meta["output_top_logprobs"][0]} for meta in (cached, fresh)
+    )
     common = sorted(ours.keys() & theirs.keys())
     assert len(common) > 390, "two of nearly equal probability at the end of the list may differ"
-    torch.testing.assert_close(torch.tensor([ours[t] for t in common]), torch.tensor([theirs[t] for t in common]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor([ours[t] for t in common]), torch.tensor([theirs[t] for t in common]), atol=1e-4, rtol=0
+    )
 
 
 def test_refused_moves_leave_the_request_alone(pair):
-    """Promise: what does not fit is refused in one line, the request ends as if nothing had been tried, and all room is given back."""
+    """Promise: what does not fit is refused in one line, the request ends as if nothing had been tried, and
+    all room is given back."""
     ours, theirs = pair.engines
     parameters = greedy(pair, 300)
 
@@ -146,7 +167,9 @@ def test_refused_moves_leave_the_request_alone(pair):
         await refused(theirs.kv_reserve("few", 0, 40), "few is under way here already")
         await refused(ours.kv_send("few", "nobody", few), "no request nobody is decoding here")
         await refused(ours.kv_send("few", "tried", "elsewhere"), "not an address")
-        await refused(decoding(ours, "tried", "few", few), r"do not fit where 0 tokens are there and 40 reserved")
+        await refused(
+            decoding(ours, "tried", "few", few), r"do not fit where 0 tokens are there and 40 reserved"
+        )
         await refused(ours.kv_detach("few", "tried"), "nothing of few was sent from here")
         await refused(theirs.kv_import("few", prompt_of(30)), "few is not all here, only 0 tokens")
         await refused(theirs.kv_import("none", [1, 2]), "none is not reserved here")
@@ -160,7 +183,8 @@ def test_refused_moves_leave_the_request_alone(pair):
 
 
 def test_a_move_that_is_given_up_half_way(pair):
-    """Promise: after the detach, an abort on both engines leaves the answer so far, and re-prefill gives the same continuation."""
+    """Promise: after the detach, an abort on both engines leaves the answer so far, and re-prefill gives the
+    same continuation."""
     ours, theirs = pair.engines
     parameters = greedy(pair, 200)
 
@@ -172,7 +196,9 @@ def test_a_move_that_is_given_up_half_way(pair):
         sent = await ours.kv_detach("half", "half")
         first = await call
         wrong = [*prompt_of(31), 1 + first.tokens[0], *first.tokens[1:]]
-        with pytest.raises(KvRefused, match=f"the {sent} tokens that came are no prefix of the {len(wrong)} expected"):
+        with pytest.raises(
+            KvRefused, match=f"the {sent} tokens that came are no prefix of the {len(wrong)} expected"
+        ):
             await theirs.kv_import("half", wrong)
         await asyncio.gather(ours.kv_abort("half"), theirs.kv_abort("half"))
         left = {**parameters, "max_new_tokens": 200 - len(first.tokens)}
@@ -191,13 +217,16 @@ def test_a_move_that_is_given_up_half_way(pair):
     ],
 )
 def test_state_that_a_move_would_lose_is_refused_up_front(pair, change, says):
-    """Promise: a request whose next token depends on more than its tokens and sampling parameters stays where it is."""
+    """Promise: a request whose next token depends on more than its tokens and sampling parameters stays where
+    it is."""
 
     name = f"state-{says}"
 
     async def run() -> Generation:
         address = await pair.engines[1].kv_reserve(name, 0, 600)
-        call = asyncio.create_task(pair.engines[0].generate(prompt_of(32), greedy(pair, 450) | change, name, "0"))
+        call = asyncio.create_task(
+            pair.engines[0].generate(prompt_of(32), greedy(pair, 450) | change, name, "0")
+        )
         with pytest.raises(KvRefused, match=f"request {name} has {says}, which a move does not carry"):
             await decoding(pair.engines[0], name, name, address)
         await pair.engines[1].kv_abort(name)
@@ -218,7 +247,9 @@ def test_a_request_of_another_namespace_and_a_foreign_model(pair):
         with pytest.raises(KvRefused, match='extra_key "somebody\'s", which is no weight id'):
             await decoding(ours, "named", "named", address)
         header = Header.of("a" * 64, 0, shape, list(range(50)), transfer.chunk_bytes(address, "x"))
-        send = asyncio.to_thread(transfer.send_part, address, header, pool, torch.arange(50), machine="x", folder="/dev/shm")
+        send = asyncio.to_thread(
+            transfer.send_part, address, header, pool, torch.arange(50), machine="x", folder="/dev/shm"
+        )
         with pytest.raises(KvRefused, match="it is of model aaaaaaaaaaaa, this engine serves"):
             await send
         await theirs.kv_abort("named")
@@ -228,13 +259,16 @@ def test_a_request_of_another_namespace_and_a_foreign_model(pair):
 
 
 def test_room_is_made_and_the_moved_prefix_is_kept(pair):
-    """Promise: cached prefixes give way to a move, a moved one to nothing until it is committed, and all room is given back."""
+    """Promise: cached prefixes give way to a move, a moved one to nothing until it is committed, and all room
+    is given back."""
     ours, theirs = pair.engines
     pair.loop.run(theirs.flush())
 
     async def run() -> None:
         one = greedy(pair, 1)
-        await asyncio.gather(*(theirs.generate(prompt_of(50 + i, 1500), one, f"fill-{i}", "0") for i in range(9)))
+        await asyncio.gather(
+            *(theirs.generate(prompt_of(50 + i, 1500), one, f"fill-{i}", "0") for i in range(9))
+        )
         big = await theirs.kv_reserve("big", 0, 12000)
         assert big and (await theirs.load_info()) is not None
         await theirs.kv_abort("big")
@@ -256,7 +290,8 @@ def test_room_is_made_and_the_moved_prefix_is_kept(pair):
 
 
 def test_a_move_that_nobody_ends(pair, monkeypatch):
-    """Promise: what is held for a move is given back after its time limit, also by an engine that has nothing else to do."""
+    """Promise: what is held for a move is given back after its time limit, also by an engine that has nothing
+    else to do."""
     monkeypatch.setattr(kv_engine, "MOVE_SECONDS", 0.3)
     pair.loop.run(pair.engines[1].kv_reserve("forgotten", 0, CAPACITY))
     deadline = time.monotonic() + 10
@@ -300,7 +335,8 @@ def test_an_idle_engine_answers_in_milliseconds(pair):
 
 
 def test_the_logs_tell_of_no_leak(pair, logs):
-    """Promise: SGLang's own accounts of its pool balanced all the time, while it was idle with moves under way too."""
+    """Promise: SGLang's own accounts of its pool balanced all the time, while it was idle with moves under
+    way too."""
     time.sleep(1.2)  # an idle turn
     for engine, begin in zip(pair.engines, logs, strict=True):
         said = engine.log.read_bytes()[begin:].decode()
@@ -315,11 +351,22 @@ def test_the_logs_tell_of_no_leak(pair, logs):
         ({"stop_regex": "e.d"}, "stop strings"),
         ({"json_schema": "{}"}, "a grammar"),
         ({"regex": "[0-9]+"}, "a grammar"),
-        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "stop_token_ids": [3], "logit_bias": {"5": 1.0}}, ""),
+        (
+            {
+                "temperature": 0.7,
+                "top_k": 5,
+                "top_p": 0.9,
+                "min_p": 0.1,
+                "stop_token_ids": [3],
+                "logit_bias": {"5": 1.0},
+            },
+            "",
+        ),
     ],
 )
 def test_what_sampling_parameters_carry(given, says):
-    """Promise: of SGLang's own parameters those pass that mean the same when the tokens so far are the prompt."""
+    """Promise: of SGLang's own parameters those pass that mean the same when the tokens so far are the
+    prompt."""
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     request = SimpleNamespace(sampling_params=SamplingParams(**given), output_ids=[1, 2, 3], grammar=None)
@@ -327,10 +374,20 @@ def test_what_sampling_parameters_carry(given, says):
 
 
 def test_pools_of_sglang_that_cannot_be_moved():
-    """Promise: SGLang's MLA pools are refused in one line, its MHA pools with pages of several tokens are taken."""
+    """Promise: SGLang's MLA pools are refused in one line, its MHA pools with pages of several tokens are
+    taken."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-    common = {"size": 64, "page_size": 16, "dtype": torch.bfloat16, "layer_num": 2, "device": "cpu", "enable_memory_saver": False}
-    assert pool_of(MHATokenToKVPool(head_num=2, head_dim=16, **common), 16).shape == Shape("bfloat16", 2, 2, 16, 16)
+    common = {
+        "size": 64,
+        "page_size": 16,
+        "dtype": torch.bfloat16,
+        "layer_num": 2,
+        "device": "cpu",
+        "enable_memory_saver": False,
+    }
+    assert pool_of(MHATokenToKVPool(head_num=2, head_dim=16, **common), 16).shape == Shape(
+        "bfloat16", 2, 2, 16, 16
+    )
     with pytest.raises(KvRefused, match="the engine's pool is a MLATokenToKVPool"):
         pool_of(MLATokenToKVPool(kv_lora_rank=32, qk_rope_head_dim=16, **common), 16)

@@ -1,4 +1,5 @@
-"""The replica's state machine: weights change only when nothing is in flight, and work is admitted only for the open id."""
+"""The replica's state machine: weights change only when nothing is in flight, and work is admitted only for
+the open id."""
 
 import itertools
 
@@ -16,7 +17,8 @@ def opened(weight_id: int = 3) -> ReplicaState:
 
 
 def test_life_of_a_replica():
-    """The order of docs/architecture.md#weights-and-staleness: open(id) -> draining -> open(id) -> pulling -> verified -> open(new id)."""
+    """The order of docs/architecture.md#weights-and-staleness: open(id) -> draining -> open(id) -> pulling ->
+    verified -> open(new id)."""
     state = opened(3)
     seen = [state.phase]
     state.grant(3, requests=2)
@@ -46,7 +48,12 @@ def test_nothing_is_added_to_a_batch_and_no_weights_come_into_it():
     """A local batch is a closed set on one id: while it drains there is no second grant and no pull."""
     state = opened(3)
     state.grant(3, requests=1)
-    for step in (lambda: state.grant(3, 1), lambda: state.begin_pull(4), lambda: state.open(3), lambda: state.verified(4)):
+    for step in (
+        lambda: state.grant(3, 1),
+        lambda: state.begin_pull(4),
+        lambda: state.open(3),
+        lambda: state.verified(4),
+    ):
         with pytest.raises(WrongState):
             step()
     state.finished()
@@ -87,7 +94,8 @@ def test_an_id_goes_back_only_where_that_is_asked_for():
 
 
 def test_after_a_pull_that_failed_nothing_is_open():
-    """docs/architecture.md#verified-weights: what is in the engine then is not known; any newer weights are due."""
+    """docs/architecture.md#verified-weights: what is in the engine then is not known; any newer weights are
+    due."""
     state = opened(3)
     with pytest.raises(WrongState):
         state.failed()

@@ -1,4 +1,5 @@
-"""One replica in two processes: its numbers are transformers', its shards' sums are the file's, and either process's death is its own."""
+"""One replica in two processes: its numbers are transformers', its shards' sums are the file's, and either
+process's death is its own."""
 
 import time
 from collections.abc import Iterator
@@ -78,32 +79,43 @@ def test_an_engine_of_two_processes_takes_no_part_in_moves(split):
 
 
 def test_a_pull_verifies_the_shards_of_both(split, tmp_path, monkeypatch):
-    """Names and shapes are whole; the sums after a load are the manifest's; a flipped bit in any rank's shard is found and named."""
+    """Names and shapes are whole; the sums after a load are the manifest's; a flipped bit in any rank's shard
+    is found and named."""
     monkeypatch.setattr(weight_loader, "TRIES", 0)
     writer = SlotWriter(str(tmp_path), "run", 3, split.models[0])
     pull = WeightLoader(
-        SlotReader(str(tmp_path), "run"), probe_sequences(500), Trace(tmp_path, "rollout", 0), lambda: split.engine, lambda: 1
+        SlotReader(str(tmp_path), "run"),
+        probe_sequences(500),
+        Trace(tmp_path, "rollout", 0),
+        lambda: split.engine,
+        lambda: 1,
     ).pull
     fill_slot(writer, split.models[1], 4, 2)
     pulled = split.loop.run(pull())
     assert pulled.weight_id == 4 and split.loop.run(split.engine.sums()) == file_sums(split.models[1])
     shapes = {name: list(tensor.shape) for name, tensor in load_file(split.models[0] / WEIGHTS_FILE).items()}
     assert {t.name: t.shape for t in split.loop.run(split.engine.layout())} == shapes
-    monkeypatch.setattr(split.engine, "stop", lambda: split.engine.ping())  # the weight_loader's way of giving an engine up
-    for number, (name, item) in enumerate([("model.layers.1.mlp.down_proj.weight", 0), ("model.layers.0.self_attn.k_proj.bias", 31)]):
+    monkeypatch.setattr(
+        split.engine, "stop", lambda: split.engine.ping()
+    )  # the weight_loader's way of giving an engine up
+    for number, (name, item) in enumerate(
+        [("model.layers.1.mlp.down_proj.weight", 0), ("model.layers.0.self_attn.k_proj.bias", 31)]
+    ):
         directory, manifest = fill_slot(writer, split.models[0], 5 + number, 3)
         entry = next(t for t in manifest.tensors if t.name == name)
         blob = bytearray((directory / WEIGHTS_FILE).read_bytes())
         blob[len(blob) - manifest.data_bytes + entry.offset + 4 * item] ^= 1
         (directory / WEIGHTS_FILE).write_bytes(blob)
-        with pytest.raises(LaminarError, match=rf"1 of \d+ tensors in the engine differ from the manifest, first {name}"):
+        with pytest.raises(
+            LaminarError, match=rf"1 of \d+ tensors in the engine differ from the manifest, first {name}"
+        ):
             split.loop.run(pull())
     writer.close()
 
 
 def test_the_death_of_one_rank_is_the_engines(split):
-    """The second rank's process is killed: noticed within a second while idle, named, and stopping takes all the others along, and
-    the shared memory that they leave."""
+    """The second rank's process is killed: noticed within a second while idle, named, and stopping takes all
+    the others along, and the shared memory that they leave."""
     members = split.members()
     victim = next(p for p in members if p.cmdline()[0] == "sglang::scheduler_TP1")
     t0 = time.monotonic()
@@ -113,16 +125,19 @@ def test_the_death_of_one_rank_is_the_engines(split):
     assert "its process sglang::scheduler_TP1 ended" in str(split.engine.process.death())
     with pytest.raises(EngineDied, match="sglang::scheduler_TP1"):
         split.loop.run(split.engine.sums())
-    assert len(segments := noted(split.engine.process.folder)) == 1, "SGLang's ranks talk through shared memory"
+    assert len(segments := noted(split.engine.process.folder)) == 1, (
+        "SGLang's ranks talk through shared memory"
+    )
     split.loop.run(split.engine.stop())
     assert ended(members) and not segments[0].exists()
 
 
-# ---- shards, without an engine -----------------------------------------------------------------------------------------------------------
+# ---- shards, without an engine -----------------------------------------------------------------------------
 
 
 class Engine(torch.nn.Module):
-    """The parameters of one rank of a one-layer SGLang Qwen2 with one KV head, cut from `whole`, the vocabulary padded to 64."""
+    """The parameters of one rank of a one-layer SGLang Qwen2 with one KV head, cut from `whole`, the
+    vocabulary padded to 64."""
 
     def __init__(self, whole: dict[str, torch.Tensor], rank: int) -> None:
         super().__init__()
@@ -130,13 +145,21 @@ class Engine(torch.nn.Module):
         def rows(name):
             return whole[name].chunk(2)[rank]
 
-        qkv = torch.cat([rows("layer.q_proj.weight"), whole["layer.k_proj.weight"], whole["layer.v_proj.weight"]])
-        embedding = torch.cat([whole["model.embed_tokens.weight"], torch.full((4, 8), 9.0, dtype=qkv.dtype)]).chunk(2)[rank]
+        qkv = torch.cat(
+            [rows("layer.q_proj.weight"), whole["layer.k_proj.weight"], whole["layer.v_proj.weight"]]
+        )
+        embedding = torch.cat(
+            [whole["model.embed_tokens.weight"], torch.full((4, 8), 9.0, dtype=qkv.dtype)]
+        ).chunk(2)[rank]
         for name, tensor in {
-            "model.embed_tokens.weight": embedding, "layer.qkv_proj.weight": qkv,
-            "layer.gate_up_proj.weight": torch.cat([rows("layer.gate_proj.weight"), rows("layer.up_proj.weight")]),
-            "layer.o_proj.weight": whole["layer.o_proj.weight"].chunk(2, 1)[rank], "norm.weight": whole["norm.weight"],
-        }.items():  # fmt: skip
+            "model.embed_tokens.weight": embedding,
+            "layer.qkv_proj.weight": qkv,
+            "layer.gate_up_proj.weight": torch.cat(
+                [rows("layer.gate_proj.weight"), rows("layer.up_proj.weight")]
+            ),
+            "layer.o_proj.weight": whole["layer.o_proj.weight"].chunk(2, 1)[rank],
+            "norm.weight": whole["norm.weight"],
+        }.items():
             module = self
             for part in name.split(".")[:-1]:
                 if not hasattr(module, part):
@@ -146,11 +169,18 @@ class Engine(torch.nn.Module):
 
 
 SHAPES = {
-    "model.embed_tokens.weight": (60, 8), "layer.q_proj.weight": (8, 8), "layer.k_proj.weight": (4, 8),
-    "layer.v_proj.weight": (4, 8), "layer.gate_proj.weight": (6, 8), "layer.up_proj.weight": (6, 8),
-    "layer.o_proj.weight": (8, 8), "norm.weight": (8,),
-}  # fmt: skip
-CONFIG = type("Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "vocab_size": 60})
+    "model.embed_tokens.weight": (60, 8),
+    "layer.q_proj.weight": (8, 8),
+    "layer.k_proj.weight": (4, 8),
+    "layer.v_proj.weight": (4, 8),
+    "layer.gate_proj.weight": (6, 8),
+    "layer.up_proj.weight": (6, 8),
+    "layer.o_proj.weight": (8, 8),
+    "norm.weight": (8,),
+}
+CONFIG = type(
+    "Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "vocab_size": 60}
+)
 
 
 def random_weights() -> dict[str, torch.Tensor]:
@@ -158,8 +188,9 @@ def random_weights() -> dict[str, torch.Tensor]:
 
 
 def test_each_rank_loads_its_slices_or_nothing(tmp_path):
-    """From the same slot, straight into fused, padded and split parameters; their sums are the slot's. A slot of another model, or one
-    whose file is not as its manifest says, changes nothing. A file that is rewritten in place, or replaced, is seen as it is now."""
+    """From the same slot, straight into fused, padded and split parameters; their sums are the slot's. A slot
+    of another model, or one whose file is not as its manifest says, changes nothing. A file that is rewritten
+    in place, or replaced, is seen as it is now."""
     writer = SlotWriter(str(tmp_path), "run", 1, tmp_path)
     engines = [Engine(random_weights(), rank) for rank in range(2)]
     views = [list(canonical_views(engine, CONFIG, rank, 2)) for rank, engine in enumerate(engines)]
@@ -169,10 +200,16 @@ def test_each_rank_loads_its_slices_or_nothing(tmp_path):
         directory, manifest = fill_slot(writer, tmp_path, number, number)
         sums = [load_slot(held, directory) for held in views]
         assert sums == [live_sums(held) for held in views]
-        assert whole_sums([live_layout(v) for v in views], sums) == {t.name: (t.sum_words, t.sum_indexed) for t in manifest.tensors}
+        assert whole_sums([live_layout(v) for v in views], sums) == {
+            t.name: (t.sum_words, t.sum_indexed) for t in manifest.tensors
+        }
         for rank, engine in enumerate(engines):
             for name, expected in Engine(whole, rank).named_parameters():
-                rows = min(len(expected), 60 - 32 * rank) if name == "model.embed_tokens.weight" else len(expected)  # padding is no part
+                rows = (
+                    min(len(expected), 60 - 32 * rank)
+                    if name == "model.embed_tokens.weight"
+                    else len(expected)
+                )  # padding is no part
                 assert torch.equal(engine.get_parameter(name)[:rows], expected[:rows]), name
     file = directory / WEIGHTS_FILE
     short = tmp_path / "short"
@@ -182,12 +219,15 @@ def test_each_rank_loads_its_slices_or_nothing(tmp_path):
         load_slot(views[0], directory)
     with pytest.raises(LaminarError, match=r"differ in \['norm\.weight'\]"):
         other = SlotWriter(str(tmp_path), "other", 1, tmp_path)
-        load_slot([view for view in views[0] if view.name != "norm.weight"], fill_slot(other, tmp_path, 3, 3)[0])
+        load_slot(
+            [view for view in views[0] if view.name != "norm.weight"], fill_slot(other, tmp_path, 3, 3)[0]
+        )
     assert [live_sums(held) for held in views] == sums
 
 
 def test_shards_add_up_also_with_fewer_key_value_heads_than_ranks():
-    """Copies (norms, the only KV head) count once, padding never; a copy that differs, a gap and a disagreement are said."""
+    """Copies (norms, the only KV head) count once, padding never; a copy that differs, a gap and a
+    disagreement are said."""
     whole = random_weights()
     engines = [Engine(whole, rank) for rank in range(2)]
 

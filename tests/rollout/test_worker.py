@@ -1,4 +1,5 @@
-"""The rollout role end to end: a real engine, real slots and real reward workers; the test plays the controller and the relay."""
+"""The rollout role end to end: a real engine, real slots and real reward workers; the test plays the
+controller and the relay."""
 
 import asyncio
 import itertools
@@ -57,11 +58,14 @@ async def score(*, prompt, response, row):
 
 
 class Controller:
-    """The other end of the worker's channel: keeps what the worker sends, as bytes on the wire, and sends what the test says."""
+    """The other end of the worker's channel: keeps what the worker sends, as bytes on the wire, and sends
+    what the test says."""
 
     def __init__(self) -> None:
         self.received: queue.Queue[Message] = queue.Queue()
-        self.requests: queue.Queue[RequestWork] = queue.Queue()  # they come before, among or after the scores of a batch
+        self.requests: queue.Queue[RequestWork] = (
+            queue.Queue()
+        )  # they come before, among or after the scores of a batch
         self.callback: Callable | None = None
         self.batches = 0
 
@@ -91,14 +95,26 @@ class Controller:
     def collect(self, count: int, *kinds: type) -> list[Message]:
         return [self.get(*kinds) for _ in range(count)]
 
-    def grant(self, weight_id: int, groups: int, length: int = 6, temperature: float = 1.0, kind: str = "", evaluation: str = "") -> Grant:
+    def grant(
+        self,
+        weight_id: int,
+        groups: int,
+        length: int = 6,
+        temperature: float = 1.0,
+        kind: str = "",
+        evaluation: str = "",
+    ) -> Grant:
         self.batches += 1
         first = self.batches * 1000
         batch = Grant(self.batches, weight_id, weight_id, [], temperature, length, evaluation)
         for g in range(groups):
             tokens = [(g * 31 + j) % 200 for j in range(5 + g)]
             samples = [Sample(first + g * 10 + i, 0) for i in range(4)]
-            batch.groups.append(PromptGroup(first + g, tokens, f"prompt {g}", {"kind": kind, "prompt": f"prompt {g}"}, samples))
+            batch.groups.append(
+                PromptGroup(
+                    first + g, tokens, f"prompt {g}", {"kind": kind, "prompt": f"prompt {g}"}, samples
+                )
+            )
         self.tell(batch)
         return batch
 
@@ -117,7 +133,9 @@ class Replica:
         self.writer = SlotWriter(str(folder), "run", 3, self.models[0])
         self.controller = Controller()
         self.trace = Trace(folder, "rollout", 0)
-        context = RoleContext(config, "rollout", 0, "here", folder, self.controller, Welcome("run", -1, 0, 0), self.trace)
+        context = RoleContext(
+            config, "rollout", 0, "here", folder, self.controller, Welcome("run", -1, 0, 0), self.trace
+        )
         self.worker = worker.RolloutWorker(context)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -168,13 +186,16 @@ def test_first_weights_are_verified_before_work_is_asked_for(replica):
     opened = replica.controller.get(WeightsOpened)
     assert (opened.weight_id, opened.weight_step) == (0, 0)
     model = reference(replica.models[0])
-    expected = torch.cat([hf_logprobs(model, sequence[:1], sequence[1:]) for sequence in probe_sequences(500)])
+    expected = torch.cat(
+        [hf_logprobs(model, sequence[:1], sequence[1:]) for sequence in probe_sequences(500)]
+    )
     torch.testing.assert_close(torch.tensor(opened.probe_logprobs), expected, atol=1e-4, rtol=0)
     replica.controller.until_asked(0)
 
 
 def test_a_local_batch(replica):
-    """Every sample of a grant comes back once as Generated, with the engine's own log-probs and weight id, and once as Scored."""
+    """Every sample of a grant comes back once as Generated, with the engine's own log-probs and weight id,
+    and once as Scored."""
     controller = replica.controller
     grant = controller.grant(0, groups=6, length=9, temperature=0.8, evaluation="sampled")
     messages = controller.collect(48, Generated, Scored)
@@ -187,15 +208,26 @@ def test_a_local_batch(replica):
     for trajectory in generated.values():
         group = samples[trajectory.trajectory_id]
         n = len(trajectory.response_tokens)
-        assert (trajectory.group_id, trajectory.prompt_tokens, trajectory.weight_id) == (group.group_id, group.prompt_tokens, 0)
-        assert [(s.weight_id, s.start, s.end) for s in trajectory.version_spans] == [(0, 0, n)] and trajectory.loss_mask == [1] * n
-        assert trajectory.time_started < trajectory.time_finished and trajectory.finish_reason in ("stop", "length")
+        assert (trajectory.group_id, trajectory.prompt_tokens, trajectory.weight_id) == (
+            group.group_id,
+            group.prompt_tokens,
+            0,
+        )
+        assert [(s.weight_id, s.start, s.end) for s in trajectory.version_spans] == [
+            (0, 0, n)
+        ] and trajectory.loss_mask == [1] * n
+        assert trajectory.time_started < trajectory.time_finished and trajectory.finish_reason in (
+            "stop",
+            "length",
+        )
         expected = hf_logprobs(model, trajectory.prompt_tokens, trajectory.response_tokens, 0.8)
         torch.testing.assert_close(torch.tensor(trajectory.logprobs), expected, atol=1e-4, rtol=0)
         score = scored[trajectory.trajectory_id]
         assert score.error == "" and score.parts == {"accuracy": 1.0, "prompt": 1.0}
         assert score.reward == len(replica.worker.decoder.text(trajectory.response_tokens))
-    assert len({tuple(t.response_tokens) for t in generated.values()}) > 12  # four samples of a prompt are four samples
+    assert (
+        len({tuple(t.response_tokens) for t in generated.values()}) > 12
+    )  # four samples of a prompt are four samples
     controller.until_asked(0)
 
 
@@ -205,13 +237,16 @@ def test_greedy_evaluation(replica):
     by_group: dict[int, set] = {}
     for message in replica.controller.collect(24, Generated, Scored):
         if isinstance(message, Generated):
-            by_group.setdefault(message.trajectory.group_id, set()).add(tuple(message.trajectory.response_tokens))
+            by_group.setdefault(message.trajectory.group_id, set()).add(
+                tuple(message.trajectory.response_tokens)
+            )
     assert [len(by_group[group.group_id]) for group in grant.groups] == [1, 1, 1]
     replica.controller.until_asked(0)
 
 
 def test_scoring_delays_no_pull(replica):
-    """A batch is done with its last token: newer weights are pulled and opened while all scores of the batch are still awaited."""
+    """A batch is done with its last token: newer weights are pulled and opened while all scores of the batch
+    are still awaited."""
     controller = replica.controller
     controller.grant(0, groups=2, kind="gated")
     controller.collect(8, Generated)
@@ -233,11 +268,14 @@ def test_a_broken_reward_is_counted_and_stops_nothing(replica):
 
 
 def test_a_grant_for_other_weights_is_refused(replica):
-    """Every request names the id that it expects; one for the old weights is given back, none of it is generated."""
+    """Every request names the id that it expects; one for the old weights is given back, none of it is
+    generated."""
     controller = replica.controller
     controller.grant(0, groups=2)
     lost = controller.collect(8, Lost, Generated, Scored)
-    assert all(isinstance(message, Lost) and "weight id 0 is not allowed" in message.reason for message in lost)
+    assert all(
+        isinstance(message, Lost) and "weight id 0 is not allowed" in message.reason for message in lost
+    )
     controller.until_asked(5)
 
 
@@ -276,16 +314,20 @@ def spoil_logprobs(monkeypatch: pytest.MonkeyPatch, spoilt: Callable[[int], bool
 
 
 def test_a_response_whose_logprobs_are_not_finite_is_lost_alone(replica, monkeypatch):
-    """One overflow may be chance: that trajectory is given back with the reason, the others of its local batch are Generated."""
+    """One overflow may be chance: that trajectory is given back with the reason, the others of its local
+    batch are Generated."""
     spoil_logprobs(monkeypatch, lambda number: number == 2)
     replica.controller.grant(5, groups=1)
     messages = replica.controller.collect(4, Lost, Generated)
     assert sorted(type(message).__name__ for message in messages) == ["Generated"] * 3 + ["Lost"]
-    assert [m.reason for m in messages if isinstance(m, Lost)] == ["the log-prob of response token 0 is not finite"]
+    assert [m.reason for m in messages if isinstance(m, Lost)] == [
+        "the log-prob of response token 0 is not finite"
+    ]
 
 
 def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):
-    """One trajectory that overflows again and again, or a whole local batch: never retried for ever, one line with the cure."""
+    """One trajectory that overflows again and again, or a whole local batch: never retried for ever, one line
+    with the cure."""
     idle = worker.RolloutWorker(replica.worker.context, replica.worker.pool)
     groups = [PromptGroup(1, [1, 2], "", {}, [Sample(90, 0), Sample(91, 0)])]
 
@@ -304,7 +346,9 @@ def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):
         asyncio.run(idle._local_batch(Grant(number, number, number, groups, 1.0, 8)))
 
     monkeypatch.setattr(idle.batch, "run", run)
-    with pytest.raises(LaminarError, match=r"not finite for all 2 responses of a local batch.*weights of id 1 .*engine0\.log"):
+    with pytest.raises(
+        LaminarError, match=r"not finite for all 2 responses of a local batch.*weights of id 1 .*engine0\.log"
+    ):
         local_batch(1)
     work = works(Grant(2, 1, 1, groups, 1.0, 8))[0]
     overflow(work)
@@ -314,7 +358,8 @@ def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):
 
 
 def test_a_pull_that_fails_is_mended_by_a_fresh_engine(replica, monkeypatch):
-    """The engine dies in the middle of a load: it is started from the slot, verified, and serves the new id."""
+    """The engine dies in the middle of a load: it is started from the slot, verified, and serves the new
+    id."""
     real_load, killed = SglangServer.load, []
 
     async def load(self, directory, weight_version):
@@ -327,9 +372,16 @@ def test_a_pull_that_fails_is_mended_by_a_fresh_engine(replica, monkeypatch):
     monkeypatch.setattr(SglangServer, "load", load)
     replica.publish(0, 7)
     opened = replica.controller.get(WeightsOpened)
-    assert opened.weight_id == 7 and "start" in opened.parts and len(killed) == 1 and replica.scheduler().pid != killed[0]
+    assert (
+        opened.weight_id == 7
+        and "start" in opened.parts
+        and len(killed) == 1
+        and replica.scheduler().pid != killed[0]
+    )
     model = reference(replica.models[0])
-    expected = torch.cat([hf_logprobs(model, sequence[:1], sequence[1:]) for sequence in probe_sequences(500)])
+    expected = torch.cat(
+        [hf_logprobs(model, sequence[:1], sequence[1:]) for sequence in probe_sequences(500)]
+    )
     torch.testing.assert_close(torch.tensor(opened.probe_logprobs), expected, atol=1e-4, rtol=0)
     replica.controller.grant(7, groups=2)
     assert {m.trajectory.weight_id for m in replica.controller.collect(8, Generated)} == {7}
@@ -341,13 +393,17 @@ def orphans_of(replica, weight_id: int, model: torch.nn.Module, length: int) -> 
     controller.batches += 1
     grant = Grant(controller.batches, weight_id, weight_id, [], 1.0, length)
     for g in range(2):
-        group = PromptGroup(g, [(g * 31 + j) % 200 for j in range(6)], "prompt", {"kind": "", "prompt": "prompt"}, [])
+        group = PromptGroup(
+            g, [(g * 31 + j) % 200 for j in range(6)], "prompt", {"kind": "", "prompt": "prompt"}, []
+        )
         grant.groups.append(group)
         for i in range(2):
             group.samples.append(Sample(controller.batches * 1000 + 10 * g + i, 1))
             tokens = [(7 * i + 3 * j) % 200 for j in range(5)]
             logprobs = hf_logprobs(model, group.prompt_tokens, tokens).tolist()
-            grant.parts[group.samples[-1].trajectory_id] = Partial(tokens, logprobs, [VersionSpan(weight_id, 0, 5)], 1.0, 1)
+            grant.parts[group.samples[-1].trajectory_id] = Partial(
+                tokens, logprobs, [VersionSpan(weight_id, 0, 5)], 1.0, 1
+            )
     return grant
 
 
@@ -361,13 +417,25 @@ def test_it_goes_back_to_older_weights_for_trajectories_that_began_with_them(rep
     grant = orphans_of(replica, 5, models[1], length=12)
     controller.tell(grant)
     opened = controller.get(WeightsOpened, Generated, NotLoaded)
-    assert isinstance(opened, WeightsOpened) and (opened.weight_id, opened.weight_step) == (5, 5) and "start" not in opened.parts
-    expected = torch.cat([hf_logprobs(models[1], sequence[:1], sequence[1:]) for sequence in probe_sequences(500)])
+    assert (
+        isinstance(opened, WeightsOpened)
+        and (opened.weight_id, opened.weight_step) == (5, 5)
+        and "start" not in opened.parts
+    )
+    expected = torch.cat(
+        [hf_logprobs(models[1], sequence[:1], sequence[1:]) for sequence in probe_sequences(500)]
+    )
     torch.testing.assert_close(torch.tensor(opened.probe_logprobs), expected, atol=1e-4, rtol=0)
     for t in (message.trajectory for message in controller.collect(4, Generated)):
         n = len(t.response_tokens)
-        assert t.response_tokens[:5] == grant.parts[t.trajectory_id].tokens and 5 < n <= 12 and (t.moves, t.attempt) == (1, 1)
-        assert [(s.weight_id, s.start, s.end) for s in t.version_spans] == [(5, 0, n)] and t.weight_id == t.weight_step == 5
+        assert (
+            t.response_tokens[:5] == grant.parts[t.trajectory_id].tokens
+            and 5 < n <= 12
+            and (t.moves, t.attempt) == (1, 1)
+        )
+        assert [(s.weight_id, s.start, s.end) for s in t.version_spans] == [
+            (5, 0, n)
+        ] and t.weight_id == t.weight_step == 5
         expected = hf_logprobs(models[1], t.prompt_tokens, t.response_tokens)
         torch.testing.assert_close(torch.tensor(t.logprobs), expected, atol=1e-4, rtol=0)
     again = controller.get(WeightsOpened)
@@ -380,14 +448,19 @@ def test_it_says_so_when_the_older_weights_are_in_no_slot(replica):
     grant = orphans_of(replica, 1, reference(replica.models[0]), length=12)
     replica.controller.tell(grant)
     said = replica.controller.get(NotLoaded, Generated, Lost, WeightsOpened)
-    assert isinstance(said, NotLoaded) and said.batch_id == grant.batch_id and "weight id 1 is in no slot" in said.reason
+    assert (
+        isinstance(said, NotLoaded)
+        and said.batch_id == grant.batch_id
+        and "weight id 1 is in no slot" in said.reason
+    )
     while replica.controller.requests.get(timeout=60) != RequestWork(7, grant.batch_id):
         pass
 
 
 def test_older_weights_are_kept_from_the_grant_on(replica, monkeypatch):
-    """Newer ones come before the replica has loaded them, as many as there are slots: none takes their place. And if the slot
-    is taken away all the same, by a relay that starts anew: nothing is generated, it is said, and the newest weights are pulled."""
+    """Newer ones come before the replica has loaded them, as many as there are slots: none takes their place.
+    And if the slot is taken away all the same, by a relay that starts anew: nothing is generated, it is said,
+    and the newest weights are pulled."""
     controller, worker = replica.controller, replica.worker
     wait = worker._pull
 
@@ -414,7 +487,8 @@ def test_older_weights_are_kept_from_the_grant_on(replica, monkeypatch):
 
 
 def test_the_death_of_an_idle_engine_is_one_line(replica):
-    """It is noticed at once, not at the next request; the error says how it died and where its log is; nothing stays behind."""
+    """It is noticed at once, not at the next request; the error says how it died and where its log is;
+    nothing stays behind."""
     engine = psutil.Process(replica.worker.weight_loader.engine.process.pid)
     family = [engine, *engine.children(recursive=True)]
     replica.scheduler().kill()
@@ -429,7 +503,8 @@ def test_the_death_of_an_idle_engine_is_one_line(replica):
 
 
 def test_what_the_replica_did_is_in_its_trace(replica):
-    """Spans for loads, pulls, local batches, scores and idle time, from which the report's figures are made."""
+    """Spans for loads, pulls, local batches, scores and idle time, from which the report's figures are
+    made."""
     spans = read_spans(replica.folder)["rollout0"]
     kinds = [span.kind for span in spans]
     assert {"load", "pull", "generate", "score", "wait"} <= set(kinds)

@@ -1,4 +1,5 @@
-"""`laminar sim` and `laminar plan`: what they print and write, and what they refuse; real lengths; presets as the live pipelines."""
+"""`laminar sim` and `laminar plan`: what they print and write, and what they refuse; real lengths; presets as
+the live pipelines."""
 
 import json
 import math
@@ -15,7 +16,13 @@ from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.workload import Workload, capped_mean, mu_of_mean, read_lengths
 
-SMALL = ["workload.prompts_per_step=32", "workload.samples_per_prompt=4", "workload.updates_per_step=4", "steps=4", "warmup_steps=1"]
+SMALL = [
+    "workload.prompts_per_step=32",
+    "workload.samples_per_prompt=4",
+    "workload.updates_per_step=4",
+    "steps=4",
+    "warmup_steps=1",
+]
 
 
 def test_presets_are_those_of_the_live_run():
@@ -29,18 +36,33 @@ def test_presets_are_those_of_the_live_run():
 
 
 def test_every_shipped_file_is_read():
-    assert {load(name, []).name for name in experiments()} and {load_plan(name, []).name for name in questions()}
+    assert {load(name, []).name for name in experiments()} and {
+        load_plan(name, []).name for name in questions()
+    }
 
 
 def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
-    words = ["repack", *SMALL, f"out_dir={tmp_path}", "gpus=[16,32]", "pipelines=[sync,stream,partial,laminar]", "trainer_share=0.5"]
+    words = [
+        "repack",
+        *SMALL,
+        f"out_dir={tmp_path}",
+        "gpus=[16,32]",
+        "pipelines=[sync,stream,partial,laminar]",
+        "trainer_share=0.5",
+    ]
     assert command.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + 8 + 2 and lines[0].split()[0] == "pipeline" and lines[4].split()[:2] == ["laminar", "16"]
+    assert (
+        len(lines) == 1 + 8 + 2
+        and lines[0].split()[0] == "pipeline"
+        and lines[4].split()[:2] == ["laminar", "16"]
+    )
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     for row in rows:
         total = sum(sum(causes.values()) for causes in row["gpu_seconds"].values())
-        assert math.isclose(total, row["gpus"] * row["step_seconds"] * 3, rel_tol=0.01), "every GPU-second has a cause"
+        assert math.isclose(total, row["gpus"] * row["step_seconds"] * 3, rel_tol=0.01), (
+            "every GPU-second has a cause"
+        )
     page = (tmp_path / "report.html").read_text()
     for part in ("Where each GPU-second went", "Time line", "KV use", "staleness at training", "lengths"):
         assert part in page
@@ -74,7 +96,9 @@ def test_sim_refuses_in_one_line(words, text):
 def test_lengths_of_a_run_are_replayed(tmp_path):
     """A run's own store, group by group; environment turns do not change the tokens."""
     database = sqlite3.connect(tmp_path / "store.sqlite")
-    database.execute("CREATE TABLE trajectories(id INTEGER, group_id INTEGER, state TEXT, response_length INTEGER)")
+    database.execute(
+        "CREATE TABLE trajectories(id INTEGER, group_id INTEGER, state TEXT, response_length INTEGER)"
+    )
     rows = [(1, 7, "consumed", 5), (2, 7, "finished", 9), (3, 8, "consumed", 11), (4, 8, "granted", 99)]
     database.executemany("INSERT INTO trajectories VALUES (?, ?, ?, ?)", rows)
     database.commit()
@@ -96,4 +120,6 @@ def test_drawn_lengths_have_the_mean_and_resemble_each_other_in_a_group():
     logs = [[math.log(n) for n in group] for group in groups]
     centre = sum(map(sum, logs)) / (2048 * 16)
     between = sum((sum(row) / 16 - centre) ** 2 for row in logs) / 2048
-    assert abs(between / 1.69**2 - (0.5 + 0.5 / 16)) < 0.1, "half of the variance of the logs is between groups"
+    assert abs(between / 1.69**2 - (0.5 + 0.5 / 16)) < 0.1, (
+        "half of the variance of the logs is between groups"
+    )

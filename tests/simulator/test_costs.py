@@ -1,4 +1,5 @@
-"""What a trainer's update and an engine's admission cost: against closed forms, and against what the engine's own scheduler does."""
+"""What a trainer's update and an engine's admission cost: against closed forms, and against what the engine's
+own scheduler does."""
 
 import math
 
@@ -18,20 +19,28 @@ from laminar_hpc.simulator.workload import Workload
 JOB = job_costs(MODELS["32B"], GPUS["H800"], 64, Layout(8, 1, 8), 64, 16384, DEFAULT)
 
 
-@given(tokens=st.lists(st.integers(1, 16384), min_size=1, max_size=200), updates=st.integers(1, 4), ranks=st.integers(1, 8))
+@given(
+    tokens=st.lists(st.integers(1, 16384), min_size=1, max_size=200),
+    updates=st.integers(1, 4),
+    ranks=st.integers(1, 8),
+)
 def test_an_update_takes_no_less_than_its_work_and_no_more_than_all_of_it_on_one_rank(tokens, updates, ranks):
     """With one rank it is the work: 6 P per token and the attention's share per squared token."""
     work = sum(n * JOB.train_token + n * n * JOB.train_attention for n in tokens)
     found = updates_seconds(tokens, updates, JOB, Layout(8, 1, ranks), np.random.default_rng(0))
     assert work * (1 - 1e-9) <= found <= work * ranks * (1 + 1e-9)
-    assert math.isclose(updates_seconds(tokens, updates, JOB, Layout(8, 1, 1), np.random.default_rng(0)), work)
+    assert math.isclose(
+        updates_seconds(tokens, updates, JOB, Layout(8, 1, 1), np.random.default_rng(0)), work
+    )
 
 
 @given(stages=st.integers(1, 8), each=st.integers(1, 32), length=st.integers(1, 16384))
 def test_the_pipeline_bubble_of_even_micro_batches(stages, each, length):
     """(m + p - 1) / m times as long with m equal trajectories per rank and p stages."""
     tokens = [length] * each * 4
-    flat, staged = (updates_seconds(tokens, 2, JOB, Layout(8, p, 2), np.random.default_rng(0)) for p in (1, stages))
+    flat, staged = (
+        updates_seconds(tokens, 2, JOB, Layout(8, p, 2), np.random.default_rng(0)) for p in (1, stages)
+    )
     assert math.isclose(staged / flat, (each + stages - 1) / each)
 
 
@@ -39,12 +48,20 @@ def test_the_pipeline_bubble_of_even_micro_batches(stages, each, length):
 def test_a_prefill_in_two_parts_costs_what_one_costs(first, rest):
     """Attention of the second part sees the first."""
     costs = engine_costs(MODELS["7B"], GPUS["H800"], 1, DEFAULT)
-    assert math.isclose(costs.prefill(first, 0) + costs.prefill(first + rest, first), costs.prefill(first + rest, 0))
+    assert math.isclose(
+        costs.prefill(first, 0) + costs.prefill(first + rest, first), costs.prefill(first + rest, 0)
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "gpus", "layout"),
-    [("7B", 16, (4, 1, 4)), ("32B", 64, (8, 1, 8)), ("72B", 768, (8, 2, 48)), ("72B", 64, (8, 2, 4)), ("32B", 8, None)],
+    [
+        ("7B", 16, (4, 1, 4)),
+        ("32B", 64, (8, 1, 8)),
+        ("72B", 768, (8, 2, 48)),
+        ("72B", 64, (8, 2, 4)),
+        ("32B", 8, None),
+    ],
 )
 def test_layout_of_the_trainer(model, gpus, layout):
     found = trainer_layout(MODELS[model], GPUS["H800"], gpus, DEFAULT)
@@ -52,11 +69,19 @@ def test_layout_of_the_trainer(model, gpus, layout):
 
 
 def replica(capacity: float, longest: int = 16384) -> Replica:
-    return Replica(0, engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT), capacity, 999, Admission.of(longest, DEFAULT), 4)
+    return Replica(
+        0,
+        engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT),
+        capacity,
+        999,
+        Admission.of(longest, DEFAULT),
+        4,
+    )
 
 
 def test_an_engine_from_idle_keeps_seven_tenths_of_4096_tokens_per_request():
-    """SGLang: each request in the batch is expected to grow by 0.7 x 4,096 tokens, the next one by all of 4,096."""
+    """SGLang: each request in the batch is expected to grow by 0.7 x 4,096 tokens, the next one by all of
+    4,096."""
     engine = replica(100_000)
     engine.waiting.extend(Request(i, None, [9000], [], 100, 0) for i in range(99))
     engine.fill()
@@ -85,8 +110,16 @@ def test_at_the_limit_the_least_generated_goes_to_the_end_of_the_queue():
 
 
 def test_vllm_admits_what_fits_now_and_puts_the_newest_back_at_the_head():
-    """vLLM keeps nothing free for growth; the last one admitted is preempted first and is the next to come back."""
-    engine = Replica(0, engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT), 1020, 999, Admission.of(16384, DEFAULT, "vllm"), 4)
+    """vLLM keeps nothing free for growth; the last one admitted is preempted first and is the next to come
+    back."""
+    engine = Replica(
+        0,
+        engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT),
+        1020,
+        999,
+        Admission.of(16384, DEFAULT, "vllm"),
+        4,
+    )
     engine.waiting.extend(Request(i, None, [9000], [], 100, 0) for i in range(12))
     engine.fill()
     assert [r.trajectory_id for r in engine.running.values()] == list(range(10))

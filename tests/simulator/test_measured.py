@@ -11,7 +11,9 @@ from laminar_hpc.simulator.measured import decode_curve, setup_of
 
 def test_a_known_curve_is_found():
     noise = random.Random(0)
-    rows = [(longest, longest * noise.randint(4, 100)) for longest in (noise.randint(20, 256) for _ in range(60))]
+    rows = [
+        (longest, longest * noise.randint(4, 100)) for longest in (noise.randint(20, 256) for _ in range(60))
+    ]
     curve = decode_curve([(0.5 + 0.002 * a + 0.0001 * b + noise.gauss(0, 1e-4), a, b) for a, b in rows])
     assert math.isclose(curve.start, 0.5, rel_tol=0.01) and math.isclose(curve.step, 0.002, rel_tol=0.01)
     assert math.isclose(curve.token, 0.0001, rel_tol=0.01)

@@ -21,38 +21,58 @@ SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 
 @st.composite
 def setups(draw, names=tuple(PIPELINES)) -> Setup:
-    """Small runs: 4 to 12 groups of 2 or 4, up to 6 replicas, tight or ample KV, with turns and failures now and then."""
+    """Small runs: 4 to 12 groups of 2 or 4, up to 6 replicas, tight or ample KV, with turns and failures now
+    and then."""
     rules = PIPELINES[draw(st.sampled_from(names))]
     cap = draw(st.sampled_from([64, 2000]))
     work = WorkloadConfig(
-        prompts_per_step=4 * draw(st.integers(1, 3)), samples_per_prompt=draw(st.sampled_from([2, 4])),
+        prompts_per_step=4 * draw(st.integers(1, 3)),
+        samples_per_prompt=draw(st.sampled_from([2, 4])),
         updates_per_step=draw(st.sampled_from([1, 2, 4])),
-        prompt_tokens=draw(st.integers(1, 50)), mean_response_tokens=cap * 0.4, max_response_tokens=cap, sigma=draw(st.floats(0.1, 2.0)),
-        turns=draw(st.sampled_from([1, 1, 3])), turn_seconds=draw(st.floats(0.0, 5.0)), turn_sigma=1.0,
+        prompt_tokens=draw(st.integers(1, 50)),
+        mean_response_tokens=cap * 0.4,
+        max_response_tokens=cap,
+        sigma=draw(st.floats(0.1, 2.0)),
+        turns=draw(st.sampled_from([1, 1, 3])),
+        turn_seconds=draw(st.floats(0.0, 5.0)),
+        turn_sigma=1.0,
         turn_tokens=draw(st.integers(0, 20)),
         growth=draw(st.sampled_from([0.0, 0.5])),
-    )  # fmt: skip
+    )
     gpu = GPUS["H800"]
     made = setup(
-        rules, MODELS["7B"], gpu, 4,
-        [(gpu, draw(st.integers(1, 6)), 1, draw(st.sampled_from([None, None, 600.0])))], work, DEFAULT,
-        steps=draw(st.integers(2, 6)), warmup_steps=1,
-        seed=draw(st.integers(0, 99)), max_concurrent=draw(st.sampled_from([1, 3, 64])), checkpoint_every=2,
+        rules,
+        MODELS["7B"],
+        gpu,
+        4,
+        [(gpu, draw(st.integers(1, 6)), 1, draw(st.sampled_from([None, None, 600.0])))],
+        work,
+        DEFAULT,
+        steps=draw(st.integers(2, 6)),
+        warmup_steps=1,
+        seed=draw(st.integers(0, 99)),
+        max_concurrent=draw(st.sampled_from([1, 3, 64])),
+        checkpoint_every=2,
         trainer_mtbf=draw(st.sampled_from([None, None, 300.0])),
-    )  # fmt: skip
+    )
     longest = work.prompt_tokens + cap + 2 * work.turn_tokens + 1
     capacity = draw(st.sampled_from([longest, 3 * longest, made.engines[0].capacity]))
     engines = tuple(
-        dataclasses.replace(kind, capacity=capacity, costs=dataclasses.replace(kind.costs, restart=5.0)) for kind in made.engines
+        dataclasses.replace(kind, capacity=capacity, costs=dataclasses.replace(kind.costs, restart=5.0))
+        for kind in made.engines
     )
     clip = draw(st.sampled_from([0.0, made.admission.clip]))
     return dataclasses.replace(
-        made, engines=engines, admission=dataclasses.replace(made.admission, clip=clip), job=dataclasses.replace(made.job, job_restart=9.0)
+        made,
+        engines=engines,
+        admission=dataclasses.replace(made.admission, clip=clip),
+        job=dataclasses.replace(made.job, job_restart=9.0),
     )
 
 
 def run(made: Setup, monkeypatch: pytest.MonkeyPatch):
-    """The outcome with the replicas and the tracker as they were at the end, and every time that the clock showed."""
+    """The outcome with the replicas and the tracker as they were at the end, and every time that the clock
+    showed."""
     seen: dict = {"times": [], "kv": 0.0}
     from laminar_hpc.simulator import run as module
 
@@ -76,7 +96,11 @@ def run(made: Setup, monkeypatch: pytest.MonkeyPatch):
                 for replica in seen["replicas"]:
                     seen["kv"] = max(seen["kv"], (replica.kv + replica.parked_kv) / replica.capacity)
                     assert len(replica.running) <= replica.max_concurrent
-                    assert math.isclose(replica.kv, sum(q.offset + replica.steps for q in replica.running.values()), abs_tol=1e-3)
+                    assert math.isclose(
+                        replica.kv,
+                        sum(q.offset + replica.steps for q in replica.running.values()),
+                        abs_tol=1e-3,
+                    )
 
             super().at(time, watched, *arguments)
 
@@ -91,7 +115,8 @@ def run(made: Setup, monkeypatch: pytest.MonkeyPatch):
 @SLOW
 @given(data=st.data())
 def test_work_kv_and_time(data):
-    """Tokens generated = finished + in progress + thrown away. No replica exceeds its KV. Time never runs back. All steps end."""
+    """Tokens generated = finished + in progress + thrown away. No replica exceeds its KV. Time never runs
+    back. All steps end."""
     made = data.draw(setups())
     with pytest.MonkeyPatch.context() as patch:
         seen = run(made, patch)
@@ -105,10 +130,15 @@ def test_work_kv_and_time(data):
                 remaining = request.end - home.steps if running else request.remaining
                 unfinished += sum(request.turns[: request.turn]) + request.turns[request.turn] - remaining
     generated = sum(replica.generated for replica in replicas)
-    assert math.isclose(generated, tracker.finished_tokens + unfinished + tracker.discarded_tokens, rel_tol=1e-6, abs_tol=0.5)
+    assert math.isclose(
+        generated, tracker.finished_tokens + unfinished + tracker.discarded_tokens, rel_tol=1e-6, abs_tol=0.5
+    )
     assert seen["kv"] <= 1 + 1e-6
     assert seen["times"] == sorted(seen["times"])
-    assert tracker.consumed_trajectories == made.steps * made.workload.prompts_per_step * made.workload.samples_per_prompt
+    assert (
+        tracker.consumed_trajectories
+        == made.steps * made.workload.prompts_per_step * made.workload.samples_per_prompt
+    )
     booked = [sum(replica.seconds.values()) for replica in replicas]
     assert all(math.isclose(seconds, figures["seconds"], rel_tol=1e-6) for seconds in booked), (
         "every replica's time is booked under a cause"
@@ -122,20 +152,40 @@ def test_same_seed_same_result(made):
 
 
 @SLOW
-@given(made=setups(("laminar", "laminar_no_repack", "laminar_reprefill", "dora", "one_step", "stream", "sync", "sync_split")))
+@given(
+    made=setups(
+        (
+            "laminar",
+            "laminar_no_repack",
+            "laminar_reprefill",
+            "dora",
+            "one_step",
+            "stream",
+            "sync",
+            "sync_split",
+        )
+    )
+)
 def test_one_policy_per_trajectory_and_the_bound(made):
-    """One weight id per trajectory, and none is trained later than `max_staleness` steps after it (without failures: versions restart)."""
+    """One weight id per trajectory, and none is trained later than `max_staleness` steps after it (without
+    failures: versions restart)."""
     figures = simulate(made).figures
     assert figures["versions_max"] == 1
     assert figures["staleness_training_max"] <= made.rules.max_staleness
-    assert figures["staleness_generation_max"] <= figures["staleness_training_max"] or made.steps - made.warmup_steps < 4
+    assert (
+        figures["staleness_generation_max"] <= figures["staleness_training_max"]
+        or made.steps - made.warmup_steps < 4
+    )
 
 
 @SLOW
-@given(made=setups(("laminar", "laminar_no_repack", "laminar_reprefill", "laminar_unbounded")), mtbf=st.sampled_from([15.0, 60.0]))
+@given(
+    made=setups(("laminar", "laminar_no_repack", "laminar_reprefill", "laminar_unbounded")),
+    mtbf=st.sampled_from([15.0, 60.0]),
+)
 def test_deaths_mix_no_weights(made, mtbf):
-    """With replicas that die all the time and work that goes on where older weights are loaded: every request runs on those that it began
-    with, the bound holds, and all steps end."""
+    """With replicas that die all the time and work that goes on where older weights are loaded: every request
+    runs on those that it began with, the bound holds, and all steps end."""
     engines = tuple(dataclasses.replace(kind, mtbf=mtbf) for kind in made.engines)
     fill = Replica.fill
 
@@ -153,16 +203,37 @@ def test_deaths_mix_no_weights(made, mtbf):
 def test_work_of_dead_replicas_is_saved_by_loads_of_older_weights():
     """Long responses on three replicas, each dead every minute or so: some of them only a load can save."""
     work = WorkloadConfig(
-        prompts_per_step=12, samples_per_prompt=4, updates_per_step=2, prompt_tokens=50, mean_response_tokens=800, max_response_tokens=2000,
+        prompts_per_step=12,
+        samples_per_prompt=4,
+        updates_per_step=2,
+        prompt_tokens=50,
+        mean_response_tokens=800,
+        max_response_tokens=2000,
         sigma=1.5,
-    )  # fmt: skip
+    )
     gpu, made = GPUS["H800"], []
     for seed in range(8):
-        one = setup(PIPELINES["laminar_no_repack"], MODELS["7B"], gpu, 4, [(gpu, 3, 1, 60.0)], work, DEFAULT, steps=12, warmup_steps=1,
-                    seed=seed)  # fmt: skip
-        engines = tuple(dataclasses.replace(kind, costs=dataclasses.replace(kind.costs, restart=5.0)) for kind in one.engines)
+        one = setup(
+            PIPELINES["laminar_no_repack"],
+            MODELS["7B"],
+            gpu,
+            4,
+            [(gpu, 3, 1, 60.0)],
+            work,
+            DEFAULT,
+            steps=12,
+            warmup_steps=1,
+            seed=seed,
+        )
+        engines = tuple(
+            dataclasses.replace(kind, costs=dataclasses.replace(kind.costs, restart=5.0))
+            for kind in one.engines
+        )
         made.append(simulate(dataclasses.replace(one, engines=engines)).figures)
-    totals = {name: sum(figures[f"trajectories_{name}"] for figures in made) for name in ("rescued_by_load", "redirected", "restarted")}
+    totals = {
+        name: sum(figures[f"trajectories_{name}"] for figures in made)
+        for name in ("rescued_by_load", "redirected", "restarted")
+    }
     assert totals["rescued_by_load"] > 30 > totals["restarted"], totals
 
 
@@ -172,22 +243,31 @@ def test_doubling_every_rate_halves_the_time(made, factor):
     """Powers of two are exact in floating point, so the histories are the same but for the unit of time."""
     slow, fast = simulate(made), simulate(made.faster(factor))
     assert math.isclose(slow.figures["seconds"], factor * fast.figures["seconds"], rel_tol=1e-9)
-    assert slow.staleness_training == fast.staleness_training and slow.figures["preemptions"] == fast.figures["preemptions"]
+    assert (
+        slow.staleness_training == fast.staleness_training
+        and slow.figures["preemptions"] == fast.figures["preemptions"]
+    )
 
 
 @given(
-    n=st.integers(1, 400), kv=st.floats(0, 9e5), seconds=st.floats(1e-6, 1e4), gpu=st.sampled_from(["H800", "H20", "L40S"]),
-)  # fmt: skip
+    n=st.integers(1, 400),
+    kv=st.floats(0, 9e5),
+    seconds=st.floats(1e-6, 1e4),
+    gpu=st.sampled_from(["H800", "H20", "L40S"]),
+)
 def test_time_of_steps_and_steps_in_time_are_inverse(n, kv, seconds, gpu):
     """The closed forms, across the change from compute-bound to memory-bound."""
-    replica = Replica(0, engine_costs(MODELS["32B"], GPUS[gpu], 4, DEFAULT), 1e9, 999, Admission.of(16384, DEFAULT), 4)
+    replica = Replica(
+        0, engine_costs(MODELS["32B"], GPUS[gpu], 4, DEFAULT), 1e9, 999, Admission.of(16384, DEFAULT), 4
+    )
     replica.running = dict.fromkeys(range(n))
     replica.kv = kv
     assert math.isclose(replica.seconds_of(replica.steps_in(seconds)), seconds, rel_tol=1e-6)
 
 
 def test_closed_form_is_the_sum_over_steps():
-    """Against a loop over single decode steps with the roofline formula; the continuous time differs by half a step of growth."""
+    """Against a loop over single decode steps with the roofline formula; the continuous time differs by half
+    a step of growth."""
     costs = engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT)
     replica = Replica(0, costs, 1e9, 999, Admission.of(16384, DEFAULT), 4)
     for i, length in enumerate((100, 700, 1500)):

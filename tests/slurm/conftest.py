@@ -1,7 +1,7 @@
 """A real Slurm of two nodes for the tests of this folder, by the three scripts beside this file.
 
-It needs root and, where Slurm is not installed, apt-get. On a machine without them the tests are skipped and say why; with CI=true in
-the environment they fail instead, so that CI never passes by leaving them out.
+It needs root and, where Slurm is not installed, apt-get. On a machine without them the tests are skipped and
+say why; with CI=true in the environment they fail instead, so that CI never passes by leaving them out.
 """
 
 import os
@@ -17,11 +17,22 @@ import pytest
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"}
+ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+}
 
 
 class SlurmCluster:
-    """A running Slurm with nodes n1 and n2. `folder` is its state folder; a job's output is in folder/JOB.out."""
+    """A running Slurm with nodes n1 and n2. `folder` is its state folder; a job's output is in
+    folder/JOB.out."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -30,14 +41,24 @@ class SlurmCluster:
     def command(self, *words: str, seconds: float = 20, **environment: str) -> str:
         """The standard output of a Slurm command; raises CalledProcessError with its words when it fails."""
         done = subprocess.run(
-            words, env={**self.environment, **environment}, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds, check=False
+            words,
+            env={**self.environment, **environment},
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
         )
-        assert done.returncode == 0, f"{' '.join(words)}: exit code {done.returncode}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, (
+            f"{' '.join(words)}: exit code {done.returncode}: {done.stdout}{done.stderr}"
+        )
         return done.stdout
 
     def submit(self, *words: str, **environment: str) -> str:
         """Submits `sbatch WORDS` from the repository's root and returns the job id."""
-        return self.command("sbatch", "--parsable", f"--output={self.folder}/%j.out", *words, **environment).strip()
+        return self.command(
+            "sbatch", "--parsable", f"--output={self.folder}/%j.out", *words, **environment
+        ).strip()
 
     def output(self, job: str) -> str:
         path = self.folder / f"{job}.out"
@@ -49,15 +70,25 @@ class SlurmCluster:
         return next(word.partition("=")[2] for word in words if word.startswith("JobState="))
 
     def wait(self, job: str, seconds: float) -> str:
-        """Waits for the end of a job and returns its last state; fails with the tail of its output when that takes longer."""
-        return self.poll(lambda: state if (state := self.state(job)) in ENDED else "", seconds, f"the end of job {job}", job)
+        """Waits for the end of a job and returns its last state; fails with the tail of its output when that
+        takes longer."""
+        return self.poll(
+            lambda: state if (state := self.state(job)) in ENDED else "",
+            seconds,
+            f"the end of job {job}",
+            job,
+        )
 
     def poll(self, condition, seconds: float, what: str, job: str = ""):
-        """Waits until `condition()` is true and returns its value; fails after `seconds`, naming what was awaited."""
+        """Waits until `condition()` is true and returns its value; fails after `seconds`, naming what was
+        awaited."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             if time.monotonic() > deadline:
-                pytest.fail(f"waited {seconds:.0f} s for {what}; output of the job: {self.output(job)[-3000:] if job else 'none'}")
+                pytest.fail(
+                    f"waited {seconds:.0f} s for {what}; output of the job: "
+                    f"{self.output(job)[-3000:] if job else 'none'}"
+                )
             time.sleep(0.2)
         return value
 
@@ -75,7 +106,9 @@ def _obstacle() -> str:
     """Why no Slurm can be started here, empty if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "the Slurm tests start a Slurm and so need root on Linux"
-    if not shutil.which("slurmctld", path=os.environ.get("PATH", "") + ":/usr/sbin") and not shutil.which("apt-get"):
+    if not shutil.which("slurmctld", path=os.environ.get("PATH", "") + ":/usr/sbin") and not shutil.which(
+        "apt-get"
+    ):
         return "the Slurm tests need Slurm's daemons or apt-get to install them"
     return ""
 
@@ -87,13 +120,22 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
         if os.environ.get("CI"):
             pytest.fail(obstacle)
         pytest.skip(obstacle)
-    folder = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))  # short: unix sockets below it must fit in 108 bytes
+    folder = Path(
+        tempfile.mkdtemp(prefix="slurm", dir="/tmp")
+    )  # short: unix sockets below it must fit in 108 bytes
     command = [str(HERE / "slurm_up.sh"), str(folder), "--nodes", "2", "--cpus", "2", "--gpus", "0"]
     try:
         # a file takes its output: the daemons it starts inherit the descriptors, and a pipe would never close
         with open(folder / "up.log", "w") as log:
-            done = subprocess.run(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=240, check=False)
+            done = subprocess.run(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=240, check=False
+            )
         assert done.returncode == 0, (folder / "up.log").read_text()
         yield SlurmCluster(folder)
     finally:
-        subprocess.run([str(HERE / "slurm_down.sh"), str(folder), "--wipe"], stdout=subprocess.DEVNULL, timeout=120, check=False)
+        subprocess.run(
+            [str(HERE / "slurm_down.sh"), str(folder), "--wipe"],
+            stdout=subprocess.DEVNULL,
+            timeout=120,
+            check=False,
+        )

@@ -1,4 +1,5 @@
-"""The Slurm that the other tests of this folder run on is a real one: jobs span nodes, and a node can be lost and come back."""
+"""The Slurm that the other tests of this folder run on is a real one: jobs span nodes, and a node can be lost
+and come back."""
 
 import pytest
 
@@ -6,7 +7,8 @@ pytestmark = pytest.mark.slurm
 
 
 def test_a_job_spans_two_nodes(slurm_cluster) -> None:
-    """One allocation holds two nodes with names and addresses of their own, which is what a multi-machine run has to cope with."""
+    """One allocation holds two nodes with names and addresses of their own, which is what a multi-machine run
+    has to cope with."""
     job = slurm_cluster.submit("--nodes=2", "--wrap", "srun --ntasks-per-node=1 hostname")
     assert slurm_cluster.wait(job, 30) == "COMPLETED", slurm_cluster.output(job)
     names = sorted(slurm_cluster.output(job).split())
@@ -15,7 +17,8 @@ def test_a_job_spans_two_nodes(slurm_cluster) -> None:
 
 @pytest.mark.slow
 def test_a_node_is_lost_and_comes_back(slurm_cluster) -> None:
-    """Power loss ends the job that runs there and Slurm sees the node as down; afterwards the node takes jobs again. Likewise the cable."""
+    """Power loss ends the job that runs there and Slurm sees the node as down; afterwards the node takes jobs
+    again. Likewise the cable."""
     if slurm_cluster.mode() == "plain":
         pytest.skip("nodes without namespaces of their own cannot lose power: that needs CAP_SYS_ADMIN")
 

@@ -1,4 +1,5 @@
-"""slurm/laminar_single.sbatch, the very script that users submit, on two nodes of a real Slurm: the whole system over a network."""
+"""slurm/laminar_single.sbatch, the very script that users submit, on two nodes of a real Slurm: the whole
+system over a network."""
 
 import json
 import sys
@@ -19,7 +20,11 @@ def submit(cluster, run_dir: Path, *overrides: str) -> str:
 
 def steps_done(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+    lines = (
+        [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if path.exists()
+        else []
+    )
     return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
 
 
@@ -37,7 +42,8 @@ def test_demo_runs_over_two_nodes(slurm_cluster, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_stopped_job_goes_on_when_submitted_again(slurm_cluster, tmp_path: Path) -> None:
-    """What Slurm does before a time limit (a signal to the batch script) ends the job in order; the next job finishes the run."""
+    """What Slurm does before a time limit (a signal to the batch script) ends the job in order; the next job
+    finishes the run."""
     run_dir = tmp_path / "run"
     first = submit(slurm_cluster, run_dir, "steps=40")
     slurm_cluster.poll(lambda: steps_done(run_dir) >= 2, RUN_SECONDS, "two steps", first)

@@ -1,4 +1,5 @@
-"""Starting and watching real runs of the demo, as a user does: `laminar train ...` in a process of its own."""
+"""Starting and watching real runs of the demo, as a user does: `laminar train ...` in a process of its
+own."""
 
 import json
 import os
@@ -30,7 +31,11 @@ class Run:
             *words,
         ]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         self.tree: set[psutil.Process] = set()
         self._seen = 0
@@ -43,7 +48,8 @@ class Run:
             self.lines.append(line.rstrip())
 
     def read_until(self, words: str, seconds: float = 150) -> str:
-        """The next line that holds `words`. Fails with all lines when the run ends or time runs out before."""
+        """The next line that holds `words`. Fails with all lines when the run ends or time runs out
+        before."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             ended = not self._reader.is_alive()
@@ -85,12 +91,15 @@ class Run:
 
     def _engines(self) -> list[psutil.Process]:
         try:
-            return [p for p in self.rank("rollout").children() if any("sglang" in word for word in p.cmdline())]
+            return [
+                p for p in self.rank("rollout").children() if any("sglang" in word for word in p.cmdline())
+            ]
         except (AssertionError, psutil.Error):  # the rank has gone
             return []
 
     def has_another_engine(self, than: psutil.Process, seconds: float) -> bool:
-        """Waits until the run has ended (False) or a fresh engine has taken the place of a dead one (True)."""
+        """Waits until the run has ended (False) or a fresh engine has taken the place of a dead one
+        (True)."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             if any(p.pid != than.pid for p in self._engines()):
@@ -114,7 +123,9 @@ class Run:
 
     def listens_beyond_loopback(self) -> list[str]:
         """Addresses at which a process of the run listens and other machines reach it."""
-        listening = [c for p in self.members() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        listening = [
+            c for p in self.members() for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN
+        ]
         assert listening, "nobody listens at all"
         return [f"{c.laddr.ip}:{c.laddr.port}" for c in listening if not c.laddr.ip.startswith("127.")]
 
@@ -132,14 +143,18 @@ def summary(run_dir: Path) -> dict:
 
 
 def metrics(run_dir: Path, kind: str) -> list[dict]:
-    return [r for r in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if r["kind"] == kind]
+    return [
+        r for r in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if r["kind"] == kind
+    ]
 
 
 def consumed(run_dir: Path) -> dict[int, list[int]]:
     """Trajectories by the step that trained on them."""
     found: dict[int, list[int]] = {}
     database = sqlite3.connect(f"file:{run_dir / 'store.sqlite'}?mode=ro", uri=True)
-    for step, trajectory_id in database.execute("SELECT consumed_step, id FROM trajectories WHERE state = 'consumed' ORDER BY id"):
+    for step, trajectory_id in database.execute(
+        "SELECT consumed_step, id FROM trajectories WHERE state = 'consumed' ORDER BY id"
+    ):
         found.setdefault(step, []).append(trajectory_id)
     database.close()
     return found

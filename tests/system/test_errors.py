@@ -1,4 +1,5 @@
-"""What a user does wrong, or what dies: one line with cause and cure, a non-zero exit, nothing left behind."""
+"""What a user does wrong, or what dies: one line with cause and cure, a non-zero exit, nothing left
+behind."""
 
 import json
 import math
@@ -19,7 +20,11 @@ from laminar_hpc.config.load import examples_directory
 def train(*words, seconds=60):
     """stderr lines and exit code of a `laminar train` that is to be refused."""
     done = subprocess.run(
-        [sys.executable, "-m", "laminar_hpc.cli", "train", *words], capture_output=True, text=True, timeout=seconds, check=False
+        [sys.executable, "-m", "laminar_hpc.cli", "train", *words],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
     )
     return done.stderr.strip().splitlines(), done.returncode
 
@@ -43,7 +48,9 @@ def test_port_in_use(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        lines, code = train("experiment=demo", f"run_dir={tmp_path}/run", f"cluster.port={other.getsockname()[1]}")
+        lines, code = train(
+            "experiment=demo", f"run_dir={tmp_path}/run", f"cluster.port={other.getsockname()[1]}"
+        )
     assert code == 2 and len(lines) == 1 and "choose another, or 0" in lines[0]
 
 
@@ -68,7 +75,8 @@ def test_a_world_of_the_wrong_size():
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_one_nan_in_the_model_ends_the_run_as_soon_as_it_is_read(tmp_path):
-    """One line that names the tensor, once, and everybody leaves within seconds of it; no step, no checkpoint."""
+    """One line that names the tensor, once, and everybody leaves within seconds of it; no step, no
+    checkpoint."""
     model = tmp_path / "model"
     shutil.copytree(examples_directory("arithmetic/base"), model)
     tensors = load_file(model / "model.safetensors")
@@ -78,7 +86,10 @@ def test_one_nan_in_the_model_ends_the_run_as_soon_as_it_is_read(tmp_path):
     run.read_until("laminar: error:")
     assert run.finish(25) == 1
     assert len(run.errors) == 1 and "trainer 0" in run.errors[0], run.errors
-    assert "model.layers.1.mlp.down_proj.weight (1 of 32,768 values, the first at [0, 5]) is NaN or infinite" in run.errors[0]
+    assert (
+        "model.layers.1.mlp.down_proj.weight (1 of 32,768 values, the first at [0, 5]) is NaN or infinite"
+        in run.errors[0]
+    )
     assert not (tmp_path / "run/checkpoints").exists() and not any("step   1" in line for line in run.lines)
     run.assert_gone()
 
@@ -91,7 +102,11 @@ def test_a_row_without_its_field_ends_the_run_with_file_and_row(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     run = Run(tmp_path / "run", f"data.train={tmp_path}/rows.jsonl")
     assert run.finish() == 2
-    assert len(run.errors) == 1 and "error: " in run.errors[0] and "rows.jsonl, row 701: no field 'prompt'" in run.errors[0], run.lines
+    assert (
+        len(run.errors) == 1
+        and "error: " in run.errors[0]
+        and "rows.jsonl, row 701: no field 'prompt'" in run.errors[0]
+    ), run.lines
     run.assert_gone()
 
 
@@ -116,9 +131,11 @@ def test_a_model_whose_weights_are_cut_off(tmp_path):
     ],
 )
 def test_a_death_ends_the_run_in_order(tmp_path, who):
-    """Killed with SIGKILL while training: every process is gone within 20 s, shared memory is clean, one line names who died.
+    """Killed with SIGKILL while training: every process is gone within 20 s, shared memory is clean, one line
+    names who died.
 
-    An engine killed in the middle of a pull is started again from the slot and the run goes on; then it is killed once more.
+    An engine killed in the middle of a pull is started again from the slot and the run goes on; then it is
+    killed once more.
     """
     run = Run(tmp_path / f"run-{who}", "steps=500")
     run.read_until("step   2/500")

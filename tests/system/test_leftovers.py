@@ -1,4 +1,5 @@
-"""kill -9 of the launcher takes the whole run with it; what is left lies in shared memory until doctor or the next start removes it."""
+"""kill -9 of the launcher takes the whole run with it; what is left lies in shared memory until doctor or the
+next start removes it."""
 
 import os
 import signal
@@ -17,7 +18,9 @@ from laminar_hpc.cluster.shared_memory import noted
 
 def doctor(*words: str) -> list[str]:
     program = [sys.executable, "-m", "laminar_hpc.cli", "doctor", *words]
-    lines = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False).stdout.splitlines()
+    lines = subprocess.run(
+        program, capture_output=True, text=True, timeout=60, check=False
+    ).stdout.splitlines()
     return [line for line in lines if "left behind" in line or "removed" in line]
 
 
@@ -36,8 +39,8 @@ def left(run: Run) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_killed_launcher_leaves_nothing_that_doctor_does_not_find(tmp_path: Path) -> None:
-    """Weight slots and an engine's folder are named with sizes, then gone; so is SGLang's own segment (rollout.tensor_parallel=2), which
-    Python's resource tracker removes in most cases, but not in all."""
+    """Weight slots and an engine's folder are named with sizes, then gone; so is SGLang's own segment
+    (rollout.tensor_parallel=2), which Python's resource tracker removes in most cases, but not in all."""
     run = Run(tmp_path / f"killed{os.getpid()}", "rollout.tensor_parallel=2", "steps=100")
     run.read_until("step   1/100")
     run.members()
@@ -48,7 +51,12 @@ def test_a_killed_launcher_leaves_nothing_that_doctor_does_not_find(tmp_path: Pa
     assert not alive and run.process.wait() == -signal.SIGKILL
     assert len(left(run)) >= 2
     (line,) = doctor()
-    assert line.startswith("warn") and "weight slots of" in line and "engine files of" in line and "laminar doctor --clean" in line
+    assert (
+        line.startswith("warn")
+        and "weight slots of" in line
+        and "engine files of" in line
+        and "laminar doctor --clean" in line
+    )
     lines = doctor("--clean")
     assert any("weight slots" in line for line in lines) and any("engine files" in line for line in lines)
     assert not left(run) and not [path for path in everything if path.exists()]

@@ -18,8 +18,9 @@ def run_dir(tmp_path_factory):
 
 @pytest.mark.timeout(600)
 def test_kill_resume_stop_resume(run_dir):
-    """A relay dies: with restarts=1 the run goes on by itself, and one line says why. It dies again: one line, non-zero
-    exit, everything gone within 20 s, and the same command goes on. Then TERM: the step is finished, checkpointed, exit
+    """A relay dies: with restarts=1 the run goes on by itself, and one line says why. It dies again: one
+    line, non-zero exit, everything gone within 20 s, and the same command goes on. Then TERM: the step is
+    finished, checkpointed, exit
     0. At the end docs/architecture.md#one-policy and
     #nothing-lost hold over all launches, and a further start ends at once."""
     words = [f"steps={STEPS}", "checkpoint.every=2", "resume=auto"]
@@ -79,7 +80,8 @@ def test_kill_resume_stop_resume(run_dir):
 
 @pytest.mark.timeout(400)
 def test_replay_and_resume_are_bit_exact(run_dir, tmp_path):
-    """`source=replay`: weights, optimizer and RNG after a resume hash equal to an uninterrupted run's on the same batches."""
+    """`source=replay`: weights, optimizer and RNG after a resume hash equal to an uninterrupted run's on the
+    same batches."""
     words = [f"source=replay:{run_dir}", "checkpoint.every=2"]
     whole = Run(tmp_path / "whole", *words, "steps=4")
     assert whole.finish() == 0, whole.lines
@@ -88,16 +90,19 @@ def test_replay_and_resume_are_bit_exact(run_dir, tmp_path):
     second = Run(tmp_path / "parts", *words, "steps=4", "resume=auto")
     assert second.finish() == 0, second.lines
     assert (
-        read_state(checkpoint_path(tmp_path / "whole", 4))["state_hash"] == read_state(checkpoint_path(tmp_path / "parts", 4))["state_hash"]
+        read_state(checkpoint_path(tmp_path / "whole", 4))["state_hash"]
+        == read_state(checkpoint_path(tmp_path / "parts", 4))["state_hash"]
     )
     assert (
-        read_state(checkpoint_path(tmp_path / "whole", 2))["state_hash"] != read_state(checkpoint_path(tmp_path / "whole", 4))["state_hash"]
+        read_state(checkpoint_path(tmp_path / "whole", 2))["state_hash"]
+        != read_state(checkpoint_path(tmp_path / "whole", 4))["state_hash"]
     )
 
 
 @pytest.mark.timeout(400)
 def test_sync_with_two_trainers_and_two_replicas(tmp_path):
-    """pipeline=sync: every trajectory is on-policy. Data parallel 2 and two replicas; Ctrl-C ends it in order."""
+    """pipeline=sync: every trajectory is on-policy. Data parallel 2 and two replicas; Ctrl-C ends it in
+    order."""
     run = Run(tmp_path / "run", "pipeline=sync", "trainer.data_parallel=2", "rollout.replicas=2", "steps=2")
     assert run.finish() == 0, run.lines
     figures = summary(tmp_path / "run")

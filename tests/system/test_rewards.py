@@ -190,7 +190,10 @@ def test_a_reward_that_is_not_there_is_refused_by_a_dry_run(tmp_path, monkeypatc
     """Exit code 2 and one line, by dry_run=true and before anything starts."""
     (tmp_path / "rewards_of_user.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
-    functions = {"no_such_module.f": "cannot be imported: ModuleNotFoundError", "rewards_of_user.f": "has no 'f'"}
+    functions = {
+        "no_such_module.f": "cannot be imported: ModuleNotFoundError",
+        "rewards_of_user.f": "has no 'f'",
+    }
     for dry, (function, says) in zip(("true", "false"), functions.items(), strict=True):
         run = Run(tmp_path / "run", f"reward.function={function}", f"dry_run={dry}")
         assert run.finish(60) == 2 and says in run.lines[-1] and len(run.errors) == 1, run.lines

@@ -1,4 +1,5 @@
-"""A torchrun per role (`launch/`): a rollout and a relay may die at any time; the others go on, and they can come back."""
+"""A torchrun per role (`launch/`): a rollout and a relay may die at any time; the others go on, and they can
+come back."""
 
 import os
 import signal
@@ -22,14 +23,20 @@ def rank_of(role: str, run_dir: Path) -> psutil.Process:
         if f"role={role}" in (p.info["cmdline"] or []) and f"run_dir={run_dir}" in p.info["cmdline"]
     ]
     return max(
-        (p for p in found if "laminar_hpc" in p.info["cmdline"] and "--rdzv-backend=c10d" not in p.info["cmdline"]),
+        (
+            p
+            for p in found
+            if "laminar_hpc" in p.info["cmdline"] and "--rdzv-backend=c10d" not in p.info["cmdline"]
+        ),
         key=lambda p: p.create_time(),
     )
 
 
 def wait_for_step(run_dir: Path, step: int, seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
-    while not (run_dir / "metrics.jsonl").exists() or not any(r["step"] >= step for r in metrics(run_dir, "step")):
+    while not (run_dir / "metrics.jsonl").exists() or not any(
+        r["step"] >= step for r in metrics(run_dir, "step")
+    ):
         assert time.monotonic() < deadline, f"step {step} was not reached within {seconds} s"
         time.sleep(0.1)
 
@@ -43,14 +50,24 @@ def test_a_rollout_and_a_relay_die_and_come_back(tmp_path):
     again = []
     with open(tmp_path / "out", "w") as out:
         everything = subprocess.Popen(
-            [ROOT / "launch/all_roles.sh", *words], stdout=out, stderr=out, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [ROOT / "launch/all_roles.sh", *words],
+            stdout=out,
+            stderr=out,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         try:
             for role, at in (("rollout", 2), ("relay", 4)):
                 wait_for_step(run_dir, at)
                 rank_of(role, run_dir).kill()
                 again.append(
-                    subprocess.Popen([ROOT / f"launch/{role}.sh", *words], stdout=out, stderr=out, cwd=ROOT, start_new_session=True)
+                    subprocess.Popen(
+                        [ROOT / f"launch/{role}.sh", *words],
+                        stdout=out,
+                        stderr=out,
+                        cwd=ROOT,
+                        start_new_session=True,
+                    )
                 )
             assert everything.wait(300) == 1, "two roles failed, and that is said at the end"
             assert [p.wait(60) for p in again] == [0, 0]
@@ -62,12 +79,19 @@ def test_a_rollout_and_a_relay_die_and_come_back(tmp_path):
                 everything.send_signal(signal.SIGTERM)
                 everything.wait(60)
     figures = summary(run_dir)
-    assert figures["steps"] == STEPS and figures["max_versions_per_trajectory"] == 1 and figures["staleness_training_max"] <= 2
+    assert (
+        figures["steps"] == STEPS
+        and figures["max_versions_per_trajectory"] == 1
+        and figures["staleness_training_max"] <= 2
+    )
     trained = [t for batch in consumed(run_dir).values() for t in batch]
     assert len(trained) == len(set(trained)) == STEPS * 256
-    errors = [line for line in (tmp_path / "out").read_text().splitlines() if "error" in line or "Traceback" in line]
+    errors = [
+        line for line in (tmp_path / "out").read_text().splitlines() if "error" in line or "Traceback" in line
+    ]
     assert errors == [
-        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; the others go on; start it again with "
+        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; the others go on; "
+        "start it again with "
         f"launch/{role}.sh and the same arguments"
         for role in ("rollout", "relay")
     ]
@@ -77,8 +101,8 @@ def test_a_rollout_and_a_relay_die_and_come_back(tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("role", ["controller", "trainer"])
 def test_a_run_without_its_controller_or_trainer_ends_with_one_line_and_goes_on(tmp_path, role):
-    """Within 25 s, and says what to do, which is then done: nothing is left in shared memory, no step is lost but those since the
-    newest checkpoint."""
+    """Within 25 s, and says what to do, which is then done: nothing is left in shared memory, no step is lost
+    but those since the newest checkpoint."""
     run_dir = tmp_path / "run"
     words = [ROOT / "launch/all_roles.sh", run_dir, *SHORT, "checkpoint.every=2", "evaluation.problems=8"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -92,11 +116,23 @@ def test_a_run_without_its_controller_or_trainer_ends_with_one_line_and_goes_on(
             if first.poll() is None:
                 first.send_signal(signal.SIGTERM)
                 first.wait(60)
-    errors = [line for line in (tmp_path / "out").read_text().splitlines() if "error" in line or "Traceback" in line]
+    errors = [
+        line for line in (tmp_path / "out").read_text().splitlines() if "error" in line or "Traceback" in line
+    ]
     assert errors == [
-        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; the run ends without it; start all roles "
+        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; the run ends "
+        "without it; start all roles "
         "again with resume=auto: it goes on from its newest checkpoint"
     ]
     assert not list(Path("/dev/shm").glob(f"laminar-{run_dir.name}-*"))
-    again = subprocess.run([*words, "steps=4", "resume=auto"], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
-    assert again.returncode == 0 and "going on from the checkpoint of step" in again.stdout, again.stdout + again.stderr
+    again = subprocess.run(
+        [*words, "steps=4", "resume=auto"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=300,
+    )
+    assert again.returncode == 0 and "going on from the checkpoint of step" in again.stdout, (
+        again.stdout + again.stderr
+    )

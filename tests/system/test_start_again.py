@@ -34,9 +34,14 @@ def start(command: list[str], run_dir: Path, *more: str) -> tuple[list[str], int
     """(lines, exit code, seconds) of a start that ends by itself."""
     begun = time.monotonic()
     done = subprocess.run(
-        [*command, *words(run_dir, *more)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=120, check=False, env={**os.environ, **(ALONE if command == MAIN else {})},
-    )  # fmt: skip
+        [*command, *words(run_dir, *more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **(ALONE if command == MAIN else {})},
+    )
     return done.stdout.strip().splitlines(), done.returncode, time.monotonic() - begun
 
 
@@ -88,7 +93,9 @@ def test_a_complete_run_ends_at_once_with_0(tmp_path, role):
     controller say why. Summary and report are written if a death kept them away."""
     complete(tmp_path, 4)
     command = TRAIN if role == "all" else MAIN
-    lines, code, seconds = start(command, tmp_path, "steps=4", "resume=auto", *([] if role == "all" else [f"role={role}"]))
+    lines, code, seconds = start(
+        command, tmp_path, "steps=4", "resume=auto", *([] if role == "all" else [f"role={role}"])
+    )
     assert code == 0 and seconds < 20, lines  # a second or two; the machine may be busy
     if role in ("all", "controller"):
         assert lines[-1].startswith(f"done         {tmp_path} is complete at step 4; raise steps"), lines
@@ -103,7 +110,9 @@ def test_a_complete_run_under_torchrun(tmp_path):
     """Promise: of a bare torchrun every rank ends with 0, and one of them says why."""
     complete(tmp_path, 4)
     lines, code, _ = start([*TORCHRUN, "-m", "laminar_hpc"], tmp_path, "steps=4", "resume=auto")
-    assert code == 0 and [line for line in lines if line.startswith("done ")][-1].endswith("choose another run_dir")
+    assert code == 0 and [line for line in lines if line.startswith("done ")][-1].endswith(
+        "choose another run_dir"
+    )
 
 
 # ---- live --------------------------------------------------------------------------------------------------
@@ -122,7 +131,9 @@ def test_a_live_run_is_left_alone(tmp_path):
             assert code == 2 and len(lines) == 1 and seconds < 20, lines
             assert f"{run_dir} is in use by a live run (pid {live.pid} of " in lines[0]
         other = start(TRAIN, tmp_path / "elsewhere" / "run", f"store_dir={tmp_path}/stores")
-        assert other[1] == 2 and f"{tmp_path}/stores/run is in use" in other[0][0], "its store is not touched either"
+        assert other[1] == 2 and f"{tmp_path}/stores/run is in use" in other[0][0], (
+            "its store is not touched either"
+        )
         assert [path.read_bytes() for path in kept] == before and live.poll() is None
         assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run", "stores"]
         live.send_signal(signal.SIGTERM)
@@ -135,7 +146,10 @@ def test_two_starts_at_the_same_moment(tmp_path):
     address. Killed, it holds nobody up: the next start takes the lock over and says whose it was."""
     run_dir = tmp_path / "run"
     command, environment = [*MAIN, *words(run_dir, "role=controller")], {**os.environ, **ALONE}
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) for _ in range(2)]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+        for _ in range(2)
+    ]
     try:
         deadline = time.monotonic() + 60
         while all(process.poll() is None for process in both) and time.monotonic() < deadline:
@@ -164,7 +178,10 @@ def test_a_damaged_store_is_refused(tmp_path):
         lines, code, _ = start(command, tmp_path, "steps=4", "resume=auto", f"role={role}")
         errors = [line for line in lines if line.startswith("laminar: error: ")]
         assert code == 2 and len(errors) == 1 and lines[-1] == errors[0], lines
-        assert f"{tmp_path}/store.sqlite is damaged (file is not a database); nothing was changed: restore it" in errors[0]
+        assert (
+            f"{tmp_path}/store.sqlite is damaged (file is not a database); nothing was changed: restore it"
+            in errors[0]
+        )
         assert (tmp_path / "store.sqlite").read_bytes() == b"no database" * 1000
         assert not (tmp_path / LOCK_FILE).exists()
 
@@ -226,7 +243,9 @@ def test_a_disk_that_fills_up_while_training(small_disk, tmp_path):
     run.read_until("step   2/500")
     fill(small_disk)
     assert run.finish() == 1
-    assert len(run.errors) == 1 and run.lines[-1] == run.errors[0] and "Traceback" not in "".join(run.lines), run.lines
+    assert (
+        len(run.errors) == 1 and run.lines[-1] == run.errors[0] and "Traceback" not in "".join(run.lines)
+    ), run.lines
     assert "no room on the disk of" in run.errors[0]
     run.assert_gone()
     (small_disk / "filler").unlink()

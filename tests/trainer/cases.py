@@ -1,4 +1,5 @@
-"""What a rank of a trainer world does in a test; called by name through ranks.py. Returns plain values, numpy arrays and bytes."""
+"""What a rank of a trainer world does in a test; called by name through ranks.py. Returns plain values, numpy
+arrays and bytes."""
 
 import time
 from pathlib import Path
@@ -24,7 +25,11 @@ from laminar_hpc.weights.sums import add_sums, tensor_sums
 
 def place() -> tuple[int, int, int]:
     """This rank's tensor-, pipeline- and data-parallel rank."""
-    return ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank(), ps.get_data_parallel_rank()
+    return (
+        ps.get_tensor_model_parallel_rank(),
+        ps.get_pipeline_model_parallel_rank(),
+        ps.get_data_parallel_rank(),
+    )
 
 
 def read_logits(policy: MegatronPolicy, texts: list[list[int]]) -> np.ndarray | None:
@@ -33,9 +38,15 @@ def read_logits(policy: MegatronPolicy, texts: list[list[int]]) -> np.ndarray | 
 
 
 def train(
-    model: str, settings: dict, texts: list[list[int]], steps: tuple[int, int], run_dir: str, resume: bool = False
+    model: str,
+    settings: dict,
+    texts: list[list[int]],
+    steps: tuple[int, int],
+    run_dir: str,
+    resume: bool = False,
 ) -> dict[str, object]:
-    """From the model, or from the checkpoint of the first of `steps`: logits, steps of training, checkpoint, logits."""
+    """From the model, or from the checkpoint of the first of `steps`: logits, steps of training, checkpoint,
+    logits."""
     config = tiny.make_config(Path(model), **settings)
     policy = MegatronPolicy(config)
     learner = Learner(config, policy)
@@ -44,7 +55,9 @@ def train(
     if resume:
         checkpointer.load(first)
     before = read_logits(policy, texts)
-    metrics = [learner.train(tiny.make_batch(seed=100 + step), step, lambda: None) for step in range(first, last)]
+    metrics = [
+        learner.train(tiny.make_batch(seed=100 + step), step, lambda: None) for step in range(first, last)
+    ]
     _, state_hash = checkpointer.save(last, weight_id=last)
     names = [name for name, _ in policy.canonical_tensors()]
     return {
@@ -69,7 +82,8 @@ def gradients(model: str, settings: dict) -> dict[str, np.ndarray]:
 
 
 def elements_kept(model: str, settings: dict) -> int:
-    """Elements that autograd has kept for the backward pass of a micro-batch when its forward pass is through."""
+    """Elements that autograd has kept for the backward pass of a micro-batch when its forward pass is
+    through."""
     policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
     batch, kept, seen = tiny.make_batch(seed=1), 0, []
 
@@ -78,21 +92,35 @@ def elements_kept(model: str, settings: dict) -> int:
         kept += t.numel()
         return t
 
-    def loss(micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def loss(
+        micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         seen.append(kept)
         return logprobs.sum(), torch.ones((), dtype=torch.int), torch.zeros(())
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        policy.accumulate([make_microbatch([Example(t, torch.ones(len(trained(t)))) for t in batch], policy.device)], loss)
+        policy.accumulate(
+            [make_microbatch([Example(t, torch.ones(len(trained(t)))) for t in batch], policy.device)], loss
+        )
     return seen[0]
 
 
 def packed(model: str, settings: dict, chunk: int) -> dict[str, object] | None:
-    """On rank 0: what was packed chunk by chunk, and its sums, and those of the canonical tensors as checkpoints have them."""
+    """On rank 0: what was packed chunk by chunk, and its sums, and those of the canonical tensors as
+    checkpoints have them."""
     policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
-    manifest, lead, whole_bucket, sums = layout(policy.canonical_metadata(), 0, 0), dist.get_rank() == 0, [], {}
+    manifest, lead, whole_bucket, sums = (
+        layout(policy.canonical_metadata(), 0, 0),
+        dist.get_rank() == 0,
+        [],
+        {},
+    )
     for parts in chunks(manifest, chunk):
-        bucket = torch.zeros(min(chunk, manifest.data_bytes - chunk * len(whole_bucket)), dtype=torch.uint8) if lead else None
+        bucket = (
+            torch.zeros(min(chunk, manifest.data_bytes - chunk * len(whole_bucket)), dtype=torch.uint8)
+            if lead
+            else None
+        )
         read = policy.pack(parts, bucket)
         whole_bucket.append(bucket)
         for part, both in zip(parts, read() if lead else [(0, 0)] * len(parts), strict=True):
@@ -101,7 +129,11 @@ def packed(model: str, settings: dict, chunk: int) -> dict[str, object] | None:
     if not lead:
         return None
     whole = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
-    found = {"bucket": torch.cat(whole_bucket).numpy(), "whole": whole.numpy(), "sums": [sums[i] for i in range(len(tensors))]}
+    found = {
+        "bucket": torch.cat(whole_bucket).numpy(),
+        "whole": whole.numpy(),
+        "sums": [sums[i] for i in range(len(tensors))],
+    }
     return found | {"of_tensors": [tensor_sums(t) for t in tensors]}
 
 
@@ -119,7 +151,8 @@ def gather_alone(model: str, settings: dict) -> str:
 
 
 def published(model: str, settings: dict, folder: str) -> int:
-    """Publishes six steps, training between them. There is a relay from step 2 on: each from then on must arrive as it was published."""
+    """Publishes six steps, training between them. There is a relay from step 2 on: each from then on must
+    arrive as it was published."""
     policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
     learner = Learner(policy.config, policy)
     controller, publisher = publishing.start(policy.config, Path(folder), policy, dist.get_rank())
@@ -146,9 +179,9 @@ def published(model: str, settings: dict, folder: str) -> int:
 
 
 def published_in_lanes(model: str, settings: dict, folder: str, steps: int = 2) -> dict[str, object]:
-    """Trains and publishes through relays of two machines, each rank with those of the lanes that it sends. On rank 0 every slot must have
-    the bytes of its step and their sums, and engines of 1 and 2 ranks must load them. Returns there what left for relays per publication,
-    and which lanes there were."""
+    """Trains and publishes through relays of two machines, each rank with those of the lanes that it sends.
+    On rank 0 every slot must have the bytes of its step and their sums, and engines of 1 and 2 ranks must
+    load them. Returns there what left for relays per publication, and which lanes there were."""
     policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
     learner, rank, lanes = Learner(policy.config, policy), dist.get_rank(), policy.config.relay.lanes
     controller, publisher = publishing.start(policy.config, Path(folder), policy, rank)
@@ -172,7 +205,11 @@ def published_in_lanes(model: str, settings: dict, folder: str, steps: int = 2) 
     dist.barrier()
     controller.stop()
     return {
-        "bytes": [p.bytes for p in told], "changed": [p.changed for p in told], "full": [p.full_bytes for p in told],
-        "size": len(expected), "senders": [lane.sender for lane in policy.lanes],
-        "lanes": [lane.end - lane.begin for lane in policy.lanes], "gathered": policy._canonical.gathered_bytes,
-    }  # fmt: skip
+        "bytes": [p.bytes for p in told],
+        "changed": [p.changed for p in told],
+        "full": [p.full_bytes for p in told],
+        "size": len(expected),
+        "senders": [lane.sender for lane in policy.lanes],
+        "lanes": [lane.end - lane.begin for lane in policy.lanes],
+        "gathered": policy._canonical.gathered_bytes,
+    }

@@ -15,7 +15,9 @@ def world() -> Iterator[None]:
     from megatron.core import parallel_state
 
     threads = torch.get_num_threads()
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -1,5 +1,6 @@
-"""The trainer's step once more, written from the papers in plain torch and transformers: one sequence and one token at a time, no packs,
-no micro-batches, no shared code but the shuffle of mini-batches. What tests hold the Learner against."""
+"""The trainer's step once more, written from the papers in plain torch and transformers: one sequence and one
+token at a time, no packs, no micro-batches, no shared code but the shuffle of mini-batches. What tests hold
+the Learner against."""
 
 import math
 
@@ -26,7 +27,9 @@ class PlainTrainer:
     def __init__(self, config: RunConfig, model: torch.nn.Module, reference: torch.nn.Module) -> None:
         self.config, self.model, self.reference = config, model, reference
         c = config.optimizer
-        self.adam = torch.optim.AdamW(model.parameters(), lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=0.0)
+        self.adam = torch.optim.AdamW(
+            model.parameters(), lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=0.0
+        )
 
     def logprobs(self, model: torch.nn.Module, t: Trajectory) -> torch.Tensor:
         return selected(token_logprobs(model, t, self.config.sampling.temperature)[0], t)
@@ -40,13 +43,21 @@ class PlainTrainer:
         behaviour = [selected(torch.tensor(t.logprobs), t) for t in batch]
         if a.proximal == "behaviour":
             proximal = behaviour
-        advantages = self.advantages(batch, [kl(p, r, a.kl_estimator) for p, r in zip(proximal, reference, strict=True)])
+        advantages = self.advantages(
+            batch, [kl(p, r, a.kl_estimator) for p, r in zip(proximal, reference, strict=True)]
+        )
         losses, norms = [], []
         for members in split_minibatches(len(batch), a.minibatches_per_step, self.config.seed, step):
             self.adam.zero_grad()
             numerator, tokens = torch.zeros(()), sum(len(behaviour[i]) for i in members)
             for i in members:
-                per_token = self.token_losses(self.logprobs(self.model, batch[i]), proximal[i], behaviour[i], reference[i], advantages[i])
+                per_token = self.token_losses(
+                    self.logprobs(self.model, batch[i]),
+                    proximal[i],
+                    behaviour[i],
+                    reference[i],
+                    advantages[i],
+                )
                 scale = {
                     "tokens": 1 / tokens,
                     "sequences": 1 / (len(members) * len(behaviour[i])),
@@ -54,7 +65,11 @@ class PlainTrainer:
                 }[a.loss_aggregation]
                 numerator = numerator + per_token.sum() * scale
             numerator.backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)))
+            norms.append(
+                float(
+                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)
+                )
+            )
             self.adam.step()
             losses.append(numerator.item())
         return losses, norms
@@ -75,7 +90,9 @@ class PlainTrainer:
             for i, t in enumerate(batch):
                 group = [r for r, other in zip(rewards, batch, strict=True) if other.group_id == t.group_id]
                 base = sum(group) / len(group) if a.advantage == "reinforce_pp_baseline" else 0.0
-                returns.append([rewards[i] - base - beta * float(penalty[i][j:].sum()) for j in range(len(penalty[i]))])
+                returns.append(
+                    [rewards[i] - base - beta * float(penalty[i][j:].sum()) for j in range(len(penalty[i]))]
+                )
             every = [x for own in returns for x in own]
             mean = sum(every) / len(every)
             std = math.sqrt(sum((x - mean) ** 2 for x in every) / len(every))
@@ -87,28 +104,43 @@ class PlainTrainer:
             if a.advantage == "rloo":
                 value = whole[i] - sum(whole[j] for j in group if j != i) / (len(group) - 1)
             else:
-                value = float((whole[i] - values.mean()) / ((values.std() + 1e-4) if a.normalize_std else 1.0))
+                value = float(
+                    (whole[i] - values.mean()) / ((values.std() + 1e-4) if a.normalize_std else 1.0)
+                )
             found.append(torch.full((len(penalty[i]),), value))
         return found
 
     def token_losses(
-        self, logprobs: torch.Tensor, proximal: torch.Tensor, behaviour: torch.Tensor, reference: torch.Tensor, advantages: torch.Tensor
+        self,
+        logprobs: torch.Tensor,
+        proximal: torch.Tensor,
+        behaviour: torch.Tensor,
+        reference: torch.Tensor,
+        advantages: torch.Tensor,
     ) -> torch.Tensor:
         a = self.config.algorithm
         ratio = (logprobs - proximal).exp()
         if a.loss == "gspo":
             ratio = (logprobs - proximal).mean().exp().expand(len(logprobs))
         if a.loss in ("cispo", "aipo"):
-            low, high = (1 - a.clip_low, 1 + a.clip_high) if a.loss == "cispo" else (0.0, a.importance_weight_cap)
+            low, high = (
+                (1 - a.clip_low, 1 + a.clip_high) if a.loss == "cispo" else (0.0, a.importance_weight_cap)
+            )
             loss = -ratio.detach().clamp(low, high) * advantages * logprobs
         else:
-            surrogate = torch.min(ratio * advantages, ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantages)
+            surrogate = torch.min(
+                ratio * advantages, ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantages
+            )
             if a.clip_dual is not None:
-                surrogate = torch.where(advantages < 0, torch.max(surrogate, a.clip_dual * advantages), surrogate)
+                surrogate = torch.where(
+                    advantages < 0, torch.max(surrogate, a.clip_dual * advantages), surrogate
+                )
             loss = -surrogate
         if a.proximal == "recomputed":
             weight = (proximal - behaviour).exp()
-            loss = loss * (weight if a.importance_weight_cap is None else weight.clamp(max=a.importance_weight_cap))
+            loss = loss * (
+                weight if a.importance_weight_cap is None else weight.clamp(max=a.importance_weight_cap)
+            )
         numerator = proximal if a.proximal == "recomputed" else logprobs.detach()
         mean = float((numerator - behaviour).mean().exp())
         if mean < (a.sequence_ratio_min or 0.0) or mean > (a.sequence_ratio_max or math.inf):

@@ -1,4 +1,5 @@
-"""A publisher and real relays in one process: the relays run in threads, and a script stands in the place of the controller."""
+"""A publisher and real relays in one process: the relays run in threads, and a script stands in the place of
+the controller."""
 
 import threading
 import time
@@ -22,7 +23,12 @@ class Line:
     """In the place of a role's channel."""
 
     def __init__(self, name: str, controller: "Controller") -> None:
-        self.name, self.inbox, self.arrived, self._controller = name, deque(), threading.Condition(), controller
+        self.name, self.inbox, self.arrived, self._controller = (
+            name,
+            deque(),
+            threading.Condition(),
+            controller,
+        )
 
     def deliver(self, message: m.Message | Exception) -> None:
         with self.arrived:
@@ -77,10 +83,13 @@ class Controller:
     def context(self, role: str, index: int, line: Line) -> RoleContext:
         machine = index // self.config.relay.lanes
         run = m.Welcome(f"machine{machine}-{self.folder.name}", -1, 0, 0)
-        return RoleContext(self.config, role, index, "here", self.folder, line, run, Trace(self.folder, role, index))
+        return RoleContext(
+            self.config, role, index, "here", self.folder, line, run, Trace(self.folder, role, index)
+        )
 
     def add_relay(self, index: int | None = None) -> int:
-        """A relay of its own thread, with slots of its own or, as one of several lanes, of its machine; it has no link yet."""
+        """A relay of its own thread, with slots of its own or, as one of several lanes, of its machine; it
+        has no link yet."""
         index = len(self.relays) if index is None else index
         line = self.relays[index] = Line(f"relay{index}", self)
         thread = threading.Thread(target=relay.run, args=(self.context("relay", index, line),), daemon=True)
@@ -158,7 +167,9 @@ def linked(publisher: Publisher) -> None:
 
 def whole(policy: object) -> bytes:
     """The canonical tensors' bytes, one after the other; collective."""
-    return b"".join(t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for _, t in policy.canonical_tensors())
+    return b"".join(
+        t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for _, t in policy.canonical_tensors()
+    )
 
 
 def slot_bytes(handle: SlotHandle) -> bytes:

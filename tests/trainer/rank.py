@@ -1,6 +1,8 @@
-"""One rank of a real two-rank trainer world, started by test_data_parallel.py: `rank.py JOB.json`, with torchrun's environment variables.
+"""One rank of a real two-rank trainer world, started by test_data_parallel.py: `rank.py JOB.json`, with
+torchrun's environment variables.
 
-Runs trainer/loop.py as in a run, but rank 0's controller is a script: it hands out the job's batches and notes what it is told.
+Runs trainer/loop.py as in a run, but rank 0's controller is a script: it hands out the job's batches and
+notes what it is told.
 """
 
 import json
@@ -20,7 +22,8 @@ from laminar_hpc.trainer import loop
 
 
 class ScriptedController:
-    """In the place of the channel: answers TakeBatch with NotYet and the batch, StepDone with Continue, the last with Leave."""
+    """In the place of the channel: answers TakeBatch with NotYet and the batch, StepDone with Continue, the
+    last with Leave."""
 
     def __init__(self, job: dict, told: Path) -> None:
         self._job, self._told, self._answers = job, told, deque()
@@ -30,9 +33,14 @@ class ScriptedController:
             file.write(msgspec.json.encode(message).decode() + "\n")
         if isinstance(message, m.TakeBatch):
             batch = tiny.make_batch(seed=100 + message.step, weight_step=message.step, **self._job["batch"])
-            self._answers += [m.NotYet(message.step, "scripted"), m.Batch(message.step, batch, self._job["batch"]["samples"])]
+            self._answers += [
+                m.NotYet(message.step, "scripted"),
+                m.Batch(message.step, batch, self._job["batch"]["samples"]),
+            ]
         elif isinstance(message, m.StepDone):
-            self._answers.append(m.Leave("scripted") if message.step + 1 == self._job["leave_after"] else m.Continue())
+            self._answers.append(
+                m.Leave("scripted") if message.step + 1 == self._job["leave_after"] else m.Continue()
+            )
 
     def wait(self, *wanted: type, timeout: float) -> m.Message:
         answer = self._answers.popleft()
@@ -60,11 +68,17 @@ class TrainersPlace:
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     rank, run_dir = int(os.environ["RANK"]), Path(job["run_dir"])
-    config = tiny.make_config(Path(job["model"]), source="replay:none", run_dir=str(run_dir), **job["settings"])
+    config = tiny.make_config(
+        Path(job["model"]), source="replay:none", run_dir=str(run_dir), **job["settings"]
+    )
     welcome = m.Welcome("test", job["restored_step"], max(0, job["restored_step"]), 0)
     told = run_dir / "told.jsonl"
     channel = ScriptedController(job, told) if rank == 0 else TrainersPlace(told)
-    loop.run(RoleContext(config, "trainer", rank, "here", run_dir, channel, welcome, Trace(run_dir, "trainer", rank)))
+    loop.run(
+        RoleContext(
+            config, "trainer", rank, "here", run_dir, channel, welcome, Trace(run_dir, "trainer", rank)
+        )
+    )
 
 
 if __name__ == "__main__":

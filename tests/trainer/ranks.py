@@ -1,8 +1,9 @@
 """Trainer worlds of several real processes (gloo), started once and used for many cases.
 
-A test calls `Ranks.run(world, "module:function", **arguments)`: the first `world` processes form a fresh torch.distributed world, call the
-function and are torn down again; the results come back in the order of the ranks. Each process is this file, run as a script. No GPU is
-seen by them, so that the tests are the same everywhere.
+A test calls `Ranks.run(world, "module:function", **arguments)`: the first `world` processes form a fresh
+torch.distributed world, call the function and are torn down again; the results come back in the order of the
+ranks. Each process is this file, run as a script. No GPU is seen by them, so that the tests are the same
+everywhere.
 """
 
 import contextlib
@@ -19,7 +20,8 @@ import traceback
 from pathlib import Path
 
 _SECONDS = 280.0  # of one case, the start of its processes included; pytest's own limit is 300
-_CASES = 16  # of one set of processes: a gloo group that is destroyed leaves a thread behind that wakes 100 times a second
+# of one set of processes: a gloo group that is destroyed leaves a thread behind that wakes 100 times a second
+_CASES = 16
 
 
 def _send(line: socket.socket, content: object) -> None:
@@ -41,7 +43,8 @@ def _receive(line: socket.socket) -> object:
 
 
 class Ranks:
-    """Processes are started when first needed. After a case that hangs or dies all are ended, and the next case starts new ones."""
+    """Processes are started when first needed. After a case that hangs or dies all are ended, and the next
+    case starts new ones."""
 
     def __init__(self) -> None:
         self._processes: list[tuple[subprocess.Popen, socket.socket]] = []
@@ -50,13 +53,19 @@ class Ranks:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
         self._processes.append((subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]), ours))
         theirs.close()
 
     def run(self, world: int, function: str, seconds: float = _SECONDS, **arguments: object) -> list:
-        """What the function returned on each rank. Raises AssertionError with a rank's traceback when it raised, or none came in time."""
+        """What the function returned on each rank. Raises AssertionError with a rank's traceback when it
+        raised, or none came in time."""
         if self._jobs % _CASES == 0:
             self.close()
         while len(self._processes) < world:
@@ -64,10 +73,16 @@ class Ranks:
         self._jobs += 1
         lines = [line for _, line in self._processes[:world]]
         for rank, line in enumerate(lines):
-            _send(line, (str(Path(self._folder.name) / f"store{self._jobs}"), rank, world, function, arguments))
+            _send(
+                line, (str(Path(self._folder.name) / f"store{self._jobs}"), rank, world, function, arguments)
+            )
         deadline, results, failed = time.monotonic() + seconds, [], []
         for rank, line in enumerate(lines):
-            line.settimeout(max(0.01, (deadline if not failed else min(deadline, time.monotonic() + 5)) - time.monotonic()))
+            line.settimeout(
+                max(
+                    0.01, (deadline if not failed else min(deadline, time.monotonic() + 5)) - time.monotonic()
+                )
+            )
             try:
                 good, result = _receive(line)
             except (TimeoutError, EOFError, ConnectionError) as error:

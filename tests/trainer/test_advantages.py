@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from laminar_hpc.config.bounds import allowed
 from laminar_hpc.config.schema import AlgorithmConfig
-from laminar_hpc.trainer.algorithms.advantages import EPSILON, group_advantages, leave_one_out, token_advantages, whitened
+from laminar_hpc.trainer.algorithms.advantages import (
+    EPSILON,
+    group_advantages,
+    leave_one_out,
+    token_advantages,
+    whitened,
+)
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
 
 ADVANTAGES = next(allowed(f).names for f in dataclasses.fields(AlgorithmConfig) if f.name == "advantage")
@@ -23,7 +29,10 @@ def double(values: list) -> torch.Tensor:
 def test_grpo_advantages_are_the_groups_own_z_scores() -> None:
     """(r - mean) / (std + EPSILON), std with n - 1; a group of equal rewards gets exactly zero."""
     std = math.sqrt(4 * 0.25 / 3)
-    expected = [[0.5 / (std + EPSILON), -0.5 / (std + EPSILON), -0.5 / (std + EPSILON), 0.5 / (std + EPSILON)], [0.0] * 4]
+    expected = [
+        [0.5 / (std + EPSILON), -0.5 / (std + EPSILON), -0.5 / (std + EPSILON), 0.5 / (std + EPSILON)],
+        [0.0] * 4,
+    ]
     found = group_advantages(double([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]]), True)
     assert torch.allclose(found, double(expected), atol=1e-12)
 
@@ -39,9 +48,12 @@ def test_rloo_takes_off_the_mean_of_the_others() -> None:
 
 
 def test_reinforce_pp_is_whitened_over_the_tokens_of_the_batch() -> None:
-    """Trajectories of 1 and 3 tokens with rewards 4 and 0: mean 1 and variance 3 over tokens, not over trajectories."""
+    """Trajectories of 1 and 3 tokens with rewards 4 and 0: mean 1 and variance 3 over tokens, not over
+    trajectories."""
     a = AlgorithmConfig(advantage="reinforce_pp", samples_per_prompt=2)
-    found = token_advantages(a, double([4.0, 0.0]), [2], torch.tensor([1, 3]), torch.zeros(4, dtype=torch.float64))
+    found = token_advantages(
+        a, double([4.0, 0.0]), [2], torch.tensor([1, 3]), torch.zeros(4, dtype=torch.float64)
+    )
     scale = math.sqrt(3) + EPSILON
     assert torch.allclose(found, double([3 / scale, -1 / scale, -1 / scale, -1 / scale]), atol=1e-12)
 
@@ -56,7 +68,13 @@ def test_reinforce_pp_charges_a_token_for_the_kl_from_itself_on() -> None:
 def test_reinforce_pp_baseline_centres_the_group_first() -> None:
     """Two groups whose rewards differ by a constant get the same advantages."""
     a = AlgorithmConfig(advantage="reinforce_pp_baseline", samples_per_prompt=2)
-    found = token_advantages(a, double([1.0, 0.0, 6.0, 5.0]), [2, 2], torch.ones(4, dtype=torch.long), torch.zeros(4, dtype=torch.float64))
+    found = token_advantages(
+        a,
+        double([1.0, 0.0, 6.0, 5.0]),
+        [2, 2],
+        torch.ones(4, dtype=torch.long),
+        torch.zeros(4, dtype=torch.float64),
+    )
     assert torch.allclose(found, double([1, -1, 1, -1]) * 0.5 / (0.5 + EPSILON), atol=1e-12)
 
 
@@ -74,7 +92,9 @@ def test_kl_in_the_reward_is_that_of_the_whole_trajectory(advantage: str) -> Non
 def test_equal_rewards_teach_nothing(advantage: str, reward: float, lengths: list[int]) -> None:
     """Whatever the lengths of the trajectories, also with none trained."""
     a = AlgorithmConfig(advantage=advantage, samples_per_prompt=2)
-    found = token_advantages(a, double([reward] * 4), [4], torch.tensor(lengths), torch.zeros(sum(lengths), dtype=torch.float64))
+    found = token_advantages(
+        a, double([reward] * 4), [4], torch.tensor(lengths), torch.zeros(sum(lengths), dtype=torch.float64)
+    )
     assert len(found) == sum(lengths) and (found.abs() < 1e-8).all()
 
 
@@ -100,7 +120,9 @@ def test_a_reward_that_is_not_finite_is_refused(advantage: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("tokens", "punishment"), [(0, 0.0), (80, 0.0), (85, -0.25), (99, -0.95), (100, -1.0), (130, -1.0)])
+@pytest.mark.parametrize(
+    ("tokens", "punishment"), [(0, 0.0), (80, 0.0), (85, -0.25), (99, -0.95), (100, -1.0), (130, -1.0)]
+)
 def test_overlong_punishment_by_hand(tokens: int, punishment: float) -> None:
     """At most 100 tokens, the last 20 punished linearly."""
     assert overlong_punishment(tokens, 100, 20) == pytest.approx(punishment, abs=1e-12)

@@ -1,4 +1,5 @@
-"""In bfloat16 trainer and engine round at the same places, so that their log-probs differ by little; and training works at every layout."""
+"""In bfloat16 trainer and engine round at the same places, so that their log-probs differ by little; and
+training works at every layout."""
 
 import asyncio
 import json
@@ -33,18 +34,23 @@ def policy_of(model: Path, **settings: object) -> MegatronPolicy:
     return MegatronPolicy(tiny.make_config(model, model__dtype="bfloat16", **settings))
 
 
-# ---- one operation ----------------------------------------------------------------------------------------------------------------
+# ---- one operation -----------------------------------------------------------------------------------------
 
 
 def test_rope_is_rounded_once() -> None:
     """It is that of float32, rounded, at far positions too."""
     frequencies = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
-    x, positions = torch.randn(9, 3, 16).bfloat16(), torch.tensor([0, 1, 2, 50, 500, 999, 5000, 31999, 131071])
+    x, positions = (
+        torch.randn(9, 3, 16).bfloat16(),
+        torch.tensor([0, 1, 2, 50, 500, 999, 5000, 31999, 131071]),
+    )
     rotation = rotation_of(frequencies, positions)
     assert torch.equal(rotated(x, rotation), rotated(x.float(), rotation).bfloat16())
     pair = x.double()[:, :, 3] + 1j * x.double()[:, :, 11]
     turned = pair * torch.exp(1j * (positions[:, None].double() * frequencies[3].double()))
-    assert (rotated(x.float(), rotation)[:, :, 3] - turned.real).abs().max() < 1e-2  # float32 positions times float32 frequencies
+    assert (
+        rotated(x.float(), rotation)[:, :, 3] - turned.real
+    ).abs().max() < 1e-2  # float32 positions times float32 frequencies
 
 
 @pytest.mark.parametrize("vocabulary", [16, 20000])
@@ -66,7 +72,7 @@ def test_a_bias_is_added_before_rounding(untied_model: Path, world: None) -> Non
     assert not torch.equal(found, x @ layer.weight.t() + layer.bias)
 
 
-# ---- training ---------------------------------------------------------------------------------------------------------------------
+# ---- training ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +93,8 @@ def angle(one: np.ndarray, other: np.ndarray) -> float:
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-untied"])
 def test_gradients_are_those_of_float32_at_every_layout(family: str, ranks: Ranks, tmp_path: Path) -> None:
-    """But for rounding: in direction and length, whole and split over tensors, with tied embeddings and recomputed activations; over two
-    pipeline stages the last stage's are the whole model's."""
+    """But for rounding: in direction and length, whole and split over tensors, with tied embeddings and
+    recomputed activations; over two pipeline stages the last stage's are the whole model's."""
     model = str(tiny.make_model(tmp_path, **tiny.FAMILIES[family]))
 
     def gradients(world: int, **settings: object) -> list[dict[str, np.ndarray]]:
@@ -110,7 +116,7 @@ def test_gradients_are_those_of_float32_at_every_layout(family: str, ranks: Rank
     assert angle(found, expected) < 2e-3
 
 
-# ---- engine and trainer -----------------------------------------------------------------------------------------------------------
+# ---- engine and trainer ------------------------------------------------------------------------------------
 
 
 def test_the_engine_is_told_of_the_head(tmp_path: Path) -> None:
@@ -118,21 +124,30 @@ def test_the_engine_is_told_of_the_head(tmp_path: Path) -> None:
 
     def told(dtype: str, float32_head: bool = True, **arguments: str) -> bool:
         config = engine_config(BASE)
-        config.model.dtype, config.model.float32_head, config.rollout.engine_arguments = dtype, float32_head, arguments
+        config.model.dtype, config.model.float32_head, config.rollout.engine_arguments = (
+            dtype,
+            float32_head,
+            arguments,
+        )
         return "--enable-fp32-lm-head" in SglangServer(config, 0, tmp_path).arguments(BASE, "0", 0)
 
     assert told("bfloat16") and not told("float32") and not told("bfloat16", False)
     assert not told("bfloat16", enable_fp32_lm_head="false")
 
 
-def engine_logprobs(folder: Path, prompts: list[list[int]]) -> tuple[list[float], list[list[int]], list[float]]:
-    """By a real engine on the shipped model in bfloat16: log-probs of the probe; a response to each prompt, and its log-probs."""
+def engine_logprobs(
+    folder: Path, prompts: list[list[int]]
+) -> tuple[list[float], list[list[int]], list[float]]:
+    """By a real engine on the shipped model in bfloat16: log-probs of the probe; a response to each prompt,
+    and its log-probs."""
     config, loop = engine_config(BASE), LoopThread()
     config.model.dtype = "bfloat16"
     engine, sampling = SglangServer(config, 0, folder), sampling_parameters(config.sampling, 1.0, 40, [1])
 
     async def generate() -> list:
-        return await asyncio.gather(*(engine.generate(p, sampling, f"r{i}", "0") for i, p in enumerate(prompts)))
+        return await asyncio.gather(
+            *(engine.generate(p, sampling, f"r{i}", "0") for i, p in enumerate(prompts))
+        )
 
     try:
         loop.run(engine.start(BASE, "0", seed=0), seconds=250)
@@ -141,14 +156,22 @@ def engine_logprobs(folder: Path, prompts: list[list[int]]) -> tuple[list[float]
     finally:
         loop.run(engine.stop())
         loop.close()
-    return [x for s in probe for x in s], [r.tokens for r in responses], [x for r in responses for x in r.logprobs]
+    return (
+        [x for s in probe for x in s],
+        [r.tokens for r in responses],
+        [x for r in responses for x in r.logprobs],
+    )
 
 
 def test_engine_and_trainer_agree(tmp_path: Path, world: None) -> None:
-    """The shipped model in bfloat16, real engine and real trainer. On the probe, whose tokens the policy never draws, they differ by less
-    than a unit of rounding (spread / 256: 0.03 nats); on tokens that the engine drew by less than 6e-4. They differ by 0.07 and 1.3e-3 with
-    roundings as Megatron and SGLang have them by default; already a head that rounds its logits on one side is noticed."""
-    rows = [json.loads(line)["prompt"] for line in (EXAMPLE / "data" / "train.jsonl").read_text().splitlines()[:192]]
+    """The shipped model in bfloat16, real engine and real trainer. On the probe, whose tokens the policy
+    never draws, they differ by less than a unit of rounding (spread / 256: 0.03 nats); on tokens that the
+    engine drew by less than 6e-4. They differ by 0.07 and 1.3e-3 with roundings as Megatron and SGLang have
+    them by default; already a head that rounds its logits on one side is noticed."""
+    rows = [
+        json.loads(line)["prompt"]
+        for line in (EXAMPLE / "data" / "train.jsonl").read_text().splitlines()[:192]
+    ]
     tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
     prompts = [tokenizer.encode(row, add_special_tokens=False).ids for row in rows]
     probe, responses, drawn = engine_logprobs(tmp_path, prompts)

@@ -1,4 +1,5 @@
-"""Checkpoints: whole or not there at all, and a resumed run is the run that was never interrupted, bit for bit."""
+"""Checkpoints: whole or not there at all, and a resumed run is the run that was never interrupted, bit for
+bit."""
 
 import json
 import os
@@ -23,14 +24,23 @@ class Trainer:
 
     def __init__(self, model: Path, run_dir: Path, **settings: object) -> None:
         self.config = tiny.make_config(
-            model, **{"algorithm__minibatches_per_step": 2, "optimizer__lr": 1e-3, "optimizer__weight_decay": 0.1, **settings}
+            model,
+            **{
+                "algorithm__minibatches_per_step": 2,
+                "optimizer__lr": 1e-3,
+                "optimizer__weight_decay": 0.1,
+                **settings,
+            },
         )
         self.policy = MegatronPolicy(self.config)
         self.learner = Learner(self.config, self.policy)
         self.checkpointer = Checkpointer(run_dir, self.policy, self.learner)
 
     def train(self, first: int, last: int) -> list[dict[str, float]]:
-        return [self.learner.train(tiny.make_batch(seed=100 + step), step, lambda: None) for step in range(first, last)]
+        return [
+            self.learner.train(tiny.make_batch(seed=100 + step), step, lambda: None)
+            for step in range(first, last)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +54,8 @@ class Trainer:
     ids=["float32", "float32-distributed", "bfloat16", "bfloat16-distributed"],
 )
 def test_resume_is_bit_exact(settings: dict, tied_model: Path, tmp_path: Path, world: None) -> None:
-    """2 + 2 steps with a restart between equal 4 straight steps: metrics, weights, optimizer, schedule and random states (state hash)."""
+    """2 + 2 steps with a restart between equal 4 straight steps: metrics, weights, optimizer, schedule and
+    random states (state hash)."""
     settings = {"optimizer__warmup_steps": 3, **settings}
     straight = Trainer(tied_model, tmp_path / "straight", **settings)
     metrics = straight.train(0, 4)
@@ -62,8 +73,11 @@ def test_resume_is_bit_exact(settings: dict, tied_model: Path, tmp_path: Path, w
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_the_reference_model_is_the_initial_one_also_after_a_resume(tied_model: Path, tmp_path: Path, world: None) -> None:
-    """No checkpoint holds it: it is that of model.path. A resume that took the restored weights would start with a KL of 0."""
+def test_the_reference_model_is_the_initial_one_also_after_a_resume(
+    tied_model: Path, tmp_path: Path, world: None
+) -> None:
+    """No checkpoint holds it: it is that of model.path. A resume that took the restored weights would start
+    with a KL of 0."""
     settings = {"algorithm__kl_coefficient": 0.1, "algorithm__proximal": "recomputed", "optimizer__lr": 5e-3}
     straight = Trainer(tied_model, tmp_path / "straight", **settings)
     metrics = straight.train(0, 3)
@@ -76,7 +90,9 @@ def test_the_reference_model_is_the_initial_one_also_after_a_resume(tied_model: 
     assert after.checkpointer.state_hash() == straight.checkpointer.state_hash()
 
 
-def test_a_checkpoint_before_the_first_update_can_be_resumed(tied_model: Path, tmp_path: Path, world: None) -> None:
+def test_a_checkpoint_before_the_first_update_can_be_resumed(
+    tied_model: Path, tmp_path: Path, world: None
+) -> None:
     """A run may be stopped before its first step; its optimizer has no moments yet."""
     fresh = Trainer(tied_model, tmp_path, trainer__distributed_optimizer=True)
     fresh.checkpointer.save(0, weight_id=0)
@@ -85,7 +101,8 @@ def test_a_checkpoint_before_the_first_update_can_be_resumed(tied_model: Path, t
 
 
 def test_hash_tells_what_resume_must_restore(tied_model: Path, tmp_path: Path, world: None) -> None:
-    """A moment, a count of steps, a random stream: each changes the hash, so an equal hash means an equal state."""
+    """A moment, a count of steps, a random stream: each changes the hash, so an equal hash means an equal
+    state."""
     trainer = Trainer(tied_model, tmp_path)
     trainer.train(0, 1)
     state, hashes = trainer.policy.optimizer.optimizer.state, {trainer.checkpointer.state_hash()}
@@ -100,30 +117,44 @@ def test_hash_tells_what_resume_must_restore(tied_model: Path, tmp_path: Path, w
     assert len(hashes) == 5
 
 
-def test_a_half_written_checkpoint_is_never_seen(tied_model: Path, tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever interrupts the writer, the newest complete one stays the newest, and the next save clears the rest away."""
+def test_a_half_written_checkpoint_is_never_seen(
+    tied_model: Path, tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever interrupts the writer, the newest complete one stays the newest, and the next save clears the
+    rest away."""
     trainer = Trainer(tied_model, tmp_path, checkpoint__keep=2)
     assert latest(tmp_path) is None
     trainer.checkpointer.save(1, weight_id=1)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.policy, "save_hf", lambda directory: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(
+            trainer.policy, "save_hf", lambda directory: (_ for _ in ()).throw(OSError("disk full"))
+        )
         with pytest.raises(OSError, match="disk full"):
             trainer.checkpointer.save(2, weight_id=2)
     assert latest(tmp_path) == checkpoint_path(tmp_path, 1)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")] == [".step_000002"]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")] == [
+        ".step_000002"
+    ]
     for step in (2, 3, 3):
         trainer.checkpointer.save(step, weight_id=step)
     assert steps(tmp_path) == [2, 3] and latest(tmp_path) == checkpoint_path(tmp_path, 3)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
     assert sorted(p.name for p in latest(tmp_path).iterdir()) == ["hf", "megatron", "rng", "state.json"]
     assert read_state(latest(tmp_path)) | {"state_hash": ""} == {
-        "step": 3, "weight_id": 3, "state_hash": "", "skipped_in_a_row": 0,
-        "tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1, "distributed_optimizer": False,
-    }  # fmt: skip
+        "step": 3,
+        "weight_id": 3,
+        "state_hash": "",
+        "skipped_in_a_row": 0,
+        "tensor_parallel": 1,
+        "pipeline_parallel": 1,
+        "data_parallel": 1,
+        "distributed_optimizer": False,
+    }
 
 
 def test_damage_is_noticed_at_resume(tied_model: Path, tmp_path: Path, world: None) -> None:
-    """Bits that rot, a checkpoint that is gone: one line that says what to do, and no training on wrong weights."""
+    """Bits that rot, a checkpoint that is gone: one line that says what to do, and no training on wrong
+    weights."""
     trainer = Trainer(tied_model, tmp_path)
     trainer.train(0, 1)
     path, _ = trainer.checkpointer.save(1, weight_id=1)
@@ -148,7 +179,8 @@ def test_damage_is_noticed_at_resume(tied_model: Path, tmp_path: Path, world: No
 
 
 def test_saving_starts_no_process(tied_model: Path, tmp_path: Path, world: None) -> None:
-    """Megatron's own writer starts a manager and forks, which can hang in a process with threads; ours does not."""
+    """Megatron's own writer starts a manager and forks, which can hang in a process with threads; ours does
+    not."""
     import psutil
 
     trainer = Trainer(tied_model, tmp_path)

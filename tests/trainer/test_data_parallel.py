@@ -1,4 +1,5 @@
-"""The whole trainer role, trainer/loop.py, as two real processes (gloo): two data-parallel ranks train what one trains."""
+"""The whole trainer role, trainer/loop.py, as two real processes (gloo): two data-parallel ranks train what
+one trains."""
 
 import json
 import os
@@ -15,7 +16,13 @@ from laminar_hpc.weights.checkpoints import latest, read_state, steps
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks of NCCL need two GPUs")
 HERE = Path(__file__).parent
-SETTINGS = {"steps": 4, "algorithm__minibatches_per_step": 2, "optimizer__lr": 1e-3, "optimizer__weight_decay": 0.1, "checkpoint__every": 2}
+SETTINGS = {
+    "steps": 4,
+    "algorithm__minibatches_per_step": 2,
+    "optimizer__lr": 1e-3,
+    "optimizer__weight_decay": 0.1,
+    "checkpoint__every": 2,
+}
 BATCH = {
     "groups": 3,
     "samples": 4,
@@ -35,11 +42,19 @@ class Finished:
         self.hash = read_state(latest(run_dir))["state_hash"]
 
 
-def run(run_dir: Path, model: Path, ranks: int, leave_after: int = -1, restored_step: int = -1, **settings: object) -> Finished:
+def run(
+    run_dir: Path, model: Path, ranks: int, leave_after: int = -1, restored_step: int = -1, **settings: object
+) -> Finished:
     """Runs the trainer role to its end; every rank must leave with exit code 0."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "told.jsonl").unlink(missing_ok=True)
-    job = {"model": str(model), "run_dir": str(run_dir), "batch": BATCH, "leave_after": leave_after, "restored_step": restored_step}
+    job = {
+        "model": str(model),
+        "run_dir": str(run_dir),
+        "batch": BATCH,
+        "leave_after": leave_after,
+        "restored_step": restored_step,
+    }
     job["settings"] = {**SETTINGS, "trainer__data_parallel": ranks, **settings}
     (run_dir / "job.json").write_text(json.dumps(job))
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -66,7 +81,21 @@ def assert_same_training(one: Finished, two: Finished) -> None:
     """Sums over ranks are added in another order, so equal but for float32's rounding."""
     for a, b in zip(one.metrics, two.metrics, strict=True):
         exact = [
-            k for k in a if k.startswith(("reward", "response", "prompt", "stale", "traj", "accuracy", "skipped", "versions", "learning"))
+            k
+            for k in a
+            if k.startswith(
+                (
+                    "reward",
+                    "response",
+                    "prompt",
+                    "stale",
+                    "traj",
+                    "accuracy",
+                    "skipped",
+                    "versions",
+                    "learning",
+                )
+            )
         ]
         assert {k: a[k] for k in exact} == {k: b[k] for k in exact}
         for key in ("loss", "grad_norm", "ratio_mean", "ratio_max", "clip_fraction", "entropy"):
@@ -80,7 +109,8 @@ def one_rank(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Fini
 
 
 def test_two_ranks_train_what_one_trains(one_rank: Finished, tied_model: Path, tmp_path: Path) -> None:
-    """Losses, gradient norms and weights over 4 steps; and the role keeps to the protocol: batch, step, checkpoints, done."""
+    """Losses, gradient norms and weights over 4 steps; and the role keeps to the protocol: batch, step,
+    checkpoints, done."""
     two = run(tmp_path / "run", tied_model, ranks=2)
     assert_same_training(one_rank, two)
     step, saving = ["TakeBatch", "StepDone"], ["TakeBatch", "Checkpointed", "StepDone"]
@@ -88,7 +118,9 @@ def test_two_ranks_train_what_one_trains(one_rank: Finished, tied_model: Path, t
     assert two.messages == ["TrainersMeet", *one_rank.messages]
     assert steps(tmp_path / "run") == [2, 4] and [c["step"] for c in two.checkpoints] == [2, 4]
     assert two.checkpoints[-1]["state_hash"] == two.hash
-    assert all(m["train_seconds"] > 0 and m["seconds"] >= m["train_seconds"] + m["wait_seconds"] for m in two.metrics)
+    assert all(
+        m["train_seconds"] > 0 and m["seconds"] >= m["train_seconds"] + m["wait_seconds"] for m in two.metrics
+    )
     spans = read_spans(tmp_path / "run")
     assert {s.kind for s in spans["trainer1"]} == {"load", "publish", "wait", "train", "checkpoint"}
 
@@ -105,8 +137,8 @@ CORRECTED = {
 
 
 def test_two_ranks_recompute_normalise_and_divide_as_one(tied_model: Path, tmp_path: Path) -> None:
-    """Log-probs of the reference and at the start of a step, advantages over the whole batch, a mean over trajectories: what any rank
-    computes alone must be put together from all."""
+    """Log-probs of the reference and at the start of a step, advantages over the whole batch, a mean over
+    trajectories: what any rank computes alone must be put together from all."""
     one = run(tmp_path / "one", tied_model, ranks=1, **CORRECTED)
     two = run(tmp_path / "two", tied_model, ranks=2, trainer__distributed_optimizer=True, **CORRECTED)
     assert_same_training(one, two)
@@ -115,25 +147,39 @@ def test_two_ranks_recompute_normalise_and_divide_as_one(tied_model: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_two_ranks_with_the_distributed_optimizer(one_rank: Finished, tied_model: Path, tmp_path: Path) -> None:
+def test_two_ranks_with_the_distributed_optimizer(
+    one_rank: Finished, tied_model: Path, tmp_path: Path
+) -> None:
     """Optimizer state sharded over the ranks changes nothing in the training."""
-    assert_same_training(one_rank, run(tmp_path / "run", tied_model, ranks=2, trainer__distributed_optimizer=True))
+    assert_same_training(
+        one_rank, run(tmp_path / "run", tied_model, ranks=2, trainer__distributed_optimizer=True)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
 def test_two_ranks_leave_and_resume_bit_exact(distributed: bool, tied_model: Path, tmp_path: Path) -> None:
-    """Told to leave after step 3, off the checkpoint interval, they save and end; a second launch gives the state of 4 straight steps."""
+    """Told to leave after step 3, off the checkpoint interval, they save and end; a second launch gives the
+    state of 4 straight steps."""
     straight = run(tmp_path / "straight", tied_model, ranks=2, trainer__distributed_optimizer=distributed)
-    left = run(tmp_path / "run", tied_model, ranks=2, leave_after=3, trainer__distributed_optimizer=distributed)
-    assert left.messages[-3:] == ["StepDone", "Checkpointed", "TrainerDone"] and steps(tmp_path / "run") == [2, 3]
-    resumed = run(tmp_path / "run", tied_model, ranks=2, restored_step=3, trainer__distributed_optimizer=distributed)
+    left = run(
+        tmp_path / "run", tied_model, ranks=2, leave_after=3, trainer__distributed_optimizer=distributed
+    )
+    assert left.messages[-3:] == ["StepDone", "Checkpointed", "TrainerDone"] and steps(tmp_path / "run") == [
+        2,
+        3,
+    ]
+    resumed = run(
+        tmp_path / "run", tied_model, ranks=2, restored_step=3, trainer__distributed_optimizer=distributed
+    )
     assert resumed.hash == straight.hash
     assert resumed.metrics[0]["loss"] == straight.metrics[3]["loss"]
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_resumes_on_one(one_rank: Finished, tied_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_resumes_on_one(
+    one_rank: Finished, tied_model: Path, tmp_path: Path
+) -> None:
     """The number of ranks may change between launches; the training goes on the same but for rounding."""
     run(tmp_path / "run", tied_model, ranks=2, leave_after=2, trainer__distributed_optimizer=True)
     resumed = run(tmp_path / "run", tied_model, ranks=1, restored_step=2, trainer__distributed_optimizer=True)

@@ -1,4 +1,5 @@
-"""Weights that are not finite are refused where they are read, and neither published nor saved where training made them."""
+"""Weights that are not finite are refused where they are read, and neither published nor saved where training
+made them."""
 
 import math
 import shutil
@@ -22,15 +23,22 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 def test_a_model_with_one_nan_is_refused_by_name(untied_model: Path, tmp_path: Path, world: None) -> None:
-    """Promise: one NaN in one tensor of model.path is one line that names directory, tensor and place, before any step."""
+    """Promise: one NaN in one tensor of model.path is one line that names directory, tensor and place, before
+    any step."""
     model = tmp_path / "model"
     shutil.copytree(untied_model, model)
     tensors = load_file(model / "model.safetensors")
     tensors[DOWN][3, 7] = math.nan
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(LaminarError, match=r"down_proj\.weight \(1 of 1,536 values, the first at \[3, 7\]\) is NaN") as error:
+    with pytest.raises(
+        LaminarError, match=r"down_proj\.weight \(1 of 1,536 values, the first at \[3, 7\]\) is NaN"
+    ) as error:
         MegatronPolicy(tiny.make_config(model))
-    assert str(model) in str(error.value) and "download it again" in str(error.value) and "\n" not in str(error.value)
+    assert (
+        str(model) in str(error.value)
+        and "download it again" in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 class _Recorder:
@@ -45,8 +53,11 @@ class _Recorder:
         self.published.append(step)
 
 
-def test_weights_that_training_made_infinite_are_not_published(untied_model: Path, tmp_path: Path, world: None) -> None:
-    """Promise: the trainer's loop ends before they leave, with the tensor, the step and the learning rate in one line."""
+def test_weights_that_training_made_infinite_are_not_published(
+    untied_model: Path, tmp_path: Path, world: None
+) -> None:
+    """Promise: the trainer's loop ends before they leave, with the tensor, the step and the learning rate in
+    one line."""
     policy, taken = MegatronPolicy(tiny.make_config(untied_model, optimizer__lr=0.5)), _Recorder()
     context = RoleContext(
         policy.config,
@@ -69,7 +80,9 @@ def test_weights_that_training_made_infinite_are_not_published(untied_model: Pat
     assert taken.published == [6]
 
 
-def test_weights_too_large_to_compute_with_are_not_published(untied_model: Path, tmp_path: Path, world: None) -> None:
+def test_weights_too_large_to_compute_with_are_not_published(
+    untied_model: Path, tmp_path: Path, world: None
+) -> None:
     """Promise: finite weights with which the trainer itself gets no finite log-probs go to no engine."""
     policy = MegatronPolicy(tiny.make_config(untied_model))
     with torch.no_grad():
@@ -87,7 +100,9 @@ def test_weights_too_large_to_compute_with_are_not_published(untied_model: Path,
         Trace(tmp_path, "trainer", 0),
     )
     publisher = Publisher(context, policy)
-    with pytest.raises(LaminarError, match=r"the weights of step 3 are finite, but the log-probs .* lower optimizer\.lr"):
+    with pytest.raises(
+        LaminarError, match=r"the weights of step 3 are finite, but the log-probs .* lower optimizer\.lr"
+    ):
         publisher.publish(3)
     publisher.close()
 
@@ -101,7 +116,8 @@ class _Silent:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_place_and_kind_is_found(dtype: torch.dtype) -> None:
-    """NaN and both infinities at any place are found; the largest finite numbers, zeros and empty tensors are not taken for them."""
+    """NaN and both infinities at any place are found; the largest finite numbers, zeros and empty tensors are
+    not taken for them."""
     limits = torch.finfo(dtype)
     fine = [
         torch.full((33, 65), limits.max, dtype=dtype),
@@ -114,4 +130,7 @@ def test_every_place_and_kind_is_found(dtype: torch.dtype) -> None:
             bad = torch.ones(33, 65, dtype=dtype)
             bad[place] = value
             assert not all_finite([*fine, bad])
-            assert culprits([("fine", fine[0]), ("bad", bad)]) == f"bad (1 of 2,145 values, the first at {list(place)})"
+            assert (
+                culprits([("fine", fine[0]), ("bad", bad)])
+                == f"bad (1 of 2,145 values, the first at {list(place)})"
+            )

@@ -24,13 +24,16 @@ def test_groups_of_unlike_size_are_each_their_own() -> None:
 
 
 def test_the_estimate_worked_out_by_hand() -> None:
-    """8 right of 8: p = 0.9, (1 - 0.9) / 0.3; 16 wrong of 16: p = 1/18, -p / sqrt(p (1 - p)); without the division just r - p."""
+    """8 right of 8: p = 0.9, (1 - 0.9) / 0.3; 16 wrong of 16: p = 1/18, -p / sqrt(p (1 - p)); without the
+    division just r - p."""
     right = estimated_advantages(torch.ones(2, 8, dtype=torch.float64), True)
     assert torch.allclose(right, torch.full((2, 8), 1 / 3, dtype=torch.float64), atol=1e-12)
     p = 1 / 18
     wrong = estimated_advantages(torch.zeros(1, 16, dtype=torch.float64), True)
     assert wrong[0].tolist() == pytest.approx([-p / math.sqrt(p * (1 - p))] * 16)
-    assert estimated_advantages(torch.zeros(1, 16, dtype=torch.float64), False)[0].tolist() == pytest.approx([-p] * 16)
+    assert estimated_advantages(torch.zeros(1, 16, dtype=torch.float64), False)[0].tolist() == pytest.approx(
+        [-p] * 16
+    )
     with pytest.raises(LaminarError, match="needs rewards from 0 to 1"):
         estimated_advantages(torch.full((1, 2), -1.0), True)
 
@@ -44,14 +47,17 @@ def batch() -> list:
 
 
 def test_an_update_on_groups_of_unlike_size_equals_plain_torch(untied_model: Path, world: None) -> None:
-    """Adaptive sampling (2 to 4 samples): loss and gradient norm are those of an independent implementation; two mini-batches train too."""
+    """Adaptive sampling (2 to 4 samples): loss and gradient norm are those of an independent implementation;
+    two mini-batches train too."""
     config = tiny.make_config(untied_model, algorithm__first_samples=2, optimizer__clip_grad=1e9)
     model = tiny.transformers_model(untied_model)
     loss = tiny.reference_loss(model, batch(), config)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     metrics = Learner(config, MegatronPolicy(config)).train(list(reversed(batch())), 0, lambda: None)
-    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5) and metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5) and metrics["grad_norm"] == pytest.approx(
+        norm.item(), rel=1e-4
+    )
     assert metrics["trajectories"] == sum(SIZES)
     config.algorithm.minibatches_per_step = 2
     assert Learner(config, MegatronPolicy(config)).train(batch(), 0, lambda: None)["skipped_updates"] == 0
@@ -72,5 +78,7 @@ def test_equal_rewards_train_only_with_the_estimate(untied_model: Path, world: N
 
 def test_a_group_of_a_wrong_size_is_refused(untied_model: Path, world: None) -> None:
     config = tiny.make_config(untied_model, algorithm__first_samples=3)
-    with pytest.raises(LaminarError, match=r"incomplete groups .group: trajectories. \{1: 2, 3: 2\}; 3 to 4 each are needed"):
+    with pytest.raises(
+        LaminarError, match=r"incomplete groups .group: trajectories. \{1: 2, 3: 2\}; 3 to 4 each are needed"
+    ):
         Learner(config, MegatronPolicy(config)).train(batch(), 0, lambda: None)

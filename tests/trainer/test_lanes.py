@@ -1,5 +1,5 @@
-"""Any trainer layout through any number of lanes: each machine's slot has the canonical bytes, as many leave the trainers, to 1%, and a
-lane that fails leaves no half slot."""
+"""Any trainer layout through any number of lanes: each machine's slot has the canonical bytes, as many leave
+the trainers, to 1%, and a lane that fails leaves no half slot."""
 
 import time
 from collections.abc import Iterator
@@ -29,10 +29,21 @@ def check(ranks: Ranks, layout: str, lanes: int, folder: Path, **more: object) -
     tensor, pipeline, data = TRAINERS[layout]
     model = tiny.make_model(folder / "model", 3, **LARGE)
     settings = {
-        "trainer__tensor_parallel": tensor, "trainer__pipeline_parallel": pipeline, "trainer__data_parallel": data,
-        "relay__chunk_megabytes": 1, "relay__lanes": lanes, "relay__publish_timeout_seconds": 30.0, **more,
-    }  # fmt: skip
-    told = ranks.run(tensor * pipeline * data, "cases:published_in_lanes", model=str(model), settings=settings, folder=str(folder))[0]
+        "trainer__tensor_parallel": tensor,
+        "trainer__pipeline_parallel": pipeline,
+        "trainer__data_parallel": data,
+        "relay__chunk_megabytes": 1,
+        "relay__lanes": lanes,
+        "relay__publish_timeout_seconds": 30.0,
+        **more,
+    }
+    told = ranks.run(
+        tensor * pipeline * data,
+        "cases:published_in_lanes",
+        model=str(model),
+        settings=settings,
+        folder=str(folder),
+    )[0]
     assert all(told["size"] <= left <= 1.01 * told["size"] for left in told["full"]), told
     assert sum(told["lanes"]) == told["size"] and max(told["lanes"]) <= 1.25 * told["size"] / lanes
     print(layout, lanes, told)
@@ -40,14 +51,16 @@ def check(ranks: Ranks, layout: str, lanes: int, folder: Path, **more: object) -
 
 
 def test_two_lanes_of_two_tensor_parallel_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """Each rank sends one lane and gathers about half of it; the slots of both machines are committed when both lanes are there."""
+    """Each rank sends one lane and gathers about half of it; the slots of both machines are committed when
+    both lanes are there."""
     told = check(ranks, "tp2", 2, tmp_path)
     assert told["senders"] == [0, 1] and sum(told["gathered"]) < 0.51 * told["size"]
     assert told["bytes"] == told["full"] and told["changed"] == [None, None]
 
 
 def test_changes_from_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """An update of the size of the last bit changes a part of the weights; each rank compares its lane, and rank 0 tells of both."""
+    """An update of the size of the last bit changes a part of the weights; each rank compares its lane, and
+    rank 0 tells of both."""
     told = check(ranks, "tp2", 2, tmp_path, relay__delta="auto", optimizer__lr=1e-9)
     (none, changed), (first, second) = told["changed"], told["bytes"]
     assert told["senders"] == [0, 1] and none is None and 0 < changed < 0.9 and first == told["full"][0]
@@ -55,10 +68,13 @@ def test_changes_from_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_a_lane_that_fails_holds_the_slot_back(world: None, tmp_path: Path) -> None:
-    """Both lanes by one rank. Without a relay in one of them nothing goes out and the trainer does not wait; when one dies in between, the
-    slot keeps what it had, and its successor, which joins the living relay's slots, completes the next sending, under a new id."""
+    """Both lanes by one rank. Without a relay in one of them nothing goes out and the trainer does not wait;
+    when one dies in between, the slot keeps what it had, and its successor, which joins the living relay's
+    slots, completes the next sending, under a new id."""
     model = tiny.make_model(tmp_path / "model", 3, **LARGE)
-    policy = MegatronPolicy(tiny.make_config(model, relay__lanes=2, relay__chunk_megabytes=1, relay__publish_timeout_seconds=20.0))
+    policy = MegatronPolicy(
+        tiny.make_config(model, relay__lanes=2, relay__chunk_megabytes=1, relay__publish_timeout_seconds=20.0)
+    )
     controller, publisher = start(policy.config, tmp_path, policy)
     assert [told.ranks for told in controller.wait_for(m.LaneSenders)] == [[0, 0]]
     controller.link(controller.add_relay(0))
@@ -79,16 +95,24 @@ def test_a_lane_that_fails_holds_the_slot_back(world: None, tmp_path: Path) -> N
     assert down.epoch % 2 == 1 and controller.newest(0).step == 1
     controller.link(controller.add_relay(1))
     slot = controller.wait_for_step(0, 2)
-    assert slot_bytes(slot) == whole(policy) and slot.weight_id > max(has.weight_id for has in controller.all(m.RelayHas)[:2])
+    assert slot_bytes(slot) == whole(policy) and slot.weight_id > max(
+        has.weight_id for has in controller.all(m.RelayHas)[:2]
+    )
     assert [p.step for p in controller.wait_for(m.Published, 2)] == [1, 2]
     publisher.close()
     controller.stop()
 
 
 def test_changes_in_two_lanes(world: None, tmp_path: Path) -> None:
-    """On two machines, each lane down its own chain; a lane whose relay is a new one gets a full copy, the other one changes."""
+    """On two machines, each lane down its own chain; a lane whose relay is a new one gets a full copy, the
+    other one changes."""
     model = tiny.make_model(tmp_path / "model", 3, **LARGE)
-    settings = {"relay__lanes": 2, "relay__delta": "auto", "relay__chunk_megabytes": 1, "relay__publish_timeout_seconds": 20.0}
+    settings = {
+        "relay__lanes": 2,
+        "relay__delta": "auto",
+        "relay__chunk_megabytes": 1,
+        "relay__publish_timeout_seconds": 20.0,
+    }
     policy = MegatronPolicy(tiny.make_config(model, model__dtype="bfloat16", **settings))
     controller, publisher = start(policy.config, tmp_path, policy)
     for index in range(4):
@@ -111,7 +135,11 @@ def test_changes_in_two_lanes(world: None, tmp_path: Path) -> None:
     first, *others, last = controller.wait_for(m.Published, 4)
     assert first.changed is None and first.bytes == first.full_bytes > len(expected)
     for told in others:
-        assert 0 < told.changed < 0.001 and told.bytes - (first.bytes - len(expected)) < 5000 and told.full_bytes == first.full_bytes
+        assert (
+            0 < told.changed < 0.001
+            and told.bytes - (first.bytes - len(expected)) < 5000
+            and told.full_bytes == first.full_bytes
+        )
     assert 0.45 < (last.bytes - others[0].bytes) / len(expected) < 0.55 and 0 < last.changed < 0.001
     publisher.close()
     controller.stop()
@@ -121,8 +149,8 @@ def test_changes_in_two_lanes(world: None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 @pytest.mark.parametrize("layout", TRAINERS)
 def test_any_trainer_layout_to_any_engine(layout: str, lanes: int, ranks: Ranks, tmp_path: Path) -> None:
-    """Trainer layouts x lanes x engines of 1 and 2 ranks. Several lanes are spread over the ranks; what replicas hold is not
-    gathered, and of pipeline stages only what a border in a stage leaves."""
+    """Trainer layouts x lanes x engines of 1 and 2 ranks. Several lanes are spread over the ranks; what
+    replicas hold is not gathered, and of pipeline stages only what a border in a stage leaves."""
     told = check(ranks, layout, lanes, tmp_path)
     tensor, pipeline, data = TRAINERS[layout]
     assert told["senders"][0] == 0 and len(set(told["senders"])) >= min(lanes, 2)

@@ -1,4 +1,5 @@
-"""Every model family at every trainer layout trains as plain transformers and torch do, and its checkpoints are complete models."""
+"""Every model family at every trainer layout trains as plain transformers and torch do, and its checkpoints
+are complete models."""
 
 import itertools
 import json
@@ -68,7 +69,9 @@ def texts() -> list[list[int]]:
 def whole_logits(results: list[dict], key: str) -> torch.Tensor:
     """Put together from the last stage's tensor-parallel ranks of the first replica."""
     parts = [(r["place"], r[key]) for r in results if r[key] is not None and r["place"][2] == 0]
-    return torch.from_numpy(np.concatenate([part for _, part in sorted(parts, key=lambda p: p[0])], -1)[:, : tiny.VOCAB])
+    return torch.from_numpy(
+        np.concatenate([part for _, part in sorted(parts, key=lambda p: p[0])], -1)[:, : tiny.VOCAB]
+    )
 
 
 @torch.no_grad()
@@ -101,13 +104,25 @@ def reference(models: dict[str, Path]):
     def of(family: str) -> tuple:
         config = tiny.make_config(models[family], **settings_of("tp1"))
         losses, norms, trained = tiny.reference_training(models[family], config, STEPS)
-        return losses, norms, transformers_logits(tiny.transformers_model(models[family])), transformers_logits(trained)
+        return (
+            losses,
+            norms,
+            transformers_logits(tiny.transformers_model(models[family])),
+            transformers_logits(trained),
+        )
 
     return of
 
 
-def check_layout(family: str, layout: str, ranks: Ranks, models: dict[str, Path], reference, run_dir: Path) -> list[dict]:
-    arguments = {"model": str(models[family]), "settings": settings_of(layout), "texts": texts(), "run_dir": str(run_dir)}
+def check_layout(
+    family: str, layout: str, ranks: Ranks, models: dict[str, Path], reference, run_dir: Path
+) -> list[dict]:
+    arguments = {
+        "model": str(models[family]),
+        "settings": settings_of(layout),
+        "texts": texts(),
+        "run_dir": str(run_dir),
+    }
     results = ranks.run(world_of(layout), "cases:train", **arguments, steps=(0, STEPS))
     losses, norms, before, after = reference(family)
     for result in results:  # on every rank the numbers of the whole batch
@@ -118,7 +133,9 @@ def check_layout(family: str, layout: str, ranks: Ranks, models: dict[str, Path]
     assert all(gap > 0 and ahead == STEPS - 1 for gap, ahead in gaps) and len(gaps) == 16
     assert (whole_logits(results, "before") - before).abs().max() < 1e-4
     assert (whole_logits(results, "after") - after).abs().max() < 1e-4
-    assert (after - before).abs().max() > 1e-2, "training has changed nothing, so the comparison proves nothing"
+    assert (after - before).abs().max() > 1e-2, (
+        "training has changed nothing, so the comparison proves nothing"
+    )
 
     hf = checkpoint_path(run_dir, STEPS) / "hf"
     written = tiny.transformers_model(hf)
@@ -127,68 +144,106 @@ def check_layout(family: str, layout: str, ranks: Ranks, models: dict[str, Path]
     names = [n for n in state if not (n == "lm_head.weight" and written.config.tie_word_embeddings)]
     assert [r["names"] for r in results] == [names, *[[]] * (len(results) - 1)]
     assert results[-1]["metadata"] == [(n, tuple(state[n].shape)) for n in names]
-    assert json.loads((hf / "config.json").read_text()) == json.loads((models[family] / "config.json").read_text())
+    assert json.loads((hf / "config.json").read_text()) == json.loads(
+        (models[family] / "config.json").read_text()
+    )
     assert all(r["probe"] == results[0]["probe"] and len(r["probe"]) == 4 * 31 for r in results)
     return results
 
 
 @pytest.mark.parametrize(("family", "layout"), FEW)
-def test_layouts_train_as_transformers(family: str, layout: str, ranks: Ranks, models, reference, tmp_path: Path) -> None:
-    """20 steps of GRPO: losses and gradient norms to 1e-5, logits to 1e-4 before and after, also of the directory that is written."""
+def test_layouts_train_as_transformers(
+    family: str, layout: str, ranks: Ranks, models, reference, tmp_path: Path
+) -> None:
+    """20 steps of GRPO: losses and gradient norms to 1e-5, logits to 1e-4 before and after, also of the
+    directory that is written."""
     check_layout(family, layout, ranks, models, reference, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_every_family_at_every_layout(family: str, layout: str, ranks: Ranks, models, reference, tmp_path: Path) -> None:
+def test_every_family_at_every_layout(
+    family: str, layout: str, ranks: Ranks, models, reference, tmp_path: Path
+) -> None:
     """The whole matrix of the test above."""
     check_layout(family, layout, ranks, models, reference, tmp_path)
 
 
 RESUMES = [("pp2-distributed", "pp2-distributed"), ("pp2-distributed", "dp2-distributed"), ("tp2", "pp2")]
-MORE_RESUMES = [pair for pair in itertools.permutations(LAYOUTS, 2) if LAYOUTS[pair[0]][3] == LAYOUTS[pair[1]][3] and pair not in RESUMES]
+MORE_RESUMES = [
+    pair
+    for pair in itertools.permutations(LAYOUTS, 2)
+    if LAYOUTS[pair[0]][3] == LAYOUTS[pair[1]][3] and pair not in RESUMES
+]
 
 
 def check_resume(before: str, after: str, ranks: Ranks, models, reference, run_dir: Path) -> None:
     arguments = {"model": str(models["qwen2-tied"]), "texts": texts(), "run_dir": str(run_dir)}
     ranks.run(world_of(before), "cases:train", **arguments, settings=settings_of(before), steps=(0, 2))
-    resumed = ranks.run(world_of(after), "cases:train", **arguments, settings=settings_of(after), steps=(2, 5), resume=True)
+    resumed = ranks.run(
+        world_of(after), "cases:train", **arguments, settings=settings_of(after), steps=(2, 5), resume=True
+    )
     losses, norms, *_ = reference("qwen2-tied")
     assert [m["loss"] for m in resumed[0]["metrics"]] == pytest.approx(losses[2:5], abs=1e-5)
     assert [m["grad_norm"] for m in resumed[0]["metrics"]] == pytest.approx(norms[2:5], rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize(("before", "after"), RESUMES, ids=str)
-def test_checkpoints_resume_at_other_layouts(before: str, after: str, ranks: Ranks, models, reference, tmp_path: Path) -> None:
-    """2 steps, a restart, 3 steps: the losses and norms of one run, optimizer state included. At the layout of before, `load` compares the
-    state's hash too: with a tied embedding in a bucket of its own, Megatron alone loses the end of the optimizer's state."""
+def test_checkpoints_resume_at_other_layouts(
+    before: str, after: str, ranks: Ranks, models, reference, tmp_path: Path
+) -> None:
+    """2 steps, a restart, 3 steps: the losses and norms of one run, optimizer state included. At the layout
+    of before, `load` compares the state's hash too: with a tied embedding in a bucket of its own, Megatron
+    alone loses the end of the optimizer's state."""
     check_resume(before, after, ranks, models, reference, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), MORE_RESUMES, ids=str)
-def test_any_layout_resumes_at_any_other(before: str, after: str, ranks: Ranks, models, reference, tmp_path: Path) -> None:
+def test_any_layout_resumes_at_any_other(
+    before: str, after: str, ranks: Ranks, models, reference, tmp_path: Path
+) -> None:
     """The whole matrix of the test above."""
     check_resume(before, after, ranks, models, reference, tmp_path)
 
 
 @pytest.mark.parametrize(("family", "layout"), [("llama3-gqa8", "tp2"), ("qwen2-tied", "pp2")])
-def test_what_is_not_trained_is_written_bit_for_bit(family: str, layout: str, ranks: Ranks, models, tmp_path: Path) -> None:
-    """Loaded in parts and put together again on rank 0, each tensor is what it was: the image that is published and checkpointed."""
-    arguments = {"model": str(models[family]), "settings": settings_of(layout), "texts": texts(), "run_dir": str(tmp_path)}
+def test_what_is_not_trained_is_written_bit_for_bit(
+    family: str, layout: str, ranks: Ranks, models, tmp_path: Path
+) -> None:
+    """Loaded in parts and put together again on rank 0, each tensor is what it was: the image that is
+    published and checkpointed."""
+    arguments = {
+        "model": str(models[family]),
+        "settings": settings_of(layout),
+        "texts": texts(),
+        "run_dir": str(tmp_path),
+    }
     ranks.run(world_of(layout), "cases:train", **arguments, steps=(0, 0))
     written = load_file(checkpoint_path(tmp_path, 0) / "hf" / "model.safetensors")
     expected = tiny.transformers_model(models[family]).state_dict()
-    assert set(expected) - set(written) <= {"lm_head.weight"} and all(torch.equal(written[n], expected[n]) for n in written)
+    assert set(expected) - set(written) <= {"lm_head.weight"} and all(
+        torch.equal(written[n], expected[n]) for n in written
+    )
 
 
 def test_recomputed_activations_give_the_same_gradients(ranks: Ranks, models) -> None:
-    """trainer.recompute_activations keeps less for the backward pass, at two tensor-parallel ranks too, and changes no gradient."""
-    model, plain, recomputed = str(models["qwen3-untied"]), settings_of("tp2"), settings_of("tp2", trainer__recompute_activations=True)
+    """trainer.recompute_activations keeps less for the backward pass, at two tensor-parallel ranks too, and
+    changes no gradient."""
+    model, plain, recomputed = (
+        str(models["qwen3-untied"]),
+        settings_of("tp2"),
+        settings_of("tp2", trainer__recompute_activations=True),
+    )
     del plain["optimizer__lr"], recomputed["optimizer__lr"]
-    for one, other in zip(*(ranks.run(2, "cases:gradients", model=model, settings=s) for s in (plain, recomputed)), strict=True):
-        assert all(np.abs(one[n] - other[n]).max() < 1e-7 for n in one) and max(np.abs(g).max() for g in one.values()) > 1e-3
+    for one, other in zip(
+        *(ranks.run(2, "cases:gradients", model=model, settings=s) for s in (plain, recomputed)), strict=True
+    ):
+        assert (
+            all(np.abs(one[n] - other[n]).max() < 1e-7 for n in one)
+            and max(np.abs(g).max() for g in one.values()) > 1e-3
+        )
     kept = [ranks.run(2, "cases:elements_kept", model=model, settings=s)[0] for s in (plain, recomputed)]
     assert kept[1] < 0.6 * kept[0]
 
@@ -206,12 +261,16 @@ def test_slices_of_the_ranks_are_planned_without_overlap() -> None:
     def held(rank: int, start: int, length: int) -> Slice:
         return Slice(rank, "w", (5, 2), 0, start, length)
 
-    assert [(s.rank, s.start) for s in plan([held(0, 0, 3), held(1, 3, 2), held(2, 0, 3), held(3, 5, 0)])["w"]] == [(0, 0), (1, 3)]
+    assert [
+        (s.rank, s.start) for s in plan([held(0, 0, 3), held(1, 3, 2), held(2, 0, 3), held(3, 5, 0)])["w"]
+    ] == [(0, 0), (1, 3)]
     with pytest.raises(LaminarError, match=r"slices of w do not make it up"):
         plan([held(0, 0, 3), held(1, 4, 1)])
 
 
-@pytest.mark.parametrize(("layers", "stages", "first"), [(4, 2, None), (3, 2, 2), (5, 4, 2), (30, 4, 9), (61, 8, 5), (2, 2, None)])
+@pytest.mark.parametrize(
+    ("layers", "stages", "first"), [(4, 2, None), (3, 2, 2), (5, 4, 2), (30, 4, 9), (61, 8, 5), (2, 2, None)]
+)
 def test_layers_of_the_first_stage(layers: int, stages: int, first: int | None) -> None:
     """Every stage has a layer at least, and those behind the first have the same number."""
     assert first_stage_layers(layers, stages) == first

@@ -1,4 +1,5 @@
-"""Policy losses, corrections, denominators and KL estimates against values worked out by hand, and gradients by autograd."""
+"""Policy losses, corrections, denominators and KL estimates against values worked out by hand, and gradients
+by autograd."""
 
 import math
 from dataclasses import replace
@@ -43,7 +44,9 @@ CLIP = [
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient", "clipped"), CLIP)
-def test_clip_higher_in_closed_form(ratio: float, advantage: float, loss: float, gradient: float, clipped: int) -> None:
+def test_clip_higher_in_closed_form(
+    ratio: float, advantage: float, loss: float, gradient: float, clipped: int
+) -> None:
     """Each side of the clip, for good and bad tokens (arXiv 2503.14476, equation 8)."""
     logprob = torch.tensor([math.log(ratio) - 1.0], requires_grad=True)
     found = clip(logprob, torch.tensor([-1.0]), torch.tensor([advantage]), 0.2, 0.28)
@@ -57,8 +60,11 @@ def test_clip_higher_in_closed_form(ratio: float, advantage: float, loss: float,
     ("ratio", "advantage", "loss", "gradient"),
     [(2.0, -1.0, 2.0, 2.0), (5.0, -1.0, 3.0, 0.0), (5.0, 1.0, -1.28, 0.0), (5.0, -2.0, 6.0, 0.0)],
 )
-def test_dual_clip_bounds_the_loss_of_bad_tokens(ratio: float, advantage: float, loss: float, gradient: float) -> None:
-    """Above the bound 3 a negative advantage has no gradient any more; a positive one is clipped as before (arXiv 1912.09729)."""
+def test_dual_clip_bounds_the_loss_of_bad_tokens(
+    ratio: float, advantage: float, loss: float, gradient: float
+) -> None:
+    """Above the bound 3 a negative advantage has no gradient any more; a positive one is clipped as before
+    (arXiv 1912.09729)."""
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
     found = clip(logprob, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.28, dual=3.0)
     found.loss.sum().backward()
@@ -66,12 +72,17 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens(ratio: float, advantage: float,
 
 
 def test_gspo_clips_the_geometric_mean() -> None:
-    """Ratios 2 and 8 have the mean 4; 1/2 and 1/2 have 1/2. Clip 0.5/2: the first, A = 1, is clipped at 3; the second, A = -2, at the edge
-    is not. A sequence's gradient is spread evenly: s A / |y| per token and unit of its mean."""
-    logprobs = torch.tensor([math.log(2), math.log(8), -math.log(2), -math.log(2), math.log(1.5)], requires_grad=True)
+    """Ratios 2 and 8 have the mean 4; 1/2 and 1/2 have 1/2. Clip 0.5/2: the first, A = 1, is clipped at 3;
+    the second, A = -2, at the edge is not. A sequence's gradient is spread evenly: s A / |y| per token and
+    unit of its mean."""
+    logprobs = torch.tensor(
+        [math.log(2), math.log(8), -math.log(2), -math.log(2), math.log(1.5)], requires_grad=True
+    )
     batch = tokens([0.0] * 5, [1.0, 1.0, -2.0, -2.0, 1.0], [2, 2, 1])
     found = gspo(logprobs, batch.behaviour, batch, 0.5001, 2.0)
-    assert found.loss.tolist() == pytest.approx([-3.0, -3.0, 1.0, 1.0, -1.5], abs=1e-6) and found.clipped.tolist() == [1, 1, 0, 0, 0]
+    assert found.loss.tolist() == pytest.approx(
+        [-3.0, -3.0, 1.0, 1.0, -1.5], abs=1e-6
+    ) and found.clipped.tolist() == [1, 1, 0, 0, 0]
     weights, count = weights_and_count(batch, "sequences", 100)
     ((found.loss * weights).sum() / count).backward()
     assert logprobs.grad.tolist() == pytest.approx([0, 0, 1 / 6, 1 / 6, -0.5], abs=1e-6)
@@ -101,8 +112,8 @@ def test_aipo_truncates_on_one_side(ratio: float, weight: float) -> None:
 
 @given(st.lists(st.tuples(st.floats(-5, 0), st.floats(-3, 3)), min_size=4, max_size=4))
 def test_on_policy_all_losses_are_the_policy_gradient(rows: list[tuple[float, float]]) -> None:
-    """Ratio 1: the gradient by every log-prob is -A over the denominator, whatever the loss; of gspo where a sequence has one
-    advantage."""
+    """Ratio 1: the gradient by every log-prob is -A over the denominator, whatever the loss; of gspo where a
+    sequence has one advantage."""
     logprobs, advantages = [r[0] for r in rows], [r[1] for r in rows]
     advantages[1], advantages[3] = advantages[0], advantages[2]
     batch = tokens(logprobs, advantages, [2, 2])
@@ -116,7 +127,13 @@ def test_on_policy_all_losses_are_the_policy_gradient(rows: list[tuple[float, fl
         {"sequence_ratio_min": 0.99, "sequence_ratio_max": 1.01},
     ):
         current = torch.tensor(logprobs, requires_grad=True)
-        found = objective(AlgorithmConfig(**{"loss_aggregation": "sequences", **settings}), 8, batch, current, torch.zeros(4))
+        found = objective(
+            AlgorithmConfig(**{"loss_aggregation": "sequences", **settings}),
+            8,
+            batch,
+            current,
+            torch.zeros(4),
+        )
         (found.total / found.count).backward()
         assert current.grad.tolist() == pytest.approx([-a / 4 for a in advantages], abs=1e-6), settings
 
@@ -124,14 +141,27 @@ def test_on_policy_all_losses_are_the_policy_gradient(rows: list[tuple[float, fl
 def test_gradients_agree_with_finite_differences() -> None:
     """Of the whole objective, away from the edges of the clip, in float64."""
     draw = torch.Generator().manual_seed(0)
-    behaviour, proximal, reference, logprobs, advantages = (torch.randn(6, generator=draw, dtype=torch.float64) * 0.3 for _ in range(5))
-    batch = replace(
-        tokens([0.0] * 6, [0.0] * 6, [4, 2]), behaviour=behaviour, proximal=proximal, reference=reference, advantages=advantages
+    behaviour, proximal, reference, logprobs, advantages = (
+        torch.randn(6, generator=draw, dtype=torch.float64) * 0.3 for _ in range(5)
     )
-    for settings in ({"loss": "clip", "kl_coefficient": 0.3}, {"loss": "gspo", "kl_coefficient": 0.3, "kl_estimator": "k2"}):
-        a = AlgorithmConfig(proximal="recomputed", importance_weight_cap=1.1, loss_aggregation="sequences", **settings)
+    batch = replace(
+        tokens([0.0] * 6, [0.0] * 6, [4, 2]),
+        behaviour=behaviour,
+        proximal=proximal,
+        reference=reference,
+        advantages=advantages,
+    )
+    for settings in (
+        {"loss": "clip", "kl_coefficient": 0.3},
+        {"loss": "gspo", "kl_coefficient": 0.3, "kl_estimator": "k2"},
+    ):
+        a = AlgorithmConfig(
+            proximal="recomputed", importance_weight_cap=1.1, loss_aggregation="sequences", **settings
+        )
         assert torch.autograd.gradcheck(
-            lambda x, a=a: objective(a, 8, batch, x, torch.zeros(6)).total, logprobs.clone().requires_grad_(True), eps=1e-6
+            lambda x, a=a: objective(a, 8, batch, x, torch.zeros(6)).total,
+            logprobs.clone().requires_grad_(True),
+            eps=1e-6,
         )
 
 
@@ -143,12 +173,15 @@ def test_behaviour_weights_by_hand() -> None:
 
 
 def test_sequences_outside_the_bounds_are_left_out_but_counted() -> None:
-    """Geometric means 4, 1 and 1/4 with bounds 1/2 and 2: only the second has a loss; all three are in the denominator."""
+    """Geometric means 4, 1 and 1/4 with bounds 1/2 and 2: only the second has a loss; all three are in the
+    denominator."""
     ratios = torch.tensor([2.0, 8.0, 1.0, 0.25, 0.25])
     batch = tokens([0.0] * 5, [1.0] * 5, [2, 1, 2])
     assert kept_sequences(batch, ratios.log(), 0.5, 2.0).tolist() == [False, False, True, False, False]
     assert kept_sequences(batch, ratios.log(), None, 2.0).tolist() == [False, False, True, True, True]
-    a = AlgorithmConfig(sequence_ratio_min=0.5, sequence_ratio_max=2.0, loss_aggregation="sequences", clip_high=9.0)
+    a = AlgorithmConfig(
+        sequence_ratio_min=0.5, sequence_ratio_max=2.0, loss_aggregation="sequences", clip_high=9.0
+    )
     logprobs = ratios.log().requires_grad_(True)
     found = objective(a, 8, batch, logprobs, torch.zeros(5))
     (found.total / found.count).backward()
@@ -161,14 +194,15 @@ def test_sequences_outside_the_bounds_are_left_out_but_counted() -> None:
     [("tokens", [1, 1, 1, 1], 4), ("sequences", [1, 1 / 3, 1 / 3, 1 / 3], 3), ("constant", [0.1] * 4, 3)],
 )
 def test_loss_aggregation_by_hand(loss_aggregation: str, weights: list[float], count: int) -> None:
-    """Trajectories of 1, 3 and 0 trained tokens, at most 10 each: a trajectory without trained tokens is one all the same."""
+    """Trajectories of 1, 3 and 0 trained tokens, at most 10 each: a trajectory without trained tokens is one
+    all the same."""
     found, number = weights_and_count(tokens([0.0] * 4, [1.0] * 4, [1, 3, 0]), loss_aggregation, 10)
     assert found.tolist() == pytest.approx(weights) and number.item() == count and number.dtype == torch.int
 
 
 def test_kl_estimates_by_hand_and_in_the_mean() -> None:
-    """At p / q = 2: -log 2, (log 2)^2 / 2, 1 - log 2. Over a distribution k1 and k3 have the mean KL(q || p) and k2 nearly; the mean
-    gradient of k1 is 0, which is why it is refused as a loss."""
+    """At p / q = 2: -log 2, (log 2)^2 / 2, 1 - log 2. Over a distribution k1 and k3 have the mean KL(q || p)
+    and k2 nearly; the mean gradient of k1 is 0, which is why it is refused as a loss."""
     one = [kl_estimate(torch.zeros(1), torch.tensor([math.log(2)]), k).item() for k in ("k1", "k2", "k3")]
     assert one == pytest.approx([-math.log(2), math.log(2) ** 2 / 2, 1 - math.log(2)], abs=1e-6)
     logits = torch.tensor([0.2, -0.1, 0.4], dtype=torch.float64, requires_grad=True)
@@ -177,7 +211,10 @@ def test_kl_estimates_by_hand_and_in_the_mean() -> None:
     (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
     for estimator in ("k1", "k2", "k3"):
         each = kl_estimate(q, p, estimator)
-        mean, gradient = (q.exp() * each).sum(), torch.autograd.grad((q.detach().exp() * each).sum(), logits, retain_graph=True)[0]
+        mean, gradient = (
+            (q.exp() * each).sum(),
+            torch.autograd.grad((q.detach().exp() * each).sum(), logits, retain_graph=True)[0],
+        )
         assert mean.item() == pytest.approx(divergence.item(), abs=1e-3 if estimator == "k2" else 1e-12)
         if estimator == "k1":
             assert gradient.abs().max() < 1e-12
@@ -187,4 +224,6 @@ def test_kl_estimates_by_hand_and_in_the_mean() -> None:
 
 def test_a_behaviour_logprob_that_is_not_finite_shows_in_the_loss() -> None:
     """Nothing is clamped away: the learner must be able to see it and skip the update."""
-    assert not torch.isfinite(clip(torch.tensor([-1.0]), torch.tensor([-math.inf]), torch.tensor([-1.0]), 0.2, 0.28).loss).all()
+    assert not torch.isfinite(
+        clip(torch.tensor([-1.0]), torch.tensor([-math.inf]), torch.tensor([-1.0]), 0.2, 0.28).loss
+    ).all()

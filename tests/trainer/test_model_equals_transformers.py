@@ -1,4 +1,5 @@
-"""The Megatron policy computes what transformers computes, from the same directory, before and after training, packed or not."""
+"""The Megatron policy computes what transformers computes, from the same directory, before and after
+training, packed or not."""
 
 import json
 from pathlib import Path
@@ -34,8 +35,11 @@ def logits_by_megatron(policy: MegatronPolicy, texts: list[list[int]]) -> torch.
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_logits_equal_transformers_both_ways(tied: bool, tied_model: Path, untied_model: Path, tmp_path: Path, world: None) -> None:
-    """A Hugging Face directory loads straight into Megatron, is trained, and is written back as one; logits to 1e-4 in float32 each way."""
+def test_logits_equal_transformers_both_ways(
+    tied: bool, tied_model: Path, untied_model: Path, tmp_path: Path, world: None
+) -> None:
+    """A Hugging Face directory loads straight into Megatron, is trained, and is written back as one; logits
+    to 1e-4 in float32 each way."""
     directory = tied_model if tied else untied_model
     config = tiny.make_config(directory, optimizer__lr=1e-2)
     policy = MegatronPolicy(config)
@@ -45,14 +49,19 @@ def test_logits_equal_transformers_both_ways(tied: bool, tied_model: Path, untie
     Learner(config, policy).train(tiny.make_batch(seed=1), 0, lambda: None)
     policy.save_hf(tmp_path / "hf")
     after = logits_by_megatron(policy, sequences())
-    assert (after - before).abs().max() > 1e-2, "training has changed nothing, so the second comparison proves nothing"
+    assert (after - before).abs().max() > 1e-2, (
+        "training has changed nothing, so the second comparison proves nothing"
+    )
     assert (after - logits_by_transformers(tmp_path / "hf", sequences())).abs().max() < 1e-4
-    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads((directory / "config.json").read_text())
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads(
+        (directory / "config.json").read_text()
+    )
     assert (tmp_path / "hf" / "tokenizer.json").exists()
 
 
 def test_the_shipped_base_equals_transformers(tmp_path: Path, world: None) -> None:
-    """The example's model, as the demo loads it; what is written back is the same bits, with the tokenizer beside them."""
+    """The example's model, as the demo loads it; what is written back is the same bits, with the tokenizer
+    beside them."""
     policy = MegatronPolicy(tiny.make_config(SHIPPED))
     texts = [[t % policy.shape.vocab for t in s] for s in sequences()]
     assert (logits_by_megatron(policy, texts) - logits_by_transformers(SHIPPED, texts)).abs().max() < 1e-4
@@ -64,9 +73,12 @@ def test_the_shipped_base_equals_transformers(tmp_path: Path, world: None) -> No
 
 @pytest.mark.gpu
 def test_bfloat16_on_a_gpu_is_close_to_float32(tied_model: Path, world: None) -> None:
-    """On CUDA in half precision the attention is another kernel; its log-probs stay close to transformers' in float32."""
+    """On CUDA in half precision the attention is another kernel; its log-probs stay close to transformers' in
+    float32."""
     policy = MegatronPolicy(tiny.make_config(tied_model, model__dtype="bfloat16"))
-    difference = logits_by_megatron(policy, sequences()).log_softmax(-1) - logits_by_transformers(tied_model, sequences()).log_softmax(-1)
+    difference = logits_by_megatron(policy, sequences()).log_softmax(-1) - logits_by_transformers(
+        tied_model, sequences()
+    ).log_softmax(-1)
     assert difference.abs().mean() < 0.02
 
 
@@ -76,7 +88,9 @@ def test_canonical_tensors_are_the_state_dict_of_transformers(untied_model: Path
     expected = tiny.transformers_model(untied_model).state_dict()
     tensors = {name: t.cpu() for name, t in policy.canonical_tensors()}
     assert list(tensors) == list(expected)
-    assert all(torch.equal(tensors[name], expected[name]) and tensors[name].is_contiguous() for name in expected)
+    assert all(
+        torch.equal(tensors[name], expected[name]) and tensors[name].is_contiguous() for name in expected
+    )
     assert policy.canonical_metadata() == [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
 
 
@@ -91,22 +105,27 @@ def test_probe_logprobs_equal_transformers(tied_model: Path, world: None) -> Non
 
 
 def test_packed_equals_unpacked(tied_model: Path, world: None) -> None:
-    """One pack of many sequences and each sequence alone: the same log-probs, entropies and gradients. If the pack were one long sequence,
-    as in the negative control, they would not be."""
+    """One pack of many sequences and each sequence alone: the same log-probs, entropies and gradients. If the
+    pack were one long sequence, as in the negative control, they would not be."""
     policy = MegatronPolicy(tiny.make_config(tied_model))
     batch = tiny.make_batch(seed=2)
     advantages = [1.0 if i % 2 else -1.0 for i in range(len(batch))]
 
     def run(parts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         seen: dict[int, torch.Tensor] = {}
-        micro_batches = [make_microbatch(tiny.examples([batch[i] for i in p], [advantages[i] for i in p]), policy.device) for p in parts]
+        micro_batches = [
+            make_microbatch(tiny.examples([batch[i] for i in p], [advantages[i] for i in p]), policy.device)
+            for p in parts
+        ]
 
         def loss(micro: object, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, ...]:
             seen[len(seen)] = torch.stack([logprobs.detach(), entropies], 1).cpu()
             return (logprobs * micro.tokens.advantages).sum(), micro.tokens.real.sum().int(), torch.zeros(())
 
         policy.accumulate(micro_batches, loss)
-        return torch.cat(list(seen.values())), torch.cat([p.main_grad.flatten().cpu() for p in policy.gpt.parameters()])
+        return torch.cat(list(seen.values())), torch.cat(
+            [p.main_grad.flatten().cpu() for p in policy.gpt.parameters()]
+        )
 
     packed, packed_gradient = run([list(range(len(batch)))])
     alone, alone_gradient = run([[i] for i in range(len(batch))])
@@ -114,12 +133,17 @@ def test_packed_equals_unpacked(tied_model: Path, world: None) -> None:
     assert (packed_gradient - alone_gradient).abs().max() < 2e-5 * alone_gradient.abs().max().clamp(min=1)
 
     first = LENGTHS[0]
-    apart, joined = logits_by_megatron(policy, sequences()), logits_by_megatron(policy, [[t for s in sequences() for t in s]])
+    apart, joined = (
+        logits_by_megatron(policy, sequences()),
+        logits_by_megatron(policy, [[t for s in sequences() for t in s]]),
+    )
     assert (joined[: first - 1] - apart[: first - 1]).abs().max() < 1e-4
     assert (joined[first : first + 3] - apart[first - 1 : first + 2]).abs().max() > 0.1
 
 
-def test_a_directory_that_is_no_complete_model_is_refused(tied_model: Path, tmp_path: Path, world: None) -> None:
+def test_a_directory_that_is_no_complete_model_is_refused(
+    tied_model: Path, tmp_path: Path, world: None
+) -> None:
     """A missing tensor must not be trained from zeros: the error names it, and what to check."""
     for file in tied_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

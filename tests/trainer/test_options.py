@@ -1,4 +1,5 @@
-"""Every option of config.algorithm trains what its paper says: two steps of two mini-batches against an independent trainer."""
+"""Every option of config.algorithm trains what its paper says: two steps of two mini-batches against an
+independent trainer."""
 
 import dataclasses
 from pathlib import Path
@@ -19,17 +20,44 @@ OPTIONS = {
     "dual-clip": {"clip_dual": 1.5},
     "dr-grpo": {"normalize_std": False, "loss_aggregation": "constant"},
     "rloo": {"advantage": "rloo", "loss_aggregation": "sequences"},
-    "reinforce_pp": {"advantage": "reinforce_pp", "kl_coefficient": 0.05, "kl_estimator": "k1", "kl_in_reward": True},
-    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "kl_coefficient": 0.05, "kl_estimator": "k2"},
-    "grpo-kl-in-reward": {"kl_coefficient": 0.05, "kl_estimator": "k2", "kl_in_reward": True, "proximal": "recomputed", **NARROW},
+    "reinforce_pp": {
+        "advantage": "reinforce_pp",
+        "kl_coefficient": 0.05,
+        "kl_estimator": "k1",
+        "kl_in_reward": True,
+    },
+    "reinforce_pp_baseline": {
+        "advantage": "reinforce_pp_baseline",
+        "kl_coefficient": 0.05,
+        "kl_estimator": "k2",
+    },
+    "grpo-kl-in-reward": {
+        "kl_coefficient": 0.05,
+        "kl_estimator": "k2",
+        "kl_in_reward": True,
+        "proximal": "recomputed",
+        **NARROW,
+    },
     "gspo": {"loss": "gspo", "loss_aggregation": "sequences", "clip_low": 0.05, "clip_high": 0.05},
     "cispo": {"loss": "cispo", "clip_low": 0.5, "clip_high": 0.5},
     "aipo": {"loss": "aipo", "importance_weight_cap": 1.2, "advantage": "rloo"},
     "decoupled": {"proximal": "recomputed", **NARROW},
     "tis": {"proximal": "recomputed", "importance_weight_cap": 1.3, "kl_coefficient": 0.1, **NARROW},
-    "decoupled-gspo": {"loss": "gspo", "loss_aggregation": "sequences", "proximal": "recomputed", "clip_low": 3e-3, "clip_high": 4e-3},
+    "decoupled-gspo": {
+        "loss": "gspo",
+        "loss_aggregation": "sequences",
+        "proximal": "recomputed",
+        "clip_low": 3e-3,
+        "clip_high": 4e-3,
+    },
     "sequence-mask": {"sequence_ratio_min": 0.9, "sequence_ratio_max": 1.1},
-    "tis-sequence-mask": {"proximal": "recomputed", "importance_weight_cap": 2.0, "sequence_ratio_max": 1.0, "loss_aggregation": "sequences", **NARROW},
+    "tis-sequence-mask": {
+        "proximal": "recomputed",
+        "importance_weight_cap": 2.0,
+        "sequence_ratio_max": 1.0,
+        "loss_aggregation": "sequences",
+        **NARROW,
+    },
     "overlong": {"overlong_buffer_tokens": 16},
 }
 
@@ -40,8 +68,9 @@ def settings(name: str) -> dict:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_steps_equal_plain_torch(name: str, untied_model: Path, world: None) -> None:
-    """Losses to 1e-5, gradient norms to 1e-4 of themselves, weights to 5e-6; several micro-batches, tokens of the environment masked out,
-    logits divided by the temperature, a reference model that is not the trained one any more."""
+    """Losses to 1e-5, gradient norms to 1e-4 of themselves, weights to 5e-6; several micro-batches, tokens of
+    the environment masked out, logits divided by the temperature, a reference model that is not the trained
+    one any more."""
     config = tiny.make_config(
         untied_model,
         optimizer__lr=2e-3,
@@ -52,12 +81,16 @@ def test_two_steps_equal_plain_torch(name: str, untied_model: Path, world: None)
     )
     policy = MegatronPolicy(config)
     learner = Learner(config, policy)
-    trainer = plain.PlainTrainer(config, tiny.transformers_model(untied_model), tiny.transformers_model(untied_model))
+    trainer = plain.PlainTrainer(
+        config, tiny.transformers_model(untied_model), tiny.transformers_model(untied_model)
+    )
     for step in range(2):
         batch = tiny.make_batch(seed=20 + step)
         losses, norms = trainer.train(batch, step)
         metrics = learner.train(batch, step, lambda: None)
-        if config.algorithm.loss_aggregation != "tokens":  # else the mini-batches' shares in the mean are uneven
+        if (
+            config.algorithm.loss_aggregation != "tokens"
+        ):  # else the mini-batches' shares in the mean are uneven
             assert metrics["loss"] == pytest.approx(sum(losses) / 2, abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-4)
     after, expected = {n: t.clone() for n, t in policy.canonical_tensors()}, trainer.model.state_dict()
@@ -76,20 +109,33 @@ def test_every_choice_is_trained_by_one_of_the_options() -> None:
     """A choice that is added must be added here."""
     limits = {field.name: allowed(field) for field in dataclasses.fields(AlgorithmConfig)}
     trained = ("advantage", "loss", "loss_aggregation", "proximal", "kl_estimator")
-    choices = {key: limit.names for key, limit in limits.items() if isinstance(limit, Choices) and key in trained}
+    choices = {
+        key: limit.names for key, limit in limits.items() if isinstance(limit, Choices) and key in trained
+    }
     assert len(choices) == len(trained)
     seen = {key: {option.get(key) for option in OPTIONS.values()} for key in choices}
-    defaults = {"advantage": "grpo", "loss": "clip", "loss_aggregation": "tokens", "proximal": "behaviour", "kl_estimator": "k3"}
+    defaults = {
+        "advantage": "grpo",
+        "loss": "clip",
+        "loss_aggregation": "tokens",
+        "proximal": "behaviour",
+        "kl_estimator": "k3",
+    }
     assert all(set(names) <= seen[key] | {defaults[key]} for key, names in choices.items())
 
 
 @pytest.mark.parametrize("name", ["clip", "dr-grpo", "reinforce_pp", "gspo", "tis-sequence-mask"])
 def test_micro_batches_do_not_matter(name: str, tied_model: Path, world: None) -> None:
-    """The same update from many small micro-batches as from one: denominators and recomputed log-probs are of the whole mini-batch."""
+    """The same update from many small micro-batches as from one: denominators and recomputed log-probs are of
+    the whole mini-batch."""
     found = []
     for budget in (40, 2000):
         config = tiny.make_config(
-            tied_model, trainer__tokens_per_microbatch=budget, sampling__max_response_tokens=32, optimizer__lr=1e-3, **settings(name)
+            tied_model,
+            trainer__tokens_per_microbatch=budget,
+            sampling__max_response_tokens=32,
+            optimizer__lr=1e-3,
+            **settings(name),
         )
         policy = MegatronPolicy(config)
         metrics = Learner(config, policy).train(tiny.make_batch(seed=30), 0, lambda: None)
@@ -99,8 +145,8 @@ def test_micro_batches_do_not_matter(name: str, tied_model: Path, world: None) -
 
 
 def test_the_reference_is_held_only_if_asked_for_and_never_moves(tied_model: Path, world: None) -> None:
-    """Without a coefficient there is no copy. With one, the KL at the first update is 0, it grows, and swapping leaves the live weights
-    where they were in memory."""
+    """Without a coefficient there is no copy. With one, the KL at the first update is 0, it grows, and
+    swapping leaves the live weights where they were in memory."""
     config = tiny.make_config(tied_model)
     assert Learner(config, MegatronPolicy(config))._reference is None
     config = tiny.make_config(tied_model, algorithm__kl_coefficient=0.1, optimizer__lr=1e-2)
@@ -113,13 +159,15 @@ def test_the_reference_is_held_only_if_asked_for_and_never_moves(tied_model: Pat
     with learner._reference.in_place():
         live = torch.cat([t.flatten() for _, t in policy.canonical_tensors()])
         inside = torch.cat([p.data.flatten() for p in policy.gpt.parameters()])
-    assert not torch.equal(live, initial), "a publication reads the live weights also while the reference is in place"
+    assert not torch.equal(live, initial), (
+        "a publication reads the live weights also while the reference is in place"
+    )
     assert torch.equal(inside, torch.cat([p.data.flatten() for p in MegatronPolicy(config).gpt.parameters()]))
 
 
 def test_a_trajectory_left_out_cannot_spoil_the_update(tied_model: Path, world: None) -> None:
-    """A behaviour log-prob of minus infinity makes the ratio infinite: with a bound the trajectory is left out, and the update is that of
-    the others."""
+    """A behaviour log-prob of minus infinity makes the ratio infinite: with a bound the trajectory is left
+    out, and the update is that of the others."""
     batch = tiny.make_batch(seed=31)
     batch[3].logprobs[0] = -float("inf")
     for largest, skipped in ((None, 1), (10.0, 0)):
@@ -129,4 +177,7 @@ def test_a_trajectory_left_out_cannot_spoil_the_update(tied_model: Path, world: 
         assert metrics["skipped_updates"] == skipped
         assert all(torch.isfinite(t).all() for _, t in policy.canonical_tensors())
     total = sum(sum(t.loss_mask) for t in batch)
-    assert metrics["left_out_fraction"] == pytest.approx(sum(batch[3].loss_mask) / total) and metrics["ratio_max"] < 100
+    assert (
+        metrics["left_out_fraction"] == pytest.approx(sum(batch[3].loss_mask) / total)
+        and metrics["ratio_max"] < 100
+    )

@@ -24,8 +24,8 @@ def ranks():
 
 @pytest.mark.parametrize("family", ["qwen2-untied-gqa7", "qwen3-tied"])
 def test_bucket_holds_the_canonical_tensors(family: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Byte for byte the tensors that a checkpoint gets, one after the other; a tensor's sums are those of its bytes. In one chunk, and in
-    chunks that begin inside rows and inside query groups."""
+    """Byte for byte the tensors that a checkpoint gets, one after the other; a tensor's sums are those of its
+    bytes. In one chunk, and in chunks that begin inside rows and inside query groups."""
     model = tiny.make_model(tmp_path / family, 3, **tiny.FAMILIES[family])
     buckets = {}
     for name, (tensor, pipeline, data, dtype) in LAYOUTS.items():
@@ -36,8 +36,15 @@ def test_bucket_holds_the_canonical_tensors(family: str, ranks: Ranks, tmp_path:
             "model__dtype": dtype,
         }
         for chunk in (1 << 20, 1236):
-            found = ranks.run(tensor * pipeline * data, "cases:packed", model=str(model), settings=settings, chunk=chunk)[0]
-            assert (found["bucket"] == found["whole"]).all() and found["sums"] == found["of_tensors"], (name, chunk)
+            found = ranks.run(
+                tensor * pipeline * data, "cases:packed", model=str(model), settings=settings, chunk=chunk
+            )[0]
+            assert (found["bucket"] == found["whole"]).all() and found["sums"] == found["of_tensors"], (
+                name,
+                chunk,
+            )
         buckets.setdefault(dtype, []).append(found["bucket"])
     for same in buckets.values():
-        assert all((bucket == same[0]).all() for bucket in same), "the layout of the trainer shows in what it publishes"
+        assert all((bucket == same[0]).all() for bucket in same), (
+            "the layout of the trainer shows in what it publishes"
+        )

@@ -14,7 +14,8 @@ lengths_within = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 @given(lengths_within, st.integers(1, 4))
 def test_plan_is_complete_within_budget_and_even(lengths: list[int], ranks: int) -> None:
-    """Every trajectory is in one place, no micro-batch exceeds the budget, and all ranks have the same number of them."""
+    """Every trajectory is in one place, no micro-batch exceeds the budget, and all ranks have the same number
+    of them."""
     plan = plan_microbatches(lengths, ranks, budget=50)
     assert sorted(i for rank in plan for part in rank for i in part) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in part) <= 50 for rank in plan for part in rank)
@@ -49,7 +50,8 @@ def test_minibatches_depend_on_seed_and_step_alone() -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30))
 def test_buckets_gather_and_scatter_are_inverse(lengths: list[int]) -> None:
-    """Each token has one padded place, in order, in a row of its own sequence; the other places, a quarter at most, are padding."""
+    """Each token has one padded place, in order, in a row of its own sequence; the other places, a quarter at
+    most, are padding."""
     buckets = make_buckets(lengths, torch.device("cpu"))
     total, padded = sum(lengths), sum(n * width for n, width in buckets.shapes)
     assert buckets.gather[buckets.scatter].tolist() == list(range(total))

@@ -1,5 +1,5 @@
-"""Publishing behind the trainer's back, to real relays: what arrives is what the parameters were, whatever the trainer does after the
-fence; a relay that dies costs an id, never the trainer."""
+"""Publishing behind the trainer's back, to real relays: what arrives is what the parameters were, whatever
+the trainer does after the fence; a relay that dies costs an id, never the trainer."""
 
 import time
 from collections.abc import Iterator
@@ -14,16 +14,26 @@ from laminar_hpc import messages as m
 from laminar_hpc.trainer.learner import Learner
 from laminar_hpc.trainer.megatron import MegatronPolicy
 
-LARGE = {"vocab_size": 3000, "hidden_size": 128, "intermediate_size": 256}  # 2.6 MB: three chunks of 1 MB, cut inside the embedding
+LARGE = {
+    "vocab_size": 3000,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+}  # 2.6 MB: three chunks of 1 MB, cut inside the embedding
 
 
 @pytest.fixture(scope="module")
 def policy(world: None, tmp_path_factory: pytest.TempPathFactory) -> MegatronPolicy:
-    return MegatronPolicy(tiny.make_config(tiny.make_model(tmp_path_factory.mktemp("large"), 3, **LARGE), relay__chunk_megabytes=1))
+    return MegatronPolicy(
+        tiny.make_config(
+            tiny.make_model(tmp_path_factory.mktemp("large"), 3, **LARGE), relay__chunk_megabytes=1
+        )
+    )
 
 
 @pytest.fixture(params=["overlapped"])
-def running(policy: MegatronPolicy, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Controller, Publisher]]:
+def running(
+    policy: MegatronPolicy, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[Controller, Publisher]]:
     policy.config.relay.publish, policy.config.relay.publish_timeout_seconds = request.param, 20.0
     controller, publisher = start(policy.config, tmp_path, policy)
     yield controller, publisher
@@ -31,9 +41,12 @@ def running(policy: MegatronPolicy, tmp_path: Path, request: pytest.FixtureReque
 
 
 @pytest.mark.parametrize("running", ["overlapped", "blocking"], indirect=True)
-def test_what_arrives_is_what_was_published(policy: MegatronPolicy, running: tuple[Controller, Publisher]) -> None:
-    """Parameters that change right behind the fence, over and over: every id at the first and at the last relay of a chain has the bytes
-    of its step, with the right sums (else a relay would have failed). What left the trainer is those bytes, to 1%."""
+def test_what_arrives_is_what_was_published(
+    policy: MegatronPolicy, running: tuple[Controller, Publisher]
+) -> None:
+    """Parameters that change right behind the fence, over and over: every id at the first and at the last
+    relay of a chain has the bytes of its step, with the right sums (else a relay would have failed). What
+    left the trainer is those bytes, to 1%."""
     controller, publisher = running
     controller.link(controller.add_relay(), controller.add_relay())
     linked(publisher)
@@ -52,8 +65,11 @@ def test_what_arrives_is_what_was_published(policy: MegatronPolicy, running: tup
     publisher.close()
 
 
-def test_a_relay_that_takes_nothing_costs_one_id(policy: MegatronPolicy, running: tuple[Controller, Publisher]) -> None:
-    """The fence waits for the time limit at most and the trainer goes on; the next weights go to the relay of the next epoch."""
+def test_a_relay_that_takes_nothing_costs_one_id(
+    policy: MegatronPolicy, running: tuple[Controller, Publisher]
+) -> None:
+    """The fence waits for the time limit at most and the trainer goes on; the next weights go to the relay of
+    the next epoch."""
     controller, publisher = running
     publisher._seconds = 1.0  # links have 20 s, so it is the fence that gives up
     controller.deaf = True
@@ -76,7 +92,9 @@ def test_a_relay_that_takes_nothing_costs_one_id(policy: MegatronPolicy, running
     assert [p.step for p in controller.wait_for(m.Published)] == [1]
 
 
-def test_without_a_link_the_trainer_does_not_wait(policy: MegatronPolicy, running: tuple[Controller, Publisher]) -> None:
+def test_without_a_link_the_trainer_does_not_wait(
+    policy: MegatronPolicy, running: tuple[Controller, Publisher]
+) -> None:
     controller, publisher = running
     publisher.publish(0)
     started = time.monotonic()
@@ -84,8 +102,11 @@ def test_without_a_link_the_trainer_does_not_wait(policy: MegatronPolicy, runnin
     assert time.monotonic() - started < 1.0 and not controller.all(m.NewWeightId)
 
 
-def test_a_new_epoch_gets_the_live_weights_again(policy: MegatronPolicy, running: tuple[Controller, Publisher]) -> None:
-    """Until the weights change, a relay that comes later, or after the death of the one that had them, gets them under a new id."""
+def test_a_new_epoch_gets_the_live_weights_again(
+    policy: MegatronPolicy, running: tuple[Controller, Publisher]
+) -> None:
+    """Until the weights change, a relay that comes later, or after the death of the one that had them, gets
+    them under a new id."""
     controller, publisher = running
     publisher.publish(7)
     for epoch in range(3):
@@ -96,19 +117,28 @@ def test_a_new_epoch_gets_the_live_weights_again(policy: MegatronPolicy, running
     publisher.fence()
     controller.link(controller.add_relay())
     time.sleep(0.5)
-    assert [p.weight_id for p in controller.all(m.Published)] == [0, 1, 2], "weights that may have changed are not sent again"
+    assert [p.weight_id for p in controller.all(m.Published)] == [0, 1, 2], (
+        "weights that may have changed are not sent again"
+    )
 
 
 @pytest.fixture(scope="module")
 def served_as_bfloat16(world: None, tmp_path_factory: pytest.TempPathFactory) -> MegatronPolicy:
     model = tiny.make_model(tmp_path_factory.mktemp("deltas"), 3, **LARGE)
     return MegatronPolicy(
-        tiny.make_config(model, model__dtype="bfloat16", relay__chunk_megabytes=1, relay__delta="auto", relay__publish_timeout_seconds=20.0)
+        tiny.make_config(
+            model,
+            model__dtype="bfloat16",
+            relay__chunk_megabytes=1,
+            relay__delta="auto",
+            relay__publish_timeout_seconds=20.0,
+        )
     )
 
 
 def test_changes_arrive_as_full_copies_would(served_as_bfloat16: MegatronPolicy, tmp_path: Path) -> None:
-    """Few changed elements in chunks that end inside tensors, down a chain of two, at once behind the fence; and what is told of them."""
+    """Few changed elements in chunks that end inside tensors, down a chain of two, at once behind the fence;
+    and what is told of them."""
     policy = served_as_bfloat16
     controller, publisher = start(policy.config, tmp_path, policy)
     controller.link(controller.add_relay(), controller.add_relay())
@@ -126,12 +156,16 @@ def test_changes_arrive_as_full_copies_would(served_as_bfloat16: MegatronPolicy,
     count = len(list(policy.gpt.parameters()))
     for p in others:
         assert 0 < p.changed <= count * 2 / len(expected) and p.full_bytes == first.full_bytes
-        assert p.bytes - (first.bytes - len(expected)) < 1000  # a few hundred bytes of changes instead of 1.3 MB
+        assert (
+            p.bytes - (first.bytes - len(expected)) < 1000
+        )  # a few hundred bytes of changes instead of 1.3 MB
     publisher.close()
     controller.stop()
 
 
-def test_changes_to_weights_that_are_not_there_are_refused(served_as_bfloat16: MegatronPolicy, tmp_path: Path) -> None:
+def test_changes_to_weights_that_are_not_there_are_refused(
+    served_as_bfloat16: MegatronPolicy, tmp_path: Path
+) -> None:
     """One line names both ids, and the next link brings the weights in full."""
     policy = served_as_bfloat16
     controller, publisher = start(policy.config, tmp_path, policy)
@@ -154,7 +188,9 @@ def test_changes_to_weights_that_are_not_there_are_refused(served_as_bfloat16: M
     controller.wait_for(m.RelayHas, 2)
     assert controller.newest(1).step == 1 and slot_bytes(controller.newest(1)) == whole(policy)
     published = controller.wait_for(m.Published, 2)[1]
-    assert published.bytes == published.full_bytes and published.changed is None, "the image was of two publications"
+    assert published.bytes == published.full_bytes and published.changed is None, (
+        "the image was of two publications"
+    )
     publisher.close()
     controller.stop()
 
@@ -166,10 +202,17 @@ STEPS = 200
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("rate", [1e-6, 5e-5])
 def test_200_steps_of_training_against_full_copies(rate: float, world: None, tmp_path: Path) -> None:
-    """The shipped model in bfloat16, real updates by the learner: each id at the last relay of a chain of two is, bit for bit, the copy
-    that was taken of the weights when they were published; and no publication is larger than a full one but by its chunks' heads."""
+    """The shipped model in bfloat16, real updates by the learner: each id at the last relay of a chain of two
+    is, bit for bit, the copy that was taken of the weights when they were published; and no publication is
+    larger than a full one but by its chunks' heads."""
     base = Path(__file__).parents[2] / "examples" / "arithmetic" / "base"
-    settings = {"model__dtype": "bfloat16", "relay__delta": "auto", "relay__anchor_every": 50, "optimizer__lr": rate, "steps": STEPS}
+    settings = {
+        "model__dtype": "bfloat16",
+        "relay__delta": "auto",
+        "relay__anchor_every": 50,
+        "optimizer__lr": rate,
+        "steps": STEPS,
+    }
     policy = MegatronPolicy(tiny.make_config(base, **settings, optimizer__eps=1e-8))
     learner = Learner(policy.config, policy)
     controller, publisher = start(policy.config, tmp_path, policy)
@@ -192,7 +235,9 @@ def test_200_steps_of_training_against_full_copies(rate: float, world: None, tmp
     changed = [p.changed for p in told[1:]]
     in_full = [p.weight_id for p in told if p.bytes == p.full_bytes]
     over_full = sum(p.bytes for p in told) / sum(p.full_bytes for p in told)
-    print(f"learning rate {rate}: changed {sum(changed) / STEPS:.4f} per step, bytes over full {over_full:.4f}")
+    print(
+        f"learning rate {rate}: changed {sum(changed) / STEPS:.4f} per step, bytes over full {over_full:.4f}"
+    )
     assert all(0 < fraction < 1 for fraction in changed) and in_full == list(range(0, STEPS + 1, 50))
 
 
@@ -208,4 +253,7 @@ def test_two_trainer_ranks(split: str, ranks: Ranks, tmp_path: Path) -> None:
     """Each rank's thread brings its slices beside its training; the fence holds on both."""
     settings = {f"trainer__{split}_parallel": 2, "relay__chunk_megabytes": 1}
     model = tiny.make_model(tmp_path / "model", 3, **LARGE)
-    assert ranks.run(2, "cases:published", model=str(model), settings=settings, folder=str(tmp_path)) == [4, 4]
+    assert ranks.run(2, "cases:published", model=str(model), settings=settings, folder=str(tmp_path)) == [
+        4,
+        4,
+    ]

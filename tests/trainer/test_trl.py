@@ -1,5 +1,6 @@
-"""The same numbers as TRL's trainers on the same tensors: their own scoring and loss methods, run on a stand-in that has what those
-methods read. Rewards, log-probs and masks go in; advantages, the loss and its gradient come out.
+"""The same numbers as TRL's trainers on the same tensors: their own scoring and loss methods, run on a
+stand-in that has what those methods read. Rewards, log-probs and masks go in; advantages, the loss and its
+gradient come out.
 
 | here | in TRL |
 |---|---|
@@ -40,7 +41,12 @@ def drawn(seed: int, spread: float) -> torch.Tensor:
     return -1.5 + spread * torch.randn(MASK.shape, generator=torch.Generator().manual_seed(seed))
 
 
-BEHAVIOUR, PROXIMAL, REFERENCE, CURRENT = drawn(1, 0.0) + drawn(2, 0.4), drawn(3, 0.4) - 1.5, drawn(4, 0.4) - 1.5, drawn(5, 0.5) - 1.5
+BEHAVIOUR, PROXIMAL, REFERENCE, CURRENT = (
+    drawn(1, 0.0) + drawn(2, 0.4),
+    drawn(3, 0.4) - 1.5,
+    drawn(4, 0.4) - 1.5,
+    drawn(5, 0.5) - 1.5,
+)
 
 
 def alone(value: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
@@ -49,34 +55,81 @@ def alone(value: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
 
 
 def stand_in(**settings: object) -> SimpleNamespace:
-    """A trainer of TRL as far as `_generate_and_score_completions` and `_compute_loss` read it: one text-only batch in one step."""
+    """A trainer of TRL as far as `_generate_and_score_completions` and `_compute_loss` read it: one text-only
+    batch in one step."""
     model, reference = (SimpleNamespace(training=True, is_gradient_checkpointing=False) for _ in range(2))
     rows = [[7] * n for n in LENGTHS]
-    generated = [[3]] * len(rows), rows, None, rows, [b[:n].tolist() for b, n in zip(BEHAVIOUR, LENGTHS, strict=True)], {}, None, None
+    generated = (
+        [[3]] * len(rows),
+        rows,
+        None,
+        rows,
+        [b[:n].tolist() for b, n in zip(BEHAVIOUR, LENGTHS, strict=True)],
+        {},
+        None,
+        None,
+    )
     trainer = SimpleNamespace(
         model=model,
         ref_model=reference,
         args=SimpleNamespace(
-            delta=None, use_bias_correction_kl=False, steps_per_generation=1, gradient_accumulation_steps=1,
-            per_device_train_batch_size=len(rows), gradient_checkpointing_kwargs=None,
+            delta=None,
+            use_bias_correction_kl=False,
+            steps_per_generation=1,
+            gradient_accumulation_steps=1,
+            per_device_train_batch_size=len(rows),
+            gradient_checkpointing_kwargs=None,
         ),
-        accelerator=SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, gather=alone, reduce=alone),
-        loss_type="grpo", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.28, beta=0.0, scale_rewards="group",
-        max_completion_length=LONGEST, multi_objective_aggregation="sum_then_normalize", reward_weights=torch.ones(1),
-        num_generations=SAMPLES, num_iterations=1, current_gradient_accumulation_steps=1, top_entropy_quantile=1.0,
-        use_vllm=False, vllm_importance_sampling_correction=False, vllm_importance_sampling_mode="token_truncate",
-        vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=None,
-        off_policy_mask_threshold=None, normalize_advantages=False, reward_clip_range=None, mask_truncated_completions=False,
-        aux_loss_enabled=False, _entropy_bonus_enabled=False, environment_factories=None, environments=None, tools=None,
-        pad_to_multiple_of=None, log_multimodal=False, reward_func_names=["given"], _tokenizer=SimpleNamespace(pad_token_id=0),
-        _metrics=defaultdict(lambda: defaultdict(list)), _logs=defaultdict(list, rewards=defaultdict(list)),
-        _pending_extra_logs={}, _pending_metrics={},
-    )  # fmt: skip
-    trainer._generate = lambda prompts: generated if settings.get("trl_trainer") != "rloo" else (generated[0], rows, rows)
+        accelerator=SimpleNamespace(
+            device=torch.device("cpu"), num_processes=1, process_index=0, gather=alone, reduce=alone
+        ),
+        loss_type="grpo",
+        importance_sampling_level="token",
+        epsilon_low=0.2,
+        epsilon_high=0.28,
+        beta=0.0,
+        scale_rewards="group",
+        max_completion_length=LONGEST,
+        multi_objective_aggregation="sum_then_normalize",
+        reward_weights=torch.ones(1),
+        num_generations=SAMPLES,
+        num_iterations=1,
+        current_gradient_accumulation_steps=1,
+        top_entropy_quantile=1.0,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_max=None,
+        off_policy_mask_threshold=None,
+        normalize_advantages=False,
+        reward_clip_range=None,
+        mask_truncated_completions=False,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        pad_to_multiple_of=None,
+        log_multimodal=False,
+        reward_func_names=["given"],
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _logs=defaultdict(list, rewards=defaultdict(list)),
+        _pending_extra_logs={},
+        _pending_metrics={},
+    )
+    trainer._generate = lambda prompts: (
+        generated if settings.get("trl_trainer") != "rloo" else (generated[0], rows, rows)
+    )
     trainer._calculate_rewards = lambda *_: REWARDS[:, None]
     # Before the update the model's log-probs are the proximal ones; CURRENT is passed as a model of its own.
     of = {id(model): PROXIMAL, id(reference): REFERENCE}
-    trainer._get_per_token_logps_and_entropies = lambda m, *_, **__: (of.get(id(m), m), torch.zeros_like(MASK), None)
+    trainer._get_per_token_logps_and_entropies = lambda m, *_, **__: (
+        of.get(id(m), m),
+        torch.zeros_like(MASK),
+        None,
+    )
     for key, value in settings.items():
         setattr(trainer.args if key == "delta" else trainer, key, value)
     return trainer
@@ -106,7 +159,9 @@ def here(**settings: object) -> tuple[torch.Tensor, float, torch.Tensor]:
     penalties = torch.zeros(sum(LENGTHS), dtype=torch.float64)
     if a.kl_in_reward:
         penalties = a.kl_coefficient * kl_estimate(flat(PROXIMAL), flat(REFERENCE), a.kl_estimator).double()
-    advantages = token_advantages(a, REWARDS.double(), [SAMPLES] * (len(REWARDS) // SAMPLES), lengths, penalties).float()
+    advantages = token_advantages(
+        a, REWARDS.double(), [SAMPLES] * (len(REWARDS) // SAMPLES), lengths, penalties
+    ).float()
     tokens = Tokens(
         behaviour=flat(BEHAVIOUR),
         proximal=flat(PROXIMAL if a.proximal == "recomputed" else BEHAVIOUR),
@@ -127,23 +182,53 @@ VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": True}
 CASES = {
     "clip-tokens": ({}, {"loss_type": "dapo"}),
     "clip-sequences": ({"loss_aggregation": "sequences"}, {"loss_type": "grpo"}),
-    "dr-grpo": ({"loss_aggregation": "constant", "normalize_std": False}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "dr-grpo": (
+        {"loss_aggregation": "constant", "normalize_std": False},
+        {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    ),
     "dual-clip": ({"clip_dual": 1.5}, {"loss_type": "dapo", "delta": 1.5}),
-    "gspo": ({"loss": "gspo", "loss_aggregation": "sequences"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
-    "cispo": ({"loss": "cispo", "clip_low": 1.0, "clip_high": 0.4}, {"loss_type": "cispo", "epsilon_high": 1.4}),
+    "gspo": (
+        {"loss": "gspo", "loss_aggregation": "sequences"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ),
+    "cispo": (
+        {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.4},
+        {"loss_type": "cispo", "epsilon_high": 1.4},
+    ),
     "aipo": ({"loss": "aipo", "importance_weight_cap": 1.4}, {"loss_type": "cispo", "epsilon_high": 1.4}),
-    "decoupled": ({"proximal": "recomputed"}, {"loss_type": "dapo", "vllm_importance_sampling_clip_max": math.inf, **VLLM}),
-    "tis": ({"proximal": "recomputed", "importance_weight_cap": 1.2}, {"loss_type": "dapo", "vllm_importance_sampling_clip_max": 1.2, **VLLM}),
+    "decoupled": (
+        {"proximal": "recomputed"},
+        {"loss_type": "dapo", "vllm_importance_sampling_clip_max": math.inf, **VLLM},
+    ),
+    "tis": (
+        {"proximal": "recomputed", "importance_weight_cap": 1.2},
+        {"loss_type": "dapo", "vllm_importance_sampling_clip_max": 1.2, **VLLM},
+    ),
     "tis-gspo": (
-        {"loss": "gspo", "loss_aggregation": "sequences", "proximal": "recomputed", "importance_weight_cap": 1.2},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "vllm_importance_sampling_clip_max": 1.2, **VLLM},
+        {
+            "loss": "gspo",
+            "loss_aggregation": "sequences",
+            "proximal": "recomputed",
+            "importance_weight_cap": 1.2,
+        },
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "vllm_importance_sampling_clip_max": 1.2,
+            **VLLM,
+        },
     ),
     "kl-k3": ({"kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3}),
     "kl-k3-tis": (
-        {"kl_coefficient": 0.3, "proximal": "recomputed", "importance_weight_cap": 1.2, "loss_aggregation": "sequences"},
+        {
+            "kl_coefficient": 0.3,
+            "proximal": "recomputed",
+            "importance_weight_cap": 1.2,
+            "loss_aggregation": "sequences",
+        },
         {"loss_type": "grpo", "beta": 0.3, "vllm_importance_sampling_clip_max": 1.2, **VLLM},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -156,7 +241,8 @@ def test_advantages_loss_and_gradient_equal_trls(name: str) -> None:
 
 
 def test_the_cases_tell_options_apart() -> None:
-    """Another option gives another gradient (aipo is cispo with one bound), so an option that did nothing would be seen."""
+    """Another option gives another gradient (aipo is cispo with one bound), so an option that did nothing
+    would be seen."""
     gradients = {name: by_trl(**theirs)[2] for name, (_, theirs) in CASES.items() if name != "aipo"}
     names = sorted(gradients)
     assert all((gradients[a] - gradients[b]).abs().max() > 1e-3 for a in names for b in names if a < b)
@@ -168,7 +254,9 @@ def test_rloo_advantages_equal_trls(beta: float) -> None:
     from trl import RLOOTrainer
 
     trainer = stand_in(trl_trainer="rloo", beta=beta)
-    theirs = RLOOTrainer._generate_and_score_completions(trainer, [{"prompt": "p"}] * len(LENGTHS))["advantages"]
+    theirs = RLOOTrainer._generate_and_score_completions(trainer, [{"prompt": "p"}] * len(LENGTHS))[
+        "advantages"
+    ]
     kl = {"kl_coefficient": beta, "kl_estimator": "k1", "kl_in_reward": True} if beta else {}
     assert torch.allclose(here(advantage="rloo", **kl)[0], theirs, atol=1e-6, rtol=1e-6)
 
@@ -177,5 +265,7 @@ def test_overlong_punishment_equals_trls() -> None:
     """Of every length up to beyond the limit."""
     from trl.rewards import get_soft_overlong_punishment
 
-    theirs = get_soft_overlong_punishment(max_completion_len=30, soft_punish_cache=8)([[1] * n for n in range(40)])
+    theirs = get_soft_overlong_punishment(max_completion_len=30, soft_punish_cache=8)(
+        [[1] * n for n in range(40)]
+    )
     assert [overlong_punishment(n, 30, 8) for n in range(40)] == pytest.approx(theirs, abs=1e-9)

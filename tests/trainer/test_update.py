@@ -1,4 +1,5 @@
-"""One trainer step is the algorithm of the papers, by an independent implementation in plain torch and transformers."""
+"""One trainer step is the algorithm of the papers, by an independent implementation in plain torch and
+transformers."""
 
 import copy
 import math
@@ -34,8 +35,9 @@ def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
     ids=["clipped", "distributed-optimizer"],
 )
 def test_one_update_equals_plain_torch(settings: dict, untied_model: Path, world: None) -> None:
-    """Loss to 1e-5, gradient norm to 1e-4 of itself, weights after AdamW to 1e-6; norms and biases without weight decay. Several
-    micro-batches, tokens of the environment masked out, ratios on both sides of the clip, logits divided by the temperature."""
+    """Loss to 1e-5, gradient norm to 1e-4 of itself, weights after AdamW to 1e-6; norms and biases without
+    weight decay. Several micro-batches, tokens of the environment masked out, ratios on both sides of the
+    clip, logits divided by the temperature."""
     config = tiny.make_config(untied_model, optimizer__lr=1e-3, **settings)
     batch = tiny.make_batch(seed=3)
     model = tiny.transformers_model(untied_model)
@@ -54,7 +56,9 @@ def test_one_update_equals_plain_torch(settings: dict, untied_model: Path, world
     metrics = Learner(config, policy).train(list(reversed(batch)), 0, lambda: None)
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    assert (norm > c.clip_grad) == (settings.get("optimizer__clip_grad") is None), "the case of clipping is the one meant"
+    assert (norm > c.clip_grad) == (settings.get("optimizer__clip_grad") is None), (
+        "the case of clipping is the one meant"
+    )
     after, expected = weights(policy), model.state_dict()
     assert max((after[n] - before[n]).abs().max() for n in after) > 5e-4
     assert max((after[n] - expected[n]).abs().max().item() for n in after) < 2e-6
@@ -62,12 +66,18 @@ def test_one_update_equals_plain_torch(settings: dict, untied_model: Path, world
 
 
 def test_metrics_of_a_step_are_those_of_the_whole_batch(tied_model: Path, world: None) -> None:
-    """Ratio, clip fraction and entropy over all trained tokens, against transformers; the rest against the trajectories."""
-    config = tiny.make_config(tied_model, optimizer__lr=0.0, algorithm__minibatches_per_step=2)  # lr 0: both see the same weights
+    """Ratio, clip fraction and entropy over all trained tokens, against transformers; the rest against the
+    trajectories."""
+    config = tiny.make_config(
+        tied_model, optimizer__lr=0.0, algorithm__minibatches_per_step=2
+    )  # lr 0: both see the same weights
     batch = tiny.make_batch(seed=4, weight_step=3)
     for i, t in enumerate(batch):
         t.reward_parts = {"accuracy": 1.0} if i < 4 else {}
-    batch[5].reward_error, batch[6].version_spans = "TimeoutError", [VersionSpan(1, 0, 1), VersionSpan(2, 1, 2)]
+    batch[5].reward_error, batch[6].version_spans = (
+        "TimeoutError",
+        [VersionSpan(1, 0, 1), VersionSpan(2, 1, 2)],
+    )
     model = tiny.transformers_model(tied_model)
     ratios, entropies = [], []
     with torch.no_grad():
@@ -86,7 +96,10 @@ def test_metrics_of_a_step_are_those_of_the_whole_batch(tied_model: Path, world:
     assert metrics["accuracy_mean"] == (4 + sum(t.reward > 0 for t in batch[4:])) / 16
     assert metrics["reward_error_count"] == 1 and metrics["versions_per_trajectory_max"] == 2
     assert metrics["staleness_generation_mean"] == 1 and metrics["staleness_training_max"] == 2
-    assert metrics["response_tokens"] == sum(len(t.response_tokens) for t in batch) and metrics["trajectories"] == 16
+    assert (
+        metrics["response_tokens"] == sum(len(t.response_tokens) for t in batch)
+        and metrics["trajectories"] == 16
+    )
     assert metrics["truncated_fraction"] == sum(t.finish_reason == "length" for t in batch) / 16
 
 
@@ -120,8 +133,11 @@ def test_shuffled_rewards_change_the_update_but_not_the_rewards_mean(tied_model:
     assert abs(metrics[0]["grad_norm"] - metrics[1]["grad_norm"]) > 1e-3
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_end_the_run(tied_model: Path, world: None) -> None:
-    """Weights and optimizer stay as they were, the update is counted; after optimizer.max_skipped_updates in a row the run ends."""
+def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_end_the_run(
+    tied_model: Path, world: None
+) -> None:
+    """Weights and optimizer stay as they were, the update is counted; after optimizer.max_skipped_updates in
+    a row the run ends."""
     config = tiny.make_config(tied_model, optimizer__max_skipped_updates=2)
     policy = MegatronPolicy(config)
     learner, before = Learner(config, policy), weights(policy)
@@ -134,18 +150,25 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_end_the_run(tied_
     assert learner.train(good, 1, lambda: None)["skipped_updates"] == 0
     assert all(torch.isfinite(t).all() for t in weights(policy).values())
     learner.train(bad, 2, lambda: None)
-    with pytest.raises(LaminarError, match="2 optimizer updates in a row had gradients that are not finite, the last at step 3"):
+    with pytest.raises(
+        LaminarError,
+        match="2 optimizer updates in a row had gradients that are not finite, the last at step 3",
+    ):
         learner.train(bad, 3, lambda: None)
 
 
 def test_empty_micro_batches_and_untrained_trajectories_add_nothing(tied_model: Path, world: None) -> None:
-    """A rank with fewer micro-batches runs empty ones beside the others; a pack may hold only tokens that the environment gave."""
+    """A rank with fewer micro-batches runs empty ones beside the others; a pack may hold only tokens that the
+    environment gave."""
     policy = MegatronPolicy(tiny.make_config(tied_model))
     learner, batch = Learner(policy.config, policy), tiny.make_batch(seed=11)[:3]
     untrained = copy.deepcopy(batch[2])
     untrained.loss_mask = [0] * len(untrained.response_tokens)
     real = make_microbatch(tiny.examples(batch, [1.0, -1.0, 0.5]), policy.device)
-    idle = [make_microbatch([], policy.device), make_microbatch(tiny.examples([untrained], [1.0]), policy.device)]
+    idle = [
+        make_microbatch([], policy.device),
+        make_microbatch(tiny.examples([untrained], [1.0]), policy.device),
+    ]
 
     def gradient(micro_batches: list) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.stack([row[: len(SUMS)] for row in policy.accumulate(micro_batches, learner._loss)])
@@ -164,8 +187,11 @@ def test_an_incomplete_group_is_refused(tied_model: Path, world: None) -> None:
 
 
 def test_warm_up_is_linear_and_in_trainer_steps(tied_model: Path, world: None) -> None:
-    """With 3 warm-up steps of 2 updates each, the k-th update has (k + 1) / 7 of the rate, from the seventh on all of it."""
-    config = tiny.make_config(tied_model, optimizer__lr=7e-3, optimizer__warmup_steps=3, algorithm__minibatches_per_step=2)
+    """With 3 warm-up steps of 2 updates each, the k-th update has (k + 1) / 7 of the rate, from the seventh
+    on all of it."""
+    config = tiny.make_config(
+        tied_model, optimizer__lr=7e-3, optimizer__warmup_steps=3, algorithm__minibatches_per_step=2
+    )
     learner = Learner(config, MegatronPolicy(config))
     rates = [learner.train(tiny.make_batch(seed=9), step, lambda: None)["learning_rate"] for step in range(5)]
     assert rates == pytest.approx([1e-3, 3e-3, 5e-3, 7e-3, 7e-3])
@@ -174,23 +200,37 @@ def test_warm_up_is_linear_and_in_trainer_steps(tied_model: Path, world: None) -
 def test_staleness_by_hand() -> None:
     """Trained at step 7: weights of steps 4 and 6, finished at steps 5 and 7."""
     batch = tiny.make_batch(seed=10)[:2]
-    (batch[0].weight_step, batch[0].step_finished), (batch[1].weight_step, batch[1].step_finished) = (4, 5), (6, 7)
+    (batch[0].weight_step, batch[0].step_finished), (batch[1].weight_step, batch[1].step_finished) = (
+        (4, 5),
+        (6, 7),
+    )
     metrics = batch_metrics(batch, 7)
     assert (metrics["staleness_training_mean"], metrics["staleness_training_max"]) == (2.0, 3)
     assert (metrics["staleness_generation_mean"], metrics["staleness_generation_max"]) == (1.0, 1)
 
 
 def test_reward_means_of_minibatches_are_merged() -> None:
-    """Each is weighted by its trajectories; a reward function that gave none to a mini-batch is in the others'."""
-    parts = [{"trajectories": 2.0, "reward_mean/a": 1.0}, {"trajectories": 6.0, "reward_mean/a": 0.0, "reward_mean/b": 3.0}]
+    """Each is weighted by its trajectories; a reward function that gave none to a mini-batch is in the
+    others'."""
+    parts = [
+        {"trajectories": 2.0, "reward_mean/a": 1.0},
+        {"trajectories": 6.0, "reward_mean/a": 0.0, "reward_mean/b": 3.0},
+    ]
     assert merged(parts) == {"trajectories": 8.0, "reward_mean/a": 0.25, "reward_mean/b": 3.0}
 
 
 def test_each_trajectorys_gap_is_that_of_the_moment_it_was_trained(untied_model: Path, world: None) -> None:
-    """Those of the first mini-batch are scored by weights that no update of this step has touched: transformers' on the same weights. All
-    say by how many mini-batches the trainer was ahead of the engine: two steps of two, and the first half of this step or not."""
-    config = tiny.make_config(untied_model, algorithm__minibatches_per_step=2, optimizer__lr=5e-2, sampling__temperature=0.7)
-    batch, model, policy = tiny.make_batch(seed=3, weight_step=1), tiny.transformers_model(untied_model), MegatronPolicy(config)
+    """Those of the first mini-batch are scored by weights that no update of this step has touched:
+    transformers' on the same weights. All say by how many mini-batches the trainer was ahead of the engine:
+    two steps of two, and the first half of this step or not."""
+    config = tiny.make_config(
+        untied_model, algorithm__minibatches_per_step=2, optimizer__lr=5e-2, sampling__temperature=0.7
+    )
+    batch, model, policy = (
+        tiny.make_batch(seed=3, weight_step=1),
+        tiny.transformers_model(untied_model),
+        MegatronPolicy(config),
+    )
     learner = Learner(config, policy)
     learner.train(batch, 3, lambda: None)
     differ = 0
@@ -198,7 +238,9 @@ def test_each_trajectorys_gap_is_that_of_the_moment_it_was_trained(untied_model:
         gap, ahead = learner.gaps[t.trajectory_id]
         mask = torch.tensor(t.loss_mask, dtype=torch.bool)
         with torch.no_grad():
-            expected = float((tiny.token_logprobs(model, t, 0.7)[0] - torch.tensor(t.logprobs)).abs()[mask].mean())
+            expected = float(
+                (tiny.token_logprobs(model, t, 0.7)[0] - torch.tensor(t.logprobs)).abs()[mask].mean()
+            )
         assert ahead in (4, 5) and (ahead == 5 or gap == pytest.approx(expected, abs=1e-5))
         differ += abs(gap - expected) > 1e-3
     assert sorted(ahead for _, ahead in learner.gaps.values()) == [4] * 8 + [5] * 8 and differ > 4

@@ -1,4 +1,5 @@
-"""A config.json that is not that of the weights is refused by name; the entropy of a long batch needs no second copy of its logits."""
+"""A config.json that is not that of the weights is refused by name; the entropy of a long batch needs no
+second copy of its logits."""
 
 import json
 import shutil
@@ -14,9 +15,15 @@ from laminar_hpc.trainer import logprobs
 from laminar_hpc.trainer.megatron import MegatronPolicy
 
 
-@pytest.mark.parametrize(("key", "value", "text"), [("intermediate_size", 64, "config.json says"), ("num_hidden_layers", 3, "layers.2")])
-def test_a_config_of_another_model_is_refused(untied_model: Path, tmp_path: Path, world: None, key: str, value: int, text: str) -> None:
-    """Promise: the wrong architecture is an error in one line, never a model that silently trains on garbage."""
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [("intermediate_size", 64, "config.json says"), ("num_hidden_layers", 3, "layers.2")],
+)
+def test_a_config_of_another_model_is_refused(
+    untied_model: Path, tmp_path: Path, world: None, key: str, value: int, text: str
+) -> None:
+    """Promise: the wrong architecture is an error in one line, never a model that silently trains on
+    garbage."""
     shutil.copytree(untied_model, tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))

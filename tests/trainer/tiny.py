@@ -1,4 +1,5 @@
-"""Tiny models, trajectories and configurations for the trainer's tests, and an independent GRPO update in plain torch and transformers."""
+"""Tiny models, trajectories and configurations for the trainer's tests, and an independent GRPO update in
+plain torch and transformers."""
 
 import random
 from pathlib import Path
@@ -13,27 +14,53 @@ from laminar_hpc.trainer.microbatch import Example
 VOCAB = 50  # no multiple of the padded vocabulary's granularity, so there is padding
 
 
-# Models that differ in what a family may differ in; each with `make_model`'s other settings. Every one can be split over two ranks.
+# Models that differ in what a family may differ in; each with `make_model`'s other settings. Every one can be
+# split over two ranks.
 LLAMA3_ROPE = {  # of the 4 frequencies of a head of 8, some are kept, some divided, some interpolated
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen2-tied": {},
-    "qwen2-untied-gqa7": {"hidden_size": 56, "num_attention_heads": 14, "head_dim": 8, "tie_word_embeddings": False},
-    "qwen3-untied": {"family": "Qwen3", "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": False},  # 4 x 16 is not 32
-    "qwen3-tied": {"family": "Qwen3", "head_dim": 16, "num_hidden_layers": 3},  # two stages are of 2 layers and 1
+    "qwen2-untied-gqa7": {
+        "hidden_size": 56,
+        "num_attention_heads": 14,
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-untied": {
+        "family": "Qwen3",
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+    },  # 4 x 16 is not 32
+    "qwen3-tied": {
+        "family": "Qwen3",
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+    },  # two stages are of 2 layers and 1
     "llama3-gqa8": {
-        "family": "Llama", "hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8,
-        "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False,
+        "family": "Llama",
+        "hidden_size": 64,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_parameters": LLAMA3_ROPE,
+        "tie_word_embeddings": False,
     },
     "llama-tied": {"family": "Llama", "num_key_value_heads": 4},
-}  # fmt: skip
+}
 
 
-def make_model(directory: Path, seed: int = 0, family: str = "Qwen2", shard_size: str = "5GB", **settings: object) -> Path:
-    """A random model (float32, 2 layers, 4 heads, 2 KV heads) whose norms and biases matter; written by transformers, in files of at most
-    `shard_size`."""
+def make_model(
+    directory: Path, seed: int = 0, family: str = "Qwen2", shard_size: str = "5GB", **settings: object
+) -> Path:
+    """A random model (float32, 2 layers, 4 heads, 2 KV heads) whose norms and biases matter; written by
+    transformers, in files of at most `shard_size`."""
     import transformers
 
     torch.manual_seed(seed)
@@ -71,9 +98,15 @@ def make_config(model: Path, **settings: object) -> RunConfig:
     """Settings are named `section__name`, for example optimizer__lr=1e-3."""
     config = RunConfig(steps=4)
     config.model.path = str(model)
-    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt, config.algorithm.minibatches_per_step = 4, 4, 1
+    (
+        config.algorithm.prompts_per_step,
+        config.algorithm.samples_per_prompt,
+        config.algorithm.minibatches_per_step,
+    ) = 4, 4, 1
     config.trainer.tokens_per_microbatch = 64
-    config.optimizer.eps = 1e-4  # so that Adam's first update is no mere sign, which tiny differences of a gradient could flip
+    config.optimizer.eps = (
+        1e-4  # so that Adam's first update is no mere sign, which tiny differences of a gradient could flip
+    )
     for key, value in settings.items():
         *sections, name = key.split("__")
         section = config
@@ -84,8 +117,11 @@ def make_config(model: Path, **settings: object) -> RunConfig:
     return config
 
 
-def make_batch(seed: int, groups: int = 4, samples: int = 4, longest: int = 30, weight_step: int = 0) -> list[Trajectory]:
-    """Complete groups of trajectories of 2 to `longest` random tokens. Every third has a token in the middle that the environment gave."""
+def make_batch(
+    seed: int, groups: int = 4, samples: int = 4, longest: int = 30, weight_step: int = 0
+) -> list[Trajectory]:
+    """Complete groups of trajectories of 2 to `longest` random tokens. Every third has a token in the middle
+    that the environment gave."""
     draw, batch = random.Random(seed), []
     for group in range(groups):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 6))]
@@ -118,15 +154,21 @@ def make_batch(seed: int, groups: int = 4, samples: int = 4, longest: int = 30, 
 
 def examples(trajectories: list[Trajectory], advantages: list[float]) -> list[Example]:
     """One advantage for all trained tokens of a trajectory."""
-    return [Example(t, torch.full((sum(t.loss_mask),), a)) for t, a in zip(trajectories, advantages, strict=True)]
+    return [
+        Example(t, torch.full((sum(t.loss_mask),), a)) for t, a in zip(trajectories, advantages, strict=True)
+    ]
 
 
-def token_logprobs(model: torch.nn.Module, trajectory: Trajectory, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logprobs(
+    model: torch.nn.Module, trajectory: Trajectory, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """By transformers, one sequence at a time: log-probs [response] and entropies [response]."""
     tokens = torch.tensor([trajectory.prompt_tokens + trajectory.response_tokens])
     logits = model(tokens).logits[0, len(trajectory.prompt_tokens) - 1 : -1] / temperature
     logp = logits.log_softmax(-1)
-    return logp.gather(1, tokens[0, len(trajectory.prompt_tokens) :, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    return logp.gather(1, tokens[0, len(trajectory.prompt_tokens) :, None])[:, 0], -(logp.exp() * logp).sum(
+        -1
+    )
 
 
 def reference_loss(model: torch.nn.Module, batch: list[Trajectory], config: RunConfig) -> torch.Tensor:
@@ -145,9 +187,11 @@ def reference_loss(model: torch.nn.Module, batch: list[Trajectory], config: RunC
     return total / count
 
 
-def reference_training(directory: Path, config: RunConfig, steps: int) -> tuple[list[float], list[float], torch.nn.Module]:
-    """Losses, gradient norms before clipping and the model after `steps` updates on make_batch(seed=100 + step), by transformers and
-    torch's AdamW."""
+def reference_training(
+    directory: Path, config: RunConfig, steps: int
+) -> tuple[list[float], list[float], torch.nn.Module]:
+    """Losses, gradient norms before clipping and the model after `steps` updates on make_batch(seed=100 +
+    step), by transformers and torch's AdamW."""
     model, c = transformers_model(directory), config.optimizer
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": c.weight_decay},

@@ -1,7 +1,9 @@
-"""What users of other systems trip over at their first run, and what they read here instead: one line with what, where and the cure.
+"""What users of other systems trip over at their first run, and what they read here instead: one line with
+what, where and the cure.
 
-The parts that need a model, an engine or a cluster are tested where those are: tests/trainer (a wrong config.json, memory of the
-entropy), tests/rollout (cache per weight id, log-probs at the sampling temperature), tests/slurm, tests/packaging.
+The parts that need a model, an engine or a cluster are tested where those are: tests/trainer (a wrong
+config.json, memory of the entropy), tests/rollout (cache per weight id, log-probs at the sampling
+temperature), tests/slurm, tests/packaging.
 """
 
 import base64
@@ -36,7 +38,7 @@ def dry_run(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
-# ---- first run -----------------------------------------------------------------------------------------------------------------
+# ---- first run ---------------------------------------------------------------------------------------------
 
 
 def test_the_first_run_needs_no_overrides(capsys):
@@ -46,34 +48,48 @@ def test_the_first_run_needs_no_overrides(capsys):
 
 
 def test_is_it_really_asynchronous(capsys):
-    """Nobody has to read the code to know: the dry run and the first lines of a run say it, for each pipeline."""
-    assert "asynchronous; trainer and replicas work at the same time" in dry_run(capsys) and "at most 2 steps stale" in pipeline_text(
-        load_config([])
-    )
+    """Nobody has to read the code to know: the dry run and the first lines of a run say it, for each
+    pipeline."""
+    assert "asynchronous; trainer and replicas work at the same time" in dry_run(
+        capsys
+    ) and "at most 2 steps stale" in pipeline_text(load_config([]))
     assert "sync: synchronous; trainer and replicas take turns, on-policy" in dry_run(capsys, "pipeline=sync")
     assert "staleness without a bound" in dry_run(capsys, "pipeline.max_staleness=null")
 
 
 def test_one_meaning_of_batch(capsys):
-    """No five batch sizes: prompts x samples make a step, updates share it, one token budget packs it; and that is printed."""
+    """No five batch sizes: prompts x samples make a step, updates share it, one token budget packs it; and
+    that is printed."""
     keys = (REPOSITORY / "tests/config/keys.txt").read_text().split()
     assert [key for key in keys if "batch" in key] == [
-        "algorithm.minibatches_per_step", "cluster.batch_timeout_seconds", "pipeline.local_batch_groups", "trainer.tokens_per_microbatch",
-    ]  # fmt: skip
-    words = ["algorithm.prompts_per_step=48", "algorithm.samples_per_prompt=4", "algorithm.minibatches_per_step=3"]
+        "algorithm.minibatches_per_step",
+        "cluster.batch_timeout_seconds",
+        "pipeline.local_batch_groups",
+        "trainer.tokens_per_microbatch",
+    ]
+    words = [
+        "algorithm.prompts_per_step=48",
+        "algorithm.samples_per_prompt=4",
+        "algorithm.minibatches_per_step=3",
+    ]
     assert "48 prompts x 4 samples = 192 trajectories; 3 updates of 64 each" in dry_run(capsys, *words)
-    with pytest.raises(LaminarError, match=r"48 x algorithm.samples_per_prompt=4 = 192 trajectories do not divide into .*=5 .*change one"):
+    with pytest.raises(
+        LaminarError,
+        match=r"48 x algorithm.samples_per_prompt=4 = 192 trajectories do not divide into .*=5 .*change one",
+    ):
         check(load_config(["experiment=demo", *words[:2], "algorithm.minibatches_per_step=5"]))
 
 
-# ---- models and checkpoints ----------------------------------------------------------------------------------------------------
+# ---- models and checkpoints --------------------------------------------------------------------------------
 
 
 def test_no_conversion_of_checkpoints(tmp_path, monkeypatch):
     """A Hugging Face directory goes in and comes out; who names another folder is told what to write."""
     (tmp_path / "step_000040" / "hf").mkdir(parents=True)
     (tmp_path / "step_000040" / "hf" / "config.json").write_text("{}")
-    with pytest.raises(LaminarError, match=f"its Hugging Face directory is model.path={tmp_path}/step_000040/hf"):
+    with pytest.raises(
+        LaminarError, match=f"its Hugging Face directory is model.path={tmp_path}/step_000040/hf"
+    ):
         model_config(str(tmp_path / "step_000040"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
@@ -84,13 +100,16 @@ def test_no_conversion_of_checkpoints(tmp_path, monkeypatch):
 
 
 def test_a_model_of_another_family_is_refused_by_name(tmp_path):
-    """There is no model script to choose wrongly: the architecture is read, and one that is not supported is named with those that are."""
+    """There is no model script to choose wrongly: the architecture is read, and one that is not supported is
+    named with those that are."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
-    with pytest.raises(LaminarError, match=r"MambaForCausalLM is not supported; supported: .*Qwen2ForCausalLM"):
+    with pytest.raises(
+        LaminarError, match=r"MambaForCausalLM is not supported; supported: .*Qwen2ForCausalLM"
+    ):
         check(load_config(["experiment=demo", f"model.path={tmp_path}"]))
 
 
-# ---- environment ---------------------------------------------------------------------------------------------------------------
+# ---- environment -------------------------------------------------------------------------------------------
 
 
 def test_versions_that_do_not_fit_are_named_with_the_cure(monkeypatch):
@@ -103,9 +122,14 @@ def test_versions_that_do_not_fit_are_named_with_the_cure(monkeypatch):
 
 @pytest.mark.parametrize("package", ["sglang", "megatron-core"])
 def test_nothing_is_patched(package):
-    """No patched image to build: every Python file of SGLang and Megatron-core is the published one, by the wheel's own hashes."""
+    """No patched image to build: every Python file of SGLang and Megatron-core is the published one, by the
+    wheel's own hashes."""
     distribution = importlib.metadata.distribution(package)
-    rows = [row for row in csv.reader((distribution.read_text("RECORD") or "").splitlines()) if row[0].endswith(".py") and row[1]]
+    rows = [
+        row
+        for row in csv.reader((distribution.read_text("RECORD") or "").splitlines())
+        if row[0].endswith(".py") and row[1]
+    ]
     assert len(rows) > 100
     changed = []
     for name, digest, _ in rows:
@@ -117,7 +141,8 @@ def test_nothing_is_patched(package):
 
 
 def test_no_ray():
-    """Slurm or torchrun start a run as they are: nothing of Ray is required, and the job script is one file that a shell can read."""
+    """Slurm or torchrun start a run as they are: nothing of Ray is required, and the job script is one file
+    that a shell can read."""
     pins = "".join(path.read_text() for path in (REPOSITORY / "requirements").glob("*.txt"))
     assert not [line for line in pins.splitlines() if line.split("==")[0] == "ray"]
     script = REPOSITORY / "slurm" / "laminar_single.sbatch"
@@ -125,30 +150,40 @@ def test_no_ray():
 
 
 @pytest.mark.parametrize(
-    ("environment", "cause"), [({}, "torchrun did not start"), ({"SLURM_PROCID": "3"}, "srun started this process without")]
+    ("environment", "cause"),
+    [({}, "torchrun did not start"), ({"SLURM_PROCID": "3"}, "srun started this process without")],
 )
 def test_started_without_torchrun(environment, cause):
-    """torchrun or srun? A process that is started by neither `laminar train` nor torchrun is told so, instead of being rank 0 of one."""
-    clean = {key: value for key, value in os.environ.items() if key != "RANK" and not key.startswith("SLURM_")}
+    """torchrun or srun? A process that is started by neither `laminar train` nor torchrun is told so, instead
+    of being rank 0 of one."""
+    clean = {
+        key: value for key, value in os.environ.items() if key != "RANK" and not key.startswith("SLURM_")
+    }
     command = [sys.executable, "-m", "laminar_hpc", "experiment=demo"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={**clean, **environment})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={**clean, **environment}
+    )
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 2 and len(lines) == 1
     assert lines[0].startswith(f"laminar: error: {cause}") and "slurm/laminar_single.sbatch" in lines[0]
 
 
 def test_the_head_node_is_asked_of_slurm():
-    """The rendezvous is at the first node of the allocation, not at the login node, which SLURM_LAUNCH_NODE_IPADDR names."""
+    """The rendezvous is at the first node of the allocation, not at the login node, which
+    SLURM_LAUNCH_NODE_IPADDR names."""
     script = (REPOSITORY / "slurm" / "laminar_single.sbatch").read_text()
     assert 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1' in script
-    assert not [path for path in (REPOSITORY / "slurm").iterdir() if "SLURM_LAUNCH_NODE_IPADDR" in path.read_text()]
+    assert not [
+        path for path in (REPOSITORY / "slurm").iterdir() if "SLURM_LAUNCH_NODE_IPADDR" in path.read_text()
+    ]
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------------------
+# ---- memory ------------------------------------------------------------------------------------------------
 
 
 def test_memory_is_estimated_before_and_named_after(capsys, tmp_path):
-    """The dry run estimates memory per GPU; a process that the kernel killed for want of it is told from one that crashed."""
+    """The dry run estimates memory per GPU; a process that the kernel killed for want of it is told from one
+    that crashed."""
     printed = dry_run(capsys)
     assert "trainer gpu memory" in printed and "rollout gpu memory" in printed and "slot size" in printed
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 12\noom 2\noom_kill 1\n")
@@ -160,12 +195,13 @@ def test_memory_is_estimated_before_and_named_after(capsys, tmp_path):
     )
 
 
-# ---- log-probs and evaluation --------------------------------------------------------------------------------------------------
+# ---- log-probs and evaluation ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_engine_and_trainer_that_differ_are_noticed(dtype):
-    """Each weight id is scored by both sides on a fixed probe: the gap is recorded, and beyond rounding a warning says where to look."""
+    """Each weight id is scored by both sides on a fixed probe: the gap is recorded, and beyond rounding a
+    warning says where to look."""
     said, written = [], []
     metrics = SimpleNamespace(write=lambda kind, **fields: written.append((kind, fields)))
     probes = Probes(dtype, 3, metrics, said.append)
@@ -173,17 +209,32 @@ def test_engine_and_trainer_that_differ_are_noticed(dtype):
     for weight_id, gap in enumerate((small, large), 1):
         probes.scored(weight_id, weight_id, "rollout0", [-1.0 + gap, -2.0 - gap])
         probes.scored(weight_id, weight_id, "trainer", [-1.0, -2.0])
-    assert [round(fields["mean"], 6) for _, fields in written] == [small, large] and written[0][0] == "logprob_gap"
-    assert len(said) == 1 and "log-prob gap of rollout0 at weight id 2" in said[0] and "rollout.engine_arguments" in said[0]
+    assert [round(fields["mean"], 6) for _, fields in written] == [small, large] and written[0][
+        0
+    ] == "logprob_gap"
+    assert (
+        len(said) == 1
+        and "log-prob gap of rollout0 at weight id 2" in said[0]
+        and "rollout.engine_arguments" in said[0]
+    )
 
 
 def test_evaluation_beside_asynchronous_training():
-    """An evaluation runs while training goes on: whoever is idle takes a part, all parts with one weight id, outside admission."""
+    """An evaluation runs while training goes on: whoever is idle takes a part, all parts with one weight id,
+    outside admission."""
     evaluations = Evaluations({"heldout": [Prompt(f"{i}", [i], {}) for i in range(6)]}, 0, 1.0, 32)
     evaluations.add("step", 4, 2)
-    assert evaluations.grant(0, 3, 3, 0, 0.0) is None, "weights of step 3 are older than the step that is evaluated"
+    assert evaluations.grant(0, 3, 3, 0, 0.0) is None, (
+        "weights of step 3 are older than the step that is evaluated"
+    )
     first = evaluations.grant(0, 7, 5, 1, 0.0)
-    assert first is not None and first.weight_id == 7 and {group.group_id for group in first.groups} == {-1}, "no group of the buffer"
+    assert (
+        first is not None and first.weight_id == 7 and {group.group_id for group in first.groups} == {-1}
+    ), "no group of the buffer"
     assert evaluations.grant(1, 8, 6, 2, 0.0) is None, "a replica on newer weights gets training work instead"
     second = evaluations.grant(2, 7, 5, 3, 0.0)
-    assert second is not None and len(first.groups) + len(second.groups) == 6 and second.evaluation == first.evaluation
+    assert (
+        second is not None
+        and len(first.groups) + len(second.groups) == 6
+        and second.evaluation == first.evaluation
+    )

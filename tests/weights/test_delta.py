@@ -1,5 +1,5 @@
-"""What changed, and the way back: the new image bit for bit, never more bytes than in full, the same from C++ and torch; what no sender
-makes is refused."""
+"""What changed, and the way back: the new image bit for bit, never more bytes than in full, the same from C++
+and torch; what no sender makes is refused."""
 
 import pytest
 import torch
@@ -7,10 +7,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_hpc.weights import delta
-from laminar_hpc.weights.delta import BLOCK, FULL, MASK, OFFSETS, Frame, FrameWrong, Image, apply, encode, payload_bytes, unit_bytes
+from laminar_hpc.weights.delta import (
+    BLOCK,
+    FULL,
+    MASK,
+    OFFSETS,
+    Frame,
+    FrameWrong,
+    Image,
+    apply,
+    encode,
+    payload_bytes,
+    unit_bytes,
+)
 from laminar_hpc.weights.manifest import layout
 
-LENGTHS = [1, 31, 32, 33, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 77]  # in units: the borders of words and blocks
+LENGTHS = [
+    1,
+    31,
+    32,
+    33,
+    1000,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    2 * BLOCK + 77,
+]  # in units: the borders of words and blocks
 
 
 def images(seed: int, units: int, width: int, fraction: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +45,9 @@ def images(seed: int, units: int, width: int, fraction: float) -> tuple[torch.Te
     return old, new
 
 
-def both_ways(monkeypatch: pytest.MonkeyPatch, old: torch.Tensor, new: torch.Tensor, width: int) -> list[Frame]:
+def both_ways(
+    monkeypatch: pytest.MonkeyPatch, old: torch.Tensor, new: torch.Tensor, width: int
+) -> list[Frame]:
     """Frames by the extension, if it is built, and by torch, each applied by both."""
     frames = []
     for extension in {delta.extension, None}:
@@ -46,9 +70,11 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, old: torch.Tensor, new: torch.Ten
 
 @settings(max_examples=40, deadline=None)
 @given(
-    seed=st.integers(0, 1 << 30), units=st.one_of(st.sampled_from(LENGTHS), st.integers(1, 5000)), width=st.sampled_from([2, 4]),
+    seed=st.integers(0, 1 << 30),
+    units=st.one_of(st.sampled_from(LENGTHS), st.integers(1, 5000)),
+    width=st.sampled_from([2, 4]),
     fraction=st.sampled_from([0.0, 1e-4, 0.01, 0.06, 0.07, 0.5, 0.9, 0.97, 1.0]),
-)  # fmt: skip
+)
 def test_any_change_of_any_length(seed: int, units: int, width: int, fraction: float) -> None:
     """Promise: bit-exact, and never more than full."""
     old, new = images(seed, units, width, fraction)
@@ -72,7 +98,9 @@ def test_the_smallest_kind_is_taken(width: int) -> None:
 
 @pytest.mark.parametrize("extension", [delta.extension, None], ids=["extension", "torch"])
 @pytest.mark.parametrize("fraction", [0.01, 0.3])
-def test_what_no_sender_makes_is_refused(extension: object, fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_sender_makes_is_refused(
+    extension: object, fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is written outside the chunk, whatever a network or memory did to a frame."""
     monkeypatch.setattr(delta, "extension", extension)
     units = 1000
@@ -80,7 +108,10 @@ def test_what_no_sender_makes_is_refused(extension: object, fraction: float, mon
     frame = encode(new, old.clone(), 2)
     changed = int(frame.head[1])
     end = -(-changed * 2 // 4) * 4
-    for place, value in [(end, frame.payload[end] ^ 1), (-1, 0xFF)]:  # another count or bit, then a place beyond the end
+    for place, value in [
+        (end, frame.payload[end] ^ 1),
+        (-1, 0xFF),
+    ]:  # another count or bit, then a place beyond the end
         bad = frame.payload.clone()
         bad[place] = value
         with pytest.raises(FrameWrong, match="not as many places inside it"):
@@ -97,7 +128,8 @@ def test_units_of_a_mixed_layout() -> None:
 
 
 def test_the_image_of_a_publication() -> None:
-    """An image is a base only for who has that very id, only when it is of one publication, and not when an anchor is due."""
+    """An image is a base only for who has that very id, only when it is of one publication, and not when an
+    anchor is due."""
     image, held = Image(1000, 2, torch.device("cpu"), full_every=3), -1
     weights, bases = torch.zeros(1000, dtype=torch.uint8), []
     for weight_id in range(7):

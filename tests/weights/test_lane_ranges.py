@@ -1,4 +1,5 @@
-"""Lanes of a publication: any cut gives back the bytes and the sums of the whole, and a slot is complete with the last part only."""
+"""Lanes of a publication: any cut gives back the bytes and the sums of the whole, and a slot is complete with
+the last part only."""
 
 import itertools
 import os
@@ -31,7 +32,12 @@ def parts(manifest: Manifest, data: torch.Tensor, places: list[int]) -> list[tup
     """Lanes as they come out of a stream: each with the sums of its parts."""
     found = []
     for begin, end in itertools.pairwise(places):
-        lane, held = lane_manifest(layout([(n, s, manifest.dtype) for n, s in SHAPES], manifest.weight_id, 1), begin, end), data[begin:end]
+        lane, held = (
+            lane_manifest(
+                layout([(n, s, manifest.dtype) for n, s in SHAPES], manifest.weight_id, 1), begin, end
+            ),
+            data[begin:end],
+        )
         for entry in lane.tensors:
             entry.sum_words, entry.sum_indexed = tensor_sums(held[entry.offset : entry.offset + entry.nbytes])
         found.append((decode_manifest(encode_manifest(lane)), held))
@@ -41,10 +47,15 @@ def parts(manifest: Manifest, data: torch.Tensor, places: list[int]) -> list[tup
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lanes", [2, 3, 4])
 def test_lanes_make_up_the_whole(lanes: int, dtype: str) -> None:
-    """The joined manifest has the sums of whole tensors; what a sender adds up per tensor are the parts' sums; chunks cover each lane."""
+    """The joined manifest has the sums of whole tensors; what a sender adds up per tensor are the parts'
+    sums; chunks cover each lane."""
     manifest, data = whole(dtype=dtype)
     places = borders(manifest, lanes)
-    assert places[0] == 0 and places[-1] == manifest.data_bytes and max(np.diff(places)) < 1.1 * manifest.data_bytes / lanes
+    assert (
+        places[0] == 0
+        and places[-1] == manifest.data_bytes
+        and max(np.diff(places)) < 1.1 * manifest.data_bytes / lanes
+    )
     cut = parts(manifest, data, places)
     assert join([lane for lane, _ in cut]) == manifest
     for lane, _ in cut:
@@ -54,10 +65,13 @@ def test_lanes_make_up_the_whole(lanes: int, dtype: str) -> None:
                 entry, item = manifest.tensors[part.tensor], 4 if dtype == "float32" else 2
                 assert entry.offset + part.first * item == reached
                 reached = entry.offset + part.last * item
-                sums.setdefault(part.tensor, [reached - (part.last - part.first) * item, reached])[1] = reached
+                sums.setdefault(part.tensor, [reached - (part.last - part.first) * item, reached])[1] = (
+                    reached
+                )
         assert reached == lane.begin + lane.data_bytes
         whole_relative = {
-            number: tensor_sums(data[first:last], (first - manifest.tensors[number].offset) // 4) for number, (first, last) in sums.items()
+            number: tensor_sums(data[first:last], (first - manifest.tensors[number].offset) // 4)
+            for number, (first, last) in sums.items()
         }
         assert lane_sums(lane, whole_relative) == [(e.sum_words, e.sum_indexed) for e in lane.tensors]
     assert lane_manifest(manifest, 0, manifest.data_bytes) is manifest
@@ -66,7 +80,9 @@ def test_lanes_make_up_the_whole(lanes: int, dtype: str) -> None:
 def test_borders_keep_to_stages_and_refuse_too_little() -> None:
     manifest, _ = whole()
     size = manifest.data_bytes
-    assert borders(manifest, 2, [size // 2 + 20, 12]) == [0, size // 2 + 20, size] != borders(manifest, 2, [12])
+    assert (
+        borders(manifest, 2, [size // 2 + 20, 12]) == [0, size // 2 + 20, size] != borders(manifest, 2, [12])
+    )
     with pytest.raises(LaminarError, match="do not make up so many lanes"):
         borders(layout([("a", (2,), "float32")], 0, 0), 3)
 
@@ -81,7 +97,8 @@ def write(writer: LaneWriter, lane: tuple[Manifest, torch.Tensor]) -> bool:
 
 
 def test_a_slot_is_seen_when_all_lanes_are_there(tmp_path: Path) -> None:
-    """In any order, over more ids than slots, one lane up to an id ahead; what is seen are the bytes of one id."""
+    """In any order, over more ids than slots, one lane up to an id ahead; what is seen are the bytes of one
+    id."""
     pair, reader = writers(tmp_path), SlotReader(str(tmp_path), "run")
     ids = [whole(weight_id) for weight_id in range(8)]
     cut = [parts(*each, borders(each[0], 2)) for each in ids]
@@ -92,7 +109,9 @@ def test_a_slot_is_seen_when_all_lanes_are_there(tmp_path: Path) -> None:
         assert (seen.weight_id if seen else -1) == number - 1
         assert write(pair[second], cut[number][second])
         seen = reader.newest()
-        assert seen.weight_id == number and [e.sum_words for e in seen.manifest.tensors] == [e.sum_words for e in ids[number][0].tensors]
+        assert seen.weight_id == number and [e.sum_words for e in seen.manifest.tensors] == [
+            e.sum_words for e in ids[number][0].tensors
+        ]
         content = (seen.directory / "model.safetensors").read_bytes()
         assert content.endswith(ids[number][1].numpy().tobytes())
         slot, part, data = pair[0].keep_newest()
@@ -104,8 +123,8 @@ def test_a_slot_is_seen_when_all_lanes_are_there(tmp_path: Path) -> None:
 
 
 def test_a_lane_that_dies_commits_nothing_and_comes_back(tmp_path: Path) -> None:
-    """Its half-written part is never seen. Started again beside the living lane it finds the slots and completes the id that was open;
-    when all have gone, the next one starts afresh."""
+    """Its half-written part is never seen. Started again beside the living lane it finds the slots and
+    completes the id that was open; when all have gone, the next one starts afresh."""
     pair, reader = writers(tmp_path), SlotReader(str(tmp_path), "run")
     cut = [parts(*each, borders(each[0], 2)) for each in (whole(1), whole(2))]
     for lane in range(2):
@@ -119,7 +138,9 @@ def test_a_lane_that_dies_commits_nothing_and_comes_back(tmp_path: Path) -> None
     assert write(again, cut[1][1]) and reader.newest().weight_id == 2
     for writer in (pair[0], again):
         os.close(writer._present)
-    assert LaneWriter(str(tmp_path), "run", 3, tmp_path, 0, 2).keep_newest() is None and reader.newest() is None
+    assert (
+        LaneWriter(str(tmp_path), "run", 3, tmp_path, 0, 2).keep_newest() is None and reader.newest() is None
+    )
 
 
 def test_no_slot_is_taken_from_who_needs_it(tmp_path: Path) -> None:

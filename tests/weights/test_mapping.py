@@ -1,4 +1,5 @@
-"""The table Megatron <-> Hugging Face: bit-exact there and back at every tensor-parallel size, without a gap."""
+"""The table Megatron <-> Hugging Face: bit-exact there and back at every tensor-parallel size, without a
+gap."""
 
 import math
 
@@ -10,9 +11,19 @@ from laminar_hpc.weights.hf import FAMILIES, ModelShape
 from laminar_hpc.weights.mapping import Shard, check_names, pieces
 
 SHAPE = ModelShape(
-    family=FAMILIES["qwen2"], layers=2, hidden=24, heads=8, kv_heads=4, head_dim=6, ffn=20, vocab=50,
-    rope_theta=1e4, norm_eps=1e-6, tied=False, max_positions=64,
-)  # fmt: skip
+    family=FAMILIES["qwen2"],
+    layers=2,
+    hidden=24,
+    heads=8,
+    kv_heads=4,
+    head_dim=6,
+    ffn=20,
+    vocab=50,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied=False,
+    max_positions=64,
+)
 QKV = (SHAPE.heads + 2 * SHAPE.kv_heads) * SHAPE.head_dim
 
 
@@ -30,7 +41,10 @@ def megatron_parameters(size: int) -> dict[str, torch.Tensor]:
             f"decoder.layers.{i}.mlp.linear_fc1.weight": (2 * s.ffn // size, s.hidden),
             f"decoder.layers.{i}.mlp.linear_fc2.weight": (s.hidden, s.ffn // size),
         }
-    shapes |= {"decoder.final_layernorm.weight": (s.hidden,), "output_layer.weight": (vocab // size, s.hidden)}
+    shapes |= {
+        "decoder.final_layernorm.weight": (s.hidden,),
+        "output_layer.weight": (vocab // size, s.hidden),
+    }
     return {name: torch.zeros(shape) for name, shape in shapes.items()}
 
 
@@ -50,7 +64,8 @@ def load(size: int, tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Te
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_roundtrip_is_bit_exact(size: int) -> None:
-    """Each shard's slices, put together, are the tensors that were loaded, and every element is in exactly one place."""
+    """Each shard's slices, put together, are the tensors that were loaded, and every element is in exactly
+    one place."""
     tensors = hf_tensors()
     back = {name: torch.full_like(t, math.nan) for name, t in tensors.items()}
     for rank, parameters in enumerate(load(size, tensors)):
@@ -61,15 +76,22 @@ def test_roundtrip_is_bit_exact(size: int) -> None:
 
 
 def test_shards_are_megatrons_own() -> None:
-    """Two shards next to each other, by Megatron's rules for splitting, are the one shard of tensor parallel 1."""
+    """Two shards next to each other, by Megatron's rules for splitting, are the one shard of tensor parallel
+    1."""
     (one,), (left, right) = load(1, hf_tensors()), load(2, hf_tensors())
     layer = "decoder.layers.1."
     assert torch.equal(
-        torch.cat([left[layer + "self_attention.linear_qkv.weight"], right[layer + "self_attention.linear_qkv.weight"]]),
+        torch.cat(
+            [
+                left[layer + "self_attention.linear_qkv.weight"],
+                right[layer + "self_attention.linear_qkv.weight"],
+            ]
+        ),
         one[layer + "self_attention.linear_qkv.weight"],
     )
     assert torch.equal(
-        torch.cat([left[layer + "mlp.linear_fc2.weight"], right[layer + "mlp.linear_fc2.weight"]], 1), one[layer + "mlp.linear_fc2.weight"]
+        torch.cat([left[layer + "mlp.linear_fc2.weight"], right[layer + "mlp.linear_fc2.weight"]], 1),
+        one[layer + "mlp.linear_fc2.weight"],
     )
     gates, ups = zip(*(part[layer + "mlp.linear_fc1.weight"].chunk(2) for part in (left, right)), strict=True)
     assert torch.equal(torch.cat([*gates, *ups]), one[layer + "mlp.linear_fc1.weight"])
@@ -82,14 +104,24 @@ def test_qkv_interleaves_by_group() -> None:
     rows, d = one["decoder.layers.0.self_attention.linear_qkv.weight"], SHAPE.head_dim
     q, k, v = (tensors[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv")
     group = 2
-    expected = torch.cat([q[group * 2 * d : (group + 1) * 2 * d], k[group * d : (group + 1) * d], v[group * d : (group + 1) * d]])
+    expected = torch.cat(
+        [
+            q[group * 2 * d : (group + 1) * 2 * d],
+            k[group * d : (group + 1) * d],
+            v[group * d : (group + 1) * d],
+        ]
+    )
     assert torch.equal(rows[group * 4 * d : (group + 1) * 4 * d], expected)
 
 
 def test_views_share_memory_where_layouts_agree() -> None:
     """Publishing copies q, k and v only; all else is read in place."""
     parameters = megatron_parameters(1)
-    copied = {p.name for p in pieces(parameters, SHAPE) if p.value().data_ptr() != p.view.data_ptr() or not p.value().is_contiguous()}
+    copied = {
+        p.name
+        for p in pieces(parameters, SHAPE)
+        if p.value().data_ptr() != p.view.data_ptr() or not p.value().is_contiguous()
+    }
     assert {name.split(".")[-2] for name in copied} <= {"q_proj", "k_proj", "v_proj"}
 
 
@@ -102,12 +134,17 @@ def test_pipeline_stages_use_global_layer_numbers() -> None:
 def test_a_parameter_without_a_row_is_refused() -> None:
     """Weights that are trained but never served would be a silent error."""
     with pytest.raises(LaminarError, match=r"without a row.*linear_proj.bias"):
-        pieces({**megatron_parameters(1), "decoder.layers.0.self_attention.linear_proj.bias": torch.zeros(6)}, SHAPE)
+        pieces(
+            {**megatron_parameters(1), "decoder.layers.0.self_attention.linear_proj.bias": torch.zeros(6)},
+            SHAPE,
+        )
 
 
 def test_names_of_a_directory_must_fit() -> None:
     """A tied model may bring lm_head.weight along; nothing else may be missing or left over."""
-    check_names({"a"}, {"a", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}, tied=True, where="dir")
+    check_names(
+        {"a"}, {"a", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"}, tied=True, where="dir"
+    )
     for there in ({"a", "lm_head.weight"}, set(), {"a", "b"}):
         with pytest.raises(LaminarError, match=r"dir does not fit its config.json"):
             check_names({"a"}, there, tied=False, where="dir")

@@ -1,4 +1,5 @@
-"""Hugging Face directories: what is read of config.json, sharded safetensors, and a directory written back."""
+"""Hugging Face directories: what is read of config.json, sharded safetensors, and a directory written
+back."""
 
 import json
 from pathlib import Path
@@ -11,9 +12,16 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.hf import RopeScaling, TensorReader, read_shape, save_directory
 
 CONFIG = {
-    "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "vocab_size": 50, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 50,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 
 
 def write(directory: Path, **changes: object) -> Path:
@@ -21,7 +29,11 @@ def write(directory: Path, **changes: object) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("rope", [{"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}], ids=["v4", "v5"])
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}],
+    ids=["v4", "v5"],
+)
 def test_config_of_both_transformers_generations(rope: dict, tmp_path: Path) -> None:
     """rope_theta stands at the top in transformers 4, in rope_parameters in transformers 5."""
     shape = read_shape(write(tmp_path, **rope))
@@ -29,9 +41,19 @@ def test_config_of_both_transformers_generations(rope: dict, tmp_path: Path) -> 
 
 
 def test_what_families_leave_out_of_their_config(tmp_path: Path) -> None:
-    """Qwen3's heads are of 128 where its config.json is silent, whatever hidden and heads are; Llama's original context is its own."""
-    assert read_shape(write(tmp_path, model_type="qwen3")).head_dim == 128 and read_shape(write(tmp_path, model_type="llama")).head_dim == 8
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 99}
+    """Qwen3's heads are of 128 where its config.json is silent, whatever hidden and heads are; Llama's
+    original context is its own."""
+    assert (
+        read_shape(write(tmp_path, model_type="qwen3")).head_dim == 128
+        and read_shape(write(tmp_path, model_type="llama")).head_dim == 8
+    )
+    rope = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 99,
+    }
     shape = read_shape(write(tmp_path, model_type="llama", rope_scaling=rope, rope_theta=5e5))
     assert shape.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 99) and shape.rope_theta == 5e5
 
@@ -62,7 +84,9 @@ def test_sharded_directories_are_read_by_their_index(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with TensorReader(tmp_path) as tensors:
         assert tensors.names() == {"a", "b"} and tensors.shape("b") == (2, 3)
-        assert torch.equal(tensors.narrow("a", 0, 1, 2), first[1:3]) and torch.equal(tensors.narrow("b", 1, 2, 1), second[:, 2:])
+        assert torch.equal(tensors.narrow("a", 0, 1, 2), first[1:3]) and torch.equal(
+            tensors.narrow("b", 1, 2, 1), second[:, 2:]
+        )
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(LaminarError, match=r"model-2.safetensors is missing"):
         TensorReader(tmp_path)
@@ -73,7 +97,9 @@ def test_a_written_directory_names_the_dtype_that_it_holds(tmp_path: Path) -> No
     source = write(tmp_path, dtype="float32")
     (source / "tokenizer.json").write_text("{}")
     save_directory(
-        source, tmp_path / "out", [("a", torch.ones(2, dtype=torch.bfloat16)), ("b", torch.zeros(3, 2, dtype=torch.bfloat16).t())]
+        source,
+        tmp_path / "out",
+        [("a", torch.ones(2, dtype=torch.bfloat16)), ("b", torch.zeros(3, 2, dtype=torch.bfloat16).t())],
     )
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**CONFIG, "dtype": "bfloat16"}
     written = load_file(tmp_path / "out" / "model.safetensors")

@@ -1,4 +1,5 @@
-"""Slots: readers see complete weights only, a lease keeps them, leftovers of dead runs are cleaned, no room is said before bytes move."""
+"""Slots: readers see complete weights only, a lease keeps them, leftovers of dead runs are cleaned, no room
+is said before bytes move."""
 
 import contextlib
 import subprocess
@@ -41,7 +42,9 @@ def test_newest_complete_slot_is_a_loadable_directory(tmp_path, writer):
     newest = reader.newest()
     assert newest.weight_id == 6
     tensors = load_file(newest.directory / "model.safetensors")
-    assert {k: tuple(v.shape) for k, v in tensors.items()} == {"b": (7, 3), "a": (5,)} and (tensors["b"] == 6).all()
+    assert {k: tuple(v.shape) for k, v in tensors.items()} == {"b": (7, 3), "a": (5,)} and (
+        tensors["b"] == 6
+    ).all()
 
 
 def test_a_leased_slot_is_not_rewritten(tmp_path, writer):
@@ -73,7 +76,9 @@ def test_who_loads_goes_on_while_the_relay_is_started_again(tmp_path, writer):
         assert (load_file(handle.directory / "model.safetensors")["a"] == 1.0).all()
     for weight_id in range(8, 11):
         write(again, weight_id, 3.0)
-    assert all((load_file(path)["a"] == 3.0).all() for path in tmp_path.glob("laminar-run/slot*/model.safetensors"))
+    assert all(
+        (load_file(path)["a"] == 3.0).all() for path in tmp_path.glob("laminar-run/slot*/model.safetensors")
+    )
 
 
 def test_what_an_earlier_relay_left_is_brought_up_to_date(tmp_path):
@@ -93,10 +98,17 @@ def test_what_an_earlier_relay_left_is_brought_up_to_date(tmp_path):
 
 def test_slots_of_another_layout_are_made_anew(tmp_path, writer):
     write(writer, 0, 1.0)
-    again, manifest = SlotWriter(str(tmp_path), "run", 3, tmp_path), layout([*TENSORS, ("c", (2,), torch.float32)], 1, 1)
+    again, manifest = (
+        SlotWriter(str(tmp_path), "run", 3, tmp_path),
+        layout([*TENSORS, ("c", (2,), torch.float32)], 1, 1),
+    )
     torch.from_numpy(again.begin(manifest)).view(torch.float32).fill_(4.0)
     again.commit(manifest)
-    assert set(load_file(SlotReader(str(tmp_path), "run").newest().directory / "model.safetensors")) == {"a", "b", "c"}
+    assert set(load_file(SlotReader(str(tmp_path), "run").newest().directory / "model.safetensors")) == {
+        "a",
+        "b",
+        "c",
+    }
 
 
 def test_all_slots_read_is_said(tmp_path, writer):
@@ -131,22 +143,29 @@ def test_sums_see_bits_and_places_and_add_up():
     assert tensor_sums(whole) == tuple(sum(x) % 2**64 for x in zip(*parts, strict=True))
     swapped = whole.clone()
     swapped[3], swapped[900] = whole[900], whole[3]
-    assert tensor_sums(swapped)[0] == tensor_sums(whole)[0] and tensor_sums(swapped)[1] != tensor_sums(whole)[1]
+    assert (
+        tensor_sums(swapped)[0] == tensor_sums(whole)[0] and tensor_sums(swapped)[1] != tensor_sums(whole)[1]
+    )
     flipped = whole.clone()
     flipped.view(torch.int32)[17] ^= 1
     assert tensor_sums(flipped) != tensor_sums(whole)
-    assert tensor_sums(torch.ones(3, dtype=torch.bfloat16)) != tensor_sums(torch.ones(4, dtype=torch.bfloat16))
+    assert tensor_sums(torch.ones(3, dtype=torch.bfloat16)) != tensor_sums(
+        torch.ones(4, dtype=torch.bfloat16)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(6,), (9,), (7, 5), (8, 6), (9, 3), (5000, 4)])
 def test_sums_of_slices_add_up_wherever_the_cut_is(shape, dtype):
-    """A tensor-parallel shard needs no gather: rows or columns, also where a 16-bit item shares its word with another shard's."""
+    """A tensor-parallel shard needs no gather: rows or columns, also where a 16-bit item shares its word with
+    another shard's."""
     whole = torch.randn(shape).to(dtype)
     for dim in range(len(shape)):
         for cut in {0, 1, shape[dim] // 2, shape[dim] // 2 + 1, shape[dim]}:
             parts = whole.split([cut, shape[dim] - cut], dim)
-            assert add_sums([slice_sums(parts[0], shape, dim, 0), slice_sums(parts[1], shape, dim, cut)]) == tensor_sums(whole)
+            assert add_sums(
+                [slice_sums(parts[0], shape, dim, 0), slice_sums(parts[1], shape, dim, cut)]
+            ) == tensor_sums(whole)
     assert slice_sums(whole, shape, 0, 0) == tensor_sums(whole)
 
 
@@ -155,7 +174,10 @@ def test_two_runs_on_one_machine_do_not_meet(tmp_path, writer):
     write(writer, 5, 1.0)
     other = SlotWriter(str(tmp_path), "other", 2, tmp_path)
     write(other, 0, 2.0)
-    assert SlotReader(str(tmp_path), "run").newest().weight_id == 5 and SlotReader(str(tmp_path), "other").newest().weight_id == 0
+    assert (
+        SlotReader(str(tmp_path), "run").newest().weight_id == 5
+        and SlotReader(str(tmp_path), "other").newest().weight_id == 0
+    )
     other.close()
     assert SlotReader(str(tmp_path), "run").newest().weight_id == 5
 
@@ -166,7 +188,10 @@ def test_what_the_relay_still_sends_is_not_rewritten(tmp_path, writer):
     slot, manifest, data = writer.keep_newest()
     for weight_id in range(1, 5):
         write(writer, weight_id, 2.0)
-    assert manifest.weight_id == 0 and (torch.from_numpy(data)[: manifest.data_bytes].view(torch.float32) == 1.0).all()
+    assert (
+        manifest.weight_id == 0
+        and (torch.from_numpy(data)[: manifest.data_bytes].view(torch.float32) == 1.0).all()
+    )
     writer.release(slot)
     for weight_id in range(5, 8):
         write(writer, weight_id, 3.0)

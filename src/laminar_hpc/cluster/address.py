@@ -1,6 +1,8 @@
-"""Where the controller is and the keys to talk to it: `run_dir/controller.json`, mode 0600, new at every launch.
+"""Where the controller is and the keys to talk to it: `run_dir/controller.json`, mode 0600, new at every
+launch.
 
-The keys are CURVE pairs (ZeroMQ's authenticated encryption): whoever can read the run directory may talk to the run, nobody else.
+The keys are CURVE pairs (ZeroMQ's authenticated encryption): whoever can read the run directory may talk to
+the run, nobody else.
 """
 
 import os
@@ -43,9 +45,16 @@ def new_address(run_id: str, host: str, machine: str) -> tuple[ControllerAddress
     server_public, server_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     address = ControllerAddress(
-        run_id, host, 0, machine, os.getpid(), server_public.decode(), client_public.decode(),
-        client_secret.decode(), launch_id(),
-    )  # fmt: skip
+        run_id,
+        host,
+        0,
+        machine,
+        os.getpid(),
+        server_public.decode(),
+        client_public.decode(),
+        client_secret.decode(),
+        launch_id(),
+    )
     return address, server_secret.decode()
 
 
@@ -63,15 +72,20 @@ def read_address(run_dir: Path) -> ControllerAddress | None:
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise LaminarError(f"{run_dir / ADDRESS_FILE} is not a controller's address ({error}); delete it and start again") from None
+        raise LaminarError(
+            f"{run_dir / ADDRESS_FILE} is not a controller's address ({error}); delete it and start again"
+        ) from None
 
 
 def own_address(host: str) -> str:
-    """The IP address at which this machine is reached by the others: loopback for a run on one machine, else the route to `host`."""
+    """The IP address at which this machine is reached by the others: loopback for a run on one machine, else
+    the route to `host`."""
     target = socket.gethostbyname(host)
     if target.startswith("127."):
         return target
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # a datagram socket picks the route and sends nothing
+    with socket.socket(
+        socket.AF_INET, socket.SOCK_DGRAM
+    ) as probe:  # a datagram socket picks the route and sends nothing
         probe.connect((target, 9))
         return probe.getsockname()[0]
 

@@ -1,8 +1,9 @@
 """A worker's line to the controller: one encrypted DEALER socket, driven by an I/O thread of its own.
 
-The thread sends what is queued, hands every message to the inbox (or to a subscriber), pings once a second and notices a silent
-controller. So a role may compute for minutes without being taken for dead, and never waits without bound. A worker that may come and go
-(`patience_seconds`) outlives a cut network, and says Hello again when the controller has given it up meanwhile.
+The thread sends what is queued, hands every message to the inbox (or to a subscriber), pings once a second
+and notices a silent controller. So a role may compute for minutes without being taken for dead, and never
+waits without bound. A worker that may come and go (`patience_seconds`) outlives a cut network, and says Hello
+again when the controller has given it up meanwhile.
 """
 
 import logging
@@ -19,7 +20,20 @@ from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import Failure, Goodbye, Hello, Message, Ping, Pong, Rejoin, ReplicaLoad, Stop, Welcome, decode, encode
+from laminar_hpc.messages import (
+    Failure,
+    Goodbye,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Rejoin,
+    ReplicaLoad,
+    Stop,
+    Welcome,
+    decode,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 _PING_SECONDS = 1.0
@@ -52,11 +66,21 @@ class Channel:
     """Thread-safe. Use either receive/request (inbox) or subscribe (callback), not both."""
 
     def __init__(
-        self, run_dir: Path, hello: Hello, join_seconds: float, heartbeat_seconds: float,
-        patience_seconds: float = 0.0, launch: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        run_dir: Path,
+        hello: Hello,
+        join_seconds: float,
+        heartbeat_seconds: float,
+        patience_seconds: float = 0.0,
+        launch: str = "",
+    ) -> None:
         """`launch`: joins the controller of this torchrun only (see `launch_id`); "" joins any."""
-        self._run_dir, self._hello, self._heartbeat, self._patience = run_dir, hello, heartbeat_seconds, patience_seconds
+        self._run_dir, self._hello, self._heartbeat, self._patience = (
+            run_dir,
+            hello,
+            heartbeat_seconds,
+            patience_seconds,
+        )
         self._launch = launch
         self._identity = f"{hello.role}:{hello.index}:{hello.incarnation}".encode()
         self._context = zmq.Context()
@@ -77,10 +101,11 @@ class Channel:
         self._thread = threading.Thread(target=self._run, args=(wake_receive,), name="channel", daemon=True)
         self._thread.start()
 
-    # ---- joining -------------------------------------------------------------------------------------------------------------
+    # ---- joining -------------------------------------------------------------------------------------------
 
     def _join(self, seconds: float) -> tuple[zmq.Socket, Welcome]:
-        """Says Hello until Welcome comes. The address is read anew each time, because an earlier launch may have left an old one."""
+        """Says Hello until Welcome comes. The address is read anew each time, because an earlier launch may
+        have left an old one."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             address = read_address(self._run_dir)
@@ -94,7 +119,10 @@ class Channel:
             dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))
             dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))
             dealer.curve_serverkey = address.server_public.encode()
-            dealer.curve_publickey, dealer.curve_secretkey = address.client_public.encode(), address.client_secret.encode()
+            dealer.curve_publickey, dealer.curve_secretkey = (
+                address.client_public.encode(),
+                address.client_secret.encode(),
+            )
             dealer.connect(f"tcp://{address.host}:{address.port}")
             dealer.send(encode(self._hello))
             patience = time.monotonic() + 5
@@ -117,11 +145,12 @@ class Channel:
                     break
             dealer.close(0)
         raise LaminarError(
-            f"{self._hello.role} {self._hello.index} waited {seconds:.0f} s for the controller of {self._run_dir} and got no answer; "
+            f"{self._hello.role} {self._hello.index} waited {seconds:.0f} s for the controller of "
+            f"{self._run_dir} and got no answer; "
             "is the controller rank running, and can this machine reach cluster.host?"
         )
 
-    # ---- the I/O thread ------------------------------------------------------------------------------------------------------
+    # ---- the I/O thread ------------------------------------------------------------------------------------
 
     def _run(self, wake: zmq.Socket) -> None:
         poller = zmq.Poller()
@@ -149,12 +178,17 @@ class Channel:
                 self._dealer.send(encode(Ping(self.load)))
             if not lost and (how := self._controller_gone(now - heard)):
                 lost = True
-                if terminal.shared() and self._neighbour is not None and not process_is_alive(self._neighbour):
+                if (
+                    terminal.shared()
+                    and self._neighbour is not None
+                    and not process_is_alive(self._neighbour)
+                ):
                     self._deliver(StopReceived(RUN_FAILED))  # who started the controller says how it died
                     continue
                 self._deliver(
                     ControllerLost(
-                        f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, then go on with the same "
+                        f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, then go on "
+                        "with the same "
                         "command and resume=auto"
                     )
                 )
@@ -200,7 +234,7 @@ class Channel:
                 self._inbox.append(item)
                 self._arrived.notify_all()
 
-    # ---- for the role --------------------------------------------------------------------------------------------------------
+    # ---- for the role --------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
         """Queues a message; returns at once."""
@@ -218,7 +252,8 @@ class Channel:
             return any(isinstance(item, (*wanted, Exception)) for item in self._inbox)
 
     def wait(self, *wanted: type, timeout: float) -> Message | None:
-        """The next message of these types if one comes within `timeout` seconds; messages of other types stay queued."""
+        """The next message of these types if one comes within `timeout` seconds; messages of other types stay
+        queued."""
         deadline = time.monotonic() + timeout
         with self._arrived:
             while True:
@@ -235,7 +270,10 @@ class Channel:
     def _next(self, wanted: tuple[type, ...], timeout: float, what: str) -> Message:
         message = self.wait(*wanted, timeout=timeout)
         if message is None:
-            raise LaminarError(f"{self._hello.role} {self._hello.index} waited {timeout:.0f} s for {what} from the controller and gave up")
+            raise LaminarError(
+                f"{self._hello.role} {self._hello.index} waited {timeout:.0f} s for {what} from the "
+                "controller and gave up"
+            )
         return message
 
     def receive(self, timeout: float, what: str) -> Message:
@@ -248,7 +286,8 @@ class Channel:
         return self._next(answers, timeout, what)
 
     def subscribe(self, callback: Callable[[Message | Exception], None]) -> None:
-        """From now on every message, and a ControllerLost or StopReceived instance, goes to `callback`, in the I/O thread."""
+        """From now on every message, and a ControllerLost or StopReceived instance, goes to `callback`, in
+        the I/O thread."""
         with self._arrived:
             self._callback = callback
             for item in self._inbox:

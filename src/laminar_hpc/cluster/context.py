@@ -1,4 +1,5 @@
-"""What every role's `run(context)` is given: its place in the run, its channel to the controller, its trace."""
+"""What every role's `run(context)` is given: its place in the run, its channel to the controller, its
+trace."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,9 +1,11 @@
-"""Which GPUs of a machine a rank uses: from the lists of the configuration, or derived from what runs on the machine. Imports no torch.
+"""Which GPUs of a machine a rank uses: from the lists of the configuration, or derived from what runs on the
+machine. Imports no torch.
 
-A rank is given its own in CUDA_VISIBLE_DEVICES before anything asks CUDA, so that its first device is device 0, for its engine too.
-Without a list, trainer ranks take a GPU each, in order, and replicas rollout.tensor_parallel each of those that are left, or of all where
-too few are left; the relays of a machine use one of the replicas' each, in order. A torchrun of one role sees its own ranks only: name the
-lists when several such share a machine.
+A rank is given its own in CUDA_VISIBLE_DEVICES before anything asks CUDA, so that its first device is device
+0, for its engine too. Without a list, trainer ranks take a GPU each, in order, and replicas
+rollout.tensor_parallel each of those that are left, or of all where too few are left; the relays of a machine
+use one of the replicas' each, in order. A torchrun of one role sees its own ranks only: name the lists when
+several such share a machine.
 """
 
 import os
@@ -16,7 +18,8 @@ from laminar_hpc.config.schema import RunConfig
 
 
 def present() -> list[str]:
-    """The names of the GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or the numbers of all."""
+    """The names of the GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or the numbers of
+    all."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -24,7 +27,8 @@ def present() -> list[str]:
 
 
 def devices_of(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank, count: int) -> list[int]:
-    """Indices below `count`, the number of GPUs, for the rank `mine`; `here` are all ranks of this machine. [] without GPUs.
+    """Indices below `count`, the number of GPUs, for the rank `mine`; `here` are all ranks of this machine.
+    [] without GPUs.
 
     Raises LaminarError for a list that does not fit the machine.
     """
@@ -37,7 +41,10 @@ def devices_of(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank, 
     if trainers is None:
         trainers = list(range(len(order["trainer"])))
         if len(trainers) > count:
-            raise LaminarError(f"{len(trainers)} trainer ranks on a machine with {count} GPUs: start fewer, or on more machines")
+            raise LaminarError(
+                f"{len(trainers)} trainer ranks on a machine with {count} GPUs: start fewer, or on more "
+                "machines"
+            )
     if rollouts is None:
         left = [device for device in range(count) if device not in trainers]
         wanted = len(order["rollout"]) * size
@@ -48,11 +55,14 @@ def devices_of(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank, 
     place = order[mine.role].index(mine)
     if mine.role == "relay":
         return [rollouts[place % len(rollouts)]]
-    return trainers[place : place + 1] if mine.role == "trainer" else rollouts[place * size : (place + 1) * size]
+    return (
+        trainers[place : place + 1] if mine.role == "trainer" else rollouts[place * size : (place + 1) * size]
+    )
 
 
 def _chosen(key: str, devices: list[int] | None, wanted: int, count: int) -> list[int] | None:
-    """The configured list. Raises LaminarError unless the machine has these GPUs and they are enough for `wanted`."""
+    """The configured list. Raises LaminarError unless the machine has these GPUs and they are enough for
+    `wanted`."""
     if devices is None or not wanted:
         return devices
     if not count:
@@ -60,7 +70,9 @@ def _chosen(key: str, devices: list[int] | None, wanted: int, count: int) -> lis
     if max(devices, default=-1) >= count:
         raise LaminarError(f"{key}={devices}: this machine has {count} GPUs, 0 to {count - 1}")
     if len(devices) < wanted:
-        raise LaminarError(f"{key}={devices}: {wanted} GPUs are needed on this machine; name so many, or null")
+        raise LaminarError(
+            f"{key}={devices}: {wanted} GPUs are needed on this machine; name so many, or null"
+        )
     return devices
 
 

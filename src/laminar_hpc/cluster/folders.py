@@ -1,4 +1,5 @@
-"""Folders that belong to a process: it notes itself as their owner, and whoever comes later removes those whose owner is dead."""
+"""Folders that belong to a process: it notes itself as their owner, and whoever comes later removes those
+whose owner is dead."""
 
 import os
 import shutil
@@ -19,8 +20,8 @@ def claim(folder: Path) -> None:
 def abandoned(parent: Path, prefix: str) -> list[Path]:
     """The folders `parent`/`prefix`* whose owner is dead.
 
-    Not among them: what belongs to another user, to a living process, or to one of another container or boot, and what
-    names no owner.
+    Not among them: what belongs to another user, to a living process, or to one of another container or boot,
+    and what names no owner.
     """
     found = []
     for folder in parent.glob(f"{prefix}*"):
@@ -36,8 +37,8 @@ def abandoned(parent: Path, prefix: str) -> list[Path]:
 
 
 def remove(folder: Path) -> bool:
-    """Removes a folder and the shared memory that its note names. Returns whether all of it is gone: segments that a process
-    still has stay, and the folder with them, so that whoever looks next finds both."""
+    """Removes a folder and the shared memory that its note names. Returns whether all of it is gone: segments
+    that a process still has stay, and the folder with them, so that whoever looks next finds both."""
     if not remove_noted(folder):
         return False
     shutil.rmtree(folder, ignore_errors=True)

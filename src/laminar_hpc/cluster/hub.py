@@ -1,7 +1,9 @@
-"""The controller's end of all channels: one encrypted ROUTER socket that lets in only who holds the run's client key.
+"""The controller's end of all channels: one encrypted ROUTER socket that lets in only who holds the run's
+client key.
 
-Not a thread: the controller's loop polls it. Whoever gets in holds the run's key, so a frame that is no message is a
-bug or another version of laminar_hpc: it comes out as `UnreadableMessage`, and the loop decides what ends.
+Not a thread: the controller's loop polls it. Whoever gets in holds the run's key, so a frame that is no
+message is a bug or another version of laminar_hpc: it comes out as `UnreadableMessage`, and the loop decides
+what ends.
 """
 
 import socket
@@ -29,7 +31,9 @@ class Hub:
 
     def __init__(self, run_dir: Path, run_id: str, host: str, port: int, machine: str) -> None:
         self._context = zmq.Context()
-        self._zap = self._context.socket(zmq.REP)  # ZeroMQ asks here (RFC 27) whether a client's key is welcome
+        self._zap = self._context.socket(
+            zmq.REP
+        )  # ZeroMQ asks here (RFC 27) whether a client's key is welcome
         self._zap.bind("inproc://zeromq.zap.01")
         self._address, secret = new_address(run_id, host, machine)
         self._client_key = self._address.client_public
@@ -44,7 +48,8 @@ class Hub:
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(0)
             raise LaminarError(
-                f"the controller cannot listen at {host}:{port} ({error}); set cluster.port=0 or cluster.host to an address of this machine"
+                f"the controller cannot listen at {host}:{port} ({error}); set cluster.port=0 or "
+                "cluster.host to an address of this machine"
             ) from None
         self._address.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         write_address(run_dir, self._address)
@@ -57,8 +62,8 @@ class Hub:
         return self._address
 
     def poll(self, seconds: float, most: int = 1000) -> list[tuple[str, AnyMessage | UnreadableMessage]]:
-        """What has come, as (sender's identity, message): waits up to `seconds` for the first, then takes at most `most`
-        that are there."""
+        """What has come, as (sender's identity, message): waits up to `seconds` for the first, then takes at
+        most `most` that are there."""
         messages: list[tuple[str, AnyMessage | UnreadableMessage]] = []
         timeout = seconds * 1000
         while len(messages) < most:
@@ -80,8 +85,14 @@ class Hub:
     def _admit(self) -> None:
         frames = self._zap.recv_multipart()
         version, request_id, mechanism, credentials = frames[0], frames[1], frames[5], frames[6:]
-        welcome = mechanism == b"CURVE" and len(credentials) == 1 and z85.encode(credentials[0]).decode() == self._client_key
-        self._zap.send_multipart([version, request_id, b"200" if welcome else b"400", b"" if welcome else b"unknown key", b"", b""])
+        welcome = (
+            mechanism == b"CURVE"
+            and len(credentials) == 1
+            and z85.encode(credentials[0]).decode() == self._client_key
+        )
+        self._zap.send_multipart(
+            [version, request_id, b"200" if welcome else b"400", b"" if welcome else b"unknown key", b"", b""]
+        )
 
     def send(self, identity: str, message: Message) -> None:
         """Queues a message for a worker; one for a worker that has gone is dropped by the socket."""

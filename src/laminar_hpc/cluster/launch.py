@@ -1,7 +1,9 @@
-"""One torchrun with all roles on this machine, in a session of its own, watched over until everything has ended.
+"""One torchrun with all roles on this machine, in a session of its own, watched over until everything has
+ended.
 
-Ctrl-C, TERM and USR1 become a stop message to the controller, so that the ranks leave by themselves and the exit code is 0; a second
-one ends the session at once. torchrun's own chatter goes to a log, our one-line errors to the terminal.
+Ctrl-C, TERM and USR1 become a stop message to the controller, so that the ranks leave by themselves and the
+exit code is 0; a second one ends the session at once. torchrun's own chatter goes to a log, our one-line
+errors to the terminal.
 """
 
 import os
@@ -47,14 +49,17 @@ class Launch:
         self._stops, self._asked = 0, 0.0
         self._chatter: deque[str] = deque(maxlen=2000)
         self._refused = False
-        self._meeting = os.memfd_create("torchrun")  # torchrun's own store in place of a TCP one, which listens on all interfaces
+        self._meeting = os.memfd_create(
+            "torchrun"
+        )  # torchrun's own store in place of a TCP one, which listens on all interfaces
         command = [
             sys.executable,
             "-m",
             "torch.distributed.run",
             "--nnodes=1",
             "--rdzv-backend=c10d",
-            "--rdzv-conf=store_type=file,keep_alive_interval=3600",  # nobody else listens for it, and each sign of life stays in the file
+            # nobody else listens for it, and each sign of life stays in the file
+            "--rdzv-conf=store_type=file,keep_alive_interval=3600",
             f"--rdzv-endpoint=/proc/{os.getpid()}/fd/{self._meeting}",
             f"--rdzv-id={uuid.uuid4()}",
             "--local-addr=127.0.0.1",
@@ -173,5 +178,9 @@ class Launch:
         derived = derive(self._config)
         lanes = self._config.relay.lanes
         role = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, self._world, lanes)[rank]
-        how = f"was killed by {signal.Signals(-number).name}" if number < 0 else f"ended with exit code {number}"
+        how = (
+            f"was killed by {signal.Signals(-number).name}"
+            if number < 0
+            else f"ended with exit code {number}"
+        )
         return f"{role.role} {role.index} {how}; see {logs / f'{role.role}{role.index}.log'}{GO_ON}"

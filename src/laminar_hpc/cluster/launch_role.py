@@ -2,9 +2,10 @@
 
     python -m laminar_hpc.cluster.launch_role ROLE PROCESSES run_dir=... [overrides]
 
-A launch.Launch whose last word differs: a death is one line that says who died, how, and what starting it again can do.
-torchrun's chatter goes to RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the run cannot do without its
-controller and trainer, so theirs become `laminar stop`; a relay's or a rollout's end these processes only.
+A launch.Launch whose last word differs: a death is one line that says who died, how, and what starting it
+again can do. torchrun's chatter goes to RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the
+run cannot do without its controller and trainer, so theirs become `laminar stop`; a relay's or a rollout's
+end these processes only.
 """
 
 import signal
@@ -18,7 +19,9 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 
-ALL_AGAIN = "the run ends without it; start all roles again with resume=auto: it goes on from its newest checkpoint"
+ALL_AGAIN = (
+    "the run ends without it; start all roles again with resume=auto: it goes on from its newest checkpoint"
+)
 ONE_AGAIN = "the others go on; start it again with launch/{role}.sh and the same arguments"
 AGAIN = {"controller": ALL_AGAIN, "trainer": ALL_AGAIN, "relay": ONE_AGAIN, "rollout": ONE_AGAIN}
 
@@ -45,7 +48,8 @@ class RoleLaunch(Launch):
                 log.write_text("".join(self._chatter))
 
     def _explain(self, rank: int, number: int) -> str:
-        """Who died and how. "" where nobody needs to be told: the user ended it, or what failed has said so here."""
+        """Who died and how. "" where nobody needs to be told: the user ended it, or what failed has said so
+        here."""
         logs = Path(self._config.run_dir) / "logs"
         again = AGAIN[self._role].format(role=self._role)
         if self._stops:
@@ -54,8 +58,16 @@ class RoleLaunch(Launch):
             return f"the torchrun of {self._role} ended without a word; see {logs}; {again}"
         name = f"{self._role} {self._config.first_index + rank}"
         if number == terminal.FAILED_ELSEWHERE:
-            return "" if terminal.shared() else f"{name} has left, because the run has failed; the controller says why"
-        how = f"was killed by {signal.Signals(-number).name}" if number < 0 else f"ended with exit code {number}"
+            return (
+                ""
+                if terminal.shared()
+                else f"{name} has left, because the run has failed; the controller says why"
+            )
+        how = (
+            f"was killed by {signal.Signals(-number).name}"
+            if number < 0
+            else f"ended with exit code {number}"
+        )
         return f"{name} {how}; see {logs / name.replace(' ', '')}.log; {again}"
 
 

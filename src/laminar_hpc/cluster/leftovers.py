@@ -1,7 +1,9 @@
-"""What killed runs have left on this machine: weight slots, engines' files and shared memory, KV caches on the move.
+"""What killed runs have left on this machine: weight slots, engines' files and shared memory, KV caches on
+the move.
 
 Every start of a relay or an engine removes it; `laminar doctor` lists it, and removes it with --clean. Only what provably
-belonged to dead processes of this user, container and boot counts (folders.py, shared_memory.py, kv/offers.py).
+belonged to dead processes of this user, container and boot counts (folders.py, shared_memory.py,
+kv/offers.py).
 """
 
 import os
@@ -47,7 +49,9 @@ def clean(shm: Path | None = None, temporary: Path | None = None) -> list[Leftov
 
 
 def _size(path: Path) -> int:
-    inside = [Path(root, name) for root, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
+    inside = (
+        [Path(root, name) for root, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
+    )
     return sum(_allocated(file) for file in (*inside, *shared_memory.noted(path)))
 
 

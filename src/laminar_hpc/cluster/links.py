@@ -1,7 +1,9 @@
-"""Two-member groups: one trainer rank and one relay, or one relay and the next, each made in an epoch of its own.
+"""Two-member groups: one trainer rank and one relay, or one relay and the next, each made in an epoch of its
+own.
 
-Only two members, so that no cycle of waits can form; a dead peer breaks its own link, never the process. The sending end hosts the store
-on the run's own address (loopback unless configured); gloo binds to the same address, NCCL where the tensors are on a GPU.
+Only two members, so that no cycle of waits can form; a dead peer breaks its own link, never the process. The
+sending end hosts the store on the run's own address (loopback unless configured); gloo binds to the same
+address, NCCL where the tensors are on a GPU.
 """
 
 import contextlib
@@ -38,16 +40,25 @@ def host_store(address: str, seconds: float) -> tuple[dist.TCPStore, int]:
     listener.listen(256)
     port = listener.getsockname()[1]
     store = dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=timedelta(seconds=seconds)
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=seconds),
     )
     return store, port
 
 
 def reach_store(host: str, port: int, seconds: float) -> dist.TCPStore:
     try:
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+        return dist.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
+        )
     except (dist.DistError, RuntimeError, ConnectionError) as error:
-        raise LinkBroken(f"the store at {host}:{port} was not reached within {seconds:.0f} s ({error})") from None
+        raise LinkBroken(
+            f"the store at {host}:{port} was not reached within {seconds:.0f} s ({error})"
+        ) from None
 
 
 @dataclass
@@ -64,21 +75,35 @@ Posted = dist.Work | _Placed  # what `Link.finish` waits for
 
 
 class Link:
-    """One direction: the sender has rank 0, the receiver rank 1. Every operation is bounded by `seconds`, the meeting by `meet_seconds`.
+    """One direction: the sender has rank 0, the receiver rank 1. Every operation is bounded by `seconds`, the
+    meeting by `meet_seconds`.
 
-    Bytes and tensors in host memory go over gloo, which lets an idle receiver sleep; tensors on a GPU over NCCL. An operation that
-    fails breaks the link for good, at both ends. One thread may use a link, any other may `close` it.
+    Bytes and tensors in host memory go over gloo, which lets an idle receiver sleep; tensors on a GPU over
+    NCCL. An operation that fails breaks the link for good, at both ends. One thread may use a link, any other
+    may `close` it.
     """
 
     def __init__(
-        self, store: dist.Store, epoch: int, number: int, sender: bool, peer: str, address: str, device: torch.device, seconds: float,
-        meet_seconds: float = MEET_SECONDS, given_up: Callable[[], bool] = lambda: False, leave: bool = False,
+        self,
+        store: dist.Store,
+        epoch: int,
+        number: int,
+        sender: bool,
+        peer: str,
+        address: str,
+        device: torch.device,
+        seconds: float,
+        meet_seconds: float = MEET_SECONDS,
+        given_up: Callable[[], bool] = lambda: False,
+        leave: bool = False,
         window: Window | None = None,
-    ) -> None:  # fmt: skip
-        """Raises LinkBroken when the other end does not come, or as soon as `given_up()` holds before it has come.
+    ) -> None:
+        """Raises LinkBroken when the other end does not come, or as soon as `given_up()` holds before it has
+        come.
 
-        `leave`: whoever waits on it leaves as soon as it is closed, in every case; costs a change of threads for each wait.
-        `window`: of the sender; where the receiver can map it, chunks that lie in it stay there until they are copied to where they go.
+        `leave`: whoever waits on it leaves as soon as it is closed, in every case; costs a change of threads
+        for each wait. `window`: of the sender; where the receiver can map it, chunks that lie in it stay
+        there until they are copied to where they go.
         """
         self.peer, self.seconds, self.device = peer, seconds, device
         self._me, self._other = (0, 1) if sender else (1, 0)
@@ -102,27 +127,34 @@ class Link:
                 nccl = dist.ProcessGroupNCCL.Options()
                 nccl._timeout = timedelta(seconds=seconds)
                 self._data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", prefix), self._me, 2, nccl)
-            self._measure(limit if self._data is self._frames else seconds)  # NCCL gets ready at the first use
+            self._measure(
+                limit if self._data is self._frames else seconds
+            )  # NCCL gets ready at the first use
             self._window, self._there = self._meet_window(sender, window, limit)
         except LinkBroken:
             self._leave()
             raise
         except (dist.DistError, RuntimeError) as error:
             self._leave()
-            raise LinkBroken(f"no link to {peer} within {limit:.0f} s: it did not join epoch {epoch} ({_first_line(error)})") from None
+            raise LinkBroken(
+                f"no link to {peer} within {limit:.0f} s: it did not join epoch {epoch} "
+                f"({_first_line(error)})"
+            ) from None
 
-    # ---- tensors ---------------------------------------------------------------------------------------------------------------
+    # ---- tensors -------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor) -> None:
         """Sends a contiguous tensor on this link's device; returns when it may be overwritten."""
         self.finish(self.post_send(tensor), tensor)
 
     def post_send(self, tensor: torch.Tensor) -> dist.Work:
-        """Begins to send a contiguous tensor on this link's device or the host; it must stay as it is until `finish` has returned."""
+        """Begins to send a contiguous tensor on this link's device or the host; it must stay as it is until
+        `finish` has returned."""
         return self._start(self._data if tensor.is_cuda else self._frames, True, tensor)
 
     def post(self, tensor: torch.Tensor) -> dist.Work:
-        """Gets ready to receive into a contiguous tensor where the sender has it, behind those posted before; `finish` waits for it."""
+        """Gets ready to receive into a contiguous tensor where the sender has it, behind those posted before;
+        `finish` waits for it."""
         return self._start(self._data if tensor.is_cuda else self._frames, False, tensor)
 
     def finish(self, work: Posted, tensor: torch.Tensor) -> torch.Tensor:
@@ -139,14 +171,19 @@ class Link:
         """Receives into a contiguous tensor on this link's device."""
         return self.finish(self.post(tensor), tensor)
 
-    # ---- chunks, which may lie in the sender's window --------------------------------------------------------------------------
+    # ---- chunks, which may lie in the sender's window ------------------------------------------------------
 
     def give(self, chunk: torch.Tensor) -> Posted:
         """As `post_send`, for a receiver that uses `take`."""
         if self._window is None:
             return self.post_send(chunk)
-        note, answer = torch.tensor([self._window.place(chunk), chunk.nbytes]), torch.zeros(1, dtype=torch.int64)
-        work = _Placed(note, self._start(self._frames, True, note), answer, self._start(self._frames, False, answer))
+        note, answer = (
+            torch.tensor([self._window.place(chunk), chunk.nbytes]),
+            torch.zeros(1, dtype=torch.int64),
+        )
+        work = _Placed(
+            note, self._start(self._frames, True, note), answer, self._start(self._frames, False, answer)
+        )
         self.bytes_sent += chunk.nbytes - note.nbytes  # as it would be without a window
         return work
 
@@ -159,18 +196,24 @@ class Link:
 
     @contextlib.contextmanager
     def taken(self, work: Posted, target: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Where the chunk is once it is there: `target`, or the sender's window, which holds it until the block ends."""
+        """Where the chunk is once it is there: `target`, or the sender's window, which holds it until the
+        block ends."""
         if self._there is None or not isinstance(work, _Placed):
             yield self.finish(work, target)
             return
         self._finish(work.noted, work.note)
         first, size = work.note.tolist()
         if size != target.nbytes or not 0 <= first <= self._there.numel() - size:
-            raise LinkBroken(f"{self.peer} gave bytes {first} to {first + size} of its window in place of a chunk of {target.nbytes}")
+            raise LinkBroken(
+                f"{self.peer} gave bytes {first} to {first + size} of its window in place of a chunk of "
+                f"{target.nbytes}"
+            )
         yield self._there[first : first + size]
         self._finish(self._start(self._frames, True, work.answer), work.answer)
 
-    def _meet_window(self, sender: bool, window: Window | None, seconds: float) -> tuple[Window | None, torch.Tensor | None]:
+    def _meet_window(
+        self, sender: bool, window: Window | None, seconds: float
+    ) -> tuple[Window | None, torch.Tensor | None]:
         """The sender's, if the receiver has mapped it, and what the receiver has mapped."""
         answer = torch.zeros(1, dtype=torch.int64)
         if sender:
@@ -182,11 +225,14 @@ class Link:
         self._finish(self._start(self._frames, True, answer), answer, seconds)
         return None, there
 
-    # ---- frames of bytes -------------------------------------------------------------------------------------------------------
+    # ---- frames of bytes -----------------------------------------------------------------------------------
 
     def send_bytes(self, content: bytes) -> None:
         """A length, then the bytes."""
-        for tensor in (torch.tensor([len(content)]), torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8)):
+        for tensor in (
+            torch.tensor([len(content)]),
+            torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8),
+        ):
             self._finish(self._start(self._frames, True, tensor), tensor)
 
     def receive_bytes(self, most: int = 1 << 28, idle_seconds: float | None = None) -> bytes:
@@ -200,19 +246,22 @@ class Link:
         self._finish(self._start(self._frames, False, body), body)
         return bytes(body[:length].numpy())
 
-    # ---- the end ---------------------------------------------------------------------------------------------------------------
+    # ---- the end -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Breaks the link: whoever waits on it, here or at the other end, gets LinkBroken. From any thread, any number of times.
+        """Breaks the link: whoever waits on it, here or at the other end, gets LinkBroken. From any thread,
+        any number of times.
 
-        At once, but for one whose message was cut in the middle, whom gloo does not wake: with `leave` that one as well, else after
-        `seconds`. Nothing is read from or written to its tensor any more.
+        At once, but for one whose message was cut in the middle, whom gloo does not wake: with `leave` that
+        one as well, else after `seconds`. Nothing is read from or written to its tensor any more.
         """
         self.closed = True
         with contextlib.suppress(dist.DistError, RuntimeError):
             if self._data is not self._frames:
                 self._data.abort()
-        with contextlib.suppress(dist.DistError, RuntimeError):  # gloo's abort() does not wake a waiter; a wait that runs out closes all
+        with contextlib.suppress(
+            dist.DistError, RuntimeError
+        ):  # gloo's abort() does not wake a waiter; a wait that runs out closes all
             self._frames.recv([torch.zeros(1)], self._other, _NEVER_SENT).wait(timedelta(milliseconds=1))
         self._leave()
 
@@ -222,7 +271,8 @@ class Link:
 
     @contextlib.contextmanager
     def closed_when(self, condition: Callable[[], bool]) -> Iterator[None]:
-        """Closes the link during the block as soon as `condition()` holds, which another thread looks at again and again."""
+        """Closes the link during the block as soon as `condition()` holds, which another thread looks at
+        again and again."""
         over = threading.Event()
 
         def watch() -> None:
@@ -238,13 +288,17 @@ class Link:
             over.set()
             watcher.join()
 
-    # ---- how fast it is --------------------------------------------------------------------------------------------------------
+    # ---- how fast it is ------------------------------------------------------------------------------------
 
     def _measure(self, limit: float) -> None:
-        """Ts, the start-up time of a chunk, from the quickest of a few tiny exchanges, and Tb, seconds per byte, from a larger one."""
+        """Ts, the start-up time of a chunk, from the quickest of a few tiny exchanges, and Tb, seconds per
+        byte, from a larger one."""
         took = []
         for size in (*(8,) * 6, *(_PROBE_BYTES,) * 2):
-            probe, echo = torch.zeros(size, dtype=torch.uint8, device=self.device), torch.zeros(8, dtype=torch.uint8, device=self.device)
+            probe, echo = (
+                torch.zeros(size, dtype=torch.uint8, device=self.device),
+                torch.zeros(8, dtype=torch.uint8, device=self.device),
+            )
             began = time.monotonic()
             for tensor, mine in ((probe, self._me == 0), (echo, self._me == 1)):
                 self._start(self._data, mine, tensor).wait(timedelta(seconds=limit))
@@ -252,14 +306,19 @@ class Link:
                     torch.cuda.current_stream(tensor.device).synchronize()
             took.append(time.monotonic() - began)
         self.start_seconds = min(took[1:6])
-        self.seconds_per_byte = max(min(took[6:]) - self.start_seconds, 1e-3 * self.start_seconds) / _PROBE_BYTES
+        self.seconds_per_byte = (
+            max(min(took[6:]) - self.start_seconds, 1e-3 * self.start_seconds) / _PROBE_BYTES
+        )
 
     def sent(self, size: int, chunks: int, seconds: float) -> None:
-        """Learns Tb from a transfer of `size` bytes in `chunks` that took `seconds`: half of the old value, half of the new."""
+        """Learns Tb from a transfer of `size` bytes in `chunks` that took `seconds`: half of the old value,
+        half of the new."""
         if size >= _PROBE_BYTES:
-            self.seconds_per_byte = (self.seconds_per_byte + max(seconds - chunks * self.start_seconds, 0.1 * seconds) / size) / 2
+            self.seconds_per_byte = (
+                self.seconds_per_byte + max(seconds - chunks * self.start_seconds, 0.1 * seconds) / size
+            ) / 2
 
-    # ---- one operation ---------------------------------------------------------------------------------------------------------
+    # ---- one operation -------------------------------------------------------------------------------------
 
     def _start(self, group: dist.Backend, sends: bool, tensor: torch.Tensor) -> dist.Work:
         self.bytes_sent += tensor.nbytes if sends else 0
@@ -313,8 +372,8 @@ class _Waiter:
 
 
 def made_unless(given_up: Callable[[], bool], make: Callable[[], Link]) -> Link:
-    """What `make()` returns or raises; LinkBroken as soon as `given_up()` holds. Gloo's attempt cannot be called off: it ends by itself, on
-    a thread of its own, and what it makes is closed."""
+    """What `make()` returns or raises; LinkBroken as soon as `given_up()` holds. Gloo's attempt cannot be
+    called off: it ends by itself, on a thread of its own, and what it makes is closed."""
     results: queue.SimpleQueue[Link | Exception] = queue.SimpleQueue()
     late = threading.Event()
 
@@ -344,7 +403,8 @@ def made_unless(given_up: Callable[[], bool], make: Callable[[], Link]) -> Link:
 
 
 def _await_peer(store: dist.Store, seconds: float, given_up: Callable[[], bool]) -> None:
-    """Until the receiver is there. Gloo itself would wait as long, but could not be told that it need not come any more."""
+    """Until the receiver is there. Gloo itself would wait as long, but could not be told that it need not
+    come any more."""
     until = time.monotonic() + seconds
     while not store.check(["here"]):
         if given_up() or time.monotonic() > until:
@@ -353,5 +413,6 @@ def _await_peer(store: dist.Store, seconds: float, given_up: Callable[[], bool])
 
 
 def _first_line(error: Exception) -> str:
-    """Of torch's message, without the place in gloo's source that it begins with and the guesses that it ends with."""
+    """Of torch's message, without the place in gloo's source that it begins with and the guesses that it ends
+    with."""
     return re.sub(r"^\[[^]]*\]\s*", "", str(error).splitlines()[0]).split(". This is typically")[0][:120]

@@ -32,7 +32,8 @@ def process_world() -> str:
 
 
 def machine_name(shm_dir: str) -> str:
-    """Names what shares memory with this process: the host, and which of its (containers') shared-memory folders it sees."""
+    """Names what shares memory with this process: the host, and which of its (containers') shared-memory
+    folders it sees."""
     device = os.stat(shm_dir).st_dev if os.path.isdir(shm_dir) else 0
     return f"{socket.gethostname()}/{device}"
 
@@ -51,13 +52,22 @@ def user_name() -> str:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """The kernel sends this signal to the calling process when its parent ends, so that nothing is left behind."""
+    """The kernel sends this signal to the calling process when its parent ends, so that nothing is left
+    behind."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def oom_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
-    """How many processes of this container the kernel has killed for want of memory so far; 0 where that cannot be told."""
+    """How many processes of this container the kernel has killed for want of memory so far; 0 where that
+    cannot be told."""
     try:
-        return next((int(line.split()[1]) for line in events.read_text().splitlines() if line.startswith("oom_kill ")), 0)
+        return next(
+            (
+                int(line.split()[1])
+                for line in events.read_text().splitlines()
+                if line.startswith("oom_kill ")
+            ),
+            0,
+        )
     except OSError:
         return 0

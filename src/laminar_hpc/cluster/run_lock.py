@@ -116,9 +116,14 @@ def refuse_if_held(folder: Path) -> None:
 def _take(folder: Path, say: Callable[[str], None]) -> Owner:
     """Takes the lock of `folder`, which is made if need be. Raises as RunLock does."""
     mine = Owner(
-        secrets.token_hex(8), user_name(), socket.gethostname(), os.getpid(), process_started(os.getpid()),
-        process_world(), time.time(),
-    )  # fmt: skip
+        secrets.token_hex(8),
+        user_name(),
+        socket.gethostname(),
+        os.getpid(),
+        process_started(os.getpid()),
+        process_world(),
+        time.time(),
+    )
     claim = folder / f".{LOCK_FILE}.{mine.token}"
     watched: _Watched = {}
     told, moves = False, 0

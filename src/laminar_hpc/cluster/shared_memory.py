@@ -1,8 +1,10 @@
-"""Segments in /dev/shm that an engine's processes make and leave when killed: noted while they live, removed once dead.
+"""Segments in /dev/shm that an engine's processes make and leave when killed: noted while they live, removed
+once dead.
 
-SGLang, NCCL and CUDA name their segments as they like, so a name proves nothing. A segment is noted as a session's if one
-of its processes has it mapped or open, it is this user's, and it was not there before the session began. It is removed
-when no living process has it any more. The note lies in the session's own folder, whose owner is on record (folders.py).
+SGLang, NCCL and CUDA name their segments as they like, so a name proves nothing. A segment is noted as a
+session's if one of its processes has it mapped or open, it is this user's, and it was not there before the
+session began. It is removed when no living process has it any more. The note lies in the session's own
+folder, whose owner is on record (folders.py).
 """
 
 import os
@@ -17,7 +19,8 @@ NOTE_FILE = "shared-memory"
 
 @dataclass(frozen=True)
 class Segment:
-    """A file of /dev/shm; with its inode the name stands for this one, not for another of the same name later."""
+    """A file of /dev/shm; with its inode the name stands for this one, not for another of the same name
+    later."""
 
     name: str
     inode: int
@@ -45,7 +48,8 @@ def session(leader: int) -> Iterator[int]:
 
 
 def held(pids: Iterable[int]) -> set[int]:
-    """Inodes under /dev/shm that these processes have mapped or open; none of a process that we may not look into."""
+    """Inodes under /dev/shm that these processes have mapped or open; none of a process that we may not look
+    into."""
     inodes = set()
     for pid in pids:
         try:
@@ -67,20 +71,27 @@ class Note:
     folder: Path
     before: set[Segment] = field(default_factory=present)
     noted: set[Segment] = field(default_factory=set)
-    doubtful: set[Segment] = field(default_factory=set)  # new, but nobody of the session had it at the last look
+    doubtful: set[Segment] = field(
+        default_factory=set
+    )  # new, but nobody of the session had it at the last look
 
     def update(self, leader: int) -> None:
-        """Adds what the session of `leader` holds by now. Looks into its processes only if /dev/shm has something new."""
+        """Adds what the session of `leader` holds by now. Looks into its processes only if /dev/shm has
+        something new."""
         new = present() - self.before - self.noted
         if not new:
             return
         inodes = held(session(leader))
         ours = {segment for segment in new if segment.inode in inodes}
-        self.before |= self.doubtful & (new - ours)  # seen twice with others: who makes a segment maps it at once
+        self.before |= self.doubtful & (
+            new - ours
+        )  # seen twice with others: who makes a segment maps it at once
         self.doubtful = new - ours
         if ours:
             self.noted |= ours
-            whole = "".join(f"{segment.inode} {segment.name}\n" for segment in sorted(self.noted, key=lambda s: s.name))
+            whole = "".join(
+                f"{segment.inode} {segment.name}\n" for segment in sorted(self.noted, key=lambda s: s.name)
+            )
             (self.folder / f".{NOTE_FILE}").write_text(whole)
             (self.folder / f".{NOTE_FILE}").rename(self.folder / NOTE_FILE)
 

@@ -12,7 +12,8 @@ from laminar_hpc.messages import StopRequest, encode
 
 
 def request_stop(run_dir: Path, reason: str, seconds: float = 5.0) -> None:
-    """Sends the request to the controller of `run_dir`. Raises LaminarError when no job runs there or it cannot be reached."""
+    """Sends the request to the controller of `run_dir`. Raises LaminarError when no job runs there or it
+    cannot be reached."""
     address = read_address(run_dir)
     if address is None:
         raise LaminarError(f"no job runs in {run_dir} (there is no controller.json)")
@@ -23,13 +24,17 @@ def request_stop(run_dir: Path, reason: str, seconds: float = 5.0) -> None:
         dealer.setsockopt(zmq.LINGER, int(seconds * 1000))
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # send only once the encrypted connection stands
         dealer.curve_serverkey = address.server_public.encode()
-        dealer.curve_publickey, dealer.curve_secretkey = address.client_public.encode(), address.client_secret.encode()
+        dealer.curve_publickey, dealer.curve_secretkey = (
+            address.client_public.encode(),
+            address.client_secret.encode(),
+        )
         dealer.connect(f"tcp://{address.host}:{address.port}")
         deadline = time.monotonic() + seconds
         while not dealer.poll(100, zmq.POLLOUT):
             if time.monotonic() > deadline:
                 raise LaminarError(
-                    f"the controller at {address.host}:{address.port} was not reached within {seconds:.0f} s; is the job of "
+                    f"the controller at {address.host}:{address.port} was not reached within {seconds:.0f} "
+                    "s; is the job of "
                     f"{run_dir} still running?"
                 )
         dealer.send(encode(StopRequest(reason)))

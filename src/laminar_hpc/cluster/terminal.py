@@ -1,7 +1,8 @@
 """Who tells the user of a death, when every role has a torchrun of its own.
 
-On several machines everybody who sees it does: who started the process, the controller, and whoever waits for it. Under
-launch/all_roles.sh they all print to one terminal: there only who started the process does, and knows most about it.
+On several machines everybody who sees it does: who started the process, the controller, and whoever waits for
+it. Under launch/all_roles.sh they all print to one terminal: there only who started the process does, and
+knows most about it.
 """
 
 import os

@@ -1,8 +1,10 @@
-"""Memory of one process that another one of the same machine maps, so that a chunk crosses a link as its place and is copied once.
+"""Memory of one process that another one of the same machine maps, so that a chunk crosses a link as its
+place and is copied once.
 
-It has no name in any folder and ends with its owner. Whoever is given its ticket finds it through the owner's process, and knows by the
-secret at its end that it is the one: on another machine, or in another container, the same numbers would name something else. Processes in
-different network namespaces count as machines of their own.
+It has no name in any folder and ends with its owner. Whoever is given its ticket finds it through the owner's
+process, and knows by the secret at its end that it is the one: on another machine, or in another container,
+the same numbers would name something else. Processes in different network namespaces count as machines of
+their own.
 """
 
 import mmap
@@ -37,7 +39,8 @@ class Window:
         self.ticket = msgspec.json.encode(_Ticket(os.getpid(), descriptor, size, secret, _network()))
 
     def place(self, part: torch.Tensor) -> int:
-        """The byte at which a contiguous tensor begins here. Raises ValueError for one that lies elsewhere."""
+        """The byte at which a contiguous tensor begins here. Raises ValueError for one that lies
+        elsewhere."""
         first = part.data_ptr() - self.tensor.data_ptr()
         if not 0 <= first <= self.tensor.numel() - part.nbytes:
             raise ValueError(f"{part.nbytes} bytes that do not lie in the window of {self.tensor.numel()}")
@@ -54,7 +57,9 @@ def mapped(ticket: bytes) -> torch.Tensor | None:
         there = msgspec.json.decode(ticket, type=_Ticket)
         if there.network != _network():
             return None
-        descriptor = os.open(f"/proc/{there.pid}/fd/{there.descriptor}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(
+            f"/proc/{there.pid}/fd/{there.descriptor}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+        )
     except (OSError, msgspec.DecodeError):
         return None
     try:
@@ -65,4 +70,8 @@ def mapped(ticket: bytes) -> torch.Tensor | None:
         return None
     finally:
         os.close(descriptor)
-    return torch.frombuffer(whole, dtype=torch.uint8, count=there.size) if whole[there.size :] == there.secret else None
+    return (
+        torch.frombuffer(whole, dtype=torch.uint8, count=there.size)
+        if whole[there.size :] == there.secret
+        else None
+    )

@@ -17,12 +17,17 @@ from laminar_hpc.messages import TrainersMeet
 
 
 def init_trainer_world(context: RoleContext) -> None:
-    """Makes the default group of all trainers (NCCL on GPUs, gloo else); afterwards dist.get_rank() is the trainer's index."""
+    """Makes the default group of all trainers (NCCL on GPUs, gloo else); afterwards dist.get_rank() is the
+    trainer's index."""
     config = context.config
-    trainers = config.trainer.tensor_parallel * config.trainer.pipeline_parallel * config.trainer.data_parallel
+    trainers = (
+        config.trainer.tensor_parallel * config.trainer.pipeline_parallel * config.trainer.data_parallel
+    )
     seconds = timedelta(seconds=config.cluster.join_timeout_seconds)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())  # one where cluster/devices.py has chosen
+        torch.cuda.set_device(
+            int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+        )  # one where cluster/devices.py has chosen
     try:
         dist.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo",
@@ -32,7 +37,10 @@ def init_trainer_world(context: RoleContext) -> None:
             timeout=seconds,
         )
     except (dist.DistError, RuntimeError) as error:
-        raise LaminarError(f"the {trainers} trainer ranks did not meet within {seconds.seconds} s: {str(error).splitlines()[0]}") from None
+        raise LaminarError(
+            f"the {trainers} trainer ranks did not meet within {seconds.seconds} s: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
 
 
 def _store(context: RoleContext, trainers: int, seconds: float) -> dist.Store:
@@ -45,6 +53,8 @@ def _store(context: RoleContext, trainers: int, seconds: float) -> dist.Store:
         return store
     place = context.channel.wait(TrainersMeet, timeout=seconds)
     if place is None:
-        raise LaminarError(f"trainer {context.index} waited {seconds:.0f} s for trainer 0 to say where the trainers meet")
+        raise LaminarError(
+            f"trainer {context.index} waited {seconds:.0f} s for trainer 0 to say where the trainers meet"
+        )
     assert isinstance(place, TrainersMeet)
     return reach_store(place.address, place.port, seconds)

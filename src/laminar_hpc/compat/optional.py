@@ -1,4 +1,5 @@
-"""Packages that others import where they find them, for features of which nothing is used here, and that cost seconds to import."""
+"""Packages that others import where they find them, for features of which nothing is used here, and that cost
+seconds to import."""
 
 import contextlib
 import sys

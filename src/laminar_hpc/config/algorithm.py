@@ -11,31 +11,45 @@ def algorithm_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
     """(broken, what to say): settings that contradict each other, and those that would do nothing."""
     a = config.algorithm
     for wrong, text in (
-        (a.clip_dual is not None and a.loss != "clip", f"clip_dual={a.clip_dual} belongs to algorithm.loss=clip, not {a.loss}"),
+        (
+            a.clip_dual is not None and a.loss != "clip",
+            f"clip_dual={a.clip_dual} belongs to algorithm.loss=clip, not {a.loss}",
+        ),
         (
             a.clip_dual is not None and not a.clip_dual > 1 + a.clip_high,
             f"clip_dual={a.clip_dual}: must be above 1 + clip_high, for example 3",
         ),
         (
             a.loss == "gspo" and a.loss_aggregation != "sequences",
-            f"loss=gspo has one ratio per sequence: set algorithm.loss_aggregation=sequences, not {a.loss_aggregation}",
+            "loss=gspo has one ratio per sequence: set algorithm.loss_aggregation=sequences, not "
+            f"{a.loss_aggregation}",
         ),
-        (a.loss == "aipo" and a.importance_weight_cap is None, "loss=aipo truncates its weights: set algorithm.importance_weight_cap, for example 5"),
+        (
+            a.loss == "aipo" and a.importance_weight_cap is None,
+            "loss=aipo truncates its weights: set algorithm.importance_weight_cap, for example 5",
+        ),
         (
             a.loss == "aipo" and a.proximal != "behaviour",
-            f"loss=aipo weighs against the behaviour policy itself: set algorithm.proximal=behaviour, not {a.proximal}",
+            "loss=aipo weighs against the behaviour policy itself: set algorithm.proximal=behaviour, not "
+            f"{a.proximal}",
         ),
         (
             a.importance_weight_cap is not None and a.proximal == "behaviour" and a.loss != "aipo",
-            f"importance_weight_cap={a.importance_weight_cap} has no weight to truncate: set algorithm.proximal=recomputed, or null",
+            f"importance_weight_cap={a.importance_weight_cap} has no weight to truncate: set "
+            "algorithm.proximal=recomputed, or null",
         ),
         (
-            not 0 <= (a.sequence_ratio_min or 0.0) < (math.inf if a.sequence_ratio_max is None else a.sequence_ratio_max),
-            f"sequence_ratio_min={a.sequence_ratio_min} and sequence_ratio_max={a.sequence_ratio_max}: the first must be below the second",
+            not 0
+            <= (a.sequence_ratio_min or 0.0)
+            < (math.inf if a.sequence_ratio_max is None else a.sequence_ratio_max),
+            f"sequence_ratio_min={a.sequence_ratio_min} and sequence_ratio_max={a.sequence_ratio_max}: the "
+            "first must be below the second",
         ),
         (
-            a.zero_variance == "estimate" and (a.advantage != "grpo" or a.kl_in_reward or a.overlong_buffer_tokens > 0),
-            "zero_variance=estimate takes rewards as probabilities: it goes with advantage=grpo, without kl_in_reward and without "
+            a.zero_variance == "estimate"
+            and (a.advantage != "grpo" or a.kl_in_reward or a.overlong_buffer_tokens > 0),
+            "zero_variance=estimate takes rewards as probabilities: it goes with advantage=grpo, without "
+            "kl_in_reward and without "
             "overlong_buffer_tokens; use keep or filter",
         ),
         (
@@ -44,11 +58,13 @@ def algorithm_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
         ),
         (
             a.kl_coefficient > 0 and a.kl_estimator == "k1" and not a.kl_in_reward,
-            "kl_estimator=k1 as a loss pulls nowhere (its gradient has mean 0): use k2 or k3, or algorithm.kl_in_reward=true",
+            "kl_estimator=k1 as a loss pulls nowhere (its gradient has mean 0): use k2 or k3, or "
+            "algorithm.kl_in_reward=true",
         ),
         (
             a.loss == "gspo" and a.kl_in_reward and a.advantage.startswith("reinforce_pp"),
-            f"loss=gspo has one advantage per sequence, {a.advantage} with kl_in_reward one per token: use another loss",
+            f"loss=gspo has one advantage per sequence, {a.advantage} with kl_in_reward one per token: use "
+            "another loss",
         ),
         (
             a.overlong_buffer_tokens > config.sampling.max_response_tokens,

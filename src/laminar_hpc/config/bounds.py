@@ -166,7 +166,9 @@ def wrong_values(config: Any, prefix: str = "") -> list[str]:
             continue
         limits = allowed(field)
         if isinstance(limits, Choices) and value not in limits.names:
-            lines.append(f"{key}={shown(value)}: {requirement(field)}{did_you_mean(str(value), limits.names)}")
+            lines.append(
+                f"{key}={shown(value)}: {requirement(field)}{did_you_mean(str(value), limits.names)}"
+            )
         for name, entry in _entries(key, value):
             if dataclasses.is_dataclass(entry):
                 lines += wrong_values(entry, f"{name}.")

@@ -1,4 +1,5 @@
-"""What a configuration means (derived quantities) and whether it can work; both before anything starts. Imports no torch.
+"""What a configuration means (derived quantities) and whether it can work; both before anything starts.
+Imports no torch.
 
 `derive` reads the model's config.json and counts bytes; `check` refuses what is wrong, with one line for each
 mistake that says how to mend it. With `dry_run=true` model and data need not be there: `missing_inputs` says
@@ -34,10 +35,25 @@ _SERVING_BYTES = {"float32": 4, "bfloat16": 2}
 _FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _LEAST_LANE = 64 << 10  # bytes: a smaller one would cost more than it saves
 _NEEDED = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
-)  # fmt: skip
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
 _LONGEST_PER_MEAN = 8  # a response's greatest length is rarely less than so many times the mean
-_NETWORK_FILE_SYSTEMS = {"nfs", "nfs4", "lustre", "beegfs", "gpfs", "cifs", "ceph", "fuse.sshfs", "9p", "smb3"}
+_NETWORK_FILE_SYSTEMS = {
+    "nfs",
+    "nfs4",
+    "lustre",
+    "beegfs",
+    "gpfs",
+    "cifs",
+    "ceph",
+    "fuse.sshfs",
+    "9p",
+    "smb3",
+}
 
 
 @dataclass(frozen=True)
@@ -73,7 +89,9 @@ def derive(config: RunConfig) -> Derived:
     trajectories = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
     parameters = count_parameters(model)
     publish = parameters * width
-    groups = config.pipeline.local_batch_groups or math.ceil(config.algorithm.prompts_per_step / max(1, rollouts))
+    groups = config.pipeline.local_batch_groups or math.ceil(
+        config.algorithm.prompts_per_step / max(1, rollouts)
+    )
     return Derived(
         trainer_ranks=trainers,
         rollout_ranks=rollouts,
@@ -87,8 +105,11 @@ def derive(config: RunConfig) -> Derived:
         publish_bytes=publish,
         slot_bytes=0 if replay else publish * config.relay.slots,
         delta_image_bytes=publish if config.relay.delta == "auto" and not replay else 0,
-        trainer_gpu_memory_bytes=trainer_bytes(model, width, t) + (0 if replay else _staging_bytes(config, trainers, publish)),
-        rollout_gpu_memory_bytes=0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens),
+        trainer_gpu_memory_bytes=trainer_bytes(model, width, t)
+        + (0 if replay else _staging_bytes(config, trainers, publish)),
+        rollout_gpu_memory_bytes=0
+        if replay
+        else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens),
         kv_cache_tokens=r.kv_cache_tokens,
         responses_in_kv_cache=r.kv_cache_tokens // max(1, config.sampling.max_response_tokens),
         max_staleness=config.pipeline.max_staleness,
@@ -98,15 +119,27 @@ def derive(config: RunConfig) -> Derived:
 def _staging_bytes(config: RunConfig, trainers: int, publish: int) -> int:
     """Two buckets for each lane that a trainer rank sends."""
     lanes = config.relay.lanes
-    return 2 * math.ceil(lanes / trainers) * min(config.relay.chunk_megabytes << 20, math.ceil(publish / max(1, lanes)))
+    return (
+        2
+        * math.ceil(lanes / trainers)
+        * min(config.relay.chunk_megabytes << 20, math.ceil(publish / max(1, lanes)))
+    )
 
 
 def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
-    """What is printed before a run starts: the derived quantities, and in words what the batch and the pipeline are."""
+    """What is printed before a run starts: the derived quantities, and in words what the batch and the
+    pipeline are."""
     a = config.algorithm
-    batch = f"{a.prompts_per_step} prompts x {a.samples_per_prompt} samples = {derived.trajectories_per_step} trajectories"
+    batch = (
+        f"{a.prompts_per_step} prompts x {a.samples_per_prompt} samples = "
+        f"{derived.trajectories_per_step} trajectories"
+    )
     updates = f"{a.minibatches_per_step} updates of {derived.trajectories_per_update} each"
-    return {"batch_of_a_step": f"{batch}; {updates}", **dataclasses.asdict(derived), "pipeline": pipeline_text(config)}
+    return {
+        "batch_of_a_step": f"{batch}; {updates}",
+        **dataclasses.asdict(derived),
+        "pipeline": pipeline_text(config),
+    }
 
 
 def pipeline_text(config: RunConfig) -> str:
@@ -116,14 +149,21 @@ def pipeline_text(config: RunConfig) -> str:
         return f"{name}: synchronous; trainer and replicas take turns, on-policy"
     limit = "staleness without a bound" if bound is None else f"at most {bound} steps stale"
     if config.pipeline.refresh == "interrupt":
-        return f"{name}: asynchronous; new weights come into running trajectories, whose tokens are of several policies; {limit}"
+        return (
+            f"{name}: asynchronous; new weights come into running trajectories, whose tokens are of "
+            f"several policies; {limit}"
+        )
     if config.pipeline.refresh == "barrier":
-        return f"{name}: asynchronous; replicas generate a batch together while the trainer trains on an earlier one; {limit}"
+        return (
+            f"{name}: asynchronous; replicas generate a batch together while the trainer trains on an "
+            f"earlier one; {limit}"
+        )
     return f"{name}: asynchronous; trainer and replicas work at the same time; {limit}"
 
 
 def missing_inputs(config: RunConfig) -> list[str]:
-    """What a dry run did without and a run will not: the first thing wrong with the model, and with data or reward, one line each."""
+    """What a dry run did without and a run will not: the first thing wrong with the model, and with data or
+    reward, one line each."""
     inputs = [] if config.source.startswith("replay:") else _input_problems(config)
     try:
         model_config(config.model.path)
@@ -176,7 +216,8 @@ def supported_model(config: RunConfig) -> dict:
     architecture = (model.get("architectures") or ["unknown"])[0]
     if architecture not in _FAMILIES:
         raise LaminarError(
-            f"{file}: architecture {architecture} is not supported; supported: {', '.join(sorted(_FAMILIES))}, none with experts"
+            f"{file}: architecture {architecture} is not supported; supported: "
+            f"{', '.join(sorted(_FAMILIES))}, none with experts"
         )
     if lacking := [key for key in _NEEDED if not isinstance(model.get(key), int) or model[key] < 1]:
         raise LaminarError(f"{file} does not say {', '.join(lacking)}; download the model again")
@@ -197,7 +238,9 @@ def _input_problems(config: RunConfig) -> list[str]:
     lines = []
     for look in (
         lambda: [parse_source("data.train", config.data.train)],
-        lambda: labels("evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files]),
+        lambda: labels(
+            "evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files]
+        ),
         lambda: check_reward(config.reward),
     ):
         try:
@@ -250,7 +293,8 @@ def check_machine(config: RunConfig, derived: Derived) -> None:
         free = shutil.disk_usage(shm).free
         _refuse(
             free < derived.slot_bytes * 1.05,
-            f"{shm} has {free / 1e6:.0f} MB free, {config.relay.slots} weight slots need {derived.slot_bytes / 1e6:.0f} MB: give "
+            f"{shm} has {free / 1e6:.0f} MB free, {config.relay.slots} weight slots need "
+            f"{derived.slot_bytes / 1e6:.0f} MB: give "
             "it more (containers: --shm-size) or set relay.shm_dir or relay.slots",
         )
     with socket.socket() as probe:
@@ -279,10 +323,12 @@ def file_system(path: Path) -> str:
 
 
 def check_store_directory(directory: Path) -> None:
-    """SQLite's write-ahead log needs shared memory between processes, which network file systems do not give."""
+    """SQLite's write-ahead log needs shared memory between processes, which network file systems do not
+    give."""
     kind = file_system(directory)
     _refuse(
         kind in _NETWORK_FILE_SYSTEMS,
-        f"{directory} is on {kind}: the store must not be on a network file system; set store_dir to a local folder of the "
+        f"{directory} is on {kind}: the store must not be on a network file system; set store_dir to a local "
+        "folder of the "
         "controller's machine",
     )

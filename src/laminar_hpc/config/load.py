@@ -48,7 +48,8 @@ def group_names(folder: Path) -> list[str]:
 
 
 def take_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Splits `--config-dir DIR` or `--config-dir=DIR`, anywhere in the words, from the overrides. DIR is made absolute.
+    """Splits `--config-dir DIR` or `--config-dir=DIR`, anywhere in the words, from the overrides. DIR is made
+    absolute.
 
     Raises LaminarError when DIR is missing, given twice, or holds no configuration group.
     """
@@ -98,7 +99,9 @@ def load_config(words: Sequence[str]) -> RunConfig:
     own, settings = take_config_dir(words)
     directory = conf_directory()
     folders = [directory] if own is None else [directory, own]
-    groups = {group: sorted({n for folder in folders for n in group_names(folder / group)}) for group in _GROUPS}
+    groups = {
+        group: sorted({n for folder in folders for n in group_names(folder / group)}) for group in _GROUPS
+    }
     keys = Keys(RunConfig, groups, "docs/configuration.md")
     read = keys.read(settings)
     if read.broken:
@@ -109,7 +112,9 @@ def load_config(words: Sequence[str]) -> RunConfig:
     return config
 
 
-def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys, read: Words, own: Path | None = None) -> Config:
+def compose_config(
+    schema: type[Config], node: str, directory: Path, keys: Keys, read: Words, own: Path | None = None
+) -> Config:
     """What the files of `directory`, then of `own`, say, with `read.settings` on top; a setting of the wrong
     type gets a line in `read.wrong`.
 
@@ -137,7 +142,9 @@ def compose_config(schema: type[Config], node: str, directory: Path, keys: Keys,
     try:
         config: Any = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise Refused([*read.wrong, f"{error.full_key or 'a reference'}: {_first_line(error)}; {_REFERENCE}"]) from None
+        raise Refused(
+            [*read.wrong, f"{error.full_key or 'a reference'}: {_first_line(error)}; {_REFERENCE}"]
+        ) from None
     assert isinstance(config, schema)
     return config
 
@@ -146,7 +153,9 @@ def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Key
     """What is wrong with a setting of the command line."""
     if isinstance(error, GrammarParseError):
         return f"{key}={shown(value)}: its ${{...}} cannot be read; {_REFERENCE}"
-    inner = key if key not in keys.sections else str(error.full_key or key)  # of a section's table: the key in it
+    inner = (
+        key if key not in keys.sections else str(error.full_key or key)
+    )  # of a section's table: the key in it
     if keys.kind_of(inner) is None:
         return keys.unknown(inner)
     for name in inner.removeprefix(key).strip(".").split("."):
@@ -156,10 +165,14 @@ def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Key
 
 def _of_a_file(error: Exception, keys: Keys) -> str:
     """What is wrong with a file that Hydra reads, in our words."""
-    cause = next((e for e in (error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)), error)
+    cause = next(
+        (e for e in (error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)), error
+    )
     key = str(getattr(cause, "full_key", None) or "")
     if key in keys.groups and key not in keys.sections:
-        return f"begin the file with the line `# @package _global_`; without it its keys are read as {key}.KEY"
+        return (
+            f"begin the file with the line `# @package _global_`; without it its keys are read as {key}.KEY"
+        )
     if key and keys.kind_of(key) is None:
         return keys.unknown(key)
     if section := re.search(r"not a subclass of (\w+)Config", str(cause)):  # of `trainer: 3`, without the key

@@ -1,6 +1,8 @@
-"""A model's architecture numbers: from its config.json, or for a dry run from the table of public models below. Imports no torch.
+"""A model's architecture numbers: from its config.json, or for a dry run from the table of public models
+below. Imports no torch.
 
-The table lets `dry_run=true` count bytes before anything was downloaded; a real run always reads the directory itself.
+The table lets `dry_run=true` count bytes before anything was downloaded; a real run always reads the
+directory itself.
 """
 
 import json
@@ -10,7 +12,8 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import TrainerConfig
 
-# layers, hidden, heads, KV heads, FFN, vocabulary, tied embeddings, positions: as in the config.json of Qwen/<name> on Hugging Face.
+# layers, hidden, heads, KV heads, FFN, vocabulary, tied embeddings, positions: as in the config.json of
+# Qwen/<name> on Hugging Face.
 _QWEN2 = {
     "Qwen2.5-0.5B": (24, 896, 14, 2, 4864, 151936, True, 32768),
     "Qwen2.5-1.5B": (28, 1536, 12, 2, 8960, 151936, True, 131072),
@@ -19,9 +22,15 @@ _QWEN2 = {
     "Qwen2.5-72B": (80, 8192, 64, 8, 29568, 152064, False, 131072),
 }
 _KEYS = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
-    "tie_word_embeddings", "max_position_embeddings",
-)  # fmt: skip
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+    "max_position_embeddings",
+)
 
 
 def known_models() -> dict[str, dict]:
@@ -31,7 +40,8 @@ def known_models() -> dict[str, dict]:
 
 
 def model_config(path: str, dry_run: bool = False) -> dict:
-    """The model's config.json; with `dry_run` the table's entry where the directory is not there. Raises LaminarError for neither."""
+    """The model's config.json; with `dry_run` the table's entry where the directory is not there. Raises
+    LaminarError for neither."""
     file = Path(path) / "config.json"
     if not path or not file.exists():
         if dry_run and Path(path).name in known_models():
@@ -68,7 +78,9 @@ def _meant(path: Path) -> str:
 
 
 def _head(model: dict) -> int:
-    return model.get("head_dim") or (128 if model.get("model_type") == "qwen3" else model["hidden_size"] // model["num_attention_heads"])
+    return model.get("head_dim") or (
+        128 if model.get("model_type") == "qwen3" else model["hidden_size"] // model["num_attention_heads"]
+    )
 
 
 def kv_heads(model: dict) -> int:
@@ -78,7 +90,12 @@ def kv_heads(model: dict) -> int:
 
 def count_parameters(model: dict) -> int:
     """Parameters of a Llama, Qwen2 or Qwen3 model, from its config.json."""
-    hidden, layers, vocab, family = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"], model.get("model_type", "qwen2")
+    hidden, layers, vocab, family = (
+        model["hidden_size"],
+        model["num_hidden_layers"],
+        model["vocab_size"],
+        model.get("model_type", "qwen2"),
+    )
     q, kv = model["num_attention_heads"] * _head(model), kv_heads(model) * _head(model)
     biases, norms = q + 2 * kv if family == "qwen2" else 0, 2 * _head(model) if family == "qwen3" else 0
     layer = 2 * hidden * (q + kv) + biases + norms + 3 * hidden * model["intermediate_size"] + 2 * hidden
@@ -143,7 +160,10 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
 def rollout_bytes(model: dict, width: int, tensor: int, kv_tokens: int) -> int:
     """Estimated bytes on each GPU of an engine: its shard of weights and KV cache."""
     weights = count_parameters(model) * width / tensor
-    return int(weights + kv_tokens * kv_shard_bytes(kv_bytes_per_token(model, width), kv_heads(model), tensor) / tensor)
+    return int(
+        weights
+        + kv_tokens * kv_shard_bytes(kv_bytes_per_token(model, width), kv_heads(model), tensor) / tensor
+    )
 
 
 def kv_shard_bytes(token_bytes: float, kv_heads: int, tensor: int) -> float:

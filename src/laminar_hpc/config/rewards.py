@@ -33,7 +33,10 @@ def _entry(key: str, value: object) -> RewardFunction:
         return value
     known = [field.name for field in dataclasses.fields(RewardFunction)]
     if not isinstance(value, dict):
-        raise LaminarError(f"{key}={value!r:.60}: must be {{function: MODULE.FUNCTION, weight: NUMBER}}, or url in place of function")
+        raise LaminarError(
+            f"{key}={value!r:.60}: must be {{function: MODULE.FUNCTION, weight: NUMBER}}, or url in place of "
+            f"function"
+        )
     if unknown := [str(name) for name in value if name not in known]:
         raise LaminarError(f"{key}.{unknown[0]}: no such key; an entry has {', '.join(known)}")
     weight = value.get("weight", 1.0)
@@ -69,24 +72,33 @@ def check_reward(config: RewardConfig) -> None:
             "both set: add `reward.function=` to leave the first out, or name it among the others"
         )
     if config.functions and config.style != "laminar":
-        raise LaminarError(f"reward.style={config.style} is of reward.function; set reward.functions.NAME.style instead")
+        raise LaminarError(
+            f"reward.style={config.style} is of reward.function; set reward.functions.NAME.style instead"
+        )
     if not config.functions and not config.function:
         raise LaminarError(
-            "reward.function is empty: name a Python function by its dotted path, e.g. laminar_hpc.environments.arithmetic.reward"
+            "reward.function is empty: name a Python function by its dotted path, e.g. "
+            "laminar_hpc.environments.arithmetic.reward"
         )
     entries = reward_functions(config)
     for name, entry in entries.items() if config.functions else ():
         _check_entry(name, entry)
     if all(entry.weight == 0 for entry in entries.values()):
-        raise LaminarError("reward.functions: every weight is 0, so there is nothing to learn; give one of them a weight")
+        raise LaminarError(
+            "reward.functions: every weight is 0, so there is nothing to learn; give one of them a weight"
+        )
 
 
 def _check_entry(name: str, entry: RewardFunction) -> None:
     key = f"reward.functions.{name}"
     if not _NAME.fullmatch(name) or name == "reward":
-        raise LaminarError(f"{key}: a name has letters, digits, _ and - only, and 'reward' is that of the sum; change it")
+        raise LaminarError(
+            f"{key}: a name has letters, digits, _ and - only, and 'reward' is that of the sum; change it"
+        )
     if bool(entry.function) == bool(entry.url):
-        raise LaminarError(f"{key}: set either {key}.function=MODULE.FUNCTION or {key}.url=http://HOST:PORT/PATH")
+        raise LaminarError(
+            f"{key}: set either {key}.function=MODULE.FUNCTION or {key}.url=http://HOST:PORT/PATH"
+        )
     _check_number(f"{key}.weight", entry.weight)
     styles, what = (URL_STYLES, "a URL") if entry.url else (FUNCTION_STYLES, "a function")
     _check_style(f"{key}.style", entry.style, styles, what)
@@ -99,7 +111,11 @@ def _check_entry(name: str, entry: RewardFunction) -> None:
 def _check_url(key: str, entry: RewardFunction) -> None:
     try:
         parts = urlsplit(entry.url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        good = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and (parts.port is None or parts.port > 0)
+        )
     except ValueError:
         good = False
     if not good:

@@ -14,18 +14,28 @@ from laminar_hpc.config.schema import RunConfig
 
 Rule = tuple[bool, str]
 _NEUTRAL = {
-    "top_p": 1.0, "top_k": -1, "min_p": 0.0,
-    "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
-}  # fmt: skip
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 _VOCABULARY_MULTIPLE = 32  # trainer/building.py pads to it
 
 
 def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
     """One line per broken rule; without a model those that need its numbers are left out."""
     rules: list[Rule] = [
-        *_source(config), *_devices(config), *_sampling(config), *_relay(config), *_pipeline(config),
-        *_batch(config), *algorithm_rules(config), *(_model(config, model) if model is not None else ()),
-    ]  # fmt: skip
+        *_source(config),
+        *_devices(config),
+        *_sampling(config),
+        *_relay(config),
+        *_pipeline(config),
+        *_batch(config),
+        *algorithm_rules(config),
+        *(_model(config, model) if model is not None else ()),
+    ]
     return [text for wrong, text in rules if wrong]
 
 
@@ -68,7 +78,8 @@ def _sampling(config: RunConfig) -> Iterator[Rule]:
 def _relay(config: RunConfig) -> Iterator[Rule]:
     yield (
         config.relay.lanes > 1 and config.relay.slots < 3,
-        f"relay.slots={config.relay.slots}: relay.lanes={config.relay.lanes} needs at least 3, as lanes may be on two ids at a time",
+        f"relay.slots={config.relay.slots}: relay.lanes={config.relay.lanes} needs at least 3, as lanes may "
+        "be on two ids at a time",
     )
 
 
@@ -76,18 +87,21 @@ def _pipeline(config: RunConfig) -> Iterator[Rule]:
     p, a = config.pipeline, config.algorithm
     yield (
         p.refresh == "barrier" and p.max_staleness is None,
-        "pipeline.refresh=barrier needs a pipeline.max_staleness, 0 for turns or 1 for one step ahead: else nobody waits for the trainer",
+        "pipeline.refresh=barrier needs a pipeline.max_staleness, 0 for turns or 1 for one step ahead: else "
+        "nobody waits for the trainer",
     )
     yield (
         p.repack != "off" and p.refresh != "drained",
-        f"pipeline.repack={p.repack} needs pipeline.refresh=drained, not {p.refresh}: only a replica that refreshes by itself gains by it",
+        f"pipeline.repack={p.repack} needs pipeline.refresh=drained, not {p.refresh}: only a replica that "
+        "refreshes by itself gains by it",
     )
     yield (
         p.keep_kv and p.refresh != "interrupt",
         "pipeline.keep_kv=true needs pipeline.refresh=interrupt: otherwise no request outlives its weights",
     )
     yield (
-        p.consumption == "stream" and (a.prompts_per_step % a.minibatches_per_step != 0 or config.source != "rollout"),
+        p.consumption == "stream"
+        and (a.prompts_per_step % a.minibatches_per_step != 0 or config.source != "rollout"),
         f"pipeline.consumption=stream needs algorithm.prompts_per_step={a.prompts_per_step} divisible by "
         f"algorithm.minibatches_per_step={a.minibatches_per_step}, and source=rollout",
     )
@@ -99,7 +113,8 @@ def _batch(config: RunConfig) -> Iterator[Rule]:
     most, least = prompts * a.samples_per_prompt, prompts * (first or 0)
     yield (
         first is not None and first > a.samples_per_prompt,
-        f"algorithm.first_samples={first}: must be from 2 to algorithm.samples_per_prompt={a.samples_per_prompt}, or null",
+        f"algorithm.first_samples={first}: must be from 2 to "
+        f"algorithm.samples_per_prompt={a.samples_per_prompt}, or null",
     )
     yield (
         first is not None and least < updates * ranks,
@@ -140,15 +155,18 @@ def _model(config: RunConfig, model: dict) -> Iterator[Rule]:
     undivided = _first(f"{name}={value}" for name, value in parts.items() if value % tensor != 0)
     yield (
         bool(undivided),
-        f"trainer.tensor_parallel={tensor} does not divide the model's {undivided}; choose another, or scale with data_parallel",
+        f"trainer.tensor_parallel={tensor} does not divide the model's {undivided}; choose another, or scale "
+        "with data_parallel",
     )
     yield (
         not undivided and _VOCABULARY_MULTIPLE % tensor != 0,
-        f"trainer.tensor_parallel={tensor} does not divide {_VOCABULARY_MULTIPLE}, to which the vocabulary is padded; use a power of two",
+        f"trainer.tensor_parallel={tensor} does not divide {_VOCABULARY_MULTIPLE}, to which the vocabulary "
+        "is padded; use a power of two",
     )
     yield (
         layers < stages,
-        f"trainer.pipeline_parallel={stages} exceeds the model's num_hidden_layers={layers}; use fewer stages",
+        f"trainer.pipeline_parallel={stages} exceeds the model's num_hidden_layers={layers}; use fewer "
+        "stages",
     )
     # SGLang gives each rank whole query heads, whole KV heads (or several ranks the same one), and whole
     # columns of the MLP.

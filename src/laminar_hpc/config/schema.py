@@ -1,4 +1,5 @@
-"""Every setting of a run, as dataclasses, one per component. `conf/` holds their values; this file holds their types, units and defaults.
+"""Every setting of a run, as dataclasses, one per component. `conf/` holds their values; this file holds
+their types, units and defaults.
 
 A number stands with its bounds, a word with its choices (see bounds.py); `config.load.load_config` refuses
 what is outside. The comment behind a key, or above it, is its meaning in docs/configuration.md. Imports no
@@ -21,8 +22,8 @@ _MOST_THREADS = 1024
 
 @dataclass
 class ModelConfig:
-    """The policy: a Hugging Face directory (config.json, *.safetensors, tokenizer.json), or OWNER/NAME[@REVISION] of
-    the hub; see docs/models.md."""
+    """The policy: a Hugging Face directory (config.json, *.safetensors, tokenizer.json), or
+    OWNER/NAME[@REVISION] of the hub; see docs/models.md."""
 
     path: str = ""
     dtype: str = choice("float32", "bfloat16")  # of the served weights
@@ -31,10 +32,13 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Prompts: a JSONL or Parquet file, a folder, or a Hugging Face dataset as OWNER/NAME[:SUBSET][@SPLIT]; see docs/data.md."""
+    """Prompts: a JSONL or Parquet file, a folder, or a Hugging Face dataset as OWNER/NAME[:SUBSET][@SPLIT];
+    see docs/data.md."""
 
     train: str = ""
-    prompt_field: str = "prompt"  # a text or chat messages; `a.b` is a field within a field, `a|b` the first that a row has
+    prompt_field: str = (
+        "prompt"  # a text or chat messages; `a.b` is a field within a field, `a|b` the first that a row has
+    )
     answer_field: str = ""  # given to the reward as row["answer"]; empty = rows as they are
     chat_template: bool = False  # render prompts with the model's chat template; false = text as it is
     max_prompt_tokens: int | None = number(None, at_least=1)  # null = what fits beside a response
@@ -46,7 +50,8 @@ class DataConfig:
 
 @dataclass
 class RewardFunction:
-    """One of `reward.functions`: a Python function or a reward model behind a URL, and its weight in the sum."""
+    """One of `reward.functions`: a Python function or a reward model behind a URL, and its weight in the
+    sum."""
 
     function: str = ""  # dotted path; or else a url
     url: str = ""  # http(s)://HOST:PORT/PATH of a reward model
@@ -57,7 +62,8 @@ class RewardFunction:
 
 @dataclass
 class RewardConfig:
-    """The reward: `function`, or the weighted sum of `functions`, called in processes of each rollout rank; see rewards.md."""
+    """The reward: `function`, or the weighted sum of `functions`, called in processes of each rollout rank;
+    see rewards.md."""
 
     function: str = ""  # dotted path, plain or async; returns a float or a dict with "reward" and named parts
     style: str = choice("laminar", "trl", "verl")  # functions written for the latter two run unchanged
@@ -73,7 +79,8 @@ class RewardConfig:
 
 @dataclass
 class SamplingConfig:
-    """How responses are drawn. Settings after `max_response_tokens` bend the behaviour distribution and are refused for training."""
+    """How responses are drawn. Settings after `max_response_tokens` bend the behaviour distribution and are
+    refused for training."""
 
     temperature: float = number(1.0, above=0, at_most=100)
     max_response_tokens: int = number(256, at_least=1)
@@ -87,7 +94,8 @@ class SamplingConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """How a batch becomes an update; docs/algorithms.md has formulas and sources. Default: GRPO with clip-higher, mean over all tokens."""
+    """How a batch becomes an update; docs/algorithms.md has formulas and sources. Default: GRPO with
+    clip-higher, mean over all tokens."""
 
     prompts_per_step: int = number(32, at_least=1)
     samples_per_prompt: int = number(8, at_least=2)
@@ -119,7 +127,9 @@ class AlgorithmConfig:
     kl_in_reward: bool = False  # taken off the reward instead of added to the loss
     # the last so many below sampling.max_response_tokens cost up to 1 of reward; 0 = none
     overlong_buffer_tokens: int = number(0, at_least=0)
-    shuffle_rewards: bool = False  # negative control: rewards are permuted over the batch, so there is nothing to learn
+    shuffle_rewards: bool = (
+        False  # negative control: rewards are permuted over the batch, so there is nothing to learn
+    )
 
 
 @dataclass
@@ -144,7 +154,9 @@ class TrainerConfig:
     distributed_optimizer: bool = False  # its state is split over the data-parallel ranks
     # GPUs of each machine that trainer ranks use, one each in order; null = the first ones
     devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
-    recompute_activations: bool = False  # keep each layer's input only and compute the layer anew in the backward pass: less memory
+    recompute_activations: bool = (
+        False  # keep each layer's input only and compute the layer anew in the backward pass: less memory
+    )
     threads: int = number(1, at_least=1, at_most=_MOST_THREADS)  # CPU threads per rank
     # of each GPU, 10^9 bytes; what cannot fit is refused; null = this machine's, if it has any
     gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
@@ -188,8 +200,8 @@ class RolloutConfig:
 
 @dataclass
 class EmulationConfig:
-    """The emulated engine (rollout.engine=emulated): no model and no weights, invented tokens, decode and moves paced by the simulator's
-    costs, real processes, sockets and messages."""
+    """The emulated engine (rollout.engine=emulated): no model and no weights, invented tokens, decode and
+    moves paced by the simulator's costs, real processes, sockets and messages."""
 
     time_scale: float = number(1.0, above=0)  # emulated seconds per second
     model: str = choice("7B", "32B", "72B", default="32B")  # whose costs, by simulator/constants.py
@@ -216,7 +228,9 @@ class PipelineConfig:
     consumption: str = choice("batch", "stream")
     # prompt groups per local batch; null = ceil(prompts_per_step / replicas)
     local_batch_groups: int | None = number(None, at_least=1)
-    keep_kv: bool = False  # of interrupt: go on with the KV cache of the earlier weights; false = prefill again
+    keep_kv: bool = (
+        False  # of interrupt: go on with the KV cache of the earlier weights; false = prefill again
+    )
     # the tail of a local batch moves to another replica on the same weights, with its KV cache (kv) or
     # without (reprefill)
     repack: str = choice("off", "reprefill", "kv")
@@ -228,9 +242,12 @@ class PipelineConfig:
 
 @dataclass
 class EvaluationConfig:
-    """Accuracy on held-out rows: greedy (pass@1) and sampled at the training temperature (mean@k), each a local batch on one weight id."""
+    """Accuracy on held-out rows: greedy (pass@1) and sampled at the training temperature (mean@k), each a
+    local batch on one weight id."""
 
-    files: list[str] = field(default_factory=list)  # named as data.train; the first is that of accuracy_before and _after; [] = none
+    files: list[str] = field(
+        default_factory=list
+    )  # named as data.train; the first is that of accuracy_before and _after; [] = none
     problems: int | None = number(None, at_least=1)  # the first so many of each file; null = all
     # responses per problem of the sampled evaluation (k); 0 = greedy only
     samples: int = number(1, at_least=0)

@@ -1,4 +1,5 @@
-"""Where rows come from, as one word of the configuration: a file, a folder, or a Hugging Face dataset by name. Imports nothing heavy."""
+"""Where rows come from, as one word of the configuration: a file, a folder, or a Hugging Face dataset by
+name. Imports nothing heavy."""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ class Source:
 
     @property
     def label(self) -> str:
-        """A short name for lines and plots: the file's stem, or the dataset's last word with its subset and split."""
+        """A short name for lines and plots: the file's stem, or the dataset's last word with its subset and
+        split."""
         if self.kind in ("jsonl", "parquet"):
             return _plain(Path(self.path)).stem
         return "-".join([Path(self.path).name, *([self.subset] if self.subset else []), self.split])
@@ -39,7 +41,8 @@ def _plain(path: Path) -> Path:
 
 
 def labels(key: str, sources: list[Source]) -> list[str]:
-    """A name for each, its label where that is the only one. Raises LaminarError when even the longer labels of two are the same."""
+    """A name for each, its label where that is the only one. Raises LaminarError when even the longer labels
+    of two are the same."""
     short = [source.label for source in sources]
     found = [source.longer_label if short.count(source.label) > 1 else source.label for source in sources]
     twice = next((label for label in found if found.count(label) > 1), None)
@@ -49,7 +52,8 @@ def labels(key: str, sources: list[Source]) -> list[str]:
 
 
 def parse_source(key: str, text: str) -> Source:
-    """`text` is FILE, or FOLDER_OR_NAME[:SUBSET][@SPLIT]. Raises LaminarError, beginning with `key`, when it can be none of them."""
+    """`text` is FILE, or FOLDER_OR_NAME[:SUBSET][@SPLIT]. Raises LaminarError, beginning with `key`, when it
+    can be none of them."""
     path = Path(text)
     if _plain(path).suffix in FILES or path.is_file():
         if not path.is_file():
@@ -66,6 +70,7 @@ def parse_source(key: str, text: str) -> Source:
     if _HUB_NAME.fullmatch(name) and not Path(name).parent.exists():
         return Source("hub", name, subset or None, split or "train")
     raise LaminarError(
-        f"{key}={text or '(empty)'}: no such file or folder, and no name of a Hugging Face dataset (OWNER/NAME[:SUBSET][@SPLIT]); "
+        f"{key}={text or '(empty)'}: no such file or folder, and no name of a Hugging Face dataset "
+        "(OWNER/NAME[:SUBSET][@SPLIT]); "
         "name one of them, e.g. a JSONL file with one prompt per line"
     )

@@ -61,7 +61,8 @@ class Keys:
         return [name.removeprefix(f"{section}.") for name in self.fields if name.startswith(f"{section}.")]
 
     def unknown(self, key: str) -> str:
-        """The line for a key that is not there: with its new name, the nearest ones, or those of its section."""
+        """The line for a key that is not there: with its new name, the nearest ones, or those of its
+        section."""
         if key in RENAMED and RENAMED[key] in self.fields:
             return f"{key} is called {RENAMED[key]} now"
         section, _, last = key.rpartition(".")
@@ -69,7 +70,11 @@ class Keys:
         for name in [*self.fields, *self.groups]:
             by_last.setdefault(name.rpartition(".")[2], []).append(name)
         near = by_last.get(last) or difflib.get_close_matches(key, list(self.fields), 1, 0.8)
-        near = near or [name for found in difflib.get_close_matches(last, list(by_last), 1, 0.7) for name in by_last[found]]
+        near = near or [
+            name
+            for found in difflib.get_close_matches(last, list(by_last), 1, 0.7)
+            for name in by_last[found]
+        ]
         hint = f" (did you mean {' or '.join(near[:3])}?)" if near else ""
         if not near and section in self.sections:
             hint = f"; those of {section} are {', '.join(self.names_in(section))}"
@@ -102,9 +107,13 @@ class Keys:
             return self._option(word, loose[1:2])
         if rest and rest[0].startswith("="):
             spaced = words[index : index + (3 if rest[0] == "=" else 2)]
-            return f"{' '.join(spaced)}: write {quoted(''.join(spaced))}, without spaces around =", len(spaced)
+            return f"{' '.join(spaced)}: write {quoted(''.join(spaced))}, without spaces around =", len(
+                spaced
+            )
         if before.endswith("="):
-            return f"{before} {word}: write {quoted(before + ' '.join(loose))}, without spaces around =", len(loose)
+            return f"{before} {word}: write {quoted(before + ' '.join(loose))}, without spaces around =", len(
+                loose
+            )
         if self._takes_text(before):
             whole = quoted(" ".join([before, *loose]))
             return (
@@ -137,7 +146,9 @@ class Keys:
         key, _, text = word.partition("=")
         key = key.lstrip("+")
         kind = self.kind_of(key)
-        if key in self.groups and not text.startswith("{"):  # pipeline={...} sets keys of the section of that name
+        if key in self.groups and not text.startswith(
+            "{"
+        ):  # pipeline={...} sets keys of the section of that name
             names = self.groups[key]
             if text in names:
                 found.groups[key] = text
@@ -172,7 +183,9 @@ class Keys:
             found.wrong.append(f"{key}={text}: not a table; write {key}.NAME=VALUE")
         elif text.startswith("["):
             example = f"'{key}=[\"a b\",c]'"
-            found.wrong.append(f"{key}={text}: not a list; quote an entry that has {_SPECIAL}, like {example}")
+            found.wrong.append(
+                f"{key}={text}: not a list; quote an entry that has {_SPECIAL}, like {example}"
+            )
         else:
             found.wrong.append(f"{key}={text}: not a list; write {quoted(f'{key}=[{text}]')}")
 

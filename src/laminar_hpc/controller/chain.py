@@ -1,10 +1,13 @@
-"""The chain of relays as the controller sees it: trainer -> relay -> relay -> ..., one link between any two neighbours.
+"""The chain of relays as the controller sees it: trainer -> relay -> relay -> ..., one link between any two
+neighbours.
 
-Each link is made in an epoch of its own, and lasts until one of its ends goes or reports it broken; the others stay as they are. Who misses
-the newest weights gets them from the relay before it. A relay that is silent, or whose neighbour cannot reach it, is left out until it is
-heard again, and then comes to the chain's end. Pure state: methods take what happened and return messages, (relay or TRAINER, message).
+Each link is made in an epoch of its own, and lasts until one of its ends goes or reports it broken; the
+others stay as they are. Who misses the newest weights gets them from the relay before it. A relay that is
+silent, or whose neighbour cannot reach it, is left out until it is heard again, and then comes to the chain's
+end. Pure state: methods take what happened and return messages, (relay or TRAINER, message).
 
-Each lane has a chain of its own, through its relay of every machine; relay number i belongs to lane i modulo the number of lanes.
+Each lane has a chain of its own, through its relay of every machine; relay number i belongs to lane i modulo
+the number of lanes.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +17,9 @@ from laminar_hpc.policies.chain import chain_order, missing
 
 TRAINER = -1
 QUIET_SECONDS = 0.5  # newcomers wait for one another, so that a run starts with one chain
-SETTLE_SECONDS = 0.2  # from a broken link to a new one: by then both ends, and those behind them, have said what they know
+SETTLE_SECONDS = (
+    0.2  # from a broken link to a new one: by then both ends, and those behind them, have said what they know
+)
 SILENT_SECONDS = 3.0  # a relay says something once a second
 _STRIKES = 3  # links in a row over which a relay received nothing
 _EXILE_SECONDS = 10.0
@@ -48,14 +53,16 @@ class Chain:
     _changed: float = 0.0
     _settled: float = 0.0
     _formed: bool = False
-    _blamed: dict[int, float] = field(default_factory=dict)  # when a neighbour said that it does not reach this relay
+    _blamed: dict[int, float] = field(
+        default_factory=dict
+    )  # when a neighbour said that it does not reach this relay
     _strikes: dict[int, int] = field(default_factory=dict)
     _exiled: dict[int, float] = field(default_factory=dict)  # until when
 
     def __post_init__(self) -> None:
         self.epoch = self.lane  # and on in steps of `lanes`: an epoch tells its lane
 
-    # ---- what happens ----------------------------------------------------------------------------------------------------------
+    # ---- what happens --------------------------------------------------------------------------------------
 
     def came(self, index: int, now: float) -> None:
         """A relay has said Hello: whatever was known of an earlier life is void."""
@@ -83,7 +90,14 @@ class Chain:
 
     def link_down(self, epoch: int, reporter: int, now: float) -> ChainLink | None:
         """The link that broke, if it is one of the present ones."""
-        link = next((link for link in self.links.values() if link.epoch == epoch and reporter in (link.upstream, link.downstream)), None)
+        link = next(
+            (
+                link
+                for link in self.links.values()
+                if link.epoch == epoch and reporter in (link.upstream, link.downstream)
+            ),
+            None,
+        )
         if link is None:
             return None
         self._drop(link)
@@ -97,17 +111,23 @@ class Chain:
         return link
 
     def relay_has(self, index: int, weight_id: int, passed_on: int) -> None:
-        """`passed_on` tells whether the next relay gets them as well: its link may have come after they began to arrive here."""
+        """`passed_on` tells whether the next relay gets them as well: its link may have come after they began
+        to arrive here."""
         self.has[index] = max(weight_id, self.has.get(index, -1))
         self._strikes.pop(index, None)
         behind = next((link for link in self.links.values() if link.upstream == index), None)
-        if behind is not None and behind.epoch != passed_on and self.coming.get(behind.downstream, -1) <= weight_id:
+        if (
+            behind is not None
+            and behind.epoch != passed_on
+            and self.coming.get(behind.downstream, -1) <= weight_id
+        ):
             self._not_coming(behind.downstream)
 
-    # ---- what to do about it ---------------------------------------------------------------------------------------------------
+    # ---- what to do about it -------------------------------------------------------------------------------
 
     def update(self, heard: dict[int, float], trainer: bool, now: float) -> Orders:
-        """Forms the chain anew if it has to be, then serves who misses the newest weights. `heard`: when each relay was last heard."""
+        """Forms the chain anew if it has to be, then serves who misses the newest weights. `heard`: when each
+        relay was last heard."""
         if now < self._settled or not trainer:
             return []
         fit = [i for i, at in heard.items() if self._is_fit(i, at, now)]
@@ -122,12 +142,18 @@ class Chain:
         return self._form(fit) + self._serve()
 
     def _is_fit(self, index: int, heard: float, now: float) -> bool:
-        return now - heard < SILENT_SECONDS and heard > self._blamed.get(index, -1.0) and now > self._exiled.get(index, -1.0)
+        return (
+            now - heard < SILENT_SECONDS
+            and heard > self._blamed.get(index, -1.0)
+            and now > self._exiled.get(index, -1.0)
+        )
 
     def _form(self, fit: list[int]) -> Orders:
         """A link between any two neighbours that have none."""
         if set(self.order) != set(fit):
-            self.order = chain_order(self.order, fit, {i: max(self.has.get(i, -1), self.coming.get(i, -1)) for i in fit})
+            self.order = chain_order(
+                self.order, fit, {i: max(self.has.get(i, -1), self.coming.get(i, -1)) for i in fit}
+            )
         order = self.order
         orders: Orders = []
         for place, (upstream, downstream) in enumerate(zip([TRAINER, *order], order, strict=False)):
@@ -142,7 +168,8 @@ class Chain:
         return orders
 
     def _serve(self) -> Orders:
-        """The relay before the first that misses the newest weights, and that they are not on their way to, sends them again."""
+        """The relay before the first that misses the newest weights, and that they are not on their way to,
+        sends them again."""
         stretch = missing(self.order, self.has, self.coming)
         if stretch is None:
             return []
@@ -152,16 +179,25 @@ class Chain:
         return [(self.order[begin - 1], m.SendAgain(self.links[self.order[begin]].epoch, end - begin))]
 
     def publication(self, weight_id: int) -> int:
-        """The trainer is about to send these weights: how many relays will have them from one another. Who stands behind a broken link is
-        served when it is mended."""
+        """The trainer is about to send these weights: how many relays will have them from one another. Who
+        stands behind a broken link is served when it is mended."""
         self._issued = max(self._issued, weight_id)
-        reached = next((place for place, index in enumerate(self.order) if index not in self.links), len(self.order))
+        reached = next(
+            (place for place, index in enumerate(self.order) if index not in self.links), len(self.order)
+        )
         for index in self.order[:reached]:
             self.coming[index] = weight_id
         return reached
 
     def store_opened(self, opened: m.StoreOpened, reporter: int) -> Orders:
-        link = next((link for link in self.links.values() if link.epoch == opened.epoch and link.upstream == reporter), None)
+        link = next(
+            (
+                link
+                for link in self.links.values()
+                if link.epoch == opened.epoch and link.upstream == reporter
+            ),
+            None,
+        )
         if link is None:
             return []
         peer = "the trainer" if reporter == TRAINER else f"relay {reporter}"

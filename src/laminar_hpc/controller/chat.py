@@ -1,4 +1,5 @@
-"""A model's chat template: messages -> the text that the model sees, as transformers renders it, without importing it (or torch)."""
+"""A model's chat template: messages -> the text that the model sees, as transformers renders it, without
+importing it (or torch)."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +14,8 @@ _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def load_chat_template(model_path: str) -> Render:
-    """render(messages, where) -> text that ends where the assistant's answer begins. Raises LaminarError when the model has no template."""
+    """render(messages, where) -> text that ends where the assistant's answer begins. Raises LaminarError when
+    the model has no template."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,38 +28,55 @@ def load_chat_template(model_path: str) -> Render:
         text = next((t["template"] for t in text if t.get("name") == "default"), None)
     if not text:
         raise LaminarError(
-            f"data.chat_template=true, but {folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
+            f"data.chat_template=true, but {folder} has no chat template (chat_template.jinja, or "
+            "chat_template in tokenizer_config.json); "
             "add one or set data.chat_template=false"
         )
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda format_: datetime.now().strftime(format_)}
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda format_: datetime.now().strftime(format_),
+    }
     try:
         template = environment.from_string(text)
     except TemplateSyntaxError as error:
-        raise LaminarError(f"{folder}: its chat template is not valid Jinja ({error.message}, line {error.lineno}); mend it") from None
+        raise LaminarError(
+            f"{folder}: its chat template is not valid Jinja ({error.message}, line {error.lineno}); mend it"
+        ) from None
     tokens = {name: _token(settings.get(name)) for name in _TOKENS if settings.get(name)}
 
     def render(messages: Messages, where: str) -> str:
         try:
             return template.render(messages=messages, add_generation_prompt=True, **tokens)
         except (TemplateError, TypeError, KeyError) as error:
-            raise LaminarError(f"{where}: the model's chat template refuses its messages ({error}); mend the row") from None
+            raise LaminarError(
+                f"{where}: the model's chat template refuses its messages ({error}); mend the row"
+            ) from None
 
     return render
 
 
 def as_messages(value: object) -> Messages | None:
-    """A prompt as chat messages: a text is one of the user; None when it is neither a text nor a list of {role, content}."""
+    """A prompt as chat messages: a text is one of the user; None when it is neither a text nor a list of
+    {role, content}."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     good = isinstance(value, list) and bool(value)
     for message in value if isinstance(value, list) else []:
-        good &= isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        good &= (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+        )
     return value if good and isinstance(value, list) else None
 
 

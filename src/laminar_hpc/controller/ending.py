@@ -27,9 +27,15 @@ def close_completed(config: RunConfig, say: Callable[[str], None]) -> bool:
         return False
     run_dir = Path(config.run_dir)
     newest = (run_dir / "metrics.jsonl").stat().st_mtime if (run_dir / "metrics.jsonl").exists() else 0.0
-    written = [path.stat().st_mtime for path in (run_dir / "summary.json", run_dir / "report.html") if path.exists()]
+    written = [
+        path.stat().st_mtime for path in (run_dir / "summary.json", run_dir / "report.html") if path.exists()
+    ]
     if newest and (len(written) < 2 or min(written) < newest):
         say(console.line("done", "its summary and report were not written: writing them now"))
         finish(run_dir, "", say)
-    say(console.line("done", f"{run_dir} is complete at step {step}; raise steps to go on, or choose another run_dir"))
+    say(
+        console.line(
+            "done", f"{run_dir} is complete at step {step}; raise steps to go on, or choose another run_dir"
+        )
+    )
     return True

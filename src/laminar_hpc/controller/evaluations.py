@@ -1,6 +1,8 @@
-"""Evaluations: local batches on one weight id, outside admission and buffer. Which are due, who does them, and what came out.
+"""Evaluations: local batches on one weight id, outside admission and buffer. Which are due, who does them,
+and what came out.
 
-One evaluation asks every problem of every file, greedily once or sampled `samples` times, so that all files are judged on the same weights.
+One evaluation asks every problem of every file, greedily once or sampled `samples` times, so that all files
+are judged on the same weights.
 """
 
 import math
@@ -12,7 +14,8 @@ from laminar_hpc.messages import Generated, Grant, Lost, PromptGroup, Sample, Sc
 
 @dataclass
 class Piece:
-    """A part of an evaluation that one replica does at a time: the responses to problems `first` up to `last`, `samples` to each.
+    """A part of an evaluation that one replica does at a time: the responses to problems `first` up to
+    `last`, `samples` to each.
 
     A response is known by its number: problem * samples + which of them.
     """
@@ -35,7 +38,8 @@ class Piece:
 
 @dataclass
 class Evaluation:
-    """One pass over all held-out problems. `min_step`: weights of at least this step; the first replica that starts fixes the id."""
+    """One pass over all held-out problems. `min_step`: weights of at least this step; the first replica that
+    starts fixes the id."""
 
     name: str  # greedy | sampled
     label: str  # before | step | after
@@ -61,13 +65,22 @@ class Evaluation:
 
 
 class Evaluations:
-    """The queue of evaluations; the oldest goes first, its pieces to whichever idle replica is on its weights.
+    """The queue of evaluations; the oldest goes first, its pieces to whichever idle replica is on its
+    weights.
 
-    `files`: name -> problems, in order. `samples`: responses per problem of a sampled evaluation, at `temperature`; 0 = greedy only.
+    `files`: name -> problems, in order. `samples`: responses per problem of a sampled evaluation, at
+    `temperature`; 0 = greedy only.
     """
 
-    def __init__(self, files: dict[str, list[Prompt]], samples: int, temperature: float, max_response_tokens: int) -> None:
-        self._files, self._samples, self._temperature, self._max_tokens = files, samples, temperature, max_response_tokens
+    def __init__(
+        self, files: dict[str, list[Prompt]], samples: int, temperature: float, max_response_tokens: int
+    ) -> None:
+        self._files, self._samples, self._temperature, self._max_tokens = (
+            files,
+            samples,
+            temperature,
+            max_response_tokens,
+        )
         self._prompts = [prompt for prompts in files.values() for prompt in prompts]
         self.queue: list[Evaluation] = []
 
@@ -80,10 +93,16 @@ class Evaluations:
                 parts = [Piece(i, min(i + size, len(self._prompts)), samples) for i in starts]
                 self.queue.append(Evaluation(name, label, min_step, temperature, samples, parts))
 
-    def grant(self, replica: int, weight_id: int, weight_step: int, batch_id: int, now: float) -> Grant | None:
+    def grant(
+        self, replica: int, weight_id: int, weight_step: int, batch_id: int, now: float
+    ) -> Grant | None:
         """A piece for an idle replica with these weights, or None when there is nothing for it."""
         for evaluation in self.queue:
-            fits = weight_step >= evaluation.min_step if evaluation.weight_id is None else weight_id == evaluation.weight_id
+            fits = (
+                weight_step >= evaluation.min_step
+                if evaluation.weight_id is None
+                else weight_id == evaluation.weight_id
+            )
             piece = next((p for p in evaluation.pieces if p.replica < 0 and not p.done), None)
             if not fits or piece is None:
                 continue
@@ -93,10 +112,23 @@ class Evaluations:
             piece.attempt += 1
             groups = []
             for problem in range(piece.first, piece.last):
-                prompt, numbers = self._prompts[problem], range(problem * piece.samples, (problem + 1) * piece.samples)
+                prompt, numbers = (
+                    self._prompts[problem],
+                    range(problem * piece.samples, (problem + 1) * piece.samples),
+                )
                 samples = [Sample(i, piece.attempt) for i in numbers if i not in piece.scores]
-                groups += [PromptGroup(-1, prompt.tokens, prompt.text, prompt.row, samples)] if samples else []
-            return Grant(batch_id, weight_id, weight_step, groups, evaluation.temperature, self._max_tokens, evaluation.key)
+                groups += (
+                    [PromptGroup(-1, prompt.tokens, prompt.text, prompt.row, samples)] if samples else []
+                )
+            return Grant(
+                batch_id,
+                weight_id,
+                weight_step,
+                groups,
+                evaluation.temperature,
+                self._max_tokens,
+                evaluation.key,
+            )
         return None
 
     def _piece(self, key: str, number: int, attempt: int) -> tuple[Evaluation, Piece] | None:
@@ -129,7 +161,8 @@ class Evaluations:
             found[1].replica = -1
 
     def replica_gone(self, replica: int) -> None:
-        """Its pieces go to another replica on the same id; one that nobody serves any more starts again on a newer id."""
+        """Its pieces go to another replica on the same id; one that nobody serves any more starts again on a
+        newer id."""
         for evaluation in self.queue:
             for piece in evaluation.pieces:
                 if piece.replica == replica and not piece.done:
@@ -147,17 +180,26 @@ class Evaluations:
                     piece.replica = -1
 
     def results(self, evaluation: Evaluation, now: float) -> list[dict]:
-        """Per file the fields of a metrics line: accuracy is pass@1 where greedy, else the mean over problems and samples (mean@k)."""
+        """Per file the fields of a metrics line: accuracy is pass@1 where greedy, else the mean over problems
+        and samples (mean@k)."""
         scores = {number: score for p in evaluation.pieces for number, score in p.scores.items()}
         lengths = {number: length for p in evaluation.pieces for number, length in p.lengths.items()}
         found, first = [], 0
         for file, prompts in self._files.items():
             numbers = range(first * evaluation.samples, (first + len(prompts)) * evaluation.samples)
             first += len(prompts)
-            found.append({
-                "name": evaluation.name, "file": file, "label": evaluation.label, "step": evaluation.weight_step,
-                "weight_id": evaluation.weight_id, "accuracy": sum(scores[i] for i in numbers) / len(numbers), "problems": len(prompts),
-                "samples": evaluation.samples, "seconds": now - evaluation.started,
-                "response_length_mean": sum(lengths.get(i, 0) for i in numbers) / len(numbers),
-            })  # fmt: skip
+            found.append(
+                {
+                    "name": evaluation.name,
+                    "file": file,
+                    "label": evaluation.label,
+                    "step": evaluation.weight_step,
+                    "weight_id": evaluation.weight_id,
+                    "accuracy": sum(scores[i] for i in numbers) / len(numbers),
+                    "problems": len(prompts),
+                    "samples": evaluation.samples,
+                    "seconds": now - evaluation.started,
+                    "response_length_mean": sum(lengths.get(i, 0) for i in numbers) / len(numbers),
+                }
+            )
         return found

@@ -8,7 +8,8 @@
     replica (RequestWork)  quota of `admission.quota`            the next weights, which the trainer makes from what is there
     end of a run           Goodbye of all                        cluster.stop_timeout_seconds
 
-One thread. Handlers only change state and fill the outbox; `turn` commits, then sends. Nothing is sent before its transaction commits.
+One thread. Handlers only change state and fill the outbox; `turn` commits, then sends. Nothing is sent before
+its transaction commits.
 """
 
 import dataclasses
@@ -61,11 +62,29 @@ class Controller:
     """All state of a run in memory. `say` prints a line for the user."""
 
     def __init__(
-        self, config: RunConfig, derived: Derived, hub: Hub, store: Store, tracker: TrajectoryTracker, evaluations: Evaluations | None,
-        metrics: MetricsWriter, members: Members, relays: int, restored_step: int, replay: Store | None, say: Callable[[str], None],
+        self,
+        config: RunConfig,
+        derived: Derived,
+        hub: Hub,
+        store: Store,
+        tracker: TrajectoryTracker,
+        evaluations: Evaluations | None,
+        metrics: MetricsWriter,
+        members: Members,
+        relays: int,
+        restored_step: int,
+        replay: Store | None,
+        say: Callable[[str], None],
         trace: Trace,
-    ) -> None:  # fmt: skip
-        self.config, self.derived, self.hub, self.store, self.tracker, self.evaluations = config, derived, hub, store, tracker, evaluations
+    ) -> None:
+        self.config, self.derived, self.hub, self.store, self.tracker, self.evaluations = (
+            config,
+            derived,
+            hub,
+            store,
+            tracker,
+            evaluations,
+        )
         self.metrics, self.members, self.say, self.replay = metrics, members, say, replay
         self.restored_step, self.trace = restored_step, trace
         self.trainer_step = max(0, restored_step)
@@ -81,7 +100,9 @@ class Controller:
         self.step_seconds: list[float] = []
         self.seen_steps = 0
         self.pull_seconds = 0.0  # of the newest pull
-        self.probes = Probes(config.model.dtype, model_config(config.model.path)["num_hidden_layers"], metrics, say)
+        self.probes = Probes(
+            config.model.dtype, model_config(config.model.path)["num_hidden_layers"], metrics, say
+        )
         self.samples = ShownSamples(Path(config.model.path), config.observability.show_samples, say)
         self.outbox: list[tuple[str, m.Message]] = []
         self.trainers_meet: m.TrainersMeet | None = None
@@ -104,22 +125,39 @@ class Controller:
         everyone = {m.Goodbye: self.on_Goodbye, m.Failure: self.on_Failure}
         weights, moves = self.weights, (m.Reserved, m.MoveReady, m.Imported, m.MoveFailed)
         return {
-            "trainer": everyone | {
-                m.TrainersMeet: self.on_TrainersMeet, m.TakeBatch: self.on_TakeBatch, m.StepDone: self.on_StepDone,
-                m.Checkpointed: self.on_Checkpointed, m.TrainerDone: self.on_TrainerDone, m.LaneSenders: weights.on_LaneSenders,
-                m.NewWeightId: weights.on_NewWeightId, m.Published: weights.on_Published, m.StoreOpened: weights.on_StoreOpened,
+            "trainer": everyone
+            | {
+                m.TrainersMeet: self.on_TrainersMeet,
+                m.TakeBatch: self.on_TakeBatch,
+                m.StepDone: self.on_StepDone,
+                m.Checkpointed: self.on_Checkpointed,
+                m.TrainerDone: self.on_TrainerDone,
+                m.LaneSenders: weights.on_LaneSenders,
+                m.NewWeightId: weights.on_NewWeightId,
+                m.Published: weights.on_Published,
+                m.StoreOpened: weights.on_StoreOpened,
                 m.LinkDown: weights.on_LinkDown,
             },
-            "relay": everyone | {
-                m.StoreOpened: weights.on_StoreOpened, m.LinkDown: weights.on_LinkDown, m.RelayHas: weights.on_RelayHas
+            "relay": everyone
+            | {
+                m.StoreOpened: weights.on_StoreOpened,
+                m.LinkDown: weights.on_LinkDown,
+                m.RelayHas: weights.on_RelayHas,
             },
-            "rollout": everyone | {kind: self.migration.heard for kind in moves} | {
-                m.WeightsOpened: self.on_WeightsOpened, m.RequestWork: self.on_RequestWork, m.NotLoaded: self.on_NotLoaded,
-                m.Generated: self.on_Generated, m.Scored: self.on_Scored, m.Lost: self.on_Lost, m.Increment: self.on_Increment,
+            "rollout": everyone
+            | {kind: self.migration.heard for kind in moves}
+            | {
+                m.WeightsOpened: self.on_WeightsOpened,
+                m.RequestWork: self.on_RequestWork,
+                m.NotLoaded: self.on_NotLoaded,
+                m.Generated: self.on_Generated,
+                m.Scored: self.on_Scored,
+                m.Lost: self.on_Lost,
+                m.Increment: self.on_Increment,
             },
-        }  # fmt: skip
+        }
 
-    # ---- one turn --------------------------------------------------------------------------------------------------------------
+    # ---- one turn ------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
         arrived = self.hub.poll(_TICK_SECONDS)
@@ -165,8 +203,9 @@ class Controller:
         return None
 
     def on_refused(self, identity: str, reason: str) -> None:
-        """The sender has the run's key, so it is a bug or another version. What it wanted to say is lost, and whoever waits
-        for it would time out: the sender ends with this reason, and so does the run, unless it can do without it."""
+        """The sender has the run's key, so it is a bug or another version. What it wanted to say is lost, and
+        whoever waits for it would time out: the sender ends with this reason, and so does the run, unless it
+        can do without it."""
         member = self.members.of(identity)
         text = f"a message from {member.name if member else identity} was refused: {reason}; {SAME_VERSION}"
         log.error(text)
@@ -183,7 +222,10 @@ class Controller:
     def tick(self) -> None:
         for member in self.members.dead():
             self.on_death(
-                member, "has died" if member.hello.machine == self.members.machine else "has been silent for too long or has died"
+                member,
+                "has died"
+                if member.hello.machine == self.members.machine
+                else "has been silent for too long or has died",
             )
         if not self.ending:
             self.weights.form()
@@ -192,7 +234,7 @@ class Controller:
             self.migration.tick(time.monotonic())
             self.show_progress()
 
-    # ---- membership ------------------------------------------------------------------------------------------------------------
+    # ---- membership ----------------------------------------------------------------------------------------
 
     def on_hello(self, identity: str, hello: m.Hello) -> None:
         if hello.role not in self.handlers or not identity.startswith(f"{hello.role}:{hello.index}:"):
@@ -223,7 +265,8 @@ class Controller:
                 self.send(trainer, place)
 
     def on_stranger(self, identity: str, message: m.AnyMessage) -> None:
-        """Who was taken for dead and is heard again may come back, unless another process has taken its place."""
+        """Who was taken for dead and is heard again may come back, unless another process has taken its
+        place."""
         log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
         if self.ending or not self.separate or not isinstance(message, m.Ping):
             return
@@ -231,7 +274,9 @@ class Controller:
         if role not in self.handlers or not index.isdecimal():
             return self.on_refused(identity, "it is no role and index")
         replaced = self.members.at(role, int(index)) is not None
-        self.outbox.append((identity, m.Stop(f"another {role} {index} has taken its place") if replaced else m.Rejoin()))
+        self.outbox.append(
+            (identity, m.Stop(f"another {role} {index} has taken its place") if replaced else m.Rejoin())
+        )
 
     def on_Goodbye(self, member: Member, _: m.Goodbye) -> None:
         self.members.leave(member)
@@ -253,10 +298,17 @@ class Controller:
         if self.ending or (self.trainer_done and member.hello.role == "trainer"):
             return
         if member.hello.machine == self.members.machine and oom_kills() > self.oom_kills:
-            how = f"was killed for want of memory: {_MEMORY_CURES.get(member.hello.role, 'give the container more')}"
+            how = (
+                "was killed for want of memory: "
+                f"{_MEMORY_CURES.get(member.hello.role, 'give the container more')}"
+            )
         log_file = f"logs/{member.hello.role}{member.hello.index}.log in the run directory"
         text = f"{member.name} (pid {member.hello.pid} on {member.hello.machine}) {how}; see {log_file}"
-        told = terminal.shared() and member.hello.machine == self.members.machine and not process_is_alive(member.hello.pid)
+        told = (
+            terminal.shared()
+            and member.hello.machine == self.members.machine
+            and not process_is_alive(member.hello.pid)
+        )
         if told and member.hello.role == "trainer":
             raise LaminarError("a worker has failed")
         if not self.separate or member.hello.role == "trainer":
@@ -287,24 +339,37 @@ class Controller:
     def request_stop(self, reason: str) -> None:
         if not self.stopping:
             self.stopping = reason
-            self.say(console.line("stopping", f"{reason}: finishing step {self.trainer_step + 1}, then a checkpoint"))
+            self.say(
+                console.line(
+                    "stopping", f"{reason}: finishing step {self.trainer_step + 1}, then a checkpoint"
+                )
+            )
             if not self.members.at("trainer") or self.trainer_done:
                 self.finished = True
 
-    # ---- weights ---------------------------------------------------------------------------------------------------------------
+    # ---- weights -------------------------------------------------------------------------------------------
 
     def on_WeightsOpened(self, member: Member, opened: m.WeightsOpened) -> None:
         replica = member.hello.index
         if replica not in self.open_weights:
-            self.say(console.setup_line(f"replica {replica} serves weight id {opened.weight_id}", time.time() - self.started))
+            self.say(
+                console.setup_line(
+                    f"replica {replica} serves weight id {opened.weight_id}", time.time() - self.started
+                )
+            )
         self.open_weights[replica], self.pull_seconds = opened.weight_id, opened.seconds
         self.migration.rescuer.opened(replica, opened.weight_id)
         self.metrics.write(
-            "pull", replica=replica, weight_id=opened.weight_id, step=opened.weight_step, seconds=opened.seconds, parts=opened.parts
+            "pull",
+            replica=replica,
+            weight_id=opened.weight_id,
+            step=opened.weight_step,
+            seconds=opened.seconds,
+            parts=opened.parts,
         )
         self.probes.scored(opened.weight_id, opened.weight_step, f"rollout{replica}", opened.probe_logprobs)
 
-    # ---- rollouts --------------------------------------------------------------------------------------------------------------
+    # ---- rollouts ------------------------------------------------------------------------------------------
 
     def on_RequestWork(self, member: Member, request: m.RequestWork) -> None:
         replica = member.hello.index
@@ -323,40 +388,59 @@ class Controller:
         self.send(member, grant)
 
     def dispatch(self) -> None:
-        """Local batches for idle replicas: what dead ones left behind, evaluations, then what admission allows."""
+        """Local batches for idle replicas: what dead ones left behind, evaluations, then what admission
+        allows."""
         if self.evaluations:
             self.evaluations.reset_stranded(set(self.open_weights.values()))
         self.migration.rescuer.dispatch()
         for replica, request in list(self.waiting.items()):
             member = self.members.at("rollout", replica)
             step = self.weights.steps.get(request.weight_id)
-            if member is None or step is None or (self.stopping and not self.taken):  # a step that has begun shall end
+            if (
+                member is None or step is None or (self.stopping and not self.taken)
+            ):  # a step that has begun shall end
                 continue
             if self.weights.of_machine.get(member.hello.machine, (-1, -1))[0] > request.weight_id:
                 del self.waiting[replica]  # it has been told of newer weights: it pulls and asks again
                 continue
-            grant = self.evaluations.grant(replica, request.weight_id, step, self.batches, time.time()) if self.evaluations else None
+            grant = (
+                self.evaluations.grant(replica, request.weight_id, step, self.batches, time.time())
+                if self.evaluations
+                else None
+            )
             grant = grant or self.training_grant(replica, request.weight_id, step)
             if grant is not None:
                 self.grant(member, grant)
 
     def training_grant(self, replica: int, weight_id: int, step: int) -> m.Grant | None:
-        if self.trainer_done or (self.rounds and not self.rounds.may_begin(replica, self.idle(), self.weights.newest[0])):
+        if self.trainer_done or (
+            self.rounds and not self.rounds.may_begin(replica, self.idle(), self.weights.newest[0])
+        ):
             return None
         size, bound = self.config.algorithm.prompts_per_step, self.config.pipeline.max_staleness
         quota = admission.quota(step, self.tracker.counted, size, self.config.steps, bound)
         waiting, scoring = self.tracker.ready(replica)
-        if not worth_a_batch(quota + waiting, self.derived.local_batch_groups, scoring and self.tracker.may_change):
+        if not worth_a_batch(
+            quota + waiting, self.derived.local_batch_groups, scoring and self.tracker.may_change
+        ):
             return None
 
         def may_go_on(group: admission.GroupView) -> bool:
-            return admission.may_go_on(group, step, self.trainer_step, self.tracker.views(), size, bound, self.taken)
+            return admission.may_go_on(
+                group, step, self.trainer_step, self.tracker.views(), size, bound, self.taken
+            )
 
         if self.rounds:
             self.rounds.took(replica)
-        groups = self.tracker.draw(self.derived.local_batch_groups, quota, replica, weight_id, step, time.time(), may_go_on)
+        groups = self.tracker.draw(
+            self.derived.local_batch_groups, quota, replica, weight_id, step, time.time(), may_go_on
+        )
         sampling = self.config.sampling
-        return m.Grant(self.batches, weight_id, step, groups, sampling.temperature, sampling.max_response_tokens) if groups else None
+        return (
+            m.Grant(self.batches, weight_id, step, groups, sampling.temperature, sampling.max_response_tokens)
+            if groups
+            else None
+        )
 
     def idle(self) -> dict[int, int]:
         """The weight id that each replica without work serves."""
@@ -382,12 +466,15 @@ class Controller:
                     self.say(console.evaluation_line(self.metrics.write("evaluation", **result)))
                 self.finished = self.finished or (self.trainer_done and not self.evaluations.queue)
         else:
-            group = self.tracker.scored(scored.trajectory_id, scored.attempt, scored.reward, scored.parts, scored.error, scored.time)
+            group = self.tracker.scored(
+                scored.trajectory_id, scored.attempt, scored.reward, scored.parts, scored.error, scored.time
+            )
             if group is not None and not group.finished:
                 self.on_filtered(group)
 
     def watch_reward(self, scored: m.Scored) -> None:
-        """A whole batch of failures ends the run: at once when nothing was trained yet, else with a checkpoint."""
+        """A whole batch of failures ends the run: at once when nothing was trained yet, else with a
+        checkpoint."""
         if scored.error:
             log.warning("reward of trajectory %d: %s", scored.trajectory_id, scored.error)
             if not self.reward_errors.count:
@@ -401,13 +488,20 @@ class Controller:
             self.request_stop("every reward fails")
 
     def on_filtered(self, group: Group) -> None:
-        """A group without advantage was given up. Ends the run, with a checkpoint, when nothing but such groups has come for long."""
+        """A group without advantage was given up. Ends the run, with a checkpoint, when nothing but such
+        groups has come for long."""
         reason = filtering.reason([s.reward for s in group.samples.values()])
-        self.metrics.write("given_up", group_id=group.group_id, prompt_index=group.prompt_index, reason=reason)
-        if not self.failure and filtering.exhausted(self.tracker.filtered_in_a_row, self.config.algorithm.prompts_per_step):
+        self.metrics.write(
+            "given_up", group_id=group.group_id, prompt_index=group.prompt_index, reason=reason
+        )
+        if not self.failure and filtering.exhausted(
+            self.tracker.filtered_in_a_row, self.config.algorithm.prompts_per_step
+        ):
             self.failure = (
-                f"the last {self.tracker.filtered_in_a_row} groups were all filtered, the last because {reason}: nothing can be learned "
-                "from these prompts now; take easier or harder ones, check reward.function, or set algorithm.zero_variance=keep"
+                f"the last {self.tracker.filtered_in_a_row} groups were all filtered, the last because "
+                f"{reason}: nothing can be learned "
+                "from these prompts now; take easier or harder ones, check reward.function, or set "
+                "algorithm.zero_variance=keep"
             )
             self.request_stop("every group is filtered")
 
@@ -418,32 +512,47 @@ class Controller:
         else:
             if self.tracker.lost(lost.trajectory_id, lost.attempt):
                 self.tracker.counts.tokens_discarded += self.migration.ended(lost.trajectory_id)
-            self.metrics.write("lost", trajectory_id=lost.trajectory_id, attempt=lost.attempt, reason=lost.reason)
+            self.metrics.write(
+                "lost", trajectory_id=lost.trajectory_id, attempt=lost.attempt, reason=lost.reason
+            )
 
     def show_progress(self) -> None:
         """Now and then, how far a long evaluation is."""
         for evaluation in self.evaluations.queue if self.evaluations else []:
-            if evaluation.scored and time.time() - max(evaluation.started, self.last_progress) > _PROGRESS_SECONDS:
+            if (
+                evaluation.scored
+                and time.time() - max(evaluation.started, self.last_progress) > _PROGRESS_SECONDS
+            ):
                 self.last_progress = time.time()
-                self.say(console.evaluation_progress(evaluation.name, evaluation.label, evaluation.scored, evaluation.responses))
+                self.say(
+                    console.evaluation_progress(
+                        evaluation.name, evaluation.label, evaluation.scored, evaluation.responses
+                    )
+                )
 
-    # ---- the trainer -----------------------------------------------------------------------------------------------------------
+    # ---- the trainer ---------------------------------------------------------------------------------------
 
     def on_TakeBatch(self, member: Member, take: m.TakeBatch) -> None:
         if take.step != self.trainer_step:
-            raise LaminarError(f"the trainer asks for step {take.step}, the run is at step {self.trainer_step}; go on with resume=auto")
+            raise LaminarError(
+                f"the trainer asks for step {take.step}, the run is at step {self.trainer_step}; go on with "
+                "resume=auto"
+            )
         if self.last_step_time == 0.0:
             self.last_step_time = time.time()
             self.say(console.setup_line("the trainer is ready", time.time() - self.started))
         self.take, self.take_reason, self.last_not_yet = take, "it has just asked", time.time()
 
     def answer_trainer(self) -> None:
-        """Gives the waiting trainer its batch, the word to leave, or once a second the reason why it waits."""
+        """Gives the waiting trainer its batch, the word to leave, or once a second the reason why it
+        waits."""
         trainer = self.members.at("trainer")
         if self.take is None or trainer is None:
             return
         step, whole = self.take.step, self.config.algorithm.prompts_per_step
-        parts = self.config.algorithm.minibatches_per_step if self.config.pipeline.consumption == "stream" else 1
+        parts = (
+            self.config.algorithm.minibatches_per_step if self.config.pipeline.consumption == "stream" else 1
+        )
         size = whole // parts
         if self.stopping and not self.taken:
             self.take = None
@@ -456,18 +565,27 @@ class Controller:
             choice = admission.Choice([-1])
         else:
             ready = self.tracker.ready_groups
-            few = admission.Choice([], f"{ready} of {size} groups are finished")  # no need to look at them all, turn after turn
+            few = admission.Choice(
+                [], f"{ready} of {size} groups are finished"
+            )  # no need to look at them all, turn after turn
             choice = few if ready < size else self.choose(step, whole, size)
             payloads = self.tracker.consume(sorted(choice.group_ids), step) if choice.group_ids else []
         if choice.group_ids:
             self.take, self.taken = None, self.taken + size
-            self.send(trainer, m.StoredBatch(step, [msgspec.Raw(p) for p in payloads], self.config.algorithm.samples_per_prompt))
+            self.send(
+                trainer,
+                m.StoredBatch(
+                    step, [msgspec.Raw(p) for p in payloads], self.config.algorithm.samples_per_prompt
+                ),
+            )
         elif time.time() - self.last_not_yet > _NOT_YET_SECONDS:
             self.last_not_yet, self.take_reason = time.time(), choice.reason
             self.send(trainer, m.NotYet(step, choice.reason))
 
     def choose(self, step: int, whole: int, size: int) -> admission.Choice:
-        return admission.choose(step, self.tracker.views(), whole, self.config.pipeline.max_staleness, self.taken, size)
+        return admission.choose(
+            step, self.tracker.views(), whole, self.config.pipeline.max_staleness, self.taken, size
+        )
 
     def on_StepDone(self, member: Member, done: m.StepDone) -> None:
         now = time.time()
@@ -484,15 +602,26 @@ class Controller:
         left = console.eta(self.step_seconds, self.config.steps - self.trainer_step)
         self.say(console.step_line(record, self.config.steps, left))
         if skipped := done.metrics.get("skipped_updates"):
-            self.say(console.skipped_line(self.trainer_step, round(skipped), self.config.optimizer.max_skipped_updates))
+            self.say(
+                console.skipped_line(
+                    self.trainer_step, round(skipped), self.config.optimizer.max_skipped_updates
+                )
+            )
         self.samples.show(done.step, self.replay or self.store)
         every = self.config.evaluation.every
-        if self.evaluations and every and self.trainer_step % every == 0 and self.trainer_step < self.config.steps:
+        if (
+            self.evaluations
+            and every
+            and self.trainer_step % every == 0
+            and self.trainer_step < self.config.steps
+        ):
             self.evaluations.add("step", self.trainer_step, 1)
         self.send(member, m.Leave(self.stopping) if self.stopping else m.Continue())
 
     def on_Checkpointed(self, member: Member, saved: m.Checkpointed) -> None:
-        self.metrics.write("checkpoint", step=saved.step, path=saved.path, seconds=saved.seconds, state_hash=saved.state_hash)
+        self.metrics.write(
+            "checkpoint", step=saved.step, path=saved.path, seconds=saved.seconds, state_hash=saved.state_hash
+        )
         log.info("checkpoint of step %d in %.1f s: %s", saved.step, saved.seconds, saved.path)
 
     def on_TrainerDone(self, member: Member, done: m.TrainerDone) -> None:
@@ -502,7 +631,7 @@ class Controller:
             return
         self.evaluations.add("after", self.config.steps, self.derived.rollout_ranks)
 
-    # ---- the end ---------------------------------------------------------------------------------------------------------------
+    # ---- the end -------------------------------------------------------------------------------------------
 
     def tell_all_to_leave(self, reason: str) -> None:
         self.ending = True

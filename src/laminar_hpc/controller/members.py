@@ -58,12 +58,20 @@ class Members:
         return self.by_place.get((role, index))
 
     def all(self, role: str) -> list[Member]:
-        return sorted((m for m in self.by_place.values() if m.hello.role == role), key=lambda m: m.hello.index)
+        return sorted(
+            (m for m in self.by_place.values() if m.hello.role == role), key=lambda m: m.hello.index
+        )
 
     def dead(self) -> list[Member]:
         """Members whose process is gone, or who have been silent for too long."""
         now = time.monotonic()
-        here = [m for m in self.by_place.values() if m.hello.machine == self.machine and m.hello.pid != os.getpid()]
+        here = [
+            m
+            for m in self.by_place.values()
+            if m.hello.machine == self.machine and m.hello.pid != os.getpid()
+        ]
         return [
-            m for m in self.by_place.values() if (m in here and not process_is_alive(m.hello.pid)) or now - m.heard > self.heartbeat_seconds
+            m
+            for m in self.by_place.values()
+            if (m in here and not process_is_alive(m.hello.pid)) or now - m.heard > self.heartbeat_seconds
         ]

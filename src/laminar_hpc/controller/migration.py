@@ -1,9 +1,11 @@
-"""Moves of trajectories: repack's plan and the rescue of a dead replica's work, carried out side by side as policies/moves.py says.
+"""Moves of trajectories: repack's plan and the rescue of a dead replica's work, carried out side by side as
+policies/moves.py says.
 
     tick, publication -> [repack.plan] -> Reserve ... Imported -> tracker.move (one transaction) -> MoveCommit to both
     a replica is gone -> what the partial-response pool holds -> [failover.redirect] -> the same, without a source; or rescuer.py, or again
 
-Owns the moves and the pool; the controller's loop owns everything else. A side that says its last word again is answered again.
+Owns the moves and the pool; the controller's loop owns everything else. A side that says its last word again
+is answered again.
 """
 
 import itertools
@@ -42,12 +44,20 @@ class Migration:
         self._prefix: dict[str, int] = {}
         self._numbers = itertools.count()
         self._loads: dict[int, m.ReplicaLoad] = {}  # replica -> its newest report
-        self._looked: dict[int, tuple[m.ReplicaLoad, float]] = {}  # replica -> (the report at the last look, KV at the look before)
+        self._looked: dict[
+            int, tuple[m.ReplicaLoad, float]
+        ] = {}  # replica -> (the report at the last look, KV at the look before)
         self._next_look = 0.0
         self._tries: dict[int, int] = {}  # of rescues, by trajectory
-        self.counts = {"moved": 0, "tokens_moved": 0, "prefill_tokens_saved": 0, "called_off": 0, "rescued": 0}
+        self.counts = {
+            "moved": 0,
+            "tokens_moved": 0,
+            "prefill_tokens_saved": 0,
+            "called_off": 0,
+            "rescued": 0,
+        }
 
-    # ---- repack ----------------------------------------------------------------------------------------------------------------
+    # ---- repack --------------------------------------------------------------------------------------------
 
     def loaded(self, replica: int, load: m.ReplicaLoad) -> None:
         """A replica has said how full it is."""
@@ -74,7 +84,10 @@ class Migration:
         capacity = KV_SHARE * min(load.kv_capacity for load, _ in loads.values())
         measured = [load.batch_max for load, _ in loads.values() if load.batch_max]
         most = self.c.config.pipeline.repack_requests or (min(measured) if measured else 0)
-        views = [repack.ReplicaLoad(r, load.weight_id, load.kv_tokens, before, load.in_flight) for r, (load, before) in loads.items()]
+        views = [
+            repack.ReplicaLoad(r, load.weight_id, load.kv_tokens, before, load.in_flight)
+            for r, (load, before) in loads.items()
+        ]
         plan = repack.plan(views, capacity, most)
         seconds = time.perf_counter() - begun
         if not plan:
@@ -85,19 +98,36 @@ class Migration:
             load = loads[step.source][0]
             for group, trajectory_id, sample in owned.get(step.source, []):
                 if trajectory_id not in self._of:
-                    prompt, most = len(self.c.tracker.prompt_of(group).tokens), self.c.config.sampling.max_response_tokens
+                    prompt, most = (
+                        len(self.c.tracker.prompt_of(group).tokens),
+                        self.c.config.sampling.max_response_tokens,
+                    )
                     tokens = room(prompt, most, load.kv_tokens, load.in_flight)
-                    self.begin(trajectory_id, sample.attempt, step.source, step.destination, load.weight_id, tokens, now)
+                    self.begin(
+                        trajectory_id,
+                        sample.attempt,
+                        step.source,
+                        step.destination,
+                        load.weight_id,
+                        tokens,
+                        now,
+                    )
                     moved += 1
         self.c.metrics.write(
-            "repack", replicas=len(views), sources=[s.source for s in plan], destinations=[s.destination for s in plan],
-            trajectories=moved, planner_ms=seconds * 1e3,
-        )  # fmt: skip
+            "repack",
+            replicas=len(views),
+            sources=[s.source for s in plan],
+            destinations=[s.destination for s in plan],
+            trajectories=moved,
+            planner_ms=seconds * 1e3,
+        )
 
     def _candidates(self) -> dict[int, tuple[m.ReplicaLoad, float]]:
-        """Replicas that generate with nothing waiting, for training (the tracker knows their work), and that no move under way concerns.
+        """Replicas that generate with nothing waiting, for training (the tracker knows their work), and that
+        no move under way concerns.
 
-        Some of a report's requests may have ended since: the tracker's count is the newer one, and never the larger."""
+        Some of a report's requests may have ended since: the tracker's count is the newer one, and never the
+        larger."""
         busy = {r for move in self.moves.values() if not move.over for r in (move.source, move.destination)}
         count = self.c.tracker.in_progress_counts()
         return {
@@ -111,31 +141,56 @@ class Migration:
         }
 
     def _compared(self, replica: int, load: m.ReplicaLoad) -> tuple[m.ReplicaLoad, float]:
-        """The report, and the KV at the look before: a fall shows between two looks at a replica that drained at both. A ping may repeat a
-        report, and a look come before the next one: the same report is no new one."""
+        """The report, and the KV at the look before: a fall shows between two looks at a replica that drained
+        at both. A ping may repeat a report, and a look come before the next one: the same report is no new
+        one."""
         earlier, before = self._looked.get(replica, (None, 0.0))
         if earlier == load:
             return load, before
-        return load, earlier.kv_tokens if earlier and _drains(earlier) and earlier.weight_id == load.weight_id else 0.0
+        return load, earlier.kv_tokens if earlier and _drains(
+            earlier
+        ) and earlier.weight_id == load.weight_id else 0.0
 
     def _work_ahead(self) -> bool:
         """Whether admission would give a replica on the newest weights something to do."""
         c = self.c
         size, bound = c.config.algorithm.prompts_per_step, c.config.pipeline.max_staleness
-        return not c.stopping and admission.quota(c.weights.newest[1], c.tracker.counted, size, c.config.steps, bound) > 0
+        return (
+            not c.stopping
+            and admission.quota(c.weights.newest[1], c.tracker.counted, size, c.config.steps, bound) > 0
+        )
 
-    # ---- a move ----------------------------------------------------------------------------------------------------------------
+    # ---- a move --------------------------------------------------------------------------------------------
 
-    def begin(self, trajectory_id: int, attempt: int, source: int, destination: int, weight_id: int, tokens: int, now: float) -> None:
+    def begin(
+        self,
+        trajectory_id: int,
+        attempt: int,
+        source: int,
+        destination: int,
+        weight_id: int,
+        tokens: int,
+        now: float,
+    ) -> None:
         """`source`: its owner, or NOBODY; `tokens`: for its KV cache; `now`: monotonic seconds."""
         c, move_id = self.c, f"{trajectory_id}-{attempt}-{next(self._numbers)}"
         move = Move(move_id, trajectory_id, attempt, source, destination, weight_id, now + PHASE_SECONDS)
         self.moves[move_id], self._of[trajectory_id], self._began[move_id] = move, move_id, now
         sampling, kv = c.config.sampling, c.config.pipeline.repack == "kv" and source != NOBODY
-        self._send(destination, m.Reserve(
-            move_id, trajectory_id, c.tracker.bare_group(trajectory_id), weight_id, c.weights.steps[weight_id], tokens, kv,
-            sampling.temperature, sampling.max_response_tokens,
-        ))  # fmt: skip
+        self._send(
+            destination,
+            m.Reserve(
+                move_id,
+                trajectory_id,
+                c.tracker.bare_group(trajectory_id),
+                weight_id,
+                c.weights.steps[weight_id],
+                tokens,
+                kv,
+                sampling.temperature,
+                sampling.max_response_tokens,
+            ),
+        )
 
     def _send(self, replica: int, message: m.Message) -> None:
         self.c.send(self.c.members.at("rollout", replica), message)
@@ -157,7 +212,9 @@ class Migration:
             self._act(move, move.imported(), replica)
         else:
             if move.phase is Phase.RESERVE and move.source == NOBODY:
-                self._loads.pop(replica, None)  # its report was out of date: nothing more for it before the next one
+                self._loads.pop(
+                    replica, None
+                )  # its report was out of date: nothing more for it before the next one
             self._act(move, move.call_off(message.reason), replica)
 
     def _act(self, move: Move, actions: list[Action], asker: int = NOBODY) -> None:
@@ -165,7 +222,9 @@ class Migration:
         for action in actions:
             move.deadline = now + PHASE_SECONDS
             if action is Action.ORDER:
-                self._send(move.source, m.MoveOrder(move.move_id, move.trajectory_id, move.attempt, move.address))
+                self._send(
+                    move.source, m.MoveOrder(move.move_id, move.trajectory_id, move.attempt, move.address)
+                )
             elif action is Action.IMPORT:
                 self._send(move.destination, m.Import(move.move_id, self._parts[move.move_id]))
             elif action is Action.CHANGE_OWNER:
@@ -174,12 +233,19 @@ class Migration:
                 for replica in (move.source, move.destination):
                     self._send(replica, m.MoveAbort(move.move_id, move.reason))
                 self.counts["called_off"] += 1
-                self.c.metrics.write("move_off", trajectory_id=move.trajectory_id, source=move.source, reason=move.reason)
+                self.c.metrics.write(
+                    "move_off", trajectory_id=move.trajectory_id, source=move.source, reason=move.reason
+                )
             elif action is Action.ORPHAN:
                 orphan = (move.trajectory_id, move.attempt)
             elif action is Action.ANSWER:
                 committed = move.phase is Phase.COMMITTED
-                self._send(asker, m.MoveCommit(move.move_id, move.attempt + 1) if committed else m.MoveAbort(move.move_id, move.reason))
+                self._send(
+                    asker,
+                    m.MoveCommit(move.move_id, move.attempt + 1)
+                    if committed
+                    else m.MoveAbort(move.move_id, move.reason),
+                )
         if move.over and self._of.get(move.trajectory_id) == move.move_id:
             self._forget(move)
         if orphan is not None:
@@ -201,9 +267,15 @@ class Migration:
         self.counts["tokens_moved"] += tokens
         self.counts["prefill_tokens_saved"] += prefix
         self.c.metrics.write(
-            "move", trajectory_id=move.trajectory_id, source=move.source, destination=move.destination, weight_id=move.weight_id,
-            tokens=tokens, prefix_tokens=prefix, seconds=now - self._began[move.move_id],
-        )  # fmt: skip
+            "move",
+            trajectory_id=move.trajectory_id,
+            source=move.source,
+            destination=move.destination,
+            weight_id=move.weight_id,
+            tokens=tokens,
+            prefix_tokens=prefix,
+            seconds=now - self._began[move.move_id],
+        )
 
     def _forget(self, move: Move) -> None:
         """All but the outcome, and in time that as well."""
@@ -214,7 +286,7 @@ class Migration:
         while len(self._over) > _REMEMBERED:
             self.moves.pop(self._over.popleft(), None)
 
-    # ---- ends ------------------------------------------------------------------------------------------------------------------
+    # ---- ends ----------------------------------------------------------------------------------------------
 
     def ended(self, trajectory_id: int) -> int:
         """It has its last token, or was lost at its owner. Returns how many tokens of it were known here."""
@@ -227,7 +299,8 @@ class Migration:
         return tokens
 
     def replica_gone(self, replica: int) -> int:
-        """Its moves end or go on without it; its work goes on elsewhere on the same weights or starts again. Returns how many it had."""
+        """Its moves end or go on without it; its work goes on elsewhere on the same weights or starts again.
+        Returns how many it had."""
         self._loads.pop(replica, None)
         self.rescuer.replica_gone(replica)
         for move in [move for move in self.moves.values() if not move.over]:
@@ -247,13 +320,17 @@ class Migration:
         return failover.Orphan(trajectory_id, part.spans[0].weight_id, prompt + response, response)
 
     def _redirect(self, orphans: list[tuple[int, int]]) -> None:
-        """(trajectory, attempt) without an owner: to replicas on the same weights from what the pool holds, now or when one without work
-        has loaded them, else back to the prompt."""
-        known = {i: part for i, attempt in orphans if (part := self.pool.get(i, attempt)) and len(part.spans) == 1}
+        """(trajectory, attempt) without an owner: to replicas on the same weights from what the pool holds,
+        now or when one without work has loaded them, else back to the prompt."""
+        known = {
+            i: part for i, attempt in orphans if (part := self.pool.get(i, attempt)) and len(part.spans) == 1
+        }
         wanted = {i: self.orphan(i, part) for i, part in known.items() if self._tries.get(i, 0) < TRIES}
         placed = failover.redirect(list(wanted.values()), self._rooms())
         for trajectory_id, attempt in orphans:
-            if trajectory_id not in wanted or (trajectory_id not in placed and self.c.config.pipeline.refresh != "drained"):
+            if trajectory_id not in wanted or (
+                trajectory_id not in placed and self.c.config.pipeline.refresh != "drained"
+            ):
                 self.begin_anew(trajectory_id, attempt)
                 continue
             self._tries[trajectory_id] = self._tries.get(trajectory_id, 0) + 1
@@ -263,7 +340,9 @@ class Migration:
             self.c.tracker.hold(trajectory_id)
             part = known[trajectory_id]
             destination, weight_id = placed[trajectory_id], wanted[trajectory_id].weight_id
-            self.begin(trajectory_id, attempt, NOBODY, destination, weight_id, len(part.tokens), time.monotonic())
+            self.begin(
+                trajectory_id, attempt, NOBODY, destination, weight_id, len(part.tokens), time.monotonic()
+            )
             self._parts[self._of[trajectory_id]] = part
 
     def begin_anew(self, trajectory_id: int, attempt: int) -> None:
@@ -272,11 +351,14 @@ class Migration:
         self.c.tracker.discard(trajectory_id, attempt, self.pool.drop(trajectory_id))
 
     def _rooms(self) -> list[failover.Room]:
-        """Replicas that generate: they can take more of their weights. Their last report may be older than what they serve by now."""
+        """Replicas that generate: they can take more of their weights. Their last report may be older than
+        what they serve by now."""
         return [
             failover.Room(replica, load.weight_id, float(load.kv_capacity - load.kv_tokens))
             for replica, load in self._loads.items()
-            if load.phase == "draining" and load.weight_id == self.c.open_weights.get(replica) and replica not in self.c.waiting
+            if load.phase == "draining"
+            and load.weight_id == self.c.open_weights.get(replica)
+            and replica not in self.c.waiting
         ]
 
 

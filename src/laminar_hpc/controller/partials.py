@@ -1,8 +1,8 @@
 """The partial-response pool: responses so far of trajectories in progress, in the controller's memory only
 (Laminar, arXiv 2510.12633, section on the system's workflow).
 
-Fed by increments every rollout.increment_tokens tokens and by moves. What is here can go on elsewhere on the same weights; what is not
-starts again from its prompt.
+Fed by increments every rollout.increment_tokens tokens and by moves. What is here can go on elsewhere on the
+same weights; what is not starts again from its prompt.
 """
 
 from laminar_hpc.messages import Increment, Partial

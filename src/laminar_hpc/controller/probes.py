@@ -1,4 +1,5 @@
-"""The log-prob gap: engine and trainer score a fixed probe at each weight id; |engine - trainer| is reported, and warned of."""
+"""The log-prob gap: engine and trainer score a fixed probe at each weight id; |engine - trainer| is reported,
+and warned of."""
 
 import math
 import statistics
@@ -7,8 +8,9 @@ from collections.abc import Callable
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 
-# The mean |engine - trainer| log-prob on the probe that is still rounding. That of bfloat16 (8 bits) grows with how far logits are apart,
-# and with depth: two sides that round at other places differ by 1 to 2 units of spread / 256 at 3 layers, by 6 at 48.
+# The mean |engine - trainer| log-prob on the probe that is still rounding. That of bfloat16 (8 bits) grows
+# with how far logits are apart, and with depth: two sides that round at other places differ by 1 to 2 units
+# of spread / 256 at 3 layers, by 6 at 48.
 _FLOAT32_LIMIT = 1e-3
 _BFLOAT16_UNITS = 1.15  # times the root of the layers: 2 at 3 layers, 8 at 48
 
@@ -27,7 +29,8 @@ class Probes:
         self._known: dict[int, dict[str, list[float]]] = {}
 
     def scored(self, weight_id: int, step: int, who: str, logprobs: list[float]) -> None:
-        """|engine - trainer| over the fixed probe, as soon as both sides have scored it with the same weights."""
+        """|engine - trainer| over the fixed probe, as soon as both sides have scored it with the same
+        weights."""
         known = self._known.setdefault(weight_id, {})
         known[who] = logprobs
         trainer = known.get("trainer")
@@ -37,13 +40,23 @@ class Probes:
             gaps = [abs(a - b) for a, b in zip(trainer, known.pop(rollout), strict=True)]
             mean, worst = sum(gaps) / len(gaps), max(gaps)
             limit = gap_limit(self._dtype, self._layers, trainer)
-            self._metrics.write("logprob_gap", weight_id=weight_id, step=step, replica=rollout, mean=mean, max=worst, limit=limit)
+            self._metrics.write(
+                "logprob_gap",
+                weight_id=weight_id,
+                step=step,
+                replica=rollout,
+                mean=mean,
+                max=worst,
+                limit=limit,
+            )
             if mean > limit:
                 self._say(
                     console.line(
                         "warning",
-                        f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}, above the {limit:.1e} that rounding to "
-                        f"{self._dtype} explains: engine and trainer do not compute the same model; look at rollout.engine_arguments "
+                        f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}, above the "
+                        f"{limit:.1e} that rounding to "
+                        f"{self._dtype} explains: engine and trainer do not compute the same model; look at "
+                        "rollout.engine_arguments "
                         "(quantization, KV cache dtype), model.dtype and model.float32_head",
                     )
                 )

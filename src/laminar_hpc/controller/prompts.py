@@ -1,4 +1,5 @@
-"""Prompts from rows, rendered and checked once at start-up, so that a bad row ends the run before it begins, naming file and row."""
+"""Prompts from rows, rendered and checked once at start-up, so that a bad row ends the run before it begins,
+naming file and row."""
 
 import json
 from dataclasses import dataclass, field
@@ -47,7 +48,8 @@ def load_tokenizer(model_path: str) -> Tokenizer:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise LaminarError(
-            f"{file} cannot be read as a tokenizer ({error}); the model directory needs a fast tokenizer's tokenizer.json"
+            f"{file} cannot be read as a tokenizer ({error}); the model directory needs a fast tokenizer's "
+            "tokenizer.json"
         ) from None
 
 
@@ -59,16 +61,20 @@ def load_prompts(
     room: int,
     limit: int | None = None,
 ) -> PromptSet:
-    """All rows of a source, or its first `limit` prompts; at most `room` tokens fit into the model beside a response.
+    """All rows of a source, or its first `limit` prompts; at most `room` tokens fit into the model beside a
+    response.
 
-    `render` applies the chat template; None takes prompts as they are. Raises LaminarError for a row that cannot be used.
+    `render` applies the chat template; None takes prompts as they are. Raises LaminarError for a row that
+    cannot be used.
     """
     found, seen = PromptSet(source), set()
     most = min(room, data.max_prompt_tokens or room)
     for where, row in read_rows(source):
         if limit is not None and len(found.prompts) == limit:
             break
-        text = _text(field_of(row, data.prompt_field, where, "data.prompt_field"), render, data.prompt_field, where)
+        text = _text(
+            field_of(row, data.prompt_field, where, "data.prompt_field"), render, data.prompt_field, where
+        )
         if data.answer_field:
             row = {**row, "answer": _answer(row, data.answer_field, where)}
         _check_sendable(text, row, where)
@@ -85,34 +91,48 @@ def load_prompts(
             found.too_long += 1
             if data.too_long == "refuse":
                 raise LaminarError(
-                    f"{where}: the prompt has {len(tokens)} tokens, at most {most} fit; shorten it, set data.too_long=drop, or raise "
+                    f"{where}: the prompt has {len(tokens)} tokens, at most {most} fit; shorten it, set "
+                    "data.too_long=drop, or raise "
                     + ("data.max_prompt_tokens" if most < room else "trainer.tokens_per_microbatch")
                 )
             continue
         found.prompts.append(Prompt(text, tokens, row))
     if not found.prompts:
         if found.too_long:
-            raise LaminarError(f"{source.path}: all {found.too_long} prompts have more than {most} tokens; raise what bounds them")
+            raise LaminarError(
+                f"{source.path}: all {found.too_long} prompts have more than {most} tokens; raise what "
+                "bounds them"
+            )
         raise LaminarError(f"{source.path} has no rows; one row per prompt is needed")
     return found
 
 
 def _text(value: object, render: Render | None, name: str, where: str) -> str:
-    """What the model shall see. Raises LaminarError when the row's prompt is neither a text nor messages for a template."""
+    """What the model shall see. Raises LaminarError when the row's prompt is neither a text nor messages for
+    a template."""
     messages = as_messages(value) if value else None
     if messages is None:
-        raise LaminarError(f"{where}: field '{name}' must be a non-empty string or a list of chat messages, not {value!r:.60}")
+        raise LaminarError(
+            f"{where}: field '{name}' must be a non-empty string or a list of chat messages, not "
+            f"{value!r:.60}"
+        )
     if render is not None:
         return render(messages, where)
     if not isinstance(value, str):
-        raise LaminarError(f"{where}: field '{name}' holds chat messages; set data.chat_template=true, or name a field with plain text")
+        raise LaminarError(
+            f"{where}: field '{name}' holds chat messages; set data.chat_template=true, or name a field with "
+            "plain text"
+        )
     return value
 
 
 def _answer(row: dict, names: str, where: str) -> str | int | float:
     value = field_of(row, names, where, "data.answer_field")
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
-        raise LaminarError(f"{where}: field '{names}' must be a text or a number, not {value!r:.60}; mend the row or set data.answer_field")
+        raise LaminarError(
+            f"{where}: field '{names}' must be a text or a number, not {value!r:.60}; mend the row or set "
+            "data.answer_field"
+        )
     return value
 
 
@@ -121,7 +141,10 @@ def _check_sendable(text: str, row: dict, where: str) -> None:
     try:
         msgspec.msgpack.encode([text, row])
     except (TypeError, ValueError, OverflowError) as error:  # ValueError: also half of a surrogate pair
-        raise LaminarError(f"{where}: a value cannot be sent to a rollout ({str(error)[:120]}); mend the row or drop the field") from None
+        raise LaminarError(
+            f"{where}: a value cannot be sent to a rollout ({str(error)[:120]}); mend the row or drop the "
+            "field"
+        ) from None
 
 
 def check_token_ids(found: PromptSet, vocab_size: int) -> None:
@@ -129,6 +152,7 @@ def check_token_ids(found: PromptSet, vocab_size: int) -> None:
     worst = max(max(p.tokens) for p in found.prompts)
     if worst >= vocab_size:
         raise LaminarError(
-            f"{found.source.path}: the tokenizer gives token {worst}, the model has {vocab_size}; model.path holds a tokenizer of another "
+            f"{found.source.path}: the tokenizer gives token {worst}, the model has {vocab_size}; model.path "
+            "holds a tokenizer of another "
             "model"
         )

@@ -1,9 +1,11 @@
-"""Trajectories of dead replicas that no running replica could take: they wait for one without work that loads their weights.
+"""Trajectories of dead replicas that no running replica could take: they wait for one without work that loads
+their weights.
 
     migration: a replica is gone, nobody generates with its weights -> `wait`
     dispatch -> [failover.load] -> Grant with parts -> WeightsOpened: they go on there; NotLoaded: the next one; or back to the prompt
 
-Owns those that wait and those whose weights are being loaded; the latter belong to their new replica from its grant on, as in any grant.
+Owns those that wait and those whose weights are being loaded; the latter belong to their new replica from its
+grant on, as in any grant.
 """
 
 import logging
@@ -25,7 +27,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Rescue:
-    """A grant whose weights are being loaded: trajectory -> attempt, response tokens so far, seconds for which it had waited."""
+    """A grant whose weights are being loaded: trajectory -> attempt, response tokens so far, seconds for
+    which it had waited."""
 
     batch_id: int
     weight_id: int
@@ -36,7 +39,9 @@ class _Rescue:
 class Rescuer:
     def __init__(self, controller: "Controller", pool: PartialPool) -> None:
         self.c, self.pool = controller, pool
-        self._waiting: dict[int, tuple[int, float]] = {}  # trajectory -> attempt, monotonic seconds since when
+        self._waiting: dict[
+            int, tuple[int, float]
+        ] = {}  # trajectory -> attempt, monotonic seconds since when
         self._loading: dict[int, _Rescue] = {}  # by replica
         self.rescued = 0
 
@@ -51,7 +56,7 @@ class Rescuer:
     def replica_gone(self, replica: int) -> None:
         self._loading.pop(replica, None)
 
-    # ---- who takes them --------------------------------------------------------------------------------------------------------
+    # ---- who takes them ------------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
         """Gives them to replicas without work, or back to their prompts, as failover.load says."""
@@ -66,12 +71,19 @@ class Rescuer:
             self.c.migration.begin_anew(trajectory_id, attempt)
 
     def _orphans(self) -> list[failover.Orphan]:
-        return [self.c.migration.orphan(i, part) for i, (attempt, _) in self._waiting.items() if (part := self.pool.get(i, attempt))]
+        return [
+            self.c.migration.orphan(i, part)
+            for i, (attempt, _) in self._waiting.items()
+            if (part := self.pool.get(i, attempt))
+        ]
 
     def _idle(self) -> list[failover.Idle]:
-        """Replicas that ask for work, but for those that will pull first, and those that are starting and have been given nothing yet."""
+        """Replicas that ask for work, but for those that will pull first, and those that are starting and
+        have been given nothing yet."""
         c, found = self.c, []
-        tokens_per_load = c.pull_seconds * max((load.tokens_per_second for load in c.loads.values()), default=0.0)
+        tokens_per_load = c.pull_seconds * max(
+            (load.tokens_per_second for load in c.loads.values()), default=0.0
+        )
         for member in c.members.all("rollout"):
             replica, machine = member.hello.index, member.hello.machine
             load, newest = c.loads.get(replica), c.weights.of_machine.get(machine, (-1, -1))[0]
@@ -82,8 +94,16 @@ class Rescuer:
             else:
                 continue
             loading = {rescue.weight_id for rescue in self._loading.values() if rescue.machine == machine}
-            capacity = load.kv_capacity if load is not None and load.kv_capacity else c.config.rollout.kv_cache_tokens
-            found.append(failover.Idle(replica, serves, c.weights.loadable(machine, loading), float(capacity), tokens_per_load))
+            capacity = (
+                load.kv_capacity
+                if load is not None and load.kv_capacity
+                else c.config.rollout.kv_cache_tokens
+            )
+            found.append(
+                failover.Idle(
+                    replica, serves, c.weights.loadable(machine, loading), float(capacity), tokens_per_load
+                )
+            )
         return found
 
     def _grant(self, load: failover.Load) -> None:
@@ -92,7 +112,9 @@ class Rescuer:
         assert member is not None
         waited = {i: self._waiting.pop(i) for i in load.trajectory_ids}
         known = {i: part for i, (attempt, _) in waited.items() if (part := self.pool.get(i, attempt))}
-        groups = c.tracker.regrant({i: attempt for i, (attempt, _) in waited.items()}, load.replica, load.weight_id)
+        groups = c.tracker.regrant(
+            {i: attempt for i, (attempt, _) in waited.items()}, load.replica, load.weight_id
+        )
         rescue = _Rescue(c.batches, load.weight_id, member.hello.machine, {})
         parts = {}
         for sample in (sample for group in groups for sample in group.samples):
@@ -104,14 +126,27 @@ class Rescuer:
         step, sampling = c.weights.steps[load.weight_id], c.config.sampling
         more = c.training_grant(load.replica, load.weight_id, step) if serves else None
         groups += more.groups if more is not None else []
-        log.info("%d trajectories go on at replica %d on weight id %d", len(parts), load.replica, load.weight_id)
-        c.grant(member, m.Grant(c.batches, load.weight_id, step, groups, sampling.temperature, sampling.max_response_tokens, parts=parts))
+        log.info(
+            "%d trajectories go on at replica %d on weight id %d", len(parts), load.replica, load.weight_id
+        )
+        c.grant(
+            member,
+            m.Grant(
+                c.batches,
+                load.weight_id,
+                step,
+                groups,
+                sampling.temperature,
+                sampling.max_response_tokens,
+                parts=parts,
+            ),
+        )
         if serves:
             self._count(load.replica, rescue, loaded=False)
         else:
             self._loading[load.replica] = rescue
 
-    # ---- what became of it -----------------------------------------------------------------------------------------------------
+    # ---- what became of it ---------------------------------------------------------------------------------
 
     def opened(self, replica: int, weight_id: int) -> None:
         rescue = self._loading.get(replica)
@@ -122,9 +157,16 @@ class Rescuer:
         self.rescued += len(rescue.trajectories)
         for trajectory_id, (_, tokens, seconds) in rescue.trajectories.items():
             self.c.metrics.write(
-                "move", trajectory_id=trajectory_id, source=NOBODY, destination=replica, weight_id=rescue.weight_id, tokens=tokens,
-                prefix_tokens=0, seconds=seconds, loaded=loaded,
-            )  # fmt: skip
+                "move",
+                trajectory_id=trajectory_id,
+                source=NOBODY,
+                destination=replica,
+                weight_id=rescue.weight_id,
+                tokens=tokens,
+                prefix_tokens=0,
+                seconds=seconds,
+                loaded=loaded,
+            )
 
     def not_loaded(self, member: Member, message: m.NotLoaded) -> list[tuple[int, int]]:
         """(trajectory, attempt) of a grant that came to nothing."""
@@ -132,10 +174,21 @@ class Rescuer:
         if rescue is None or rescue.batch_id != message.batch_id:
             return []
         del self._loading[member.hello.index]
-        log.warning("%s could not go on with %d trajectories: %s", member.name, len(rescue.trajectories), message.reason)
+        log.warning(
+            "%s could not go on with %d trajectories: %s",
+            member.name,
+            len(rescue.trajectories),
+            message.reason,
+        )
         self.c.weights.gone_from(rescue.machine, rescue.weight_id)
-        found = [(i, attempt) for i, (attempt, _, _) in rescue.trajectories.items() if self.c.tracker.counts_as(i, attempt)]
+        found = [
+            (i, attempt)
+            for i, (attempt, _, _) in rescue.trajectories.items()
+            if self.c.tracker.counts_as(i, attempt)
+        ]
         for trajectory_id, _ in found:
             self.c.tracker.hold(trajectory_id)
-            self.c.metrics.write("move_off", trajectory_id=trajectory_id, source=NOBODY, reason=message.reason)
+            self.c.metrics.write(
+                "move_off", trajectory_id=trajectory_id, source=NOBODY, reason=message.reason
+            )
         return found

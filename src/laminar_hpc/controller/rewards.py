@@ -16,7 +16,8 @@ from laminar_hpc.observability import console
 
 
 def check_rewards(config: RunConfig) -> None:
-    """For a command line: refuses what can only be a mistake. A dry run has no rows, so it calls no function."""
+    """For a command line: refuses what can only be a mistake. A dry run has no rows, so it calls no
+    function."""
     named = bool(config.reward.function or config.reward.functions)
     if config.dry_run and named and not config.source.startswith("replay:"):
         preflight.check_functions(config)
@@ -38,7 +39,9 @@ def _first_prompt(config: RunConfig) -> list[Prompt]:
     data = dataclasses.replace(config.data, too_long="drop", max_prompt_tokens=None)
     render = load_chat_template(config.model.path) if data.chat_template else None
     tokenizer = load_tokenizer(config.model.path)
-    return load_prompts(parse_source("data.train", data.train), data, tokenizer, render, 1 << 30, limit=1).prompts
+    return load_prompts(
+        parse_source("data.train", data.train), data, tokenizer, render, 1 << 30, limit=1
+    ).prompts
 
 
 class RewardErrors:
@@ -63,11 +66,16 @@ class RewardErrors:
         if not self.first:
             self.first = scored.error
             what = f"trajectory {scored.trajectory_id}" + (" of an evaluation" if scored.evaluation else "")
-            self._say(console.line("reward", f"the first error, {what}: {scored.error} (it counts as {self._instead:g})"))
+            self._say(
+                console.line(
+                    "reward", f"the first error, {what}: {scored.error} (it counts as {self._instead:g})"
+                )
+            )
         if self.in_a_row < self._batch:
             return ""
         which = "first" if self.in_a_row == self.scored else "last"
         return (
             f"the rewards of the {which} {self.in_a_row} responses, a whole batch, all failed, the last "
-            f"with: {scored.error}; mend {self._keys} (docs/rewards.md; its output is in {self._logs}/rollout*.log)"
+            f"with: {scored.error}; mend {self._keys} (docs/rewards.md; its output is in "
+            f"{self._logs}/rollout*.log)"
         )

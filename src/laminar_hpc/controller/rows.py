@@ -1,4 +1,5 @@
-"""Rows of a JSONL or Parquet file, a folder, or a Hugging Face dataset, each with the words that name its place. Imports no torch.
+"""Rows of a JSONL or Parquet file, a folder, or a Hugging Face dataset, each with the words that name its
+place. Imports no torch.
 
 JSONL may be compressed (.gz, .zst). pyarrow and datasets are imported where they are needed: plain and
 gzipped JSONL need neither.
@@ -23,13 +24,15 @@ _FIRST_ROWS = 8  # looked at before anything starts
 
 
 def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
-    """(place, row) of every row in order, rows counted from 1. Raises LaminarError that names file and row, and the cure."""
+    """(place, row) of every row in order, rows counted from 1. Raises LaminarError that names file and row,
+    and the cure."""
     readers = {"jsonl": _jsonl, "parquet": _parquet, "folder": _dataset, "hub": _dataset}
     return readers[source.kind](source)
 
 
 def field(row: dict, names: str, where: str, key: str) -> object:
-    """The value at the first of `names` that the row has: `a.b|c` is row["a"]["b"], else row["c"]. `key` is the setting that names them."""
+    """The value at the first of `names` that the row has: `a.b|c` is row["a"]["b"], else row["c"]. `key` is
+    the setting that names them."""
     for name in names.split("|"):
         if name in row:
             return row[name]
@@ -43,7 +46,9 @@ def field(row: dict, names: str, where: str, key: str) -> object:
                 break
         else:
             return value
-    raise LaminarError(f"{where}: no field '{names}' (it has: {', '.join(map(str, row))}); set {key} or mend the row")
+    raise LaminarError(
+        f"{where}: no field '{names}' (it has: {', '.join(map(str, row))}); set {key} or mend the row"
+    )
 
 
 def wrong_first_rows(config: RunConfig) -> list[str]:
@@ -103,7 +108,8 @@ def _jsonl(source: Source) -> Iterator[tuple[str, dict]]:
     except (OSError, EOFError, zlib.error) as error:
         what = "read" if not source.path.endswith(COMPRESSED) else "unpacked"
         raise LaminarError(
-            f"{source.path}, row {number + 1}: cannot be {what} ({_first_line(error)}); write or download the file again"
+            f"{source.path}, row {number + 1}: cannot be {what} ({_first_line(error)}); write or download "
+            "the file again"
         ) from None
 
 
@@ -113,10 +119,16 @@ def _object(line: bytes, where: str) -> dict:
     except UnicodeDecodeError as error:
         raise LaminarError(f"{where}: not UTF-8 (byte {error.start}); convert the file") from None
     except (json.JSONDecodeError, RecursionError) as error:
-        what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        what = (
+            f"{error.msg} at column {error.colno}"
+            if isinstance(error, json.JSONDecodeError)
+            else "nested too deeply"
+        )
         raise LaminarError(f"{where}: not JSON ({what}); one JSON object per line is needed") from None
     if not isinstance(row, dict):
-        raise LaminarError(f"{where}: a {type(row).__name__}, not an object with fields; one JSON object per line is needed")
+        raise LaminarError(
+            f"{where}: a {type(row).__name__}, not an object with fields; one JSON object per line is needed"
+        )
     return row
 
 
@@ -133,7 +145,8 @@ def _parquet(source: Source) -> Iterator[tuple[str, dict]]:
                     yield f"{source.path}, row {number}", row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise LaminarError(
-            f"{source.path}, row {number + 1}: cannot be read as Parquet ({_first_line(error)}); write or download the file again"
+            f"{source.path}, row {number + 1}: cannot be read as Parquet ({_first_line(error)}); write or "
+            "download the file again"
         ) from None
 
 
@@ -143,7 +156,9 @@ def _dataset(source: Source) -> Iterator[tuple[str, dict]]:
     path = Path(source.path)
     datasets.disable_progress_bars()
     try:
-        if source.kind == "folder" and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+        if source.kind == "folder" and any(
+            (path / name).exists() for name in ("state.json", "dataset_dict.json")
+        ):
             found = datasets.load_from_disk(source.path)
             if isinstance(found, datasets.DatasetDict):
                 found = found[source.split]
@@ -151,8 +166,10 @@ def _dataset(source: Source) -> Iterator[tuple[str, dict]]:
             found = datasets.load_dataset(source.path, source.subset, split=source.split)
     except Exception as error:  # the library raises what its parts raise
         raise LaminarError(
-            f"{source.path} cannot be loaded as a Hugging Face dataset, subset {source.subset or '(none)'}, split {source.split} "
-            f"({type(error).__name__}: {_first_line(error)}); check name and network, or download it and name its folder or file"
+            f"{source.path} cannot be loaded as a Hugging Face dataset, subset {source.subset or '(none)'}, "
+            f"split {source.split} "
+            f"({type(error).__name__}: {_first_line(error)}); check name and network, or download it and "
+            "name its folder or file"
         ) from None
     number = 0
     for first in range(0, len(found), _BATCH):

@@ -1,7 +1,7 @@
 """The controller rank: owns the run from the first line to the last. Imports no torch.
 
-It makes the run directory ready, prints the derived quantities, lets the others in, runs the loop until the work is done or someone asks to
-stop, tells everybody to leave, and writes summary and report.
+It makes the run directory ready, prints the derived quantities, lets the others in, runs the loop until the
+work is done or someone asks to stop, tells everybody to leave, and writes summary and report.
 """
 
 import dataclasses
@@ -86,7 +86,12 @@ def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -
     """A fresh run directory, or the earlier run's, of which the store is known to be sound."""
     start = prepare(config, lock)
     if start.moved_to:
-        say(console.line("set-up", f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)"))
+        say(
+            console.line(
+                "set-up",
+                f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)",
+            )
+        )
     if start.restored_step >= 0:
         say(console.line("set-up", f"going on from the checkpoint of step {start.restored_step}"))
     if start.restored_step >= config.steps:
@@ -98,14 +103,17 @@ def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -
 
 
 def load_data(config: RunConfig, say: Callable[[str], None]) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    """(training prompts, held-out prompts by the file's name), checked against tokenizer and model; says what was read and left out."""
+    """(training prompts, held-out prompts by the file's name), checked against tokenizer and model; says what
+    was read and left out."""
     if config.source.startswith("replay:"):
         return [], {}
     tokenizer = load_tokenizer(config.model.path)
     render = load_chat_template(config.model.path) if config.data.chat_template else None
     model = model_config(config.model.path)
     room = (
-        min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30)) - config.sampling.max_response_tokens - 1
+        min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30))
+        - config.sampling.max_response_tokens
+        - 1
     )
 
     def load(key: str, name: str, limit: int | None = None) -> PromptSet:
@@ -115,12 +123,22 @@ def load_data(config: RunConfig, say: Callable[[str], None]) -> tuple[list[Promp
         return found
 
     train = load("data.train", config.data.train)
-    held_out = [load("evaluation.files", name, config.evaluation.problems) for name in config.evaluation.files]
+    held_out = [
+        load("evaluation.files", name, config.evaluation.problems) for name in config.evaluation.files
+    ]
     names = labels("evaluation.files", [found.source for found in held_out])
     return train.prompts, {name: found.prompts for name, found in zip(names, held_out, strict=True)}
 
 
-def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: int, machine: str, say: Callable[[str], None]) -> Controller:
+def build(
+    config: RunConfig,
+    derived: Derived,
+    start: Start,
+    hub: Hub,
+    relays: int,
+    machine: str,
+    say: Callable[[str], None],
+) -> Controller:
     with before_it_begins():
         prompts, held_out = load_data(config, say)
         try_rewards(config, say, prompts)
@@ -130,13 +148,21 @@ def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: i
     store.restore(max(0, start.restored_step))
     order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
     algorithm = config.algorithm
-    size = GroupSize(algorithm.first_samples or algorithm.samples_per_prompt, algorithm.more_samples, algorithm.samples_per_prompt)
+    size = GroupSize(
+        algorithm.first_samples or algorithm.samples_per_prompt,
+        algorithm.more_samples,
+        algorithm.samples_per_prompt,
+    )
     tracker = TrajectoryTracker(store, prompts, size, order, algorithm.zero_variance == "filter")
     tracker.load()
     source = Path(config.source.removeprefix("replay:")) if config.source.startswith("replay:") else None
     replay = Store(source, read_only=True) if source else None
     sampling = config.sampling
-    evaluations = Evaluations(held_out, config.evaluation.samples, sampling.temperature, sampling.max_response_tokens) if held_out else None
+    evaluations = (
+        Evaluations(held_out, config.evaluation.samples, sampling.temperature, sampling.max_response_tokens)
+        if held_out
+        else None
+    )
     if evaluations and start.restored_step < 0:
         evaluations.add("before", 0, derived.rollout_ranks)
     if was_restarted(config):
@@ -145,22 +171,51 @@ def build(config: RunConfig, derived: Derived, start: Start, hub: Hub, relays: i
         note_restart(config, cause, max(0, start.restored_step))
     metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
     metrics.write(
-        "start", restored_step=start.restored_step, pipeline=config.pipeline.name, epoch=epoch,
-        derived=dataclasses.asdict(derived), torchrun=torchrun_identity(),
+        "start",
+        restored_step=start.restored_step,
+        pipeline=config.pipeline.name,
+        epoch=epoch,
+        derived=dataclasses.asdict(derived),
+        torchrun=torchrun_identity(),
         model=str(recorded_name(config.model.path) or config.model.path),
-    )  # fmt: skip
+    )
     members = Members(machine, config.cluster.heartbeat_timeout_seconds)
     trace = Trace(Path(config.run_dir), "controller", 0)
-    return Controller(config, derived, hub, store, tracker, evaluations, metrics, members, relays, start.restored_step, replay, say, trace)
+    return Controller(
+        config,
+        derived,
+        hub,
+        store,
+        tracker,
+        evaluations,
+        metrics,
+        members,
+        relays,
+        start.restored_step,
+        replay,
+        say,
+        trace,
+    )
 
 
 def _mirror(config: RunConfig) -> WandbMirror | None:
     o = config.observability
-    return None if o.wandb == "off" else WandbMirror(Path(config.run_dir), o.wandb, o.wandb_project, dataclasses.asdict(config))
+    return (
+        None
+        if o.wandb == "off"
+        else WandbMirror(Path(config.run_dir), o.wandb, o.wandb_project, dataclasses.asdict(config))
+    )
 
 
-def run(config: RunConfig, relays: int, machine: str, say: Callable[[str], None], redirect_output: Callable[[], None]) -> None:
-    """The whole life of the controller. Raises LaminarError when the run fails; returns when it is done or was stopped."""
+def run(
+    config: RunConfig,
+    relays: int,
+    machine: str,
+    say: Callable[[str], None],
+    redirect_output: Callable[[], None],
+) -> None:
+    """The whole life of the controller. Raises LaminarError when the run fails; returns when it is done or
+    was stopped."""
     with before_it_begins():
         derived, start, lock = start_up(config, say)
     try:
@@ -170,9 +225,15 @@ def run(config: RunConfig, relays: int, machine: str, say: Callable[[str], None]
 
 
 def run_locked(
-    config: RunConfig, derived: Derived, start: Start, lock: RunLock, relays: int, machine: str,
-    say: Callable[[str], None], redirect_output: Callable[[], None],
-) -> None:  # fmt: skip
+    config: RunConfig,
+    derived: Derived,
+    start: Start,
+    lock: RunLock,
+    relays: int,
+    machine: str,
+    say: Callable[[str], None],
+    redirect_output: Callable[[], None],
+) -> None:
     run_dir = Path(config.run_dir)
     redirect_output()
     (run_dir / "config.yaml").write_text(dump_config(config))
@@ -194,14 +255,17 @@ def run_locked(
         raise
     finally:
         close(controller, hub, run_dir)
-        shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)  # a relay that was killed could not
+        shutil.rmtree(
+            slots_root(config.relay.shm_dir, run_id), ignore_errors=True
+        )  # a relay that was killed could not
     finish(run_dir, controller.stopping, say)
     if controller.failure:
         raise PermanentFailure(controller.failure)
 
 
 def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
-    """Turns until the work is done, then until all have said goodbye. Bounded by the join and stop time limits."""
+    """Turns until the work is done, then until all have said goodbye. Bounded by the join and stop time
+    limits."""
     config = controller.config
     wanted = {"trainer": controller.derived.trainer_ranks, "rollout": controller.derived.rollout_ranks}
     joined, joining_until = False, time.monotonic() + config.cluster.join_timeout_seconds
@@ -220,7 +284,8 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
             stop_until = stop_until or time.monotonic() + config.cluster.stop_timeout_seconds
             if time.monotonic() > stop_until:
                 raise LaminarError(
-                    f"{controller.stopping}: the trainer did not finish step {controller.trainer_step + 1} and its checkpoint "
+                    f"{controller.stopping}: the trainer did not finish step {controller.trainer_step + 1} "
+                    "and its checkpoint "
                     f"within {config.cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
                 )
         missing = [
@@ -231,7 +296,8 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
         joined = joined or not missing
         if not joined and time.monotonic() > joining_until:
             raise LaminarError(
-                f"after {config.cluster.join_timeout_seconds:.0f} s these ranks have not joined: {', '.join(missing)}; see the "
+                f"after {config.cluster.join_timeout_seconds:.0f} s these ranks have not joined: "
+                f"{', '.join(missing)}; see the "
                 "logs folder of the run directory"
             )
     controller.tell_all_to_leave(controller.stopping or "done")

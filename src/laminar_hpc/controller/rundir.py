@@ -1,4 +1,5 @@
-"""The run directory at start-up: a fresh one, or the earlier run's to go on with, or an earlier run moved aside. Nothing is deleted."""
+"""The run directory at start-up: a fresh one, or the earlier run's to go on with, or an earlier run moved
+aside. Nothing is deleted."""
 
 import contextlib
 import os

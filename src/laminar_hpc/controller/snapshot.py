@@ -1,4 +1,5 @@
-"""What the controller knows of the run now, as the Status that `laminar top` shows. Reads the controller, changes nothing."""
+"""What the controller knows of the run now, as the Status that `laminar top` shows. Reads the controller,
+changes nothing."""
 
 import os
 import time
@@ -10,7 +11,12 @@ from laminar_hpc.observability.status import Queues, Rank, Status
 
 def status(controller: Controller) -> Status:
     c = controller
-    samples = [sample for group in c.tracker.groups.values() if not group.finished for sample in group.samples.values()]
+    samples = [
+        sample
+        for group in c.tracker.groups.values()
+        if not group.finished
+        for sample in group.samples.values()
+    ]
     finished = sum(group.finished for group in c.tracker.groups.values())
     return Status(
         time=time.time(),
@@ -22,7 +28,10 @@ def status(controller: Controller) -> Status:
         newest_weight_id=c.weights.newest[0],
         rewards_scored=c.reward_errors.scored,
         reward_errors=c.reward_errors.count,
-        ranks=[_rank(c, member) for member in sorted(c.members.by_place.values(), key=lambda m: (m.hello.role, m.hello.index))],
+        ranks=[
+            _rank(c, member)
+            for member in sorted(c.members.by_place.values(), key=lambda m: (m.hello.role, m.hello.index))
+        ],
         queues=Queues(
             generating=len(c.tracker.groups) - finished,
             ready=finished,
@@ -36,7 +45,9 @@ def status(controller: Controller) -> Status:
 
 def _rank(c: Controller, member: Member) -> Rank:
     hello = member.hello
-    rank = Rank(hello.role, hello.index, hello.pid, hello.machine, time.time() - (time.monotonic() - member.heard))
+    rank = Rank(
+        hello.role, hello.index, hello.pid, hello.machine, time.time() - (time.monotonic() - member.heard)
+    )
     if hello.role == "rollout":
         rank.weight_id = c.open_weights.get(hello.index, -1)
         rank.load = c.loads.get(hello.index)

@@ -1,7 +1,8 @@
 """The experience buffer and the run's memory: one SQLite file, written by the controller only.
 
-WAL with synchronous=FULL: what is committed survives a power cut. The loop commits once per turn, before it sends anything. States of a
-trajectory: granted -> finished -> consumed(step), or given_up(reason). Nothing is deleted, so a run can be replayed.
+WAL with synchronous=FULL: what is committed survives a power cut. The loop commits once per turn, before it
+sends anything. States of a trajectory: granted -> finished -> consumed(step), or given_up(reason). Nothing is
+deleted, so a run can be replayed.
 """
 
 import sqlite3
@@ -68,14 +69,17 @@ class Store:
         finally:
             self._db.close()
 
-    # ---- counters --------------------------------------------------------------------------------------------------------------
+    # ---- counters ------------------------------------------------------------------------------------------
 
     def get(self, key: str, default: int) -> int:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return default if row is None else int(row[0])
 
     def put(self, key: str, value: int) -> None:
-        self._db.execute("INSERT INTO meta VALUES(?, ?) ON CONFLICT(key) DO UPDATE SET value = excluded.value", (key, str(value)))
+        self._db.execute(
+            "INSERT INTO meta VALUES(?, ?) ON CONFLICT(key) DO UPDATE SET value = excluded.value",
+            (key, str(value)),
+        )
 
     def next_ids(self) -> tuple[int, int, int]:
         """The next free weight, group and trajectory ids; none is ever used twice."""
@@ -84,29 +88,43 @@ class Store:
             for table in ("weights", "groups", "trajectories")
         )  # type: ignore[return-value]
 
-    # ---- weights ---------------------------------------------------------------------------------------------------------------
+    # ---- weights -------------------------------------------------------------------------------------------
 
     def add_weights(self, weight_id: int, restore_epoch: int, step: int, time: float) -> None:
         self._db.execute("INSERT INTO weights VALUES(?, ?, ?, ?)", (weight_id, restore_epoch, step, time))
 
-    # ---- groups and trajectories -----------------------------------------------------------------------------------------------
+    # ---- groups and trajectories ---------------------------------------------------------------------------
 
-    def add_group(self, group_id: int, prompt_index: int, weight_id: int, weight_step: int, number: int, time: float) -> None:
+    def add_group(
+        self, group_id: int, prompt_index: int, weight_id: int, weight_step: int, number: int, time: float
+    ) -> None:
         self._db.execute(
             "INSERT INTO groups VALUES(?, ?, 'granted', ?, ?, ?, ?, NULL, NULL, NULL, NULL)",
             (group_id, prompt_index, weight_id, weight_step, number, time),
         )
 
-    def add_trajectory(self, trajectory_id: int, group_id: int, sample_index: int, replica: int, weight_id: int, weight_step: int) -> None:
+    def add_trajectory(
+        self,
+        trajectory_id: int,
+        group_id: int,
+        sample_index: int,
+        replica: int,
+        weight_id: int,
+        weight_step: int,
+    ) -> None:
         self._db.execute(
-            "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, replica, weight_id, weight_step) VALUES(?, ?, "
+            "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, replica, weight_id, "
+            "weight_step) VALUES(?, ?, "
             "?, 0, 'granted', ?, ?, ?)",
             (trajectory_id, group_id, sample_index, replica, weight_id, weight_step),
         )
 
-    def grant_again(self, trajectory_id: int, attempt: int, replica: int, weight_id: int, weight_step: int) -> None:
+    def grant_again(
+        self, trajectory_id: int, attempt: int, replica: int, weight_id: int, weight_step: int
+    ) -> None:
         self._db.execute(
-            "UPDATE trajectories SET attempt = ?, replica = ?, weight_id = ?, weight_step = ?, state = 'granted' WHERE id = ?",
+            "UPDATE trajectories SET attempt = ?, replica = ?, weight_id = ?, weight_step = ?, state = "
+            "'granted' WHERE id = ?",
             (attempt, replica, weight_id, weight_step, trajectory_id),
         )
 
@@ -115,45 +133,75 @@ class Store:
 
     def finish_trajectory(self, t: Trajectory, accuracy: float) -> None:
         self._db.execute(
-            "UPDATE trajectories SET state = 'finished', attempt = ?, replica = ?, weight_id = ?, weight_step = ?, step_finished "
+            "UPDATE trajectories SET state = 'finished', attempt = ?, replica = ?, weight_id = ?, "
+            "weight_step = ?, step_finished "
             "= ?, response_length = ?, reward = ?, accuracy = ?,"
-            " finish_reason = ?, reward_error = ?, time_started = ?, time_finished = ?, time_scored = ?, payload = ? WHERE id = ?",
-            (t.attempt, t.replica, t.weight_id, t.weight_step, t.step_finished, len(t.response_tokens),
-             t.reward, accuracy, t.finish_reason, t.reward_error,
-             t.time_started, t.time_finished, t.time_scored, encode(t), t.trajectory_id),
-        )  # fmt: skip
+            " finish_reason = ?, reward_error = ?, time_started = ?, time_finished = ?, time_scored = ?, "
+            "payload = ? WHERE id = ?",
+            (
+                t.attempt,
+                t.replica,
+                t.weight_id,
+                t.weight_step,
+                t.step_finished,
+                len(t.response_tokens),
+                t.reward,
+                accuracy,
+                t.finish_reason,
+                t.reward_error,
+                t.time_started,
+                t.time_finished,
+                t.time_scored,
+                encode(t),
+                t.trajectory_id,
+            ),
+        )
 
     def finish_group(self, group_id: int, weight_step: int, order: int, time: float) -> None:
         self._db.execute(
-            "UPDATE groups SET state = 'finished', weight_step = ?, finish_order = ?, finished_at = ? WHERE id = ?",
+            "UPDATE groups SET state = 'finished', weight_step = ?, finish_order = ?, finished_at = ? WHERE "
+            "id = ?",
             (weight_step, order, time, group_id),
         )
 
     def give_up_group(self, group_id: int, reason: str, time: float) -> None:
         """Never trained; its trajectories stay on record."""
-        self._db.execute("UPDATE groups SET state = 'given_up', reason = ?, finished_at = ? WHERE id = ?", (reason, time, group_id))
+        self._db.execute(
+            "UPDATE groups SET state = 'given_up', reason = ?, finished_at = ? WHERE id = ?",
+            (reason, time, group_id),
+        )
         self._db.execute("UPDATE trajectories SET state = 'given_up' WHERE group_id = ?", (group_id,))
 
     def consume(self, group_ids: Iterable[int], step: int) -> None:
         for group_id in group_ids:
-            self._db.execute("UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group_id))
-            self._db.execute("UPDATE trajectories SET state = 'consumed', consumed_step = ? WHERE group_id = ?", (step, group_id))
+            self._db.execute(
+                "UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group_id)
+            )
+            self._db.execute(
+                "UPDATE trajectories SET state = 'consumed', consumed_step = ? WHERE group_id = ?",
+                (step, group_id),
+            )
 
     def note_gaps(self, gaps: dict[int, tuple[float, int]]) -> None:
-        """See messages.StepDone; a step that is trained again after a restore replaces what the first time gave."""
-        self._db.executemany("INSERT OR REPLACE INTO gaps VALUES (?, ?, ?)", [(i, *gap) for i, gap in gaps.items()])
+        """See messages.StepDone; a step that is trained again after a restore replaces what the first time
+        gave."""
+        self._db.executemany(
+            "INSERT OR REPLACE INTO gaps VALUES (?, ?, ?)", [(i, *gap) for i, gap in gaps.items()]
+        )
 
     def payloads(self, group_ids: Iterable[int]) -> list[bytes]:
         """The finished or consumed trajectories of these groups, encoded, group by group, in sample order."""
         found: list[bytes] = []
         for group_id in group_ids:
             rows = self._db.execute(
-                "SELECT payload FROM trajectories WHERE group_id = ? AND payload IS NOT NULL ORDER BY sample_index", (group_id,)
+                "SELECT payload FROM trajectories WHERE group_id = ? AND payload IS NOT NULL ORDER BY "
+                "sample_index",
+                (group_id,),
             )
             found += [blob for (blob,) in rows]
         return found
 
-    # ---- restore and replay ----------------------------------------------------------------------------------------------------
+    # ---- restore and replay --------------------------------------------------------------------------------
 
     def restore(self, step: int) -> None:
         """Back to the checkpoint of step `step`: what later steps trained on is finished again.
@@ -161,23 +209,30 @@ class Store:
         A step's number is that of the version before it.
         """
         self._db.execute(
-            "UPDATE trajectories SET state = 'finished', consumed_step = NULL WHERE state = 'consumed' AND consumed_step >= ?", (step,)
+            "UPDATE trajectories SET state = 'finished', consumed_step = NULL WHERE state = 'consumed' AND "
+            "consumed_step >= ?",
+            (step,),
         )
         self._db.execute(
-            "UPDATE groups SET state = 'finished', consumed_step = NULL WHERE state = 'consumed' AND consumed_step >= ?", (step,)
+            "UPDATE groups SET state = 'finished', consumed_step = NULL WHERE state = 'consumed' AND "
+            "consumed_step >= ?",
+            (step,),
         )
 
     def live_groups(self) -> list[tuple[int, int, str, int, int, int]]:
         """(id, prompt_index, state, weight_step, number, finish_order) of all granted and finished groups."""
         return self._db.execute(
-            "SELECT id, prompt_index, state, weight_step, number, COALESCE(finish_order, 0) FROM groups WHERE state IN "
+            "SELECT id, prompt_index, state, weight_step, number, COALESCE(finish_order, 0) FROM groups "
+            "WHERE state IN "
             "('granted', 'finished') ORDER BY id"
         ).fetchall()
 
     def samples_of(self, group_id: int) -> list[tuple[int, int, str, int, float, float, int]]:
-        """(id, attempt, state, weight_step, reward, accuracy, response_length) of a group's trajectories; zeros where not finished."""
+        """(id, attempt, state, weight_step, reward, accuracy, response_length) of a group's trajectories;
+        zeros where not finished."""
         return self._db.execute(
-            "SELECT id, attempt, state, weight_step, COALESCE(reward, 0), COALESCE(accuracy, 0), COALESCE(response_length, 0) "
+            "SELECT id, attempt, state, weight_step, COALESCE(reward, 0), COALESCE(accuracy, 0), "
+            "COALESCE(response_length, 0) "
             "FROM trajectories WHERE group_id = ? ORDER BY sample_index",
             (group_id,),
         ).fetchall()
@@ -189,5 +244,8 @@ class Store:
     def consumed_groups(self, step: int) -> list[int]:
         """Groups that step `step` trained on, in the order of the batch: by id."""
         return [
-            row[0] for row in self._db.execute("SELECT id FROM groups WHERE state = 'consumed' AND consumed_step = ? ORDER BY id", (step,))
+            row[0]
+            for row in self._db.execute(
+                "SELECT id FROM groups WHERE state = 'consumed' AND consumed_step = ? ORDER BY id", (step,)
+            )
         ]

@@ -71,10 +71,13 @@ def _last_step(connection: sqlite3.Connection) -> int:
 
 def _refusal(path: Path, what: str, run_dir: Path, restored_step: int) -> str:
     if restored_step < 1:
-        return f"{path} {what}; nothing was changed: no checkpoint needs it yet, so move it away and start again"
+        return (
+            f"{path} {what}; nothing was changed: no checkpoint needs it yet, so move it away and start again"
+        )
     weights = checkpoint_path(run_dir, restored_step) / "hf"
     return (
-        f"{path} {what}; nothing was changed: restore it from a copy that is not older than the checkpoint of "
+        f"{path} {what}; nothing was changed: restore it from a copy that is not older than the checkpoint "
+        "of "
         f"step {restored_step}, or begin another run with that checkpoint's weights: model.path={weights} "
         "run_dir=ANOTHER (the optimizer's state and the trajectories not yet trained are left behind)"
     )

@@ -1,8 +1,10 @@
-"""The controller's memory of what is granted, generated, scored and lost; every change goes into the store in the same turn.
+"""The controller's memory of what is granted, generated, scored and lost; every change goes into the store in
+the same turn.
 
-Owns group and trajectory states. An attempt number guards each trajectory: a report with an old one is refused, so a process that wakes up
-late can do no harm. A lost sample is given out again before anything new, keeps its group's admission number, and may run on newer weights.
-A group whose samples are all scored is finished, gets more samples (policies.sampling), or is given up (policies.filtering).
+Owns group and trajectory states. An attempt number guards each trajectory: a report with an old one is
+refused, so a process that wakes up late can do no harm. A lost sample is given out again before anything new,
+keeps its group's admission number, and may run on newer weights. A group whose samples are all scored is
+finished, gets more samples (policies.sampling), or is given up (policies.filtering).
 """
 
 import logging
@@ -24,7 +26,8 @@ _NOBODY, _ON_ITS_WAY = -1, -2
 class SampleState:
     attempt: int
     weight_step: int
-    replica: int  # _NOBODY: waits to be given out again; _ON_ITS_WAY: its owner is dead and it shall go on at another
+    # _NOBODY: waits to be given out again; _ON_ITS_WAY: its owner is dead and it shall go on at another
+    replica: int
     finished: bool = False
     generated: Trajectory | None = None  # complete but not yet scored
     reward: float = 0.0
@@ -42,18 +45,26 @@ class Group:
     finish_order: int = 0
 
     def view(self) -> GroupView:
-        return GroupView(self.group_id, self.number, min(s.weight_step for s in self.samples.values()), self.finished, self.finish_order)
+        return GroupView(
+            self.group_id,
+            self.number,
+            min(s.weight_step for s in self.samples.values()),
+            self.finished,
+            self.finish_order,
+        )
 
 
 @dataclass
 class Counts:
-    """Of the groups that were completed, and of what was lost, since the counts were last taken. Tokens are response tokens."""
+    """Of the groups that were completed, and of what was lost, since the counts were last taken. Tokens are
+    response tokens."""
 
     groups_filtered: int = 0
     tokens_generated: int = 0
     samples_saved: int = 0
     tokens_saved: float = 0.0  # see GroupSize.saved
-    tokens_discarded: int = 0  # of trajectories that were lost, as far as they were known (pool of partial responses, or complete)
+    # of trajectories that were lost, as far as they were known (pool of partial responses, or complete)
+    tokens_discarded: int = 0
     reports_refused: int = 0  # from attempts that no longer count
 
 
@@ -61,9 +72,20 @@ class TrajectoryTracker:
     """Groups that are granted or finished; consumed ones leave it and stay in the store."""
 
     def __init__(
-        self, store: Store, prompts: list[Prompt], size: GroupSize, prompt_of_draw: Callable[[int], int], filters: bool = False
+        self,
+        store: Store,
+        prompts: list[Prompt],
+        size: GroupSize,
+        prompt_of_draw: Callable[[int], int],
+        filters: bool = False,
     ) -> None:
-        self._store, self._prompts, self._size, self._prompt_of_draw, self._filters = store, prompts, size, prompt_of_draw, filters
+        self._store, self._prompts, self._size, self._prompt_of_draw, self._filters = (
+            store,
+            prompts,
+            size,
+            prompt_of_draw,
+            filters,
+        )
         _, self._next_group, self._next_trajectory = store.next_ids()
         self._draws = store.get("prompts_drawn", 0)
         self._finished_count = store.get("groups_finished", 0)
@@ -73,41 +95,70 @@ class TrajectoryTracker:
         self.ready_groups = 0  # finished, not consumed
         self.filtered_in_a_row = 0
         self.counts = Counts()
-        self.may_change = filters or size.first < size.most  # a score can make room for other groups, or for more samples
+        self.may_change = (
+            filters or size.first < size.most
+        )  # a score can make room for other groups, or for more samples
 
     def load(self) -> None:
-        """After a restart: finished work is there again, work in progress starts again from its prompt under a new attempt."""
+        """After a restart: finished work is there again, work in progress starts again from its prompt under
+        a new attempt."""
         for group_id, prompt_index, state, weight_step, number, order in self._store.live_groups():
             group = Group(group_id, prompt_index, number, finished=state == "finished", finish_order=order)
-            for trajectory_id, attempt, sample_state, sample_step, *scored in self._store.samples_of(group_id):
+            for trajectory_id, attempt, sample_state, sample_step, *scored in self._store.samples_of(
+                group_id
+            ):
                 finished = sample_state == "finished"
-                group.samples[trajectory_id] = SampleState(attempt, sample_step if finished else weight_step, -1, finished, None, *scored)
+                group.samples[trajectory_id] = SampleState(
+                    attempt, sample_step if finished else weight_step, -1, finished, None, *scored
+                )
                 self._group_of[trajectory_id] = group_id
             self.groups[group_id] = group
         self.ready_groups = sum(group.finished for group in self.groups.values())
 
-    # ---- giving out ------------------------------------------------------------------------------------------------------------
+    # ---- giving out ----------------------------------------------------------------------------------------
 
     def _open_samples(self) -> list[tuple[Group, list[int]]]:
-        """Samples with nobody: lost ones, and those that a group got later; by the weights of their groups, oldest first."""
+        """Samples with nobody: lost ones, and those that a group got later; by the weights of their groups,
+        oldest first."""
         found = [
-            (g, [i for i, s in g.samples.items() if not s.finished and s.replica == _NOBODY and s.generated is None])
+            (
+                g,
+                [
+                    i
+                    for i, s in g.samples.items()
+                    if not s.finished and s.replica == _NOBODY and s.generated is None
+                ],
+            )
             for g in self.groups.values()
             if not g.finished
         ]
-        return sorted(((g, ids) for g, ids in found if ids), key=lambda pair: (pair[0].view().weight_step, pair[0].group_id))
+        return sorted(
+            ((g, ids) for g, ids in found if ids),
+            key=lambda pair: (pair[0].view().weight_step, pair[0].group_id),
+        )
 
     def ready(self, replica: int) -> tuple[float, bool]:
         """(samples with nobody, in groups; whether some of what `replica` generated is not scored yet)."""
         samples = sum(len(ids) for _, ids in self._open_samples())
-        scoring = any(s.generated is not None and s.replica == replica for g in self.groups.values() for s in g.samples.values())
+        scoring = any(
+            s.generated is not None and s.replica == replica
+            for g in self.groups.values()
+            for s in g.samples.values()
+        )
         return samples / self._size.first, scoring
 
     def draw(
-        self, most_groups: int, quota: int, replica: int, weight_id: int, weight_step: int, now: float,
+        self,
+        most_groups: int,
+        quota: int,
+        replica: int,
+        weight_id: int,
+        weight_step: int,
+        now: float,
         may_go_on: Callable[[GroupView], bool] = lambda _: True,
-    ) -> list[PromptGroup]:  # fmt: skip
-        """A local batch for `replica`: samples that are with nobody first, of groups that `may_go_on`, then at most `quota` new groups.
+    ) -> list[PromptGroup]:
+        """A local batch for `replica`: samples that are with nobody first, of groups that `may_go_on`, then
+        at most `quota` new groups.
 
         It ends with the group that brings it to the samples of `most_groups` new groups.
         """
@@ -141,16 +192,24 @@ class TrajectoryTracker:
 
     def _add_samples(self, group: Group, count: int, replica: int, weight_id: int, weight_step: int) -> None:
         for _ in range(count):
-            self._store.add_trajectory(self._next_trajectory, group.group_id, len(group.samples), replica, weight_id, weight_step)
+            self._store.add_trajectory(
+                self._next_trajectory, group.group_id, len(group.samples), replica, weight_id, weight_step
+            )
             group.samples[self._next_trajectory] = SampleState(0, weight_step, replica)
             self._group_of[self._next_trajectory] = group.group_id
             self._next_trajectory += 1
 
     def _message(self, group: Group, ids: list[int]) -> PromptGroup:
         prompt = self._prompts[group.prompt_index]
-        return PromptGroup(group.group_id, prompt.tokens, prompt.text, prompt.row, [Sample(i, group.samples[i].attempt) for i in ids])
+        return PromptGroup(
+            group.group_id,
+            prompt.tokens,
+            prompt.text,
+            prompt.row,
+            [Sample(i, group.samples[i].attempt) for i in ids],
+        )
 
-    # ---- reports ---------------------------------------------------------------------------------------------------------------
+    # ---- reports -------------------------------------------------------------------------------------------
 
     def _sample(self, trajectory_id: int, attempt: int) -> tuple[Group, SampleState] | None:
         """The sample a report speaks of, or None when the report is from an attempt that no longer counts."""
@@ -158,15 +217,25 @@ class TrajectoryTracker:
         sample = group.samples.get(trajectory_id) if group else None
         if group is None or sample is None or sample.attempt != attempt or sample.finished:
             self.counts.reports_refused += 1
-            log.warning("a report on trajectory %d, attempt %d, was refused: it no longer counts", trajectory_id, attempt)
+            log.warning(
+                "a report on trajectory %d, attempt %d, was refused: it no longer counts",
+                trajectory_id,
+                attempt,
+            )
             return None
         return group, sample
 
     def counts_as(self, trajectory_id: int, attempt: int) -> bool:
-        """Whether this attempt is under way; asked of increments, which may come late without being a sign of anything."""
+        """Whether this attempt is under way; asked of increments, which may come late without being a sign of
+        anything."""
         group = self.groups.get(self._group_of.get(trajectory_id, -1))
         sample = group.samples.get(trajectory_id) if group else None
-        return sample is not None and sample.attempt == attempt and not sample.finished and sample.generated is None
+        return (
+            sample is not None
+            and sample.attempt == attempt
+            and not sample.finished
+            and sample.generated is None
+        )
 
     def generated(self, trajectory: Trajectory, trainer_step: int) -> bool:
         """Whether it counts."""
@@ -176,16 +245,34 @@ class TrajectoryTracker:
             found[1].generated = trajectory
         return found is not None
 
-    def scored(self, trajectory_id: int, attempt: int, reward: float, parts: dict[str, float], error: str, time: float) -> Group | None:
-        """Stores the finished trajectory; its group when that is complete now: `finished`, else it is given up."""
+    def scored(
+        self,
+        trajectory_id: int,
+        attempt: int,
+        reward: float,
+        parts: dict[str, float],
+        error: str,
+        time: float,
+    ) -> Group | None:
+        """Stores the finished trajectory; its group when that is complete now: `finished`, else it is given
+        up."""
         found = self._sample(trajectory_id, attempt)
         if not found or found[1].generated is None:
             return None
         group, sample = found
         trajectory = sample.generated
         assert trajectory is not None
-        trajectory.reward, trajectory.reward_parts, trajectory.reward_error, trajectory.time_scored = reward, parts, error, time
-        sample.reward, sample.accuracy, sample.length = reward, parts.get("accuracy", float(reward > 0)), len(trajectory.response_tokens)
+        trajectory.reward, trajectory.reward_parts, trajectory.reward_error, trajectory.time_scored = (
+            reward,
+            parts,
+            error,
+            time,
+        )
+        sample.reward, sample.accuracy, sample.length = (
+            reward,
+            parts.get("accuracy", float(reward > 0)),
+            len(trajectory.response_tokens),
+        )
         self._store.finish_trajectory(trajectory, sample.accuracy)
         sample.finished, sample.generated = True, None
         if not all(s.finished for s in group.samples.values()):
@@ -199,7 +286,10 @@ class TrajectoryTracker:
 
     def _complete(self, group: Group, time: float) -> None:
         """All samples are scored and there shall be no more."""
-        rewards, lengths = [s.reward for s in group.samples.values()], [s.length for s in group.samples.values()]
+        rewards, lengths = (
+            [s.reward for s in group.samples.values()],
+            [s.length for s in group.samples.values()],
+        )
         samples, tokens = self._size.saved(lengths)
         self.counts.tokens_generated += sum(lengths)
         self.counts.samples_saved += samples
@@ -222,15 +312,20 @@ class TrajectoryTracker:
         for trajectory_id in self.groups.pop(group_id).samples:
             del self._group_of[trajectory_id]
 
-    # ---- moves -----------------------------------------------------------------------------------------------------------------
+    # ---- moves ---------------------------------------------------------------------------------------------
 
     def in_progress(self, generated: bool = False) -> dict[int, list[tuple[Group, int, SampleState]]]:
-        """By replica what it has of unfinished trajectories; with `generated` also those that only wait for their score."""
+        """By replica what it has of unfinished trajectories; with `generated` also those that only wait for
+        their score."""
         found: dict[int, list[tuple[Group, int, SampleState]]] = {}
         for group in self.groups.values():
             if not group.finished:
                 for trajectory_id, sample in group.samples.items():
-                    if sample.replica >= 0 and not sample.finished and (generated or sample.generated is None):
+                    if (
+                        sample.replica >= 0
+                        and not sample.finished
+                        and (generated or sample.generated is None)
+                    ):
                         found.setdefault(sample.replica, []).append((group, trajectory_id, sample))
         return found
 
@@ -245,7 +340,8 @@ class TrajectoryTracker:
         return self._message(self.groups[self._group_of[trajectory_id]], [])
 
     def move(self, trajectory_id: int, attempt: int, replica: int, weight_id: int) -> bool:
-        """`replica` owns the trajectory from here on, under the next attempt. False when this attempt no longer counts."""
+        """`replica` owns the trajectory from here on, under the next attempt. False when this attempt no
+        longer counts."""
         found = self._sample(trajectory_id, attempt)
         if not found or found[1].generated is not None:
             return False
@@ -255,7 +351,8 @@ class TrajectoryTracker:
         return True
 
     def regrant(self, attempts: dict[int, int], replica: int, weight_id: int) -> list[PromptGroup]:
-        """As `move`, of trajectories and attempts without an owner: their groups, with the samples that still count."""
+        """As `move`, of trajectories and attempts without an owner: their groups, with the samples that still
+        count."""
         by_group: dict[int, list[int]] = {}
         for trajectory_id, attempt in attempts.items():
             if self.move(trajectory_id, attempt, replica, weight_id):
@@ -263,7 +360,8 @@ class TrajectoryTracker:
         return [self._message(self.groups[group_id], ids) for group_id, ids in by_group.items()]
 
     def hold(self, trajectory_id: int) -> None:
-        """Its owner is dead; it is not given out before a move or a grant takes it elsewhere, or `discard`."""
+        """Its owner is dead; it is not given out before a move or a grant takes it elsewhere, or
+        `discard`."""
         self.groups[self._group_of[trajectory_id]].samples[trajectory_id].replica = _ON_ITS_WAY
 
     def discard(self, trajectory_id: int, attempt: int, tokens: int) -> None:
@@ -285,7 +383,7 @@ class TrajectoryTracker:
             self.counts.tokens_discarded += len(sample.generated.response_tokens)
         sample.replica, sample.generated = _NOBODY, None
 
-    # ---- training --------------------------------------------------------------------------------------------------------------
+    # ---- training ------------------------------------------------------------------------------------------
 
     def views(self) -> list[GroupView]:
         return [g.view() for g in self.groups.values()]
@@ -295,7 +393,8 @@ class TrajectoryTracker:
         return taken
 
     def consume(self, group_ids: list[int], step: int) -> list[bytes]:
-        """Takes groups out for step `step`; they are in the store as consumed before the batch is sent. Their trajectories, encoded."""
+        """Takes groups out for step `step`; they are in the store as consumed before the batch is sent. Their
+        trajectories, encoded."""
         self._store.consume(group_ids, step)
         self.ready_groups -= len(group_ids)
         for group_id in group_ids:

@@ -1,4 +1,5 @@
-"""The way of the weights as the controller sees it: ids, each lane's chain of relays, and which machine holds what.
+"""The way of the weights as the controller sees it: ids, each lane's chain of relays, and which machine holds
+what.
 
     trainer --NewWeightId--> id; controller/chain.py says who links to whom and who sends again; RelayHas --> WeightsAvailable to rollouts
 
@@ -30,19 +31,26 @@ class Weights:
         self.newest = (-1, -1)  # (id, step) that some relay holds
         self.steps: dict[int, int] = {}  # by id
         self.of_machine: dict[str, tuple[int, int]] = {}
-        self._held: dict[str, list[int]] = {}  # by machine, oldest first: what its slots hold, if the oldest has not just been given up
+        self._held: dict[
+            str, list[int]
+        ] = {}  # by machine, oldest first: what its slots hold, if the oldest has not just been given up
 
-    # ---- chains ----------------------------------------------------------------------------------------------------------------
+    # ---- chains --------------------------------------------------------------------------------------------
 
     def chain_of(self, number: int) -> Chain:
         """By the index of a relay or an epoch."""
         return self.chains[number % len(self.chains)]
 
     def form(self) -> None:
-        """Links relays that have come, around those that have gone or are silent, and has the newest weights sent to who misses them."""
+        """Links relays that have come, around those that have gone or are silent, and has the newest weights
+        sent to who misses them."""
         for chain in self.chains:
             before = chain.order
-            relays = {each.hello.index: each.heard for each in self.c.members.all("relay") if self.chain_of(each.hello.index) is chain}
+            relays = {
+                each.hello.index: each.heard
+                for each in self.c.members.all("relay")
+                if self.chain_of(each.hello.index) is chain
+            }
             self._send(chain, chain.update(relays, self._sender_of(chain) is not None, time.monotonic()))
             if chain.order == before:
                 continue
@@ -51,7 +59,8 @@ class Weights:
             for index in set(before) & relays.keys() - set(chain.order):
                 silent = time.monotonic() - relays[index]
                 text = (
-                    f"relay {index} is left out of the chain (silent for {silent:.1f} s, or out of its neighbours' reach) until it is heard"
+                    f"relay {index} is left out of the chain (silent for {silent:.1f} s, or out of its "
+                    "neighbours' reach) until it is heard"
                 )
                 log.warning(text)
                 if self.c.separate:
@@ -62,7 +71,9 @@ class Weights:
 
     def _send(self, chain: Chain, orders: Orders) -> None:
         for who, message in orders:
-            self.c.send(self._sender_of(chain) if who == TRAINER else self.c.members.at("relay", who), message)
+            self.c.send(
+                self._sender_of(chain) if who == TRAINER else self.c.members.at("relay", who), message
+            )
 
     def on_LaneSenders(self, member: Member, senders: m.LaneSenders) -> None:
         self._senders = senders.ranks
@@ -82,7 +93,7 @@ class Weights:
             if self.c.separate and not self.c.ending and not self.c.members.dead():
                 self.c.say(console.line("warning", f"{member.name}: {down.text}; linking again"))
 
-    # ---- ids, and who has them -----------------------------------------------------------------------------------------------
+    # ---- ids, and who has them -----------------------------------------------------------------------------
 
     def on_NewWeightId(self, member: Member, request: m.NewWeightId) -> None:
         weight_id, self._next_id = self._next_id, self._next_id + 1
@@ -93,16 +104,27 @@ class Weights:
 
     def on_Published(self, member: Member, p: m.Published) -> None:
         self.c.metrics.write(
-            "publish", weight_id=p.weight_id, step=p.step, stall_seconds=p.stall_seconds, probe_seconds=p.probe_seconds,
-            seconds=p.seconds, bytes=p.bytes, changed_fraction=p.changed,
+            "publish",
+            weight_id=p.weight_id,
+            step=p.step,
+            stall_seconds=p.stall_seconds,
+            probe_seconds=p.probe_seconds,
+            seconds=p.seconds,
+            bytes=p.bytes,
+            changed_fraction=p.changed,
             bytes_over_full=p.bytes / p.full_bytes if p.full_bytes else None,
-        )  # fmt: skip
+        )
         self.c.probes.scored(p.weight_id, p.step, "trainer", p.probe_logprobs)
 
     def on_RelayHas(self, member: Member, has: m.RelayHas) -> None:
         if has.bytes:  # else it is what a relay that was taken for dead still holds
             self.c.metrics.write(
-                "relay", index=member.hello.index, weight_id=has.weight_id, step=has.weight_step, seconds=has.seconds, bytes=has.bytes
+                "relay",
+                index=member.hello.index,
+                weight_id=has.weight_id,
+                step=has.weight_step,
+                seconds=has.seconds,
+                bytes=has.bytes,
             )
         self.chain_of(member.hello.index).relay_has(member.hello.index, has.weight_id, has.passed_on)
         if not has.complete:
@@ -118,8 +140,8 @@ class Weights:
                 self.c.send(rollout, m.WeightsAvailable(has.weight_id, has.weight_step))
 
     def loadable(self, machine: str, loading: set[int]) -> frozenset[int]:
-        """What a replica there could load while others there are `loading`: of older ids no more at a time than leave the relay, beside
-        the newest one, a slot to write to."""
+        """What a replica there could load while others there are `loading`: of older ids no more at a time
+        than leave the relay, beside the newest one, a slot to write to."""
         held = self._held.get(machine, [])
         older = set(held[:-1])
         most = self.c.config.relay.slots - 2

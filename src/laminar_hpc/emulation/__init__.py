@@ -1,1 +1,2 @@
-"""Emulated engines: no model, no weights, no GPU; real workers, processes, sockets and messages around the simulator's costs."""
+"""Emulated engines: no model, no weights, no GPU; real workers, processes, sockets and messages around the
+simulator's costs."""

@@ -1,8 +1,10 @@
-"""An engine that only pretends: the methods of `rollout.sglang_server.SglangServer`, with continuous batching as the simulator models it.
+"""An engine that only pretends: the methods of `rollout.sglang_server.SglangServer`, with continuous batching
+as the simulator models it.
 
-It has no model and no weights: responses are invented (responses.py), sums are those of the slot's own manifest, nothing is scored. Time
-is `simulator.replica.Replica` at emulation.time_scale: decode steps, prefill, KV capacity and preemption cost what LAMINAR's constants say;
-KV caches that move cross a real socket (kv_wire.py) and are charged at their size. Many of them fit into one process.
+It has no model and no weights: responses are invented (responses.py), sums are those of the slot's own
+manifest, nothing is scored. Time is `simulator.replica.Replica` at emulation.time_scale: decode steps,
+prefill, KV capacity and preemption cost what LAMINAR's constants say; KV caches that move cross a real socket
+(kv_wire.py) and are charged at their size. Many of them fit into one process.
 """
 
 import asyncio
@@ -49,10 +51,19 @@ class _Group:
 
 
 class _Job:
-    """A request in the engine. `first`: response tokens that came with it; `wanted`: response tokens at its end."""
+    """A request in the engine. `first`: response tokens that came with it; `wanted`: response tokens at its
+    end."""
 
-    def __init__(self, trajectory_id: int, first: int, wanted: int, cut: bool, context: int, on_tokens: Callable | None) -> None:
-        self.trajectory_id, self.first, self.wanted, self.cut, self.on_tokens = trajectory_id, first, wanted, cut, on_tokens
+    def __init__(
+        self, trajectory_id: int, first: int, wanted: int, cut: bool, context: int, on_tokens: Callable | None
+    ) -> None:
+        self.trajectory_id, self.first, self.wanted, self.cut, self.on_tokens = (
+            trajectory_id,
+            first,
+            wanted,
+            cut,
+            on_tokens,
+        )
         self.spans: list[tuple[int, int]] = []  # (weight id, its last token) of earlier weights
         self.told = first  # up to here `on_tokens` has had them
         self.future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
@@ -61,7 +72,9 @@ class _Job:
     def generated(self, replica: Replica) -> int:
         """Response tokens by now, those that came with it included."""
         request = self.request
-        left = max(0.0, request.end - replica.steps) if request.ticket in replica.running else request.remaining
+        left = (
+            max(0.0, request.end - replica.steps) if request.ticket in replica.running else request.remaining
+        )
         return self.wanted - max(0, min(self.wanted - self.first, math.ceil(left - _ALMOST)))
 
 
@@ -92,15 +105,23 @@ class EmulatedEngine:
         self._link_free = 0.0  # emulated seconds: the network card is one
         self._reserved: dict[str, int] = {}  # move -> tokens
         self._sent: dict[str, tuple[str, int, int]] = {}  # move -> (address, trajectory, tokens sent)
-        # KV that is here without a running request: tokens, by trajectory, or for what came from elsewhere by the hash of the tokens.
+        # KV that is here without a running request: tokens, by trajectory, or for what came from elsewhere by
+        # the hash of the tokens.
         self._warm: dict[int, int] = {}
         self._came: dict[int, int] = {}
 
     def _new_replica(self) -> Replica:
         r = self.config.rollout
-        return Replica(self.index, self.costs, r.kv_cache_tokens, r.max_concurrent, self._admission, self.model.tensor_parallel)
+        return Replica(
+            self.index,
+            self.costs,
+            r.kv_cache_tokens,
+            r.max_concurrent,
+            self._admission,
+            self.model.tensor_parallel,
+        )
 
-    # ---- life ------------------------------------------------------------------------------------------------------------------------
+    # ---- life ----------------------------------------------------------------------------------------------
 
     async def start(self, directory: Path, weight_version: str, seed: int) -> float:
         self._open(directory, weight_version)
@@ -131,7 +152,9 @@ class EmulatedEngine:
         points = sorted({min(1 << power, most) for power in range(most.bit_length() + 1)})
         return [(requests, self.costs.step(requests, requests * context)) for requests in points]
 
-    async def load(self, directory: Path, weight_version: str, paused: bool = False) -> dict[str, tuple[int, int]]:
+    async def load(
+        self, directory: Path, weight_version: str, paused: bool = False
+    ) -> dict[str, tuple[int, int]]:
         self._settle()
         await self._pass(self.costs.pull)
         for job in self._jobs.values():  # paused ones
@@ -148,7 +171,9 @@ class EmulatedEngine:
     async def sums(self) -> dict[str, tuple[int, int]]:
         """Those of the manifest that it was given: it holds no weights to add up."""
         assert self._manifest is not None
-        return {t.name: (t.sum_words, t.sum_indexed) for t in decode_manifest(self._manifest.read_bytes()).tensors}
+        return {
+            t.name: (t.sum_words, t.sum_indexed) for t in decode_manifest(self._manifest.read_bytes()).tensors
+        }
 
     async def score(self, sequences: list[list[int]], namespace: str) -> list[list[float]]:
         """Nothing: it has no model."""
@@ -157,9 +182,14 @@ class EmulatedEngine:
     async def load_info(self) -> EngineLoad | None:
         self._settle()
         replica = self._replica
-        return EngineLoad(len(replica.running), len(replica.waiting), round(replica.kv + replica.parked_kv), round(replica.capacity))
+        return EngineLoad(
+            len(replica.running),
+            len(replica.waiting),
+            round(replica.kv + replica.parked_kv),
+            round(replica.capacity),
+        )
 
-    # ---- time ------------------------------------------------------------------------------------------------------------------------
+    # ---- time ----------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
         return ((self._paused or time.monotonic()) - self._born) * self.scale
@@ -171,7 +201,8 @@ class EmulatedEngine:
             raise self.process.death()
 
     def _settle(self) -> None:
-        """Brings the engine to now, event by event, so that a late timer changes nothing; then sets the next one."""
+        """Brings the engine to now, event by event, so that a late timer changes nothing; then sets the next
+        one."""
         replica, now = self._replica, self._now()
         while (when := replica.next_time()) <= now:
             replica.advance(when, at_event=True)
@@ -190,7 +221,9 @@ class EmulatedEngine:
         if when < INFINITY:
             every = self.config.rollout.increment_tokens
             limit = every * self.costs.step(1, 0) if every else INFINITY
-            self._timer = asyncio.get_running_loop().call_later(min(max(when - now, 0.0), limit) / self.scale, self._settle)
+            self._timer = asyncio.get_running_loop().call_later(
+                min(max(when - now, 0.0), limit) / self.scale, self._settle
+            )
 
     def _end(self, job: _Job, reason: str) -> None:
         """The pending `generate` returns; the request must be out of the replica."""
@@ -230,10 +263,15 @@ class EmulatedEngine:
                 job.told = now
                 job.on_tokens(part.tokens, part.logprobs)
 
-    # ---- requests --------------------------------------------------------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt_tokens: list[int], sampling: dict, request_id: str, namespace: str, on_tokens: Callable | None = None
+        self,
+        prompt_tokens: list[int],
+        sampling: dict,
+        request_id: str,
+        namespace: str,
+        on_tokens: Callable | None = None,
     ) -> Generation:
         """As `SglangServer.generate`. The request id ends with trajectory, attempt and batch."""
         if self.process.dead.is_set():
@@ -241,7 +279,9 @@ class EmulatedEngine:
         trajectory_id = int(request_id.split("-")[-3])
         config, most = self.config, self.config.sampling.max_response_tokens
         group = trajectory_id // config.algorithm.samples_per_prompt
-        length = responses.response_length(trajectory_id, group, config.emulation.median_response_tokens, config.emulation.sigma, most)
+        length = responses.response_length(
+            trajectory_id, group, config.emulation.median_response_tokens, config.emulation.sigma, most
+        )
         first = most - sampling["max_new_tokens"]
         wanted = max(first + 1, length)
         job = _Job(trajectory_id, first, wanted, length >= most, len(prompt_tokens), on_tokens)
@@ -274,19 +314,28 @@ class EmulatedEngine:
     async def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all of them; each ends with finish_reason abort."""
         self._settle()
-        for job in [self._jobs[request_id]] if request_id in self._jobs else list(self._jobs.values()) if request_id is None else []:
+        for job in (
+            [self._jobs[request_id]]
+            if request_id in self._jobs
+            else list(self._jobs.values())
+            if request_id is None
+            else []
+        ):
             if not job.future.done():
                 self._take(job)
                 self._warm[job.trajectory_id] = self._context(job)
                 self._end(job, "abort")
         self._settle()
 
-    # ---- moves -----------------------------------------------------------------------------------------------------------------------
+    # ---- moves ---------------------------------------------------------------------------------------------
 
     async def kv_reserve(self, move_id: str, weight_id: int, tokens: int) -> str:
         self._settle()
         if weight_id != self.weight_id:
-            raise KvRefused(f"KV move {move_id} refused: it is of weight id {weight_id}, {self.name} serves {self.weight_id}")
+            raise KvRefused(
+                f"KV move {move_id} refused: it is of weight id {weight_id}, {self.name} serves "
+                f"{self.weight_id}"
+            )
         if self._replica.kv + sum(self._reserved.values()) + tokens > self._replica.capacity:
             raise KvRefused(f"KV move {move_id} refused: {self.name} has no room for {tokens} tokens")
         self._reserved[move_id] = tokens
@@ -322,7 +371,8 @@ class EmulatedEngine:
         return int(job.request.offset + self._replica.steps) if running else int(job.request.context)
 
     async def _ship(self, move_id: str, context: int) -> None:
-        """Tokens that have not gone yet: their bytes cross the socket, their time passes on this engine's network card."""
+        """Tokens that have not gone yet: their bytes cross the socket, their time passes on this engine's
+        network card."""
         address, trajectory_id, first = self._sent[move_id]
         count = context - first
         if count <= 0:

@@ -1,4 +1,5 @@
-"""Several rollout workers with emulated engines in one process: real workers, each with its own channel, and one pool of reward workers.
+"""Several rollout workers with emulated engines in one process: real workers, each with its own channel, and
+one pool of reward workers.
 
 A replica whose engine dies leaves the run by itself, as a process of its own would; the others go on.
 """
@@ -25,24 +26,34 @@ logger = logging.getLogger(__name__)
 class Replica:
     """One worker of the fleet and its line to the controller."""
 
-    def __init__(self, config: RunConfig, index: int, pool: RewardPool, worker: type[RolloutWorker] = RolloutWorker) -> None:
+    def __init__(
+        self, config: RunConfig, index: int, pool: RewardPool, worker: type[RolloutWorker] = RolloutWorker
+    ) -> None:
         self.config, self.index, self.pool, self._worker = config, index, pool, worker
         self.worker: RolloutWorker | None = None
 
     async def run(self) -> None:
         """Until the controller says Stop, or the replica cannot go on: then the controller is told."""
-        config, run_dir, machine = self.config, Path(self.config.run_dir), machine_name(self.config.relay.shm_dir)
+        config, run_dir, machine = (
+            self.config,
+            Path(self.config.run_dir),
+            machine_name(self.config.relay.shm_dir),
+        )
         hello = Hello("rollout", self.index, uuid.uuid4().hex[:8], os.getpid(), machine)
         join, heartbeat = config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds
         channel = await asyncio.to_thread(Channel, run_dir, hello, join, heartbeat)
         trace, goodbye = Trace(run_dir, "rollout", self.index), False
         try:
-            context = RoleContext(config, "rollout", self.index, machine, run_dir, channel, channel.welcome, trace)
+            context = RoleContext(
+                config, "rollout", self.index, machine, run_dir, channel, channel.welcome, trace
+            )
             self.worker = self._worker(context, self.pool)
             await self.worker.run()
             goodbye = True
         except Exception as error:
-            logger.warning("replica %d ends: %s", self.index, error, exc_info=not isinstance(error, LaminarError))
+            logger.warning(
+                "replica %d ends: %s", self.index, error, exc_info=not isinstance(error, LaminarError)
+            )
             channel.send(Failure(f"{type(error).__name__}: {error}"))
         finally:
             await asyncio.to_thread(channel.close, goodbye)

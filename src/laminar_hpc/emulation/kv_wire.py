@@ -1,8 +1,10 @@
-"""How KV caches travel between emulated engines: over TCP, in frames with a checksum, each charged at its real size.
+"""How KV caches travel between emulated engines: over TCP, in frames with a checksum, each charged at its
+real size.
 
     offer = await endpoint.open(move_id)  ->  address  ->  await send(address, first, tokens, ...)  ->  offer.tokens
 
-A frame is a header (move id, first token, tokens, CRC-32 of the body) and a body of as many bytes as the configuration lets cross.
+A frame is a header (move id, first token, tokens, CRC-32 of the body) and a body of as many bytes as the
+configuration lets cross.
 """
 
 import asyncio
@@ -77,9 +79,12 @@ class Endpoint:
 
 
 async def send(address: str, move_id: str, first: int, count: int, body_bytes: int, seconds: float) -> None:
-    """Sends tokens [first, first + count) as `body_bytes` bytes. Raises KvRefused when the destination does not take them in `seconds`."""
+    """Sends tokens [first, first + count) as `body_bytes` bytes. Raises KvRefused when the destination does
+    not take them in `seconds`."""
     if body_bytes > _MOST_BODY:
-        raise KvRefused(f"KV move {move_id} refused: {body_bytes} bytes in one frame; lower emulation.wire_share")
+        raise KvRefused(
+            f"KV move {move_id} refused: {body_bytes} bytes in one frame; lower emulation.wire_share"
+        )
     writer = None
     try:
         async with asyncio.timeout(seconds):
@@ -96,7 +101,9 @@ async def send(address: str, move_id: str, first: int, count: int, body_bytes: i
             if await reader.readexactly(1) != b"\1":
                 raise KvRefused(f"KV move {move_id} refused by {address}")
     except (OSError, ValueError, asyncio.IncompleteReadError, TimeoutError) as error:
-        raise KvRefused(f"KV move {move_id}: {address} was not reached or fell silent ({type(error).__name__})") from None
+        raise KvRefused(
+            f"KV move {move_id}: {address} was not reached or fell silent ({type(error).__name__})"
+        ) from None
     finally:
         if writer is not None:
             writer.close()

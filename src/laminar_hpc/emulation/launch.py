@@ -1,6 +1,8 @@
-"""An emulated run as processes of its own: the controller, the stage (stand-ins for trainer and relay), and fleets of replicas.
+"""An emulated run as processes of its own: the controller, the stage (stand-ins for trainer and relay), and
+fleets of replicas.
 
-Used by tests and benches. `prepare` makes what such a run reads: a model directory with room for long responses, and prompts.
+Used by tests and benches. `prepare` makes what such a run reads: a model directory with room for long
+responses, and prompts.
 """
 
 import json
@@ -47,11 +49,16 @@ class Emulation:
         self.controller = self.start("controller")
         self.stage = self.start("stage", str(train_seconds_per_token))
         replicas = config.rollout.replicas
-        self.fleets = {first: self.fleet(first, min(per_process, replicas - first)) for first in range(0, replicas, per_process)}
+        self.fleets = {
+            first: self.fleet(first, min(per_process, replicas - first))
+            for first in range(0, replicas, per_process)
+        }
 
     def start(self, role: str, *numbers: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "laminar_hpc.emulation", role, str(self.run_dir), *numbers]
-        return subprocess.Popen(command, stdout=self.log, stderr=self.log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return subprocess.Popen(
+            command, stdout=self.log, stderr=self.log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
 
     def fleet(self, first: int, count: int) -> subprocess.Popen:
         return self.start("fleet", str(first), str(count))
@@ -64,7 +71,8 @@ class Emulation:
             return None
 
     def stop(self, patience: float = _STOP_SECONDS) -> None:
-        """Ends what is left: the controller asks everybody to leave; after `patience` seconds all are killed."""
+        """Ends what is left: the controller asks everybody to leave; after `patience` seconds all are
+        killed."""
         everyone = [self.controller, self.stage, *self.fleets.values()]
         if self.controller.poll() is None and patience:
             self.controller.send_signal(signal.SIGTERM)

@@ -1,6 +1,7 @@
 """What an emulated engine answers: lengths and tokens that follow from the trajectory's number alone.
 
-Whoever generates a trajectory, in however many parts, gives the same response; a test can tell a lost, doubled or misplaced token.
+Whoever generates a trajectory, in however many parts, gives the same response; a test can tell a lost,
+doubled or misplaced token.
 """
 
 import math
@@ -11,9 +12,14 @@ from laminar_hpc.simulator.constants import GROUP_CORRELATION
 _PERIOD = 251  # of the invented tokens and log-probs
 
 
-def response_length(trajectory_id: int, group: int, median: float, sigma: float, most: int, seed: int = 0) -> int:
-    """Log-normal, at most `most`; those of one group are correlated (LAMINAR: lengths inside one prompt's group are similar)."""
-    shared, own = (random.Random(f"{seed}:{kind}").gauss(0.0, 1.0) for kind in (f"group{group}", f"one{trajectory_id}"))
+def response_length(
+    trajectory_id: int, group: int, median: float, sigma: float, most: int, seed: int = 0
+) -> int:
+    """Log-normal, at most `most`; those of one group are correlated (LAMINAR: lengths inside one prompt's
+    group are similar)."""
+    shared, own = (
+        random.Random(f"{seed}:{kind}").gauss(0.0, 1.0) for kind in (f"group{group}", f"one{trajectory_id}")
+    )
     z = math.sqrt(GROUP_CORRELATION) * shared + math.sqrt(1.0 - GROUP_CORRELATION) * own
     return max(1, min(most, round(median * math.exp(sigma * z))))
 

@@ -1,7 +1,9 @@
-"""Stand-ins for trainer and relay around real rollouts and a real controller: they speak the same messages and train nothing.
+"""Stand-ins for trainer and relay around real rollouts and a real controller: they speak the same messages
+and train nothing.
 
-The relay writes model.path's own weights into its slots, under each new id; the trainer takes batches, lets emulated time pass for them,
-and publishes: it hands each id over to the relay in its own process, where a run has a link. No torch.
+The relay writes model.path's own weights into its slots, under each new id; the trainer takes batches, lets
+emulated time pass for them, and publishes: it hands each id over to the relay in its own process, where a run
+has a link. No torch.
 """
 
 import os
@@ -27,14 +29,21 @@ _WAIT = 600.0
 
 def _join(config: RunConfig, role: str) -> Channel:
     hello = m.Hello(role, 0, uuid.uuid4().hex[:8], os.getpid(), machine_name(config.relay.shm_dir))
-    return Channel(Path(config.run_dir), hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds)
+    return Channel(
+        Path(config.run_dir),
+        hello,
+        config.cluster.join_timeout_seconds,
+        config.cluster.heartbeat_timeout_seconds,
+    )
 
 
 def relay(config: RunConfig, handed: "queue.SimpleQueue[m.WeightId]") -> None:
     """Until the controller says Stop."""
     channel = _join(config, "relay")
     tensors, data = weights_file(Path(config.model.path))
-    writer = SlotWriter(config.relay.shm_dir, channel.welcome.run_id, config.relay.slots, Path(config.model.path))
+    writer = SlotWriter(
+        config.relay.shm_dir, channel.welcome.run_id, config.relay.slots, Path(config.model.path)
+    )
     try:
         while True:
             channel.wait(m.Stop, timeout=0.0)  # raises when it is there
@@ -43,7 +52,9 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[m.WeightId]") -> None:
             except queue.Empty:
                 continue
             began = time.time()
-            manifest: Manifest = layout([(n, s, config.model.dtype) for n, s in tensors], given.weight_id, given.step)
+            manifest: Manifest = layout(
+                [(n, s, config.model.dtype) for n, s in tensors], given.weight_id, given.step
+            )
             writer.begin(manifest)[:] = np.frombuffer(data, dtype=np.uint8)
             writer.commit(manifest)
             now = time.time()
@@ -63,7 +74,9 @@ def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQu
         weight_id = _publish(channel, step, handed)
         while step < config.steps:
             asked, trajectories, waited = time.time(), [], 0.0
-            for part in range(config.algorithm.minibatches_per_step if config.pipeline.consumption == "stream" else 1):
+            for part in range(
+                config.algorithm.minibatches_per_step if config.pipeline.consumption == "stream" else 1
+            ):
                 begun = time.time()
                 channel.send(m.TakeBatch(step, part))
                 batch = _answer(channel, m.Batch)
@@ -79,7 +92,11 @@ def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQu
             metrics = batch_metrics(trajectories, step) | reward_means(trajectories, config.reward.functions)
             step += 1
             weight_id = _publish(channel, step, handed)
-            channel.send(m.StepDone(step - 1, {**metrics, "wait_seconds": waited, "train_seconds": trained - asked - waited}))
+            channel.send(
+                m.StepDone(
+                    step - 1, {**metrics, "wait_seconds": waited, "train_seconds": trained - asked - waited}
+                )
+            )
             if _answer(channel, m.Continue) is None:
                 break
         channel.send(m.TrainerDone(step, weight_id))
@@ -114,17 +131,25 @@ def _publish(channel: Channel, step: int, handed: "queue.SimpleQueue[m.WeightId]
 def batch_metrics(trajectories: list[m.Trajectory], step: int) -> dict[str, float]:
     """What a step's line and the run's summary need of a batch."""
     n, lengths = len(trajectories), [len(t.response_tokens) for t in trajectories]
-    generation, training = [t.step_finished - t.weight_step for t in trajectories], [step - t.weight_step for t in trajectories]
+    generation, training = (
+        [t.step_finished - t.weight_step for t in trajectories],
+        [step - t.weight_step for t in trajectories],
+    )
     return {
-        "trajectories": n, "reward_mean": sum(t.reward for t in trajectories) / n,
+        "trajectories": n,
+        "reward_mean": sum(t.reward for t in trajectories) / n,
         "reward_error_count": sum(bool(t.reward_error) for t in trajectories),
         "accuracy_mean": sum(t.reward_parts.get("accuracy", 0.0) for t in trajectories) / n,
-        "prompt_tokens": sum(len(t.prompt_tokens) for t in trajectories), "response_tokens": sum(lengths),
-        "response_length_mean": sum(lengths) / n, "response_length_max": max(lengths),
-        "staleness_generation_mean": sum(generation) / n, "staleness_generation_max": max(generation),
-        "staleness_training_mean": sum(training) / n, "staleness_training_max": max(training),
+        "prompt_tokens": sum(len(t.prompt_tokens) for t in trajectories),
+        "response_tokens": sum(lengths),
+        "response_length_mean": sum(lengths) / n,
+        "response_length_max": max(lengths),
+        "staleness_generation_mean": sum(generation) / n,
+        "staleness_generation_max": max(generation),
+        "staleness_training_mean": sum(training) / n,
+        "staleness_training_max": max(training),
         "versions_per_trajectory_max": max(len({s.weight_id for s in t.version_spans}) for t in trajectories),
-    }  # fmt: skip
+    }
 
 
 def run(config: RunConfig, seconds_per_token: float) -> None:

@@ -1,4 +1,5 @@
-"""Names and shapes of a safetensors file, and its bytes, without torch: what emulated engines and the emulated relay know of weights."""
+"""Names and shapes of a safetensors file, and its bytes, without torch: what emulated engines and the
+emulated relay know of weights."""
 
 import json
 import struct

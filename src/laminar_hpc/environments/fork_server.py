@@ -34,7 +34,9 @@ from laminar_hpc.environments.reward_protocol import (
 )
 
 IMPORT_SECONDS = 60.0  # longest import of the user's modules
-MAX_OUTPUT = 4 << 20  # bytes of what reward functions print that go into the rollout's log; the rest is dropped
+MAX_OUTPUT = (
+    4 << 20
+)  # bytes of what reward functions print that go into the rollout's log; the rest is dropped
 _MAX_PACKET = 1 << 16
 
 
@@ -131,10 +133,13 @@ class ForkServer:
             words = ["server", str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "laminar_hpc.environments.reward_worker", *words],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),), start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            )  # fmt: skip
+            )
         self._control = ours
         assert self._process.stdout is not None
         threading.Thread(target=self._print, args=(self._process.stdout,), daemon=True).start()
@@ -144,7 +149,9 @@ class ForkServer:
             raise LaminarError(f"{self._label}: the import took longer than {IMPORT_SECONDS:g} s") from None
         except (OSError, EOFError):
             code = self._process.wait()
-            raise LaminarError(f"{self._label}: the process ended with {code} during the import; see what it printed") from None
+            raise LaminarError(
+                f"{self._label}: the process ended with {code} during the import; see what it printed"
+            ) from None
         assert isinstance(ready, Ready)
         if ready.error:
             raise LaminarError(ready.error)
@@ -166,7 +173,9 @@ class ForkServer:
                 return await self._fork(together)
             except (OSError, EOFError, asyncio.IncompleteReadError) as error:
                 if attempt:
-                    raise LaminarError(f"{self._label}: no worker process can be started ({type(error).__name__})") from None
+                    raise LaminarError(
+                        f"{self._label}: no worker process can be started ({type(error).__name__})"
+                    ) from None
                 await self._restart()
         raise AssertionError
 

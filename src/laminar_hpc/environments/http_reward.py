@@ -56,7 +56,9 @@ class HttpReward:
                 left = deadline - time.monotonic()
                 if left <= pause:
                     what = _words(error)
-                    raise RewardFault(f"{shown_url(self._url)}: {what}, {tries} tries in {self._seconds:.3g} s") from None
+                    raise RewardFault(
+                        f"{shown_url(self._url)}: {what}, {tries} tries in {self._seconds:.3g} s"
+                    ) from None
             await asyncio.sleep(pause * random.uniform(1.0, 1.5))
             pause = min(2 * pause, MAX_PAUSE)
 
@@ -70,7 +72,9 @@ class HttpReward:
         if self._key_name:
             headers["Authorization"] = f"Bearer {os.environ.get(self._key_name, '')}"
         timeout = aiohttp.ClientTimeout(total=max(0.001, seconds))
-        async with self._connected().post(self._url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as reply:
+        async with self._connected().post(
+            self._url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+        ) as reply:
             text = await reply.content.read(MAX_REPLY + 1)
             while len(text) <= MAX_REPLY and (more := await reply.content.read(MAX_REPLY + 1)):
                 text += more
@@ -98,7 +102,10 @@ class HttpReward:
         if self._style == "sglang":
             values = reply.get("embedding") if isinstance(reply, dict) else None
             if not isinstance(values, list) or len(values) != 1:
-                raise NotAReward(f"{shown_url(self._url)}: no single score in its reply{_quoted(text)}; is it a reward model?")
+                raise NotAReward(
+                    f"{shown_url(self._url)}: no single score in its reply{_quoted(text)}; is it a reward "
+                    "model?"
+                )
             return {"reward": values[0]}
         if not isinstance(reply, dict) or "reward" not in reply:
             raise NotAReward(f"{shown_url(self._url)}: no 'reward' in its reply{_quoted(text)}")

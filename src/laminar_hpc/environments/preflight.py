@@ -38,7 +38,9 @@ def first_call(config: RunConfig, prompt: str, row: dict) -> list[str]:
     for name, entry in _pool(config).entries.items():
         got, what = results[name], label(name, entry)
         if got.fault in _CURES:
-            raise LaminarError(f"{what} on the first row, {tried}: {got.error}; {_CURES[got.fault]} (docs/rewards.md)")
+            raise LaminarError(
+                f"{what} on the first row, {tried}: {got.error}; {_CURES[got.fault]} (docs/rewards.md)"
+            )
         if got.error:
             warnings.append(f"warning: {what} failed on the first row, {tried}: {got.error}")
     return warnings

@@ -43,7 +43,9 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, prompt_field: str = "prompt", quiet: bool = False) -> None:
         self.config, self.entries = config, reward_functions(config)
-        specs = [Spec(n, label(n, e), e.function, e.url, e.style, e.api_key_env) for n, e in self.entries.items()]
+        specs = [
+            Spec(n, label(n, e), e.function, e.url, e.style, e.api_key_env) for n, e in self.entries.items()
+        ]
         self._wants_tokens = any(entry.style == "trl" for entry in self.entries.values())
         self._server = ForkServer(Setup(specs, config.timeout_seconds, prompt_field), quiet)
         self._crew = Crew(self._server, config.workers, config.slots, config.timeout_seconds)
@@ -68,13 +70,19 @@ class RewardPool:
 
     async def score(self, prompt: str, response: str, row: dict, tokens: Sequence[int] = ()) -> Score:
         """The reward of one response. Raises LaminarError only when no worker can be started any more."""
-        return combined(self.entries, await self.call_each(prompt, response, row, tokens), self.config.score_on_failure)
+        return combined(
+            self.entries, await self.call_each(prompt, response, row, tokens), self.config.score_on_failure
+        )
 
-    async def call_each(self, prompt: str, response: str, row: dict, tokens: Sequence[int] = ()) -> dict[str, Result]:
+    async def call_each(
+        self, prompt: str, response: str, row: dict, tokens: Sequence[int] = ()
+    ) -> dict[str, Result]:
         """What became of the call of each reward, by name."""
         given = list(tokens) if self._wants_tokens else []
         calls = [Call(next(self._ids), name, prompt, response, row, given) for name in self.entries]
-        results = await asyncio.gather(*map(self._call, calls)) if len(calls) > 1 else [await self._call(calls[0])]
+        results = (
+            await asyncio.gather(*map(self._call, calls)) if len(calls) > 1 else [await self._call(calls[0])]
+        )
         return dict(zip(self.entries, results, strict=True))
 
     async def _call(self, call: Call) -> Result:
@@ -96,7 +104,9 @@ class RewardPool:
         await self._server.stop()
 
 
-def combined(entries: Mapping[str, RewardFunction], results: Mapping[str, Result], on_failure: float) -> Score:
+def combined(
+    entries: Mapping[str, RewardFunction], results: Mapping[str, Result], on_failure: float
+) -> Score:
     """The weighted sum. Where there are several, each one's reward is a part by its name, and its parts are
     `name.part`.
 

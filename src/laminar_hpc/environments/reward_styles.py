@@ -101,13 +101,18 @@ def _check_signature(parameters: Mapping[str, inspect.Parameter], style: str, la
     needed = [
         name
         for name, p in parameters.items()
-        if p.default is inspect.Parameter.empty and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        if p.default is inspect.Parameter.empty
+        and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     ]
     if style == "laminar":
         missing += [name for name in needed if name not in given]
     elif style == "verl":
         missing += [name for name in needed if name not in _VERL]
-    positional = [name for name in given if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY]
+    positional = [
+        name
+        for name in given
+        if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY
+    ]
     if not missing and not positional:
         return
     found = style_of(parameters)
@@ -120,20 +125,31 @@ def _check_signature(parameters: Mapping[str, inspect.Parameter], style: str, la
             "laminar": "laminar's own",
         }[found]
         raise LaminarError(f"{shown}are {whose}: set {key}={found}, and it runs as it is")
-    wanted = {"laminar": "prompt=, response= and row=", "trl": "completions= and the row's columns",
-              "verl": "data_source=, solution_str=, ground_truth= and extra_info="}[style]  # fmt: skip
-    raise LaminarError(f"{shown}do not fit {key}={style}, which calls it with {wanted}; change them, or set another style")
+    wanted = {
+        "laminar": "prompt=, response= and row=",
+        "trl": "completions= and the row's columns",
+        "verl": "data_source=, solution_str=, ground_truth= and extra_info=",
+    }[style]
+    raise LaminarError(
+        f"{shown}do not fit {key}={style}, which calls it with {wanted}; change them, or set another style"
+    )
 
 
 def _given(arguments: dict, parameters: Mapping[str, inspect.Parameter] | None) -> dict:
     """Those that the function takes. Raises BadArguments when it needs others."""
     if parameters is None:
         return arguments
-    kept = arguments if _takes_any(parameters) else {name: value for name, value in arguments.items() if name in parameters}
+    kept = (
+        arguments
+        if _takes_any(parameters)
+        else {name: value for name, value in arguments.items() if name in parameters}
+    )
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for name, p in parameters.items():
         if p.kind in named and p.default is inspect.Parameter.empty and name not in kept:
-            raise BadArguments(f"it asks for '{name}', which the row does not have; it has: {', '.join(arguments)}")
+            raise BadArguments(
+                f"it asks for '{name}', which the row does not have; it has: {', '.join(arguments)}"
+            )
     return kept
 
 
@@ -145,7 +161,11 @@ def _trl_arguments(call: Call, prompt_field: str) -> dict:
     conversational dataset."""
     messages = _messages(call.row, prompt_field)
     answer = call.response if messages is None else [{"role": "assistant", "content": call.response}]
-    columns = {key: [value] for key, value in call.row.items() if key not in ("prompt", "completion", "completion_ids")}
+    columns = {
+        key: [value]
+        for key, value in call.row.items()
+        if key not in ("prompt", "completion", "completion_ids")
+    }
     return {
         **columns,
         "log_extra": lambda column, values: None,
@@ -200,7 +220,11 @@ def _of_verl(value: object) -> Checked:
         return _number("score", value), {}
     if "score" not in value:
         raise NotAReward(f"it returned a dict without 'score': {list(value)!r:.100}")
-    parts = {key: part for key, part in _bounded(value).items() if key != "score" and isinstance(part, numbers.Real)}
+    parts = {
+        key: part
+        for key, part in _bounded(value).items()
+        if key != "score" and isinstance(part, numbers.Real)
+    }
     named = {("accuracy" if key == "acc" else key): _number(key, part) for key, part in parts.items()}
     return _number("score", value["score"]), named
 
@@ -210,7 +234,9 @@ def _of_verl(value: object) -> Checked:
 
 def _bounded(values: dict) -> dict:
     if len(values) > MAX_PARTS:
-        raise NotAReward(f"it returned a dict of {len(values)} parts; at most {MAX_PARTS} are kept per trajectory")
+        raise NotAReward(
+            f"it returned a dict of {len(values)} parts; at most {MAX_PARTS} are kept per trajectory"
+        )
     return values
 
 

@@ -65,7 +65,9 @@ class Reward:
             self.call: Callable[[Call], object] = HttpReward(spec, timeout_seconds)
             return
         function = load_function(spec.function, spec.label)
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(function).__call__
+        )
         self.call = adapted(function, spec.style, spec.label, prompt_field)
 
 
@@ -82,7 +84,9 @@ def load_function(path: str, label: str) -> Callable:
     except AttributeError:
         raise LaminarError(f"{label}: {module_name} has no '{name}'") from None
     except (Exception, SystemExit) as error:
-        raise LaminarError(f"{label} cannot be imported: {type(error).__name__}: {str(error)[:MAX_ERROR]}") from None
+        raise LaminarError(
+            f"{label} cannot be imported: {type(error).__name__}: {str(error)[:MAX_ERROR]}"
+        ) from None
     if not callable(function):
         raise LaminarError(f"{label} is a {type(function).__name__}, not a function")
     return function
@@ -100,7 +104,9 @@ def result(call: Call, t0: float, error: BaseException) -> Result:
     """Of a call that raised."""
     fault = error.fault if isinstance(error, RewardFault) else "raised"
     text = str(error) if isinstance(error, RewardFault) else f"{type(error).__name__}: {error}"
-    return Result(call.id, 0.0, {}, t0, time.time(), " ".join(text[: 2 * MAX_ERROR].split())[:MAX_ERROR], fault)
+    return Result(
+        call.id, 0.0, {}, t0, time.time(), " ".join(text[: 2 * MAX_ERROR].split())[:MAX_ERROR], fault
+    )
 
 
 # ---- a worker, one call at a time --------------------------------------------------------------------------
@@ -204,7 +210,9 @@ def work(connection: socket.socket, parent: int, together: bool, rewards: dict[s
         serve_one_by_one(connection, rewards)
 
 
-def _child(control: socket.socket, fd: int, server: int, together: bool, rewards: dict[str, Reward], threads: bool) -> None:
+def _child(
+    control: socket.socket, fd: int, server: int, together: bool, rewards: dict[str, Reward], threads: bool
+) -> None:
     """What a forked process does; it never returns to the server's loop. Its group is its own, so that its
     children end with it."""
     try:

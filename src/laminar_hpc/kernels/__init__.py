@@ -1,8 +1,8 @@
 """What moves weights between layouts and keeps count of them: pack, delta encode, delta apply.
 
-Each is a Triton kernel (triton_pack.py, triton_delta.py) beside its plain-torch reference (reference.py), and gives the same bits. The
-functions here are what the rest of the system calls; they, and nothing else, choose: tensors on a GPU go to the kernels, all others to the
-references.
+Each is a Triton kernel (triton_pack.py, triton_delta.py) beside its plain-torch reference (reference.py), and
+gives the same bits. The functions here are what the rest of the system calls; they, and nothing else, choose:
+tensors on a GPU go to the kernels, all others to the references.
 """
 
 import math
@@ -19,30 +19,39 @@ from laminar_hpc.weights.sums import shifted
 __all__ = ["LONGEST", "Delta", "Sums", "delta_apply", "delta_encode", "pack", "place"]
 
 Sums = Callable[[], list[tuple[int, int]]]
-LONGEST = 2**31 - 2**16  # elements per delta: an index has 32 bits, and a kernel's last block may reach beyond the end
+LONGEST = (
+    2**31 - 2**16
+)  # elements per delta: an index has 32 bits, and a kernel's last block may reach beyond the end
 _MODULUS = 1 << 64
 
 
 def place(bucket: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """The contiguous tensor of `shape` and `dtype` that begins at byte `offset` of a bucket (flat uint8); shares its memory.
+    """The contiguous tensor of `shape` and `dtype` that begins at byte `offset` of a bucket (flat uint8);
+    shares its memory.
 
     Raises LaminarError when it does not fit.
     """
     end = offset + torch.Size(shape).numel() * dtype.itemsize
     if end > bucket.numel() or offset % dtype.itemsize:
-        raise LaminarError(f"bytes [{offset}, {end}) are no {dtype} in a bucket of {bucket.numel()} bytes; lay it out with manifest.layout")
+        raise LaminarError(
+            f"bytes [{offset}, {end}) are no {dtype} in a bucket of {bucket.numel()} bytes; lay it out with "
+            "manifest.layout"
+        )
     return bucket[offset:end].view(dtype).view(tuple(shape))
 
 
 def pack(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> Sums:
-    """Copies each piece, reordered and rounded to nearest even, into its target, which has the piece's `slice_shape`.
+    """Copies each piece, reordered and rounded to nearest even, into its target, which has the piece's
+    `slice_shape`.
 
-    A target is a `place` in a bucket, or a narrowed part of one; its dtype (float32, bfloat16, float16) is the serving dtype. Pieces are
-    float32, or have the serving dtype already. The piece may be empty; a NaN stays a NaN, of no particular payload.
+    A target is a `place` in a bucket, or a narrowed part of one; its dtype (float32, bfloat16, float16) is
+    the serving dtype. Pieces are float32, or have the serving dtype already. The piece may be empty; a NaN
+    stays a NaN, of no particular payload.
 
-    Returns a function that gives each piece's part of the two checksums of its whole tensor (weights/sums.py). They are taken in the same
-    pass, and on a GPU reading them waits for it; on the CPU those of pieces that are cast, or do not lie on whole words, are taken when
-    asked for, from the targets, which must be untouched until then. Raises LaminarError on other shapes or dtypes.
+    Returns a function that gives each piece's part of the two checksums of its whole tensor
+    (weights/sums.py). They are taken in the same pass, and on a GPU reading them waits for it; on the CPU
+    those of pieces that are cast, or do not lie on whole words, are taken when asked for, from the targets,
+    which must be untouched until then. Raises LaminarError on other shapes or dtypes.
     """
     for piece, target in zip(pieces, targets, strict=True):
         _check_target(piece, target)
@@ -68,13 +77,22 @@ def _pack_on_host(piece: Piece, target: torch.Tensor) -> Sums:
 
 
 def delta_encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
-    """The elements of `new` whose bits are not those of `old`: flat, of equal dtype (4 or 2 bytes an item) and length, at most LONGEST.
+    """The elements of `new` whose bits are not those of `old`: flat, of equal dtype (4 or 2 bytes an item)
+    and length, at most LONGEST.
 
-    Indices ascend. Waits for the device, whose count sizes the answer. Raises LaminarError on unequal or longer images.
+    Indices ascend. Waits for the device, whose count sizes the answer. Raises LaminarError on unequal or
+    longer images.
     """
-    if new.shape != old.shape or new.dtype != old.dtype or new.dim() != 1 or new.numel() > LONGEST or new.dtype.itemsize not in (2, 4):
+    if (
+        new.shape != old.shape
+        or new.dtype != old.dtype
+        or new.dim() != 1
+        or new.numel() > LONGEST
+        or new.dtype.itemsize not in (2, 4)
+    ):
         raise LaminarError(
-            f"no delta between {tuple(old.shape)} {old.dtype} and {tuple(new.shape)} {new.dtype}: two flat images of one length and dtype "
+            f"no delta between {tuple(old.shape)} {old.dtype} and {tuple(new.shape)} {new.dtype}: two flat "
+            "images of one length and dtype "
             f"are needed, of at most {LONGEST} elements of 2 or 4 bytes; encode bucket by bucket"
         )
     if new.is_cuda:
@@ -87,15 +105,22 @@ def delta_encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
 def delta_apply(image: torch.Tensor, delta: Delta) -> None:
     """Writes the delta's values into the flat `image`, in place. Indices are distinct, in any order.
 
-    Waits for the device. Raises LaminarError, and leaves the image as it was, when the delta is not one of such an image.
+    Waits for the device. Raises LaminarError, and leaves the image as it was, when the delta is not one of
+    such an image.
     """
     if image.dim() != 1 or image.dtype != delta.values.dtype or delta.indices.shape != delta.values.shape:
-        raise LaminarError(f"a delta of {delta.values.dtype} does not fit an image {tuple(image.shape)} of {image.dtype}; send a full copy")
+        raise LaminarError(
+            f"a delta of {delta.values.dtype} does not fit an image {tuple(image.shape)} of {image.dtype}; "
+            "send a full copy"
+        )
     if not delta.indices.numel():
         return
     low, high = (int(end) for end in delta.indices.aminmax())
     if low < 0 or high >= image.numel():
-        raise LaminarError(f"a delta with indices from {low} to {high} is not one of {image.numel()} elements; send a full copy")
+        raise LaminarError(
+            f"a delta with indices from {low} to {high} is not one of {image.numel()} elements; send a full "
+            "copy"
+        )
     if image.is_cuda:
         from laminar_hpc.kernels.triton_delta import apply as on_gpu
 
@@ -105,9 +130,14 @@ def delta_apply(image: torch.Tensor, delta: Delta) -> None:
 
 
 def _check_target(piece: Piece, target: torch.Tensor) -> None:
-    known = target.dtype in (torch.float32, torch.bfloat16, torch.float16) and piece.view.dtype in (torch.float32, target.dtype)
+    known = target.dtype in (torch.float32, torch.bfloat16, torch.float16) and piece.view.dtype in (
+        torch.float32,
+        target.dtype,
+    )
     if not known or tuple(target.shape) != piece.slice_shape or target.device != piece.view.device:
         raise LaminarError(
-            f"cannot pack {piece.name} {piece.slice_shape} {piece.view.dtype} on {piece.view.device} into {tuple(target.shape)} "
-            f"{target.dtype} on {target.device}; a target has the slice's shape and device, and a float32 or equal dtype as source"
+            f"cannot pack {piece.name} {piece.slice_shape} {piece.view.dtype} on {piece.view.device} into "
+            f"{tuple(target.shape)} "
+            f"{target.dtype} on {target.device}; a target has the slice's shape and device, and a float32 or "
+            "equal dtype as source"
         )

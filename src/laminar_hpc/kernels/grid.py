@@ -1,7 +1,9 @@
-"""Strided layouts of one slice, seen as rows of contiguous columns: what lets a single kernel serve every row of weights/mapping.py.
+"""Strided layouts of one slice, seen as rows of contiguous columns: what lets a single kernel serve every row
+of weights/mapping.py.
 
-A query head's group, a shard's columns, a half of gate/up: in the Megatron parameter, in the bucket and in the whole Hugging Face tensor
-each of them is [rows, columns] with one stride between rows, once the dimensions that lie next to each other are merged.
+A query head's group, a shard's columns, a half of gate/up: in the Megatron parameter, in the bucket and in
+the whole Hugging Face tensor each of them is [rows, columns] with one stride between rows, once the
+dimensions that lie next to each other are merged.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ class Grid(NamedTuple):
 
 
 def common_grid(layouts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Grid:
-    """The fewest rows in which all layouts (shape, strides in items) of one slice, in row-major order, can be walked.
+    """The fewest rows in which all layouts (shape, strides in items) of one slice, in row-major order, can be
+    walked.
 
     Raises LaminarError when there is no such grid.
     """
@@ -28,7 +31,10 @@ def common_grid(layouts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Grid:
     strides = []
     for own_rows, own_columns, stride in merged:
         if own_rows != 1 and (own_rows, own_columns) != (rows, columns):
-            raise LaminarError(f"a slice of {own_rows} rows of {own_columns} cannot be packed as {rows} rows of {columns}; copy it first")
+            raise LaminarError(
+                f"a slice of {own_rows} rows of {own_columns} cannot be packed as {rows} rows of {columns}; "
+                "copy it first"
+            )
         strides.append(columns if own_rows == 1 else stride)
     return Grid(rows, columns, tuple(strides))
 
@@ -46,5 +52,7 @@ def _rows(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
     if not dims or dims[-1][1] != 1:
         dims.append((1, 1))
     if len(dims) > 2:
-        raise LaminarError(f"a slice of shape {tuple(shape)} and strides {tuple(strides)} is not made of rows; copy it first")
+        raise LaminarError(
+            f"a slice of shape {tuple(shape)} and strides {tuple(strides)} is not made of rows; copy it first"
+        )
     return (1, dims[0][0], dims[0][0]) if len(dims) == 1 else (dims[0][0], dims[1][0], dims[0][1])

@@ -1,4 +1,5 @@
-"""Copies in host memory with checksums made on the way, in one pass (csrc/sums.cpp). What that cannot do is left to torch."""
+"""Copies in host memory with checksums made on the way, in one pass (csrc/sums.cpp). What that cannot do is
+left to torch."""
 
 from collections.abc import Sequence
 
@@ -10,15 +11,24 @@ from laminar_hpc.weights.sums import extension
 
 
 def move(
-    target: torch.Tensor, source: torch.Tensor, shape: Sequence[int] | None = None, strides: Sequence[int] | None = None
+    target: torch.Tensor,
+    source: torch.Tensor,
+    shape: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
 ) -> tuple[int, int] | None:
-    """Copies `source` into `target`, of equal dtype and as many elements, in row-major order; returns the sums of what then stands there.
+    """Copies `source` into `target`, of equal dtype and as many elements, in row-major order; returns the
+    sums of what then stands there.
 
-    The elements' places in the whole tensor (weights/sums.py), counted from the first one: a grid of `shape` and `strides` in items;
-    default: without gaps. None, and nothing is copied, where the extension is missing, a row does not begin and end with a word, or the
-    tensors are not made of rows in host memory.
+    The elements' places in the whole tensor (weights/sums.py), counted from the first one: a grid of `shape`
+    and `strides` in items; default: without gaps. None, and nothing is copied, where the extension is
+    missing, a row does not begin and end with a word, or the tensors are not made of rows in host memory.
     """
-    if extension is None or target.dtype != source.dtype or target.numel() != source.numel() or not target.numel():
+    if (
+        extension is None
+        or target.dtype != source.dtype
+        or target.numel() != source.numel()
+        or not target.numel()
+    ):
         return None
     if target.device.type != "cpu" or source.device.type != "cpu":
         return None
@@ -27,8 +37,14 @@ def move(
         grid = common_grid([(target.shape, target.stride()), (source.shape, source.stride()), whole])
     except LaminarError:
         return None
-    width, to_stride, from_stride, apart = (items * target.element_size() for items in (grid.columns, *grid.strides))
-    if any(number % 4 for number in (width, to_stride, from_stride, apart, target.data_ptr(), source.data_ptr())):
+    width, to_stride, from_stride, apart = (
+        items * target.element_size() for items in (grid.columns, *grid.strides)
+    )
+    if any(
+        number % 4 for number in (width, to_stride, from_stride, apart, target.data_ptr(), source.data_ptr())
+    ):
         return None
-    to = 0 if target.data_ptr() == source.data_ptr() else target.data_ptr()  # what was received in place has sums only
+    to = (
+        0 if target.data_ptr() == source.data_ptr() else target.data_ptr()
+    )  # what was received in place has sums only
     return extension.move(to, to_stride, source.data_ptr(), from_stride, grid.rows, width // 4, apart // 4)

@@ -1,4 +1,5 @@
-"""The kernels in plain torch: what runs on the CPU, and what the Triton kernels are held against, bit by bit."""
+"""The kernels in plain torch: what runs on the CPU, and what the Triton kernels are held against, bit by
+bit."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,7 +11,8 @@ from laminar_hpc.weights.sums import slice_sums
 
 
 class Delta(NamedTuple):
-    """Changed elements of a flat image: where (int32, ascending) and what (the image's dtype); both [changed]."""
+    """Changed elements of a flat image: where (int32, ascending) and what (the image's dtype); both
+    [changed]."""
 
     indices: torch.Tensor
     values: torch.Tensor
@@ -21,13 +23,15 @@ class Delta(NamedTuple):
 
 
 def pack(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> None:
-    """Each piece into its target, which has the piece's `slice_shape`; torch's cast rounds to nearest even."""
+    """Each piece into its target, which has the piece's `slice_shape`; torch's cast rounds to nearest
+    even."""
     for piece, target in zip(pieces, targets, strict=True):
         target.view(piece.view.shape).copy_(piece.view)
 
 
 def sums(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> Callable[[], list[tuple[int, int]]]:
-    """Gives what each packed piece adds to the sums of its whole tensor; holds on to the targets, not to the pieces' views."""
+    """Gives what each packed piece adds to the sums of its whole tensor; holds on to the targets, not to the
+    pieces' views."""
     packed = [(t, p.shape, p.dim, p.start) for p, t in zip(pieces, targets, strict=True)]
     return lambda: [slice_sums(*one) if one[0].numel() else (0, 0) for one in packed]
 

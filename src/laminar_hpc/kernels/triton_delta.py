@@ -1,7 +1,8 @@
 """Triton: the changed elements of an image as (index, value), and back.
 
-Encoding reads both images once. A first pass writes a bit per element and a count per block; the counts' running sum, which torch makes,
-says where each block's elements go; a second pass reads the bits, and of the image only what has changed.
+Encoding reads both images once. A first pass writes a bit per element and a count per block; the counts'
+running sum, which torch makes, says where each block's elements go; a second pass reads the bits, and of the
+image only what has changed.
 """
 
 import torch
@@ -24,7 +25,8 @@ def _ones(word):
 
 @triton.jit
 def mark_kernel(new, old, marks, counts, length, BLOCK: tl.constexpr, HALVES: tl.constexpr):
-    """new, old int32 or int16 [length]: elements, or words of two 16-bit elements each (HALVES), which halves the work per element.
+    """new, old int32 or int16 [length]: elements, or words of two 16-bit elements each (HALVES), which halves
+    the work per element.
 
     marks int32 [blocks * BLOCK / 32]: bit b of word w is element 32 w + b. counts int32 [blocks].
     """
@@ -45,7 +47,8 @@ def mark_kernel(new, old, marks, counts, length, BLOCK: tl.constexpr, HALVES: tl
 
 @triton.jit
 def compact_kernel(new, marks, ends, indices, values, BLOCK: tl.constexpr):
-    """ends int32 [blocks]: how many elements have changed up to the end of each block. indices int32, values like `new`."""
+    """ends int32 [blocks]: how many elements have changed up to the end of each block. indices int32, values
+    like `new`."""
     block = tl.program_id(0)
     lane = block * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     left = tl.load(marks + lane).to(tl.uint32, bitcast=True)
@@ -55,7 +58,9 @@ def compact_kernel(new, marks, ends, indices, values, BLOCK: tl.constexpr):
         there = left != 0
         others = left & (left - 1)
         lowest = left ^ others
-        index = lane * 32 + ((lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127)  # a power of two is its float's exponent
+        index = lane * 32 + (
+            (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        )  # a power of two is its float's exponent
         tl.store(indices + place, index, mask=there)
         tl.store(values + place, tl.load(new + index, mask=there), mask=there)
         place += there.to(tl.int32)
@@ -67,7 +72,9 @@ def apply_kernel(image, indices, values, changed, BLOCK: tl.constexpr):
     """image and values int32 or int16, indices int32 [changed], each inside the image."""
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = number < changed
-    tl.store(image + tl.load(indices + number, mask=inside), tl.load(values + number, mask=inside), mask=inside)
+    tl.store(
+        image + tl.load(indices + number, mask=inside), tl.load(values + number, mask=inside), mask=inside
+    )
 
 
 def encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
@@ -81,7 +88,10 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
         mark_kernel[(blocks,)](*images, marks, counts, images[0].numel(), BLOCK=BLOCK, HALVES=halves)
     ends = counts.cumsum(0, dtype=torch.int32)
     changed = int(ends[-1]) if blocks else 0
-    delta = Delta(torch.empty(changed, dtype=torch.int32, device=new.device), torch.empty(changed, dtype=new.dtype, device=new.device))
+    delta = Delta(
+        torch.empty(changed, dtype=torch.int32, device=new.device),
+        torch.empty(changed, dtype=new.dtype, device=new.device),
+    )
     if changed:
         compact_kernel[(blocks,)](bits(new), marks, ends, delta.indices, bits(delta.values), BLOCK=BLOCK)
     return delta
@@ -91,4 +101,6 @@ def apply(image: torch.Tensor, delta: Delta) -> None:
     """Indices must have been checked."""
     changed = delta.indices.numel()
     if changed:
-        apply_kernel[(triton.cdiv(changed, APPLY_BLOCK),)](bits(image), delta.indices, bits(delta.values), changed, BLOCK=APPLY_BLOCK)
+        apply_kernel[(triton.cdiv(changed, APPLY_BLOCK),)](
+            bits(image), delta.indices, bits(delta.values), changed, BLOCK=APPLY_BLOCK
+        )

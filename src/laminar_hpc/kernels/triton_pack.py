@@ -1,7 +1,9 @@
-"""Triton: a Megatron shard into canonical slices in the bucket, cast, with the two checksums taken in the same pass.
+"""Triton: a Megatron shard into canonical slices in the bucket, cast, with the two checksums taken in the
+same pass.
 
-Bytes move once: each program takes TILES tiles of BR rows and BC columns. Two 16-bit items are handled as the one 32-bit word that they
-share wherever every row begins on a word; else each item adds its half of the word, as weights/sums.py does.
+Bytes move once: each program takes TILES tiles of BR rows and BC columns. Two 16-bit items are handled as the
+one 32-bit word that they share wherever every row begins on a word; else each item adds its half of the word,
+as weights/sums.py does.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,8 @@ _INTEGER = {2: torch.int16, 4: torch.int32}
 
 @triton.jit
 def _cast(bits, CAST: tl.constexpr):
-    """The image in 16 bits (uint32) of float32 images (uint32), to nearest even. Integer arithmetic: Triton's interpreter truncates."""
+    """The image in 16 bits (uint32) of float32 images (uint32), to nearest even. Integer arithmetic: Triton's
+    interpreter truncates."""
     if CAST == 1:
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.uint32)
@@ -31,13 +34,27 @@ def _cast(bits, CAST: tl.constexpr):
 
 @triton.jit
 def pack_kernel(
-    source, target, sums, rows, columns, source_stride, target_stride, first, canonical_stride,
-    CAST: tl.constexpr, PAIRS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """source int32 or int16 items; target int32 words (PAIRS: of two items each) or items; sums int64 [2], added to.
+    source,
+    target,
+    sums,
+    rows,
+    columns,
+    source_stride,
+    target_stride,
+    first,
+    canonical_stride,
+    CAST: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """source int32 or int16 items; target int32 words (PAIRS: of two items each) or items; sums int64 [2],
+    added to.
 
-    Columns, target_stride, first and canonical_stride count what the target counts; source_stride counts items. `first` is the canonical
-    index of the first one. WIDE: 64-bit offsets.
+    Columns, target_stride, first and canonical_stride count what the target counts; source_stride counts
+    items. `first` is the canonical index of the first one. WIDE: 64-bit offsets.
     """
     across = tl.cdiv(columns, BC)
     sum_words = tl.zeros([BR, BC], tl.uint64)
@@ -53,7 +70,9 @@ def pack_kernel(
         index = (first + row * canonical_stride + column).to(tl.uint64 if WIDE else tl.uint32)
         if PAIRS:
             item = 2 * start + tl.arange(0, 2 * BC)[None, :]
-            image = tl.load(source + (row * source_stride + item), mask=(row < rows) & (item < 2 * columns), other=0)
+            image = tl.load(
+                source + (row * source_stride + item), mask=(row < rows) & (item < 2 * columns), other=0
+            )
             low, high = tl.split(tl.reshape(_cast(image.to(tl.uint32, bitcast=True), CAST), [BR, BC, 2]))
             word = low | (high << 16)
             stored = word
@@ -72,11 +91,14 @@ def pack_kernel(
         sum_words += word.to(tl.uint64)
         sum_indexed += (index + 1).to(tl.uint64) * word.to(tl.uint64)  # mul.wide.u32 unless WIDE
     tl.atomic_add(sums, tl.sum(tl.reshape(sum_words, [BR * BC])).to(tl.int64, bitcast=True), sem="relaxed")
-    tl.atomic_add(sums + 1, tl.sum(tl.reshape(sum_indexed, [BR * BC])).to(tl.int64, bitcast=True), sem="relaxed")
+    tl.atomic_add(
+        sums + 1, tl.sum(tl.reshape(sum_indexed, [BR * BC])).to(tl.int64, bitcast=True), sem="relaxed"
+    )
 
 
 def pack(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Each piece into its target of shape `slice_shape`; returns their sums, int64 [pieces, 2] on the device, modulo 2**64."""
+    """Each piece into its target of shape `slice_shape`; returns their sums, int64 [pieces, 2] on the device,
+    modulo 2**64."""
     sums = torch.zeros((len(pieces), 2), dtype=torch.int64, device=targets[0].device)
     for piece, target, both in zip(pieces, targets, sums, strict=True):
         if target.numel():
@@ -86,14 +108,20 @@ def pack(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> torch.Tens
 
 def _launch(piece: Piece, target: torch.Tensor, sums: torch.Tensor) -> None:
     source, whole = piece.view, _contiguous_strides(piece.shape)
-    grid = common_grid([(source.shape, source.stride()), (target.shape, target.stride()), (piece.slice_shape, whole)])
+    grid = common_grid(
+        [(source.shape, source.stride()), (target.shape, target.stride()), (piece.slice_shape, whole)]
+    )
     first, cast = piece.start * whole[piece.dim], _COPY
     if source.dtype != target.dtype:
         cast = _BFLOAT16 if target.dtype == torch.bfloat16 else _FLOAT16
     pairs = target.element_size() == 2 and _on_words(grid, first, source, target, cast)
     source_items, target_items = ((grid.rows - 1) * stride + grid.columns for stride in grid.strides[:2])
-    flat_source = source.as_strided((source_items,), (1,)).view(_INTEGER[4 if pairs and not cast else source.element_size()])
-    flat_target = target.as_strided((target_items,), (1,)).view(_INTEGER[4 if pairs else target.element_size()])
+    flat_source = source.as_strided((source_items,), (1,)).view(
+        _INTEGER[4 if pairs and not cast else source.element_size()]
+    )
+    flat_target = target.as_strided((target_items,), (1,)).view(
+        _INTEGER[4 if pairs else target.element_size()]
+    )
     half = 2 if pairs else 1
     columns, own_stride = grid.columns // half, grid.strides[0] // (half if not cast else 1)
     BC = min(triton.next_power_of_2(columns), TILE if grid.rows == 1 else TILE // 2)
@@ -102,13 +130,27 @@ def _launch(piece: Piece, target: torch.Tensor, sums: torch.Tensor) -> None:
     per_program = min(TILES, 1 << (max(1, tiles // PROGRAMS).bit_length() - 1))
     farthest = max((grid.rows + BR) * max(grid.strides), _numel(piece.shape)) + 2 * TILE
     pack_kernel[(triton.cdiv(tiles, per_program),)](
-        flat_source, flat_target, sums, grid.rows, columns, own_stride, grid.strides[1] // half, first // half, grid.strides[2] // half,
-        CAST=cast, PAIRS=pairs and cast != _COPY, BR=BR, BC=BC, TILES=per_program, WIDE=farthest >= 2**31,
-    )  # fmt: skip
+        flat_source,
+        flat_target,
+        sums,
+        grid.rows,
+        columns,
+        own_stride,
+        grid.strides[1] // half,
+        first // half,
+        grid.strides[2] // half,
+        CAST=cast,
+        PAIRS=pairs and cast != _COPY,
+        BR=BR,
+        BC=BC,
+        TILES=per_program,
+        WIDE=farthest >= 2**31,
+    )
 
 
 def _on_words(grid: Grid, first: int, source: torch.Tensor, target: torch.Tensor, cast: int) -> bool:
-    """Whether every row of 16-bit items begins and ends between two words, in memory and in the whole tensor."""
+    """Whether every row of 16-bit items begins and ends between two words, in memory and in the whole
+    tensor."""
     counted = [grid.columns, first, *grid.strides[1:]]
     if cast == _COPY:  # then the source is read by words too
         counted += [grid.strides[0], source.data_ptr() // 2]

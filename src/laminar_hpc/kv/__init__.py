@@ -1,1 +1,2 @@
-"""Migration of a request's KV cache: its pages gathered into checksummed chunks, moved, and scattered into another engine's pool."""
+"""Migration of a request's KV cache: its pages gathered into checksummed chunks, moved, and scattered into
+another engine's pool."""

@@ -1,4 +1,5 @@
-"""Pools in a GPU's memory: their rows go straight into another process's pool, else through pinned host memory.
+"""Pools in a GPU's memory: their rows go straight into another process's pool, else through pinned host
+memory.
 
     with Shared(pool, slots) as shared: ...           source: gathered into memory that another process of this machine may map (CUDA IPC)
     take_shared(shared.ticket, pool, slots)           destination: scattered from there, checked chunk by chunk
@@ -7,8 +8,8 @@
     stage.fill(pool, slots)                           source: one kernel for all layers, then one copy
     stage.empty(pool, slots)                          destination: the reverse
 
-Everything runs in a CUDA stream of its own and has ended on return. Where the extension was built without csrc/device.cu, torch's indexing
-does the same as Stage, a layer at a time; Shared needs the extension.
+Everything runs in a CUDA stream of its own and has ended on return. Where the extension was built without
+csrc/device.cu, torch's indexing does the same as Stage, a layer at a time; Shared needs the extension.
 """
 
 import contextlib
@@ -36,7 +37,8 @@ def can_share(pool: Pool) -> bool:
 
 @dataclass(frozen=True)
 class Stage:
-    """`image`: [layers * 2, tokens, heads, head_dim] in host memory, pinned for a GPU; `pool` is a view of it with one slot per token."""
+    """`image`: [layers * 2, tokens, heads, head_dim] in host memory, pinned for a GPU; `pool` is a view of it
+    with one slot per token."""
 
     image: torch.Tensor
     pool: Pool
@@ -47,7 +49,9 @@ class Stage:
         first, shape = pool.tensors[0], pool.shape
         size = (2 * shape.layers, tokens, shape.heads, shape.head_dim)
         image = torch.empty(size, dtype=first.dtype, pin_memory=first.is_cuda)
-        return cls(image, Pool.of(list(image[0::2]), list(image[1::2]), shape.page_size), torch.arange(tokens))
+        return cls(
+            image, Pool.of(list(image[0::2]), list(image[1::2]), shape.page_size), torch.arange(tokens)
+        )
 
     def fill(self, pool: Pool, slots: torch.Tensor) -> None:
         """`slots` is int64 [tokens], on any device."""
@@ -87,16 +91,25 @@ def scatter(pool: Pool, slots: torch.Tensor, image: torch.Tensor) -> None:
 
 
 def _run(kernel: str, pool: Pool, slots: torch.Tensor, image: torch.Tensor | int) -> list[int]:
-    """One kernel over all planes in the current stream. `image` is contiguous on the GPU. Returns the sums, two per chunk."""
+    """One kernel over all planes in the current stream. `image` is contiguous on the GPU. Returns the sums,
+    two per chunk."""
     first, shape = pool.tensors[0], pool.shape
     planes = torch.tensor([tensor.data_ptr() for tensor in pool.tensors], dtype=torch.int64).to(first.device)
     where = slots.to(device=first.device, dtype=torch.int64).contiguous()
     sums = torch.zeros(2 * shape.chunks(len(slots), CHUNK_BYTES), dtype=torch.int64, device=first.device)
     place = image if isinstance(image, int) else image.data_ptr()
     getattr(extension(), kernel)(
-        planes.data_ptr(), len(planes), where.data_ptr(), len(where), first.stride(0) * first.element_size(), shape.row_bytes,
-        shape.rows_per_chunk(CHUNK_BYTES), place, sums.data_ptr(), torch.cuda.current_stream(first.device).cuda_stream,
-    )  # fmt: skip
+        planes.data_ptr(),
+        len(planes),
+        where.data_ptr(),
+        len(where),
+        first.stride(0) * first.element_size(),
+        shape.row_bytes,
+        shape.rows_per_chunk(CHUNK_BYTES),
+        place,
+        sums.data_ptr(),
+        torch.cuda.current_stream(first.device).cuda_stream,
+    )
     return sums.tolist()  # waits for the kernel, so nothing of it is freed too early
 
 
@@ -109,12 +122,14 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class Shared:
-    """The rows of `slots`, gathered into GPU memory that another process may map, as long as this object is open. Raises RuntimeError where
-    CUDA has no such memory."""
+    """The rows of `slots`, gathered into GPU memory that another process may map, as long as this object is
+    open. Raises RuntimeError where CUDA has no such memory."""
 
     def __init__(self, pool: Pool, slots: torch.Tensor) -> None:
         with _own_stream(pool):
-            self._address, handle = extension().device_share(len(pool.tensors) * len(slots) * pool.shape.row_bytes)
+            self._address, handle = extension().device_share(
+                len(pool.tensors) * len(slots) * pool.shape.row_bytes
+            )
             try:
                 self.ticket = Ticket(handle, len(slots), _run("device_gather", pool, slots, self._address))
             except Exception:
@@ -129,10 +144,12 @@ class Shared:
 
 
 def take_shared(ticket: Ticket, pool: Pool, slots: torch.Tensor) -> None:
-    """Scatters what another process shares. Raises KvRefused, with the slots written, where a chunk's sums differ, and RuntimeError where
-    CUDA cannot map it: the GPUs may not reach one another."""
+    """Scatters what another process shares. Raises KvRefused, with the slots written, where a chunk's sums
+    differ, and RuntimeError where CUDA cannot map it: the GPUs may not reach one another."""
     if ticket.tokens != len(slots):
-        raise KvRefused(f"KV move refused: {ticket.tokens} tokens are shared, {len(slots)} slots were reserved")
+        raise KvRefused(
+            f"KV move refused: {ticket.tokens} tokens are shared, {len(slots)} slots were reserved"
+        )
     with _own_stream(pool):
         address = extension().device_map(ticket.handle)
         try:

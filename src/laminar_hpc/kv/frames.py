@@ -3,8 +3,8 @@
     header   "LMNRKV01", u32 body length, u32 zero, u64 u64 sums of the body (weights/sums.py), body: a msgpack map, fields of Header
     record   u32 "KCVK", u32 number, u64 payload bytes, u64 u64 sums of the payload, 32 zero bytes; payload, to whole 64 bytes
 
-Little-endian. Rows are [layers, K and V, tokens] of heads * head_dim items each; chunk n holds the rows from n * rows_per_chunk on.
-The decoder takes any bytes: what is not exactly such a header is refused.
+Little-endian. Rows are [layers, K and V, tokens] of heads * head_dim items each; chunk n holds the rows from
+n * rows_per_chunk on. The decoder takes any bytes: what is not exactly such a header is refused.
 """
 
 import hashlib
@@ -28,7 +28,8 @@ MAX_HEADER_BYTES = PREFIX.size + 4 * MAX_TOKENS + 4096
 _LIMITS = {"layers": 1024, "heads": 1024, "head_dim": 1024, "page_size": 64}
 # What a key's and a value's numbers depend on beside the weights, in the names of Hugging Face's config.json.
 _MODEL_KEYS = (
-    "model_type num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim rope_theta rope_scaling rope_parameters "
+    "model_type num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim rope_theta "
+    "rope_scaling rope_parameters "
     "rms_norm_eps sliding_window vocab_size"
 ).split()
 
@@ -59,7 +60,8 @@ class Shape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One part of a request's KV. `token_ids` are int32, little-endian: the tokens whose KV follows, in order."""
+    """One part of a request's KV. `token_ids` are int32, little-endian: the tokens whose KV follows, in
+    order."""
 
     fingerprint: str
     weight_id: int
@@ -71,9 +73,24 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(
-        cls, fingerprint: str, weight_id: int, shape: Shape, token_ids: Sequence[int], chunk_bytes: int, first: int = 0, last: bool = True
+        cls,
+        fingerprint: str,
+        weight_id: int,
+        shape: Shape,
+        token_ids: Sequence[int],
+        chunk_bytes: int,
+        first: int = 0,
+        last: bool = True,
     ) -> "Header":
-        return cls(fingerprint, weight_id, shape, chunk_bytes, np.array(token_ids, dtype="<i4").tobytes(), first, last)
+        return cls(
+            fingerprint,
+            weight_id,
+            shape,
+            chunk_bytes,
+            np.array(token_ids, dtype="<i4").tobytes(),
+            first,
+            last,
+        )
 
     @property
     def tokens(self) -> int:
@@ -97,7 +114,8 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> Header:
-    """The header at the start of `data`; what follows it is not looked at. Raises KvRefused for anything else, and nothing but that."""
+    """The header at the start of `data`; what follows it is not looked at. Raises KvRefused for anything
+    else, and nothing but that."""
     view = memoryview(data).cast("B")
     if len(view) < PREFIX.size:
         raise KvRefused(f"KV header refused: {len(view)} bytes where {PREFIX.size} are the least")
@@ -105,7 +123,10 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     if magic != MAGIC:
         raise KvRefused(f"KV header refused: it begins with {magic!r}, this build reads {MAGIC!r}")
     if zero or length > MAX_HEADER_BYTES - PREFIX.size or length > len(view) - PREFIX.size:
-        raise KvRefused(f"KV header refused: it claims {length} bytes, {len(view) - PREFIX.size} are there, {MAX_HEADER_BYTES} the most")
+        raise KvRefused(
+            f"KV header refused: it claims {length} bytes, {len(view) - PREFIX.size} are there, "
+            f"{MAX_HEADER_BYTES} the most"
+        )
     body = bytes(view[PREFIX.size : PREFIX.size + length])
     if _sums(body) != (words, indexed):
         raise KvRefused("KV header refused: its checksum differs")
@@ -120,9 +141,14 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
 def check_fits(header: Header, *, fingerprint: str, weight_id: int, shape: Shape) -> None:
     """Raises KvRefused unless the KV cache is of this engine's model, weights and pool shape."""
     if header.fingerprint != fingerprint:
-        raise KvRefused(f"KV cache refused: it is of model {header.fingerprint[:12]}, this engine serves {fingerprint[:12]}")
+        raise KvRefused(
+            f"KV cache refused: it is of model {header.fingerprint[:12]}, this engine serves "
+            f"{fingerprint[:12]}"
+        )
     if header.weight_id != weight_id:
-        raise KvRefused(f"KV cache refused: it is of weight id {header.weight_id}, this engine serves {weight_id}")
+        raise KvRefused(
+            f"KV cache refused: it is of weight id {header.weight_id}, this engine serves {weight_id}"
+        )
     if header.shape != shape:
         raise KvRefused(f"KV cache refused: it is {header.shape}, this engine's pool is {shape}")
 
@@ -135,10 +161,20 @@ def _check(header: Header) -> None:
     if shape.dtype not in DTYPES:
         raise KvRefused(f"KV header refused: dtype {shape.dtype[:32]!r} is none of {', '.join(DTYPES)}")
     if len(header.token_ids) % 4 or not 1 <= header.tokens <= MAX_TOKENS:
-        raise KvRefused(f"KV header refused: {len(header.token_ids)} bytes of token ids; 1 to {MAX_TOKENS} tokens of 4 bytes are allowed")
+        raise KvRefused(
+            f"KV header refused: {len(header.token_ids)} bytes of token ids; 1 to {MAX_TOKENS} tokens of 4 "
+            "bytes are allowed"
+        )
     if not 0 <= header.first <= MAX_TOKENS - header.tokens:
-        raise KvRefused(f"KV header refused: {header.tokens} tokens from place {header.first} on; a request has {MAX_TOKENS} at most")
-    if not 4096 <= header.chunk_bytes <= 1 << 26 or not 0 <= header.weight_id < 1 << 63 or not len(header.fingerprint) <= 128:
+        raise KvRefused(
+            f"KV header refused: {header.tokens} tokens from place {header.first} on; a request has "
+            f"{MAX_TOKENS} at most"
+        )
+    if (
+        not 4096 <= header.chunk_bytes <= 1 << 26
+        or not 0 <= header.weight_id < 1 << 63
+        or not len(header.fingerprint) <= 128
+    ):
         raise KvRefused("KV header refused: its chunk size, weight id or fingerprint is out of range")
 
 

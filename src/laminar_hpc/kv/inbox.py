@@ -1,4 +1,5 @@
-"""The destination of a move: an encrypted socket and a thread that scatters what comes into reserved slots. Protocol: transfer.py."""
+"""The destination of a move: an encrypted socket and a thread that scatters what comes into reserved slots.
+Protocol: transfer.py."""
 
 import logging
 import socket
@@ -37,7 +38,8 @@ class _Part:
 
 @dataclass
 class Expected:
-    """What a reservation takes: KV of this model and these weights, into these slots (int64 [tokens] on the CPU, whole pages)."""
+    """What a reservation takes: KV of this model and these weights, into these slots (int64 [tokens] on the
+    CPU, whole pages)."""
 
     fingerprint: str
     weight_id: int
@@ -52,10 +54,11 @@ class Expected:
 
 @dataclass
 class Inbox:
-    """Receives the parts of one move into reserved slots. `tokens` are those whose KV is there and checked; `complete` after the last part.
+    """Receives the parts of one move into reserved slots. `tokens` are those whose KV is there and checked;
+    `complete` after the last part.
 
-    A part that was refused ends the move: what follows is refused too, as its chunks could be mistaken for those of the next part.
-    `close` ends the thread; the slots may be given back once `ended()`, not before.
+    A part that was refused ends the move: what follows is refused too, as its chunks could be mistaken for
+    those of the next part. `close` ends the thread; the slots may be given back once `ended()`, not before.
     """
 
     expected: Expected
@@ -84,10 +87,20 @@ class Inbox:
             self._router.bind(f"tcp://{socket.gethostbyname(self.host)}:*")
         except (zmq.ZMQError, OSError) as error:
             self._context.destroy(0)
-            raise KvRefused(f"KV move refused: the destination cannot listen at {self.host} ({error})") from None
+            raise KvRefused(
+                f"KV move refused: the destination cannot listen at {self.host} ({error})"
+            ) from None
         port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         gpu = device.can_share(self.expected.pool)
-        place = Place(self.host, port, self.machine, gpu, server_public.decode(), client_public.decode(), client_secret.decode())
+        place = Place(
+            self.host,
+            port,
+            self.machine,
+            gpu,
+            server_public.decode(),
+            client_public.decode(),
+            client_secret.decode(),
+        )
         self.address = msgspec.json.encode(place).decode()
         threading.Thread(target=self._run, name="kv-inbox", daemon=True).start()
 
@@ -119,8 +132,19 @@ class Inbox:
 
     def _admit(self) -> None:
         frames = self._zap.recv_multipart()
-        welcome = frames[5] == b"CURVE" and len(frames) == 7 and z85.encode(frames[6]).decode() == self._client_key
-        self._zap.send_multipart([frames[0], frames[1], b"200" if welcome else b"400", b"" if welcome else b"unknown key", b"", b""])
+        welcome = (
+            frames[5] == b"CURVE" and len(frames) == 7 and z85.encode(frames[6]).decode() == self._client_key
+        )
+        self._zap.send_multipart(
+            [
+                frames[0],
+                frames[1],
+                b"200" if welcome else b"400",
+                b"" if welcome else b"unknown key",
+                b"",
+                b"",
+            ]
+        )
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         sender, kind, *rest = frames
@@ -147,18 +171,24 @@ class Inbox:
     def _begin(self, sender: bytes, data: memoryview) -> None:
         self._part = None
         header, expected = decode_header(data), self.expected
-        check_fits(header, fingerprint=expected.fingerprint, weight_id=expected.weight_id, shape=expected.shape)
+        check_fits(
+            header, fingerprint=expected.fingerprint, weight_id=expected.weight_id, shape=expected.shape
+        )
         end = header.first + header.tokens
         if header.first > len(self.tokens) or end > len(expected.slots):
             there = f"{len(self.tokens)} tokens are there and {len(expected.slots)} reserved"
             raise KvRefused(f"KV part refused: tokens {header.first} to {end} do not fit where {there}")
-        self.tokens, self.complete = self.tokens[: header.first], False  # a part sent anew replaces the old one
+        self.tokens, self.complete = (
+            self.tokens[: header.first],
+            False,
+        )  # a part sent anew replaces the old one
         chunks = expected.shape.chunks(header.tokens, header.chunk_bytes)
         self._part = _Part(sender, header, expected.slots[header.first : end], set(range(chunks)))
         self._router.send_multipart([sender, b"go"])
 
     def _host(self, part: _Part) -> tuple[Pool, torch.Tensor]:
-        """Where the part goes in host memory: the pool itself, or what stands for a GPU's until all of the part is there."""
+        """Where the part goes in host memory: the pool itself, or what stands for a GPU's until all of the
+        part is there."""
         if not device.on_gpu(self.expected.pool):
             return self.expected.pool, part.slots
         part.stage = part.stage or device.Stage.of(self.expected.pool, len(part.slots))
@@ -166,7 +196,9 @@ class Inbox:
 
     def _from_gpu(self, part: _Part, ticket: memoryview) -> None:
         try:
-            device.take_shared(msgspec.msgpack.decode(ticket, type=device.Ticket), self.expected.pool, part.slots)
+            device.take_shared(
+                msgspec.msgpack.decode(ticket, type=device.Ticket), self.expected.pool, part.slots
+            )
         except RuntimeError as error:
             log.warning("KV comes through the host: %s", error)
             self._router.send_multipart([part.sender, b"host"])
@@ -193,7 +225,9 @@ class Inbox:
             part.plan = pool.plan(slots, part.header.chunk_bytes, self.expected.threads, distinct=True)
         number = int.from_bytes(record[4:8], "little")
         if number not in part.missing or not extension().unpack_chunk(*part.plan, number, record):
-            raise KvRefused(f"KV chunk {number} refused: it is not one of those expected, or its checksum differs")
+            raise KvRefused(
+                f"KV chunk {number} refused: it is not one of those expected, or its checksum differs"
+            )
         part.missing.discard(number)
         if not part.missing:
             self._done(part)

@@ -10,5 +10,8 @@ def extension() -> ModuleType:
     try:
         from laminar_hpc import _kv
     except ImportError as error:
-        raise KvRefused(f"KV migration needs laminar_hpc._kv, which cannot be loaded ({error}): apt-get install g++, make setup") from None
+        raise KvRefused(
+            f"KV migration needs laminar_hpc._kv, which cannot be loaded ({error}): apt-get install g++, "
+            "make setup"
+        ) from None
     return _kv

@@ -1,4 +1,5 @@
-"""The files through which KV caches move (shm.py), as files: their names, the lock of each side, and which of them are abandoned.
+"""The files through which KV caches move (shm.py), as files: their names, the lock of each side, and which of
+them are abandoned.
 
 Imports no torch.
 """
@@ -17,7 +18,8 @@ _LOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
 
 def hold(fd: int, byte: int) -> None:
-    """Locks a byte of the file for this process's life (an open file description's lock: a thread's other opening counts as another)."""
+    """Locks a byte of the file for this process's life (an open file description's lock: a thread's other
+    opening counts as another)."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
 
 

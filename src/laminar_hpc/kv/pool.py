@@ -19,47 +19,77 @@ NATIVE_PLAN = tuple[np.ndarray, np.ndarray, tuple[int, int, int, int, int, int, 
 
 @dataclass(frozen=True)
 class Pool:
-    """K and V of each layer: tensors [slots, heads, head_dim] of one shape, dtype, stride and device, kept alive by it."""
+    """K and V of each layer: tensors [slots, heads, head_dim] of one shape, dtype, stride and device, kept
+    alive by it."""
 
     tensors: tuple[torch.Tensor, ...]  # K and V of layer 0, K and V of layer 1, ...
     shape: Shape
 
     @classmethod
     def of(cls, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], page_size: int) -> "Pool":
-        """Raises KvRefused for a pool that is not of the MHA or GQA kind in fp32, bf16 or fp16 with pages of 1 to 64 slots."""
+        """Raises KvRefused for a pool that is not of the MHA or GQA kind in fp32, bf16 or fp16 with pages of
+        1 to 64 slots."""
         if not keys or len(keys) != len(values):
-            raise KvRefused(f"KV pool refused: {len(keys)} key and {len(values)} value tensors; MHA and GQA pools have one each per layer")
+            raise KvRefused(
+                f"KV pool refused: {len(keys)} key and {len(values)} value tensors; MHA and GQA pools have "
+                "one each per layer"
+            )
         tensors = tuple(tensor for pair in zip(keys, values, strict=True) for tensor in pair)
         first = tensors[0]
         names = {dtype: name for name, dtype in DTYPES.items()}
         if first.dim() != 3 or first.dtype not in names or first.device.type not in ("cpu", "cuda"):
             kind = f"{list(first.shape)} in {first.dtype} on {first.device}"
-            raise KvRefused(f"KV pool refused: {kind}; it must be [slots, heads, head_dim] in fp32, bf16 or fp16 on the CPU or CUDA")
-        if any((t.shape, t.dtype, t.stride(), t.device) != (first.shape, first.dtype, first.stride(), first.device) for t in tensors):
-            raise KvRefused("KV pool refused: its key and value tensors differ in shape, dtype, stride or device")
+            raise KvRefused(
+                f"KV pool refused: {kind}; it must be [slots, heads, head_dim] in fp32, bf16 or fp16 on the "
+                "CPU or CUDA"
+            )
+        if any(
+            (t.shape, t.dtype, t.stride(), t.device)
+            != (first.shape, first.dtype, first.stride(), first.device)
+            for t in tensors
+        ):
+            raise KvRefused(
+                "KV pool refused: its key and value tensors differ in shape, dtype, stride or device"
+            )
         if not 1 <= page_size <= 64:
             raise KvRefused(f"KV pool refused: page size {page_size}; 1 to 64 are supported")
         slots, heads, dim = first.shape
         if not slots or first.stride()[1:] != (dim, 1) or first.stride(0) < heads * dim:
-            raise KvRefused(f"KV pool refused: strides {first.stride()} of {list(first.shape)}; a slot's heads must lie together")
+            raise KvRefused(
+                f"KV pool refused: strides {first.stride()} of {list(first.shape)}; a slot's heads must lie "
+                "together"
+            )
         return cls(tensors, Shape(names[first.dtype], len(keys), heads, dim, page_size))
 
     def plan(
-        self, slots: torch.Tensor, chunk_bytes: int, threads: int, *, distinct: bool, isa: int = 0, streaming: bool = True
+        self,
+        slots: torch.Tensor,
+        chunk_bytes: int,
+        threads: int,
+        *,
+        distinct: bool,
+        isa: int = 0,
+        streaming: bool = True,
     ) -> NATIVE_PLAN:
         """The first arguments of the extension's calls, for a pool in host memory.
 
         `slots` is int64 [tokens] in token order; `distinct` for what is written.
         """
         if slots.dtype != torch.int64 or slots.dim() != 1 or not len(slots) or slots.device.type != "cpu":
-            raise KvRefused(f"slots refused: {list(slots.shape)} in {slots.dtype} on {slots.device}; int64 [tokens] on the CPU is needed")
+            raise KvRefused(
+                f"slots refused: {list(slots.shape)} in {slots.dtype} on {slots.device}; int64 [tokens] on "
+                "the CPU is needed"
+            )
         first, places = self.tensors[0], slots.contiguous().numpy()
         if first.device.type != "cpu":
-            raise KvRefused(f"KV pool refused: it is on {first.device}; kv/device.py brings its rows to the host")
+            raise KvRefused(
+                f"KV pool refused: it is on {first.device}; kv/device.py brings its rows to the host"
+            )
         bad = extension().misfit(places, len(first), self.shape.page_size, distinct)
         if bad >= 0:
             raise KvRefused(
-                f"slots refused: number {bad} is slot {places[bad]}, outside the pool of {len(first)}, named twice, "
+                f"slots refused: number {bad} is slot {places[bad]}, outside the pool of {len(first)}, named "
+                "twice, "
                 f"or not where a page of {self.shape.page_size} slots has it"
             )
         planes = np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.uint64)
@@ -68,8 +98,9 @@ class Pool:
 
 
 def use_huge_pages(pool: Pool) -> None:
-    """Puts a pool in host memory on huge pages, as far as Linux has them and allows it (MADV_COLLAPSE is of 6.1): rows lie in random slots,
-    and with small pages nearly each costs a walk through the page table. What is refused stays as it was."""
+    """Puts a pool in host memory on huge pages, as far as Linux has them and allows it (MADV_COLLAPSE is of
+    6.1): rows lie in random slots, and with small pages nearly each costs a walk through the page table. What
+    is refused stays as it was."""
     if pool.tensors[0].device.type != "cpu":
         return
     spans: list[list[int]] = []
@@ -85,7 +116,9 @@ def use_huge_pages(pool: Pool) -> None:
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
 
 
-def gather(pool: Pool, slots: torch.Tensor, chunk_bytes: int, threads: int, **options: bool | int) -> torch.Tensor:
+def gather(
+    pool: Pool, slots: torch.Tensor, chunk_bytes: int, threads: int, **options: bool | int
+) -> torch.Tensor:
     """All chunk records of a request, as uint8 [bytes]; kv/frames.py has their layout."""
     plan = pool.plan(slots, chunk_bytes, threads, distinct=False, **options)
     records = aligned(pool.shape.record_bytes(chunk_bytes) * pool.shape.chunks(len(slots), chunk_bytes))
@@ -93,19 +126,35 @@ def gather(pool: Pool, slots: torch.Tensor, chunk_bytes: int, threads: int, **op
     return records
 
 
-def scatter(pool: Pool, slots: torch.Tensor, records: torch.Tensor, chunk_bytes: int, threads: int, **options: bool | int) -> None:
-    """Writes a request's records into reserved slots. Raises KvRefused, with the slots in part written, where a chunk fails its check."""
+def scatter(
+    pool: Pool,
+    slots: torch.Tensor,
+    records: torch.Tensor,
+    chunk_bytes: int,
+    threads: int,
+    **options: bool | int,
+) -> None:
+    """Writes a request's records into reserved slots. Raises KvRefused, with the slots in part written, where
+    a chunk fails its check."""
     plan = pool.plan(slots, chunk_bytes, threads, distinct=True, **options)
     needed = pool.shape.record_bytes(chunk_bytes) * pool.shape.chunks(len(slots), chunk_bytes)
-    if records.dtype != torch.uint8 or records.dim() != 1 or not records.is_contiguous() or len(records) < needed:
-        raise KvRefused(f"KV chunks refused: {len(records)} bytes of {records.dtype} where {needed} bytes are needed")
+    if (
+        records.dtype != torch.uint8
+        or records.dim() != 1
+        or not records.is_contiguous()
+        or len(records) < needed
+    ):
+        raise KvRefused(
+            f"KV chunks refused: {len(records)} bytes of {records.dtype} where {needed} bytes are needed"
+        )
     bad = extension().unpack(*plan, records.numpy())
     if bad >= 0:
         raise KvRefused(f"KV chunk {bad} refused: it is not the one expected, or its checksum differs")
 
 
 def aligned(size: int) -> torch.Tensor:
-    """uint8 [size], not initialised, at a whole cache line (streaming stores want that), on huge pages where numpy gets them."""
+    """uint8 [size], not initialised, at a whole cache line (streaming stores want that), on huge pages where
+    numpy gets them."""
     buffer = torch.from_numpy(np.empty(size + CHUNK_HEAD_BYTES, dtype=np.uint8))
     start = -buffer.data_ptr() % CHUNK_HEAD_BYTES
     return buffer[start : start + size]

@@ -1,4 +1,5 @@
-"""A move through shared memory on one machine: the source gathers into a ring of chunks while the destination scatters out of it.
+"""A move through shared memory on one machine: the source gathers into a ring of chunks while the destination
+scatters out of it.
 
     offer = Offer(header, "/dev/shm")               source: the file, mode 0600; its path goes to the destination
     taken = Taken(path)                             destination: maps and unlinks it; taken.header says what comes
@@ -7,8 +8,9 @@
 
     file     u64 magic, u64 ring slots | 64: source's state | 128: destination's | 192: sequence words, a line each | header | records
 
-Each side holds a lock on its byte of the file (source 0, destination 1), which the kernel drops with the process: so death is seen.
-Every wait for the other side is bounded. The same user on the same machine is trusted not to cut the file while it is mapped.
+Each side holds a lock on its byte of the file (source 0, destination 1), which the kernel drops with the
+process: so death is seen. Every wait for the other side is bounded. The same user on the same machine is
+trusted not to cut the file while it is mapped.
 """
 
 import mmap
@@ -26,7 +28,9 @@ from laminar_hpc.kv.native import extension
 from laminar_hpc.kv.offers import PREFIX, held, hold, remove_abandoned
 from laminar_hpc.kv.pool import Pool
 
-CHUNK_BYTES = 1 << 17  # the ring stays in the second-level cache, and a chunk's turn costs little beside its copy
+CHUNK_BYTES = (
+    1 << 17
+)  # the ring stays in the second-level cache, and a chunk's turn costs little beside its copy
 RING_SLOTS = 8
 WAIT_SECONDS = 30.0  # of one wait for the other side
 THERE, DONE, GONE = 1, 2, 3  # a side's states, as in csrc/ring.h
@@ -40,7 +44,9 @@ _ENDS = {1: "said nothing for {seconds:g} s", 2: "died", 3: "gave the move up"}
 class _Side:
     """One side's map of the file. `side` is 0 for the source, 1 for the destination."""
 
-    def __init__(self, fd: int, side: int, header: Header, slots: int, header_bytes: int, seconds: float) -> None:
+    def __init__(
+        self, fd: int, side: int, header: Header, slots: int, header_bytes: int, seconds: float
+    ) -> None:
         self.header, self.seconds, self.peer = header, seconds, ("destination", "source")[side]
         self._fd, self._side = fd, side
         records = _records_at(slots, header_bytes)
@@ -52,7 +58,9 @@ class _Side:
         extension().say(self._map, self._ring, state)
 
     def _ended(self, end: int, during: str) -> KvRefused:
-        return KvRefused(f"KV move failed: the {self.peer} {_ENDS[end].format(seconds=self.seconds)} {during}")
+        return KvRefused(
+            f"KV move failed: the {self.peer} {_ENDS[end].format(seconds=self.seconds)} {during}"
+        )
 
     def close(self) -> None:
         """Gives up what is not done; a second call does nothing."""
@@ -73,7 +81,13 @@ class _Side:
 class Offer(_Side):
     """The source's side. Raises KvRefused where shared memory has no room."""
 
-    def __init__(self, header: Header, folder: str | Path = "/dev/shm", slots: int = RING_SLOTS, seconds: float = WAIT_SECONDS) -> None:
+    def __init__(
+        self,
+        header: Header,
+        folder: str | Path = "/dev/shm",
+        slots: int = RING_SLOTS,
+        seconds: float = WAIT_SECONDS,
+    ) -> None:
         encoded = encode_header(header)
         remove_abandoned(Path(folder))
         self.path = Path(folder) / f"{PREFIX}{secrets.token_hex(8)}"
@@ -88,13 +102,18 @@ class Offer(_Side):
         except OSError as error:
             os.close(fd)
             self.path.unlink(missing_ok=True)
-            raise KvRefused(f"KV move refused: {folder} has no {size} bytes for it ({error.strerror})") from None
+            raise KvRefused(
+                f"KV move refused: {folder} has no {size} bytes for it ({error.strerror})"
+            ) from None
 
     def send(self, pool: Pool, slots: torch.Tensor, threads: int = 1, **options: bool | int) -> None:
-        """Gathers `slots` chunk by chunk as the ring has room; returns once the destination has accepted, else raises KvRefused."""
+        """Gathers `slots` chunk by chunk as the ring has room; returns once the destination has accepted,
+        else raises KvRefused."""
         _same(self.header, pool, slots)
         # The ring is read at once: what is written into it stays in the cache.
-        plan = pool.plan(slots, self.header.chunk_bytes, threads, distinct=False, **{"streaming": False, **options})
+        plan = pool.plan(
+            slots, self.header.chunk_bytes, threads, distinct=False, **{"streaming": False, **options}
+        )
         self._await(0, "before it opened the offer")
         end, chunk = extension().send(*plan, self._map, self._ring)
         if end:
@@ -113,7 +132,8 @@ class Offer(_Side):
 
 
 class Taken(_Side):
-    """The destination's side of the offer at `path`, which no other can take after it. Raises KvRefused for anything but an offer."""
+    """The destination's side of the offer at `path`, which no other can take after it. Raises KvRefused for
+    anything but an offer."""
 
     def __init__(self, path: str | Path, seconds: float = WAIT_SECONDS) -> None:
         try:
@@ -122,7 +142,11 @@ class Taken(_Side):
             raise KvRefused(f"KV offer {path} refused: {error.strerror}") from None
         try:
             found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o600:
+            if (
+                not stat.S_ISREG(found.st_mode)
+                or found.st_uid != os.geteuid()
+                or stat.S_IMODE(found.st_mode) != 0o600
+            ):
                 raise KvRefused(f"KV offer {path} refused: it is no file of this user with mode 0600")
             hold(fd, 1)
             header, slots, header_bytes = _read_head(fd, found.st_size)
@@ -138,7 +162,8 @@ class Taken(_Side):
         Path(path).unlink(missing_ok=True)
 
     def receive(self, pool: Pool, slots: torch.Tensor, threads: int = 1, **options: bool | int) -> None:
-        """Scatters into reserved `slots`, every chunk checked. Raises KvRefused, with the slots in part written, where that fails."""
+        """Scatters into reserved `slots`, every chunk checked. Raises KvRefused, with the slots in part
+        written, where that fails."""
         _same(self.header, pool, slots)
         plan = pool.plan(slots, self.header.chunk_bytes, threads, distinct=True, **options)
         end, chunk = extension().receive(*plan, self._map, self._ring)
@@ -176,4 +201,7 @@ def _read_head(fd: int, size: int) -> tuple[Header, int, int]:
 
 def _same(header: Header, pool: Pool, slots: torch.Tensor) -> None:
     if header.shape != pool.shape or header.tokens != len(slots):
-        raise KvRefused(f"KV move refused: {header.tokens} tokens of {header.shape} against {len(slots)} slots of {pool.shape}")
+        raise KvRefused(
+            f"KV move refused: {header.tokens} tokens of {header.shape} against {len(slots)} slots of "
+            f"{pool.shape}"
+        )

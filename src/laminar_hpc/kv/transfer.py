@@ -1,11 +1,12 @@
-"""One part of a move, from a source's pool to a destination's inbox: between GPUs of one machine without the host, through shared memory
-where both see the same, else over TCP.
+"""One part of a move, from a source's pool to a destination's inbox: between GPUs of one machine without the
+host, through shared memory where both see the same, else over TCP.
 
     inbox = Inbox(...)                                      destination: listens, in a thread of its own; inbox.address goes to the source
     send_part(inbox.address, header, pool, slots, ...)      source: returns when all of the part is there and checked, else raises KvRefused
 
-Both sides first meet over TCP: a ROUTER here, DEALERs there, with CURVE keys made for this one move (ZeroMQ's authenticated encryption, as
-between the roles), of which the address holds the source's pair. So whoever holds the address may send, and nobody else.
+Both sides first meet over TCP: a ROUTER here, DEALERs there, with CURVE keys made for this one move (ZeroMQ's
+authenticated encryption, as between the roles), of which the address holds the source's pair. So whoever
+holds the address may send, and nobody else.
 
     source -> "part", header        "go" or "no", reason <- destination
     source -> "gpu", ticket         rows that it shares on its GPU; "host" if they cannot be mapped: the source goes on with one of the next
@@ -28,7 +29,9 @@ from laminar_hpc.kv.pool import NATIVE_PLAN, Pool, aligned
 from laminar_hpc.kv.shm import CHUNK_BYTES, WAIT_SECONDS, Offer
 
 log = logging.getLogger(__name__)
-STREAMS = 4  # TCP connections of a move; one seldom fills a fast network, and each is encrypted by another thread
+STREAMS = (
+    4  # TCP connections of a move; one seldom fills a fast network, and each is encrypted by another thread
+)
 TCP_CHUNK_BYTES = 1 << 19  # a message's overhead is small beside it
 QUEUED = 8  # chunks on their way per stream: bounds the memory of a move
 
@@ -49,7 +52,9 @@ def decode_address(address: str) -> Place:
     try:
         return msgspec.json.decode(address, type=Place)
     except msgspec.DecodeError as error:
-        raise KvRefused(f"KV move refused: {address[:40]!r} is not an address of a reserved engine ({error})") from None
+        raise KvRefused(
+            f"KV move refused: {address[:40]!r} is not an address of a reserved engine ({error})"
+        ) from None
 
 
 def chunk_bytes(address: str, machine: str) -> int:
@@ -68,7 +73,8 @@ def send_part(
     threads: int = 1,
     seconds: float = WAIT_SECONDS,
 ) -> None:
-    """Sends the KV of `slots` (int64 [tokens], on the CPU). `folder` is shared memory's, used where the destination's machine is `machine`.
+    """Sends the KV of `slots` (int64 [tokens], on the CPU). `folder` is shared memory's, used where the
+    destination's machine is `machine`.
 
     Blocks; every wait for the destination ends after `seconds`. Raises KvRefused for whatever goes wrong.
     """
@@ -79,7 +85,12 @@ def send_part(
         try:
             streams[0].send_multipart([b"part", encode_header(header)])
             _answer(streams[0], place, seconds, b"go")
-            if local and place.gpu and device.can_share(pool) and _share(streams[0], pool, slots, place, seconds):
+            if (
+                local
+                and place.gpu
+                and device.can_share(pool)
+                and _share(streams[0], pool, slots, place, seconds)
+            ):
                 return
             if device.on_gpu(pool):
                 stage = device.Stage.of(pool, len(slots))
@@ -92,7 +103,9 @@ def send_part(
                 _stream(streams, plan, pool.shape, header, place, seconds)
             _answer(streams[0], place, seconds, b"ok")
         except zmq.Again:
-            raise KvRefused(f"KV move failed: the destination at {place.host}:{place.port} took nothing for {seconds:g} s") from None
+            raise KvRefused(
+                f"KV move failed: the destination at {place.host}:{place.port} took nothing for {seconds:g} s"
+            ) from None
         finally:
             for stream in streams:
                 stream.close(0)
@@ -101,7 +114,10 @@ def send_part(
 def _connect(context: zmq.Context, place: Place, seconds: float) -> zmq.Socket:
     stream = context.socket(zmq.DEALER)
     stream.curve_serverkey = place.server_public.encode()
-    stream.curve_publickey, stream.curve_secretkey = place.client_public.encode(), place.client_secret.encode()
+    stream.curve_publickey, stream.curve_secretkey = (
+        place.client_public.encode(),
+        place.client_secret.encode(),
+    )
     stream.sndtimeo, stream.sndhwm = int(seconds * 1000), QUEUED
     stream.connect(f"tcp://{place.host}:{place.port}")
     return stream
@@ -109,10 +125,16 @@ def _connect(context: zmq.Context, place: Place, seconds: float) -> zmq.Socket:
 
 def _answer(stream: zmq.Socket, place: Place, seconds: float, *wanted: bytes) -> bytes:
     if not stream.poll(seconds * 1000):
-        raise KvRefused(f"KV move failed: the destination at {place.host}:{place.port} said nothing for {seconds:g} s")
+        raise KvRefused(
+            f"KV move failed: the destination at {place.host}:{place.port} said nothing for {seconds:g} s"
+        )
     kind, *rest = stream.recv_multipart()
     if kind not in wanted:
-        raise KvRefused(rest[0].decode(errors="replace") if rest else "KV move failed: the destination speaks another protocol")
+        raise KvRefused(
+            rest[0].decode(errors="replace")
+            if rest
+            else "KV move failed: the destination speaks another protocol"
+        )
     return kind
 
 
@@ -128,7 +150,15 @@ def _share(stream: zmq.Socket, pool: Pool, slots: torch.Tensor, place: Place, se
         return _answer(stream, place, seconds, b"ok", b"host") == b"ok"
 
 
-def _offer(stream: zmq.Socket, header: Header, pool: Pool, slots: torch.Tensor, folder: str, threads: int, seconds: float) -> None:
+def _offer(
+    stream: zmq.Socket,
+    header: Header,
+    pool: Pool,
+    slots: torch.Tensor,
+    folder: str,
+    threads: int,
+    seconds: float,
+) -> None:
     with Offer(header, folder, seconds=seconds) as offer:
         stream.send_multipart([b"shm", str(offer.path).encode()])
         try:
@@ -139,7 +169,9 @@ def _offer(stream: zmq.Socket, header: Header, pool: Pool, slots: torch.Tensor, 
             raise error
 
 
-def _stream(streams: list[zmq.Socket], plan: NATIVE_PLAN, shape: Shape, header: Header, place: Place, seconds: float) -> None:
+def _stream(
+    streams: list[zmq.Socket], plan: NATIVE_PLAN, shape: Shape, header: Header, place: Place, seconds: float
+) -> None:
     record = aligned(shape.record_bytes(header.chunk_bytes)).numpy()
     start = time.monotonic()
     for number in range(shape.chunks(header.tokens, header.chunk_bytes)):
@@ -149,4 +181,7 @@ def _stream(streams: list[zmq.Socket], plan: NATIVE_PLAN, shape: Shape, header: 
         if streams[0].poll(0):  # an early "no"
             return
         if time.monotonic() - start > 10 * seconds:
-            raise KvRefused(f"KV move failed: it took the destination at {place.host}:{place.port} more than {10 * seconds:g} s")
+            raise KvRefused(
+                f"KV move failed: it took the destination at {place.host}:{place.port} more than "
+                f"{10 * seconds:g} s"
+            )

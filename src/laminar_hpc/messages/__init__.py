@@ -1,7 +1,8 @@
 """Every message between processes, as msgspec structs (msgpack on the wire); nothing else crosses.
 
-`encode` and `decode` are the only serialisers: a frame that does not fit its type raises msgspec.ValidationError, never runs code.
-Times are seconds since the Unix epoch; weight ids are counters of the store (0 = the user's model directory).
+`encode` and `decode` are the only serialisers: a frame that does not fit its type raises
+msgspec.ValidationError, never runs code. Times are seconds since the Unix epoch; weight ids are counters of
+the store (0 = the user's model directory).
 """
 
 import msgspec
@@ -55,11 +56,12 @@ from laminar_hpc.messages.moves import (
     Reserved as Reserved,
 )
 
-# ---- all roles <-> controller -------------------------------------------------------------------------------------------------
+# ---- all roles <-> controller ------------------------------------------------------------------------------
 
 
 class Hello(Message):
-    """First message of a worker. `incarnation` differs after a restart; `machine` names the host whose shared memory it sees."""
+    """First message of a worker. `incarnation` differs after a restart; `machine` names the host whose shared
+    memory it sees."""
 
     role: str
     index: int
@@ -71,8 +73,9 @@ class Hello(Message):
 class Welcome(Message):
     """Answer to Hello: the state to join with.
 
-    `restored_step` is -1 for a fresh run, else the step of the checkpoint to load. `model` is OWNER/NAME@COMMIT of
-    a model of the Hugging Face hub, else empty: all machines of a run take the same commit.
+    `restored_step` is -1 for a fresh run, else the step of the checkpoint to load. `model` is
+    OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take the same
+    commit.
     """
 
     run_id: str
@@ -103,7 +106,8 @@ class Goodbye(Message):
 
 
 class Stop(Message):
-    """Controller to workers: leave now. Trainers get it only after they have said that their checkpoint is on disk."""
+    """Controller to workers: leave now. Trainers get it only after they have said that their checkpoint is on
+    disk."""
 
     reason: str
 
@@ -118,11 +122,12 @@ class StopRequest(Message):
     reason: str
 
 
-# ---- rollout <-> controller ---------------------------------------------------------------------------------------------------
+# ---- rollout <-> controller --------------------------------------------------------------------------------
 
 
 class WeightsOpened(Message):
-    """A replica has loaded and verified these weights. `probe_logprobs`: its log-probs of the run's fixed probe at this id."""
+    """A replica has loaded and verified these weights. `probe_logprobs`: its log-probs of the run's fixed
+    probe at this id."""
 
     weight_id: int
     weight_step: int
@@ -133,18 +138,21 @@ class WeightsOpened(Message):
 
 
 class RequestWork(Message):
-    """An idle replica at this id asks for a local batch; it supersedes an earlier request of the same replica. `seen`: the newest batch
-    that it was granted in this life; a request that a grant crossed on its way is void."""
+    """An idle replica at this id asks for a local batch; it supersedes an earlier request of the same
+    replica. `seen`: the newest batch that it was granted in this life; a request that a grant crossed on its
+    way is void."""
 
     weight_id: int
     seen: int = -1
 
 
 class Grant(Message):
-    """A local batch: a closed set of groups on one weight id. `evaluation` names the evaluation it belongs to, "" for training.
+    """A local batch: a closed set of groups on one weight id. `evaluation` names the evaluation it belongs
+    to, "" for training.
 
-    `parts`: responses so far, by trajectory, of those that go on from a replica that is dead. Then the replica may serve other weights, or
-    none yet: it loads these from a slot that still holds them. Answer if there is none: NotLoaded.
+    `parts`: responses so far, by trajectory, of those that go on from a replica that is dead. Then the
+    replica may serve other weights, or none yet: it loads these from a slot that still holds them. Answer if
+    there is none: NotLoaded.
     """
 
     batch_id: int
@@ -158,7 +166,8 @@ class Grant(Message):
 
 
 class NotLoaded(Message):
-    """The weights of this grant are in no slot any more; nothing of it was begun, and the replica asks for work again."""
+    """The weights of this grant are in no slot any more; nothing of it was begun, and the replica asks for
+    work again."""
 
     batch_id: int
     reason: str
@@ -182,7 +191,8 @@ class Scored(Message):
 
 
 class Lost(Message):
-    """This attempt came to nothing (engine error, mixed versions); the controller gives the sample out again."""
+    """This attempt came to nothing (engine error, mixed versions); the controller gives the sample out
+    again."""
 
     trajectory_id: int
     attempt: int
@@ -209,11 +219,12 @@ class WeightsAvailable(Message):
     weight_step: int
 
 
-# ---- trainer <-> controller (rank 0 of the trainer world only, but for Hello and Failure) --------------------------------------
+# ---- trainer <-> controller (rank 0 of the trainer world only, but for Hello and Failure) ------------------
 
 
 class TakeBatch(Message):
-    """Asks for the batch that turns weights of step `step` into `step + 1`, or with consumption as a stream for its next mini-batch."""
+    """Asks for the batch that turns weights of step `step` into `step + 1`, or with consumption as a stream
+    for its next mini-batch."""
 
     step: int
     part: int = 0
@@ -226,7 +237,8 @@ class Batch(Message):
 
 
 class StoredBatch(Message, tag="Batch"):
-    """What the controller sends as Batch: trajectories as they are in the store, not decoded and encoded again."""
+    """What the controller sends as Batch: trajectories as they are in the store, not decoded and encoded
+    again."""
 
     step: int
     trajectories: list[msgspec.Raw]
@@ -249,8 +261,9 @@ class Leave(Message):
 class StepDone(Message):
     """Step `step` is in the weights (step + 1 is the version now). The answer is Continue or Leave.
 
-    `gaps`: trajectory id -> mean |log-prob by the trainer - by the engine| over its trained tokens when it was trained, and how many
-    mini-batches the trainer's weights were ahead of the engine's then: with 0 the two should agree, with more they have moved apart.
+    `gaps`: trajectory id -> mean |log-prob by the trainer - by the engine| over its trained tokens when it
+    was trained, and how many mini-batches the trainer's weights were ahead of the engine's then: with 0 the
+    two should agree, with more they have moved apart.
     """
 
     step: int
@@ -270,7 +283,8 @@ class TrainersMeet(Message):
 
 
 class LaneSenders(Message):
-    """The trainer rank that sends each lane; said once, before any link is made. Without lanes rank 0 sends, and nothing is said."""
+    """The trainer rank that sends each lane; said once, before any link is made. Without lanes rank 0 sends,
+    and nothing is said."""
 
     ranks: list[int]
 
@@ -288,7 +302,8 @@ class WeightId(Message):
 
 
 class Published(Message):
-    """The weights have left the trainer. `probe_logprobs`: the trainer's log-probs of the fixed probe at this id."""
+    """The weights have left the trainer. `probe_logprobs`: the trainer's log-probs of the fixed probe at this
+    id."""
 
     weight_id: int
     step: int
@@ -314,14 +329,15 @@ class TrainerDone(Message):
     weight_id: int  # the last id that was published
 
 
-# ---- trainer, relay <-> controller: the chain's links, each made in an epoch of its own ------------------------------------------
+# ---- trainer, relay <-> controller: the chain's links, each made in an epoch of its own --------------------
 
 
 class EpochProposed(Message):
-    """To the trainer rank of a lane or a relay: open a store and link to `relays[0]`, behind which the others stand in chain order.
+    """To the trainer rank of a lane or a relay: open a store and link to `relays[0]`, behind which the others
+    stand in chain order.
 
-    The link takes the place of an earlier one to the same side. Epochs of lane l of L leave l when divided by L. `resend`: none of these
-    relays holds the newest weights, so what was sent last must be sent again.
+    The link takes the place of an earlier one to the same side. Epochs of lane l of L leave l when divided by
+    L. `resend`: none of these relays holds the newest weights, so what was sent last must be sent again.
     """
 
     epoch: int
@@ -347,22 +363,25 @@ class JoinEpoch(Message):
 
 
 class SendAgain(Message):
-    """To a relay: send your newest weights over the link of this epoch, for `relays` that stand behind it and miss them."""
+    """To a relay: send your newest weights over the link of this epoch, for `relays` that stand behind it and
+    miss them."""
 
     epoch: int
     relays: int
 
 
 class LinkDown(Message):
-    """From the trainer or a relay: the link of this epoch broke. The controller has it made anew, around whoever is gone."""
+    """From the trainer or a relay: the link of this epoch broke. The controller has it made anew, around
+    whoever is gone."""
 
     epoch: int
     text: str
 
 
 class RelayHas(Message):
-    """A relay holds these weights, or its lane's part of them, with equal sums. `passed_on`: the epoch of the link that they went on over;
-    0 = none. `complete`: so do the other lanes of its machine, whose rollouts may load them.
+    """A relay holds these weights, or its lane's part of them, with equal sums. `passed_on`: the epoch of the
+    link that they went on over; 0 = none. `complete`: so do the other lanes of its machine, whose rollouts
+    may load them.
 
     `bytes` 0: it has had them since before it was taken for dead.
     """
@@ -377,11 +396,53 @@ class RelayHas(Message):
 
 
 AnyMessage = (
-    Hello | Welcome | Ping | Pong | Failure | Goodbye | Stop | Rejoin | StopRequest | WeightsOpened | RequestWork | Grant | Generated
-    | Scored | Lost | NotLoaded | WeightsAvailable | TakeBatch | Batch | NotYet | Leave | StepDone | Continue | TrainersMeet | LaneSenders
-    | NewWeightId | WeightId | Increment | Reserve | Reserved | MoveOrder | MoveReady | Import | Imported | MoveCommit | MoveAbort
-    | MoveFailed | Published | Checkpointed | TrainerDone | EpochProposed | StoreOpened | JoinEpoch | SendAgain | LinkDown | RelayHas
-)  # fmt: skip
+    Hello
+    | Welcome
+    | Ping
+    | Pong
+    | Failure
+    | Goodbye
+    | Stop
+    | Rejoin
+    | StopRequest
+    | WeightsOpened
+    | RequestWork
+    | Grant
+    | Generated
+    | Scored
+    | Lost
+    | NotLoaded
+    | WeightsAvailable
+    | TakeBatch
+    | Batch
+    | NotYet
+    | Leave
+    | StepDone
+    | Continue
+    | TrainersMeet
+    | LaneSenders
+    | NewWeightId
+    | WeightId
+    | Increment
+    | Reserve
+    | Reserved
+    | MoveOrder
+    | MoveReady
+    | Import
+    | Imported
+    | MoveCommit
+    | MoveAbort
+    | MoveFailed
+    | Published
+    | Checkpointed
+    | TrainerDone
+    | EpochProposed
+    | StoreOpened
+    | JoinEpoch
+    | SendAgain
+    | LinkDown
+    | RelayHas
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
@@ -393,7 +454,8 @@ def encode(value: Message | Trajectory) -> bytes:
 
 
 def decode(frame: bytes) -> AnyMessage:
-    """Raises msgspec.DecodeError (of which ValidationError is one) on anything that is not one of the messages above."""
+    """Raises msgspec.DecodeError (of which ValidationError is one) on anything that is not one of the
+    messages above."""
     try:
         return _decoder.decode(frame)
     except (RecursionError, UnicodeDecodeError) as error:

@@ -1,4 +1,5 @@
-"""What messages carry: trajectories, their parts and prompts, and how loaded a replica is. Times are seconds since the Unix epoch."""
+"""What messages carry: trajectories, their parts and prompts, and how loaded a replica is. Times are seconds
+since the Unix epoch."""
 
 import msgspec
 
@@ -25,7 +26,8 @@ class PromptGroup(msgspec.Struct):
 
 
 class VersionSpan(msgspec.Struct):
-    """Tokens [start, end) of a response were generated with weights `weight_id`, by the engine's own report."""
+    """Tokens [start, end) of a response were generated with weights `weight_id`, by the engine's own
+    report."""
 
     weight_id: int
     start: int
@@ -33,7 +35,8 @@ class VersionSpan(msgspec.Struct):
 
 
 class Partial(msgspec.Struct):
-    """A response so far: what a replica needs to go on with it. Tokens and their log-probs, one each; moves that it has made."""
+    """A response so far: what a replica needs to go on with it. Tokens and their log-probs, one each; moves
+    that it has made."""
 
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -72,7 +75,8 @@ class Trajectory(msgspec.Struct):
 
 
 class ReplicaLoad(msgspec.Struct, omit_defaults=True):
-    """What a replica is doing, as seen when it was last heard. The engine's own numbers are at most a second old."""
+    """What a replica is doing, as seen when it was last heard. The engine's own numbers are at most a second
+    old."""
 
     phase: str  # of rollout/state.py
     weight_id: int
@@ -83,4 +87,6 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     kv_tokens: int = 0  # of the KV cache in use
     kv_capacity: int = 0  # 0 = the engine has not said yet
     tokens_per_second: float = 0.0  # response tokens of the trajectories that ended in the last half minute
-    batch_max: int = 0  # requests at which decode stops being memory-bound (B of policies/repack.py); 0 = not measured
+    batch_max: int = (
+        0  # requests at which decode stops being memory-bound (B of policies/repack.py); 0 = not measured
+    )

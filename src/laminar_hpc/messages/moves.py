@@ -1,10 +1,12 @@
-"""Moves of trajectories between rollouts: what the controller and the two replicas say; policies/moves.py has the order."""
+"""Moves of trajectories between rollouts: what the controller and the two replicas say; policies/moves.py has
+the order."""
 
 from laminar_hpc.messages.data import Message, Partial, PromptGroup
 
 
 class Reserve(Message):
-    """To the destination: make room for this trajectory. Answer: Reserved or MoveFailed. A reserved replica may not pull."""
+    """To the destination: make room for this trajectory. Answer: Reserved or MoveFailed. A reserved replica
+    may not pull."""
 
     move_id: str
     trajectory_id: int
@@ -18,14 +20,16 @@ class Reserve(Message):
 
 
 class Reserved(Message):
-    """`address`: where the destination's engine takes the KV cache; empty = nowhere. Said again until Import or MoveAbort comes."""
+    """`address`: where the destination's engine takes the KV cache; empty = nowhere. Said again until Import
+    or MoveAbort comes."""
 
     move_id: str
     address: str
 
 
 class MoveOrder(Message):
-    """To the source: send the KV cache to `address` (empty = none), then stop the request. Answer: MoveReady or MoveFailed."""
+    """To the source: send the KV cache to `address` (empty = none), then stop the request. Answer: MoveReady
+    or MoveFailed."""
 
     move_id: str
     trajectory_id: int
@@ -34,7 +38,8 @@ class MoveOrder(Message):
 
 
 class MoveReady(Message):
-    """From the source: the request stands still and all is sent. Said again until MoveCommit or MoveAbort comes."""
+    """From the source: the request stands still and all is sent. Said again until MoveCommit or MoveAbort
+    comes."""
 
     move_id: str
     partial: Partial
@@ -48,7 +53,8 @@ class Import(Message):
 
 
 class Imported(Message):
-    """The destination has it for good, and of its KV cache `prefix_tokens`. Said again until MoveCommit or MoveAbort comes."""
+    """The destination has it for good, and of its KV cache `prefix_tokens`. Said again until MoveCommit or
+    MoveAbort comes."""
 
     move_id: str
     prefix_tokens: int

@@ -1,4 +1,5 @@
-"""The lines a user reads while a run goes on. Pure functions from plain values to text; the controller and the command line print them.
+"""The lines a user reads while a run goes on. Pure functions from plain values to text; the controller and
+the command line print them.
 
 Numbers stand in fixed columns, and every line fits 120 columns.
 """
@@ -7,7 +8,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ETA_STEPS = 10  # recent steps whose median gives the time left: long enough to ride out an evaluation or a checkpoint
+ETA_STEPS = (
+    10  # recent steps whose median gives the time left: long enough to ride out an evaluation or a checkpoint
+)
 LABEL_WIDTH = 12
 
 
@@ -29,7 +32,12 @@ def count(value: float | None) -> str:
     """950, 6.1k, 61k, 2.4M: at most four characters below a thousand millions."""
     if value is None:
         return "-"
-    for limit, scale, unit in ((999.5, 1, ""), (999.5e3, 1e3, "k"), (999.5e6, 1e6, "M"), (float("inf"), 1e9, "G")):
+    for limit, scale, unit in (
+        (999.5, 1, ""),
+        (999.5e3, 1e3, "k"),
+        (999.5e6, 1e6, "M"),
+        (float("inf"), 1e9, "G"),
+    ):
         if abs(value) < limit:
             scaled = value / scale
             return f"{scaled:.1f}{unit}" if unit and abs(scaled) < 9.95 else f"{scaled:.0f}{unit}"
@@ -56,14 +64,23 @@ def line(label: str, text: str) -> str:
 
 
 def derived_block(derived: Mapping[str, object], title: str = "this run") -> list[str]:
-    """The derived quantities printed before a run starts: one per line, names aligned, bytes and seconds by their name's ending."""
+    """The derived quantities printed before a run starts: one per line, names aligned, bytes and seconds by
+    their name's ending."""
     names = {name: _words(name) for name in derived}
     width = max((len(name) for name in names.values()), default=0)
-    return [title, *(f"  {names[name]:<{width}}  {value_text(name, value)}" for name, value in derived.items())]
+    return [
+        title,
+        *(f"  {names[name]:<{width}}  {value_text(name, value)}" for name, value in derived.items()),
+    ]
 
 
 def _words(name: str) -> str:
-    return name.replace("_memory_bytes", "_memory").replace("_bytes", "_size").replace("_seconds", "").replace("_", " ")
+    return (
+        name.replace("_memory_bytes", "_memory")
+        .replace("_bytes", "_size")
+        .replace("_seconds", "")
+        .replace("_", " ")
+    )
 
 
 def dry_run_lines(derived: Mapping[str, object], missing: Sequence[str]) -> list[str]:
@@ -77,28 +94,34 @@ def setup_line(what: str, seconds: float | None = None) -> str:
 
 
 def step_line(step: Mapping, steps: int, eta_seconds: float | None) -> str:
-    """One trainer step. `step`: the fields of a metrics line of kind step; `steps`: how many there shall be; see `eta`."""
+    """One trainer step. `step`: the fields of a metrics line of kind step; `steps`: how many there shall be;
+    see `eta`."""
     width, errors = len(str(steps)), step.get("reward_error_count")
     lengths = f"len {step['response_length_mean']:4.0f} (max {step['response_length_max']:4.0f})"
     if errors:  # they matter more than lengths
         lengths = f"reward errors {errors:.0f}/{step['trajectories']:.0f}".ljust(len(lengths))
     tokens = (step["prompt_tokens"] + step["response_tokens"]) / step["seconds"] if step["seconds"] else None
-    return "  ".join((
-        f"step {step['step']:>{width}}/{steps}",
-        f"reward {step['reward_mean']:5.2f}",
-        f"acc {step['accuracy_mean']:4.2f}",
-        lengths,
-        f"stale {step['staleness_training_mean']:3.1f}/{step['staleness_training_max']:.0f}",
-        f"wait {duration(step['wait_seconds']):>6}",
-        f"train {duration(step['train_seconds']):>6}",
-        f"{count(tokens):>4} tok/s",
-        f"eta {duration(eta_seconds)}",
-    ))  # fmt: skip
+    return "  ".join(
+        (
+            f"step {step['step']:>{width}}/{steps}",
+            f"reward {step['reward_mean']:5.2f}",
+            f"acc {step['accuracy_mean']:4.2f}",
+            lengths,
+            f"stale {step['staleness_training_mean']:3.1f}/{step['staleness_training_max']:.0f}",
+            f"wait {duration(step['wait_seconds']):>6}",
+            f"train {duration(step['train_seconds']):>6}",
+            f"{count(tokens):>4} tok/s",
+            f"eta {duration(eta_seconds)}",
+        )
+    )
 
 
 def skipped_line(step: int, skipped: int, most: int) -> str:
     """Updates of a step that were not made. `most`: optimizer.max_skipped_updates."""
-    what = f"step {step}: {skipped} update{'s' if skipped > 1 else ''} had gradients that are not finite; {most} in a row end the run"
+    what = (
+        f"step {step}: {skipped} update{'s' if skipped > 1 else ''} had gradients that are not finite; "
+        f"{most} in a row end the run"
+    )
     return line("skipped", what)
 
 
@@ -114,33 +137,59 @@ def evaluation_progress(name: str, label: str, done: int, responses: int) -> str
 
 def evaluation_line(evaluation: Mapping) -> str:
     """An evaluation that is done. `evaluation`: the fields of a metrics line of kind evaluation."""
-    return line("evaluation", "  ".join((
-        f"{evaluation['label']:<6} {evaluation['name']:<7}",
-        f"accuracy {evaluation['accuracy']:5.3f}",
-        f"{evaluation['file'][:24]}",
-        f"{evaluation['problems']} problems" + (f" x {evaluation['samples']}" if evaluation["samples"] > 1 else ""),
-        f"len {evaluation['response_length_mean']:.0f}",
-        f"step {evaluation['step']}",
-        duration(evaluation["seconds"]),
-    )))  # fmt: skip
+    return line(
+        "evaluation",
+        "  ".join(
+            (
+                f"{evaluation['label']:<6} {evaluation['name']:<7}",
+                f"accuracy {evaluation['accuracy']:5.3f}",
+                f"{evaluation['file'][:24]}",
+                f"{evaluation['problems']} problems"
+                + (f" x {evaluation['samples']}" if evaluation["samples"] > 1 else ""),
+                f"len {evaluation['response_length_mean']:.0f}",
+                f"step {evaluation['step']}",
+                duration(evaluation["seconds"]),
+            )
+        ),
+    )
 
 
 def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: str = "") -> list[str]:
-    """The end of a run: what it reached and where it lies. `summary` as built by `summary.build`; `reason`: why, if it ended early."""
-    lines = [line("done", "  ".join((
-        f"{summary['steps']} steps in {duration(summary['wall_seconds'])}" + (f" ({reason})" if reason else ""),
-        f"{count(summary['trajectories_trained'])} trajectories",
-        f"{count(summary['tokens_per_second'])} tok/s",
-        f"versions per trajectory {value_text('', summary['max_versions_per_trajectory'])}",
-    )))]  # fmt: skip
+    """The end of a run: what it reached and where it lies. `summary` as built by `summary.build`; `reason`:
+    why, if it ended early."""
+    lines = [
+        line(
+            "done",
+            "  ".join(
+                (
+                    f"{summary['steps']} steps in {duration(summary['wall_seconds'])}"
+                    + (f" ({reason})" if reason else ""),
+                    f"{count(summary['trajectories_trained'])} trajectories",
+                    f"{count(summary['tokens_per_second'])} tok/s",
+                    f"versions per trajectory {value_text('', summary['max_versions_per_trajectory'])}",
+                )
+            ),
+        )
+    ]
     if summary["accuracy_before"] is not None or summary["accuracy_after"] is not None:
         sampled = summary["accuracy_after_sampled"]
-        lines.append(line("accuracy", f"before {number(summary['accuracy_before'])}   after {number(summary['accuracy_after'])}"
-                          + (f"   (sampled {number(sampled)})" if sampled is not None else "")))  # fmt: skip
+        lines.append(
+            line(
+                "accuracy",
+                f"before {number(summary['accuracy_before'])}   after {number(summary['accuracy_after'])}"
+                + (f"   (sampled {number(sampled)})" if sampled is not None else ""),
+            )
+        )
     for file, found in list(summary["evaluations"].items())[1:]:
         sampled = found["after_sampled"]
-        lines.append(line("accuracy", f"before {number(found['before'])}   after {number(found['after'])}"
-                          + (f"   (sampled {number(sampled)})" if sampled is not None else "") + f"   {file}"))  # fmt: skip
+        lines.append(
+            line(
+                "accuracy",
+                f"before {number(found['before'])}   after {number(found['after'])}"
+                + (f"   (sampled {number(sampled)})" if sampled is not None else "")
+                + f"   {file}",
+            )
+        )
     if len(summary["rewards"]) > 1:
         means = summary["rewards"].items()
         shown = (f"{name} {number(mean['first'])} to {number(mean['last'])}" for name, mean in means)
@@ -152,13 +201,29 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
         lines.append(line("filtered", f"{summary['groups_filtered']:,} groups whose rewards were all equal"))
     if summary["trajectories_rescued"]:
         by_load = summary["trajectories_rescued_by_load"]
-        lines.append(line("rescued", f"{summary['trajectories_rescued']:,} trajectories of dead replicas went on elsewhere"
-                          + (f", {by_load:,} of them where their weights were loaded" if by_load else "")))  # fmt: skip
+        lines.append(
+            line(
+                "rescued",
+                f"{summary['trajectories_rescued']:,} trajectories of dead replicas went on elsewhere"
+                + (f", {by_load:,} of them where their weights were loaded" if by_load else ""),
+            )
+        )
     if summary["tokens_discarded"]:
-        lines.append(line("discarded", f"{count(summary['tokens_discarded'])} response tokens of trajectories that were lost and redone"))
+        lines.append(
+            line(
+                "discarded",
+                f"{count(summary['tokens_discarded'])} response tokens of trajectories that were lost and "
+                "redone",
+            )
+        )
     if summary["tokens_saved"]:
-        lines.append(line("saved", f"{count(summary['tokens_saved'])} response tokens by adaptive sampling, "
-                          f"{summary['tokens_saved_fraction'] * 100:.0f}% of what full groups would have taken"))  # fmt: skip
+        lines.append(
+            line(
+                "saved",
+                f"{count(summary['tokens_saved'])} response tokens by adaptive sampling, "
+                f"{summary['tokens_saved_fraction'] * 100:.0f}% of what full groups would have taken",
+            )
+        )
     lines.append(line("run", str(run_dir)))
     if report is not None:
         lines.append(line("report", str(report)))

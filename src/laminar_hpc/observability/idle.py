@@ -1,8 +1,9 @@
 """How idle processes were: the share of a window in which a process was in no activity.
 
-A process is busy while at least one of its spans of a kind in `trace.BUSY` is open (the union: overlapping spans count once); waiting
-and untraced time are idle. The windows are, per launch, from the start of the first `train` span to the end of the last: from the first
-batch taken to the last step done, so that starting up and the evaluations before and after do not count.
+A process is busy while at least one of its spans of a kind in `trace.BUSY` is open (the union: overlapping
+spans count once); waiting and untraced time are idle. The windows are, per launch, from the start of the
+first `train` span to the end of the last: from the first batch taken to the last step done, so that starting
+up and the evaluations before and after do not count.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,11 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def overlap(intervals: Sequence[Interval], windows: Sequence[Interval]) -> float:
     """Seconds of disjoint `intervals` that lie within disjoint `windows`."""
-    return sum(max(0.0, min(end, w_end) - max(start, w_start)) for start, end in intervals for w_start, w_end in windows)
+    return sum(
+        max(0.0, min(end, w_end) - max(start, w_start))
+        for start, end in intervals
+        for w_start, w_end in windows
+    )
 
 
 def busy(spans: Iterable[Span], kinds: Iterable[str] = BUSY) -> list[Interval]:
@@ -37,7 +42,13 @@ def busy(spans: Iterable[Span], kinds: Iterable[str] = BUSY) -> list[Interval]:
 
 def training_windows(run: Run) -> list[Interval]:
     """Per launch that trained: from its first batch taken to its last step done."""
-    trained = sorted((s.t0, s.t1) for name, spans in run.spans.items() if name.startswith("trainer") for s in spans if s.kind == "train")
+    trained = sorted(
+        (s.t0, s.t1)
+        for name, spans in run.spans.items()
+        if name.startswith("trainer")
+        for s in spans
+        if s.kind == "train"
+    )
     starts = [launch.start for launch in run.launches[1:]] + [float("inf")]
     windows, begin = [], float("-inf")
     for end in starts:
@@ -49,7 +60,8 @@ def training_windows(run: Run) -> list[Interval]:
 
 
 def idle_fraction(run: Run, role: str) -> float | None:
-    """Idle process-seconds of `role` (trainer, rollout) over its process-seconds in the windows; None without such traces."""
+    """Idle process-seconds of `role` (trainer, rollout) over its process-seconds in the windows; None without
+    such traces."""
     windows = training_windows(run)
     length = sum(end - start for start, end in windows)
     processes = [spans for name, spans in run.spans.items() if name.rstrip("0123456789") == role]

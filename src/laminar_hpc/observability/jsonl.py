@@ -1,8 +1,8 @@
 """Append-only files of one JSON object per line, as a killed process leaves them.
 
-`trace` and `metrics` write through `Appender`, everything that reads a run's files reads through `read`. A line is written by one
-write call, so a death can tear the last line of a file only; `Appender` closes such a line off before it goes on, and `read` leaves
-out what is no whole JSON object.
+`trace` and `metrics` write through `Appender`, everything that reads a run's files reads through `read`. A
+line is written by one write call, so a death can tear the last line of a file only; `Appender` closes such a
+line off before it goes on, and `read` leaves out what is no whole JSON object.
 """
 
 import io
@@ -24,7 +24,8 @@ _decoder = msgspec.json.Decoder(dict)
 
 
 class Appender:
-    """Appends objects to `path`, which is made with its folder. Each object is in the file when `write` returns. Thread-safe."""
+    """Appends objects to `path`, which is made with its folder. Each object is in the file when `write`
+    returns. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +35,8 @@ class Appender:
             self._file.write(b"\n")
 
     def write(self, record: dict) -> None:
-        """`record` holds plain values (also lists and dicts of them); NaN and infinity become null. No-op after `close`."""
+        """`record` holds plain values (also lists and dicts of them); NaN and infinity become null. No-op
+        after `close`."""
         line = _encoder.encode(record) + b"\n"
         with self._lock:
             if not self._file.closed:

@@ -1,7 +1,8 @@
 """A run as it stands, gathered again and again from its files: what `laminar top` draws.
 
-`Follower.look` reads status.json and whatever metrics.jsonl has grown by since the last look, so a look costs the same late in a long run.
-It talks to no process: a run that goes on, one that ended and one that died are read alike.
+`Follower.look` reads status.json and whatever metrics.jsonl has grown by since the last look, so a look costs
+the same late in a long run. It talks to no process: a run that goes on, one that ended and one that died are
+read alike.
 """
 
 import os
@@ -46,7 +47,8 @@ class View:
     steps: deque[dict] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     evaluations: dict[str, dict] = field(default_factory=dict)  # the newest of each file
     newest: dict[str, dict] = field(default_factory=dict)  # kind -> its newest record
-    # lost, regranted, given_up, move, move_off; rescued and loaded (of moves), reward_errors (of trained ones)
+    # lost, regranted, given_up, move, move_off; rescued and loaded (of moves), reward_errors (of trained
+    # ones)
     counts: dict[str, int] = field(default_factory=dict)
     processes: list[Process] = field(default_factory=list)
     wanted_steps: int | None = None
@@ -60,7 +62,9 @@ class Follower:
         self._metrics = self.view.run_dir / "metrics.jsonl"
         self._offset = 0
         if not self._metrics.is_file():
-            raise LaminarError(f"{run_dir} is no run: no metrics.jsonl there; name the run_dir of a `laminar train`")
+            raise LaminarError(
+                f"{run_dir} is no run: no metrics.jsonl there; name the run_dir of a `laminar train`"
+            )
 
     def look(self) -> View:
         """The run now."""
@@ -68,7 +72,9 @@ class Follower:
         for record in self._new_records():
             self._take(record)
         found = status.read(view.run_dir)
-        view.status = found if found and found.time >= view.started - 1.0 else None  # not that of an earlier launch
+        view.status = (
+            found if found and found.time >= view.started - 1.0 else None
+        )  # not that of an earlier launch
         if view.status:
             view.wanted_steps = view.status.steps
             view.last_sign = max(view.last_sign, view.status.time)
@@ -80,10 +86,17 @@ class Follower:
         if self.view.reason:
             return "ended"
         alive = self.view.status is not None and status.age(self.view.status) < FRESH_SECONDS
-        return "going on" if alive else "starting" if time.time() - self.view.last_sign < FRESH_SECONDS else "died"
+        return (
+            "going on"
+            if alive
+            else "starting"
+            if time.time() - self.view.last_sign < FRESH_SECONDS
+            else "died"
+        )
 
     def _new_records(self) -> list[dict]:
-        """Whole lines since the last look. A run that was moved aside and begun anew is read from its start."""
+        """Whole lines since the last look. A run that was moved aside and begun anew is read from its
+        start."""
         size = self._metrics.stat().st_size if self._metrics.is_file() else 0
         if size < self._offset:
             self.view, self._offset = View(self.view.run_dir), 0
@@ -135,7 +148,11 @@ def _processes(run_dir: Path) -> list[Process]:
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            spans = [span for line in file.read().split(b"\n") if (span := _decoded(line)) and {"kind", "t0", "t1"} <= span.keys()]
+            spans = [
+                span
+                for line in file.read().split(b"\n")
+                if (span := _decoded(line)) and {"kind", "t0", "t1"} <= span.keys()
+            ]
         span = max((s for s in spans if s["kind"] not in BEHIND), key=lambda s: s["t1"], default=None)
         found.append(Process(path.stem, span["kind"], span["t0"], span["t1"]) if span else Process(path.stem))
     return found

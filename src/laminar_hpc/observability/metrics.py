@@ -1,8 +1,9 @@
-"""What a run measured: run_dir/metrics.jsonl, one JSON object per line, mirrored to TensorBoard under run_dir/tensorboard,
-and by a flag to Weights & Biases.
+"""What a run measured: run_dir/metrics.jsonl, one JSON object per line, mirrored to TensorBoard under
+run_dir/tensorboard, and by a flag to Weights & Biases.
 
-Only the controller writes, through one `MetricsWriter`. Each line carries "kind" and "time" (seconds since the Unix epoch); the kinds
-and their fields are in docs/metrics.md. A line is in the file when `write` returns; a restart appends. Imports no torch.
+Only the controller writes, through one `MetricsWriter`. Each line carries "kind" and "time" (seconds since
+the Unix epoch); the kinds and their fields are in docs/metrics.md. A line is in the file when `write`
+returns; a restart appends. Imports no torch.
 """
 
 import os
@@ -20,8 +21,15 @@ if TYPE_CHECKING:
     from laminar_hpc.observability.wandb_mirror import WandbMirror
 
 # Fields that say which one was measured rather than what: they become part of the TensorBoard tag.
-LABELS = {"evaluation": ("file", "name"), "pull": ("replica",), "relay": ("index",), "logprob_gap": ("replica",)}
-NOT_CURVES = frozenset({"start", "end", "restart", "reward_error", "given_up", "lost", "regranted", "move", "move_off", "repack"})
+LABELS = {
+    "evaluation": ("file", "name"),
+    "pull": ("replica",),
+    "relay": ("index",),
+    "logprob_gap": ("replica",),
+}
+NOT_CURVES = frozenset(
+    {"start", "end", "restart", "reward_error", "given_up", "lost", "regranted", "move", "move_off", "repack"}
+)
 TENSORBOARD_FLUSH_SECONDS = 5
 
 
@@ -34,7 +42,8 @@ class MetricsWriter:
         self._board: SummaryWriter | None = None
 
     def write(self, kind: str, **fields: object) -> dict:
-        """Appends one line of `kind`, and its numbers as curves over "step" where the line has one. Gives the line back.
+        """Appends one line of `kind`, and its numbers as curves over "step" where the line has one. Gives the
+        line back.
 
         `start` with a restored_step hides the curves beyond that step, as those steps are done again.
         """
@@ -67,16 +76,22 @@ class MetricsWriter:
             self._board.close()
         purge = restored_step + 1 if isinstance(restored_step, int) and restored_step >= 0 else None
         self._board = _summary_writer_class()(
-            str(self._run_dir / "tensorboard"), purge_step=purge, flush_secs=TENSORBOARD_FLUSH_SECONDS, filename_suffix=f".{os.getpid()}"
+            str(self._run_dir / "tensorboard"),
+            purge_step=purge,
+            flush_secs=TENSORBOARD_FLUSH_SECONDS,
+            filename_suffix=f".{os.getpid()}",
         )
         return self._board
 
 
 def curves(record: Mapping) -> Iterator[tuple[str, float]]:
-    """(TensorBoard tag, value) of every number in `record`: evaluation/heldout/greedy/accuracy, pull/0/parts/load, step/loss ..."""
+    """(TensorBoard tag, value) of every number in `record`: evaluation/heldout/greedy/accuracy,
+    pull/0/parts/load, step/loss ..."""
     labels = LABELS.get(record["kind"], ())
     prefix = "/".join([record["kind"], *(str(record.get(name, "")) for name in labels)])
-    yield from _numbers(prefix, {k: v for k, v in record.items() if k not in ("kind", "time", "step", *labels)})
+    yield from _numbers(
+        prefix, {k: v for k, v in record.items() if k not in ("kind", "time", "step", *labels)}
+    )
 
 
 def _numbers(prefix: str, values: Mapping) -> Iterator[tuple[str, float]]:
@@ -88,7 +103,8 @@ def _numbers(prefix: str, values: Mapping) -> Iterator[tuple[str, float]]:
 
 
 def _summary_writer_class() -> "type[SummaryWriter]":
-    """tensorboardX's writer, loaded without torch: it would import it for tensors, which cost seconds and memory and are not used here."""
+    """tensorboardX's writer, loaded without torch: it would import it for tensors, which cost seconds and
+    memory and are not used here."""
     had_torch = "torch" in sys.modules
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:

@@ -1,4 +1,5 @@
-"""The report's frame: HTML, style and the one script (zoom of the time line). Everything is inline; the page loads nothing.
+"""The report's frame: HTML, style and the one script (zoom of the time line). Everything is inline; the page
+loads nothing.
 
 Colours are CSS variables with a light and a dark set, chosen by the reader's system.
 """
@@ -100,14 +101,17 @@ addEventListener('hashchange', opened); opened();
 def page(title: str, body: str) -> str:
     """The whole document."""
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width,initial-scale=1">'
         f"<title>{text(title)}</title><style>{STYLE}</style></head><body><main>{body}</main><script>{SCRIPT}</script></body></html>\n"
     )
 
 
 def section(title: str, content: str, note: str = "") -> str:
     """A card with a heading; `content` is HTML."""
-    return tag("section", tag("h2", text(title)) + (tag("p", text(note), class_="note") if note else "") + content)
+    return tag(
+        "section", tag("h2", text(title)) + (tag("p", text(note), class_="note") if note else "") + content
+    )
 
 
 def figure(title: str, chart: str, legend: str = "") -> str:
@@ -121,10 +125,17 @@ def grid(columns: str, *figures: str) -> str:
 
 def tiles(values: list[tuple[str, str, str]]) -> str:
     """Headline numbers: (name, value, what goes with it)."""
-    parts = (tag("span", text(name)) + tag("b", text(value)) + tag("span", text(more)) for name, value, more in values)
+    parts = (
+        tag("span", text(name)) + tag("b", text(value)) + tag("span", text(more))
+        for name, value, more in values
+    )
     return tag("div", "".join(tag("div", part, class_="tile") for part in parts), class_="tiles")
 
 
 def keys(values: Mapping[str, object]) -> str:
     """Names and values in columns."""
-    return tag("div", "".join(tag("div", tag("span", text(k)) + tag("b", text(v))) for k, v in values.items()), class_="keys")
+    return tag(
+        "div",
+        "".join(tag("div", tag("span", text(k)) + tag("b", text(v))) for k, v in values.items()),
+        class_="keys",
+    )

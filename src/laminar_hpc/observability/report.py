@@ -1,7 +1,9 @@
-"""run_dir/report.html: one self-contained page about a run, made from its files alone; also `laminar report RUN_DIR`.
+"""run_dir/report.html: one self-contained page about a run, made from its files alone; also `laminar report
+RUN_DIR`.
 
-Written at the end of every run and again on demand; works for running, crashed, resumed and replayed runs, and leaves out what their
-files do not hold. The figures are those of `summary`; docs/metrics.md says what each means.
+Written at the end of every run and again on demand; works for running, crashed, resumed and replayed runs,
+and leaves out what their files do not hold. The figures are those of `summary`; docs/metrics.md says what
+each means.
 """
 
 import os
@@ -18,11 +20,18 @@ from laminar_hpc.observability.page import figure, grid, keys, page, section, ti
 from laminar_hpc.observability.rundata import Run
 from laminar_hpc.observability.svg import Series, tag, text
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = "var(--generate)", "var(--train)", "var(--pull)", "var(--publish)", "var(--soft)"
+BLUE, ORANGE, GREEN, PURPLE, GREY = (
+    "var(--generate)",
+    "var(--train)",
+    "var(--pull)",
+    "var(--publish)",
+    "var(--soft)",
+)
 
 
 def write(run_dir: Path) -> Path:
-    """Writes run_dir/report.html in one piece and gives its path. Raises LaminarError when `run_dir` is no run."""
+    """Writes run_dir/report.html in one piece and gives its path. Raises LaminarError when `run_dir` is no
+    run."""
     run = rundata.load(run_dir)
     path = Path(run_dir) / "report.html"
     temporary = path.with_name(f".report.{os.getpid()}.html")
@@ -69,13 +78,31 @@ def header(run: Run, figures: dict) -> str:
     launch = run.launches[-1] if run.launches else None
     reason = launch.reason if launch else ""
     wanted = run.config.get("steps")
-    state = f"ended: {reason}" if reason else f"no end recorded after step {figures['steps']}: still going, or cut off"
-    started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.launches[0].start)) if run.launches else "never started"
-    facts = [f"pipeline {figures['pipeline'] or 'unknown'}", f"step {figures['steps']}" + (f" of {wanted}" if wanted else ""), started]
+    state = (
+        f"ended: {reason}"
+        if reason
+        else f"no end recorded after step {figures['steps']}: still going, or cut off"
+    )
+    started = (
+        time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.launches[0].start))
+        if run.launches
+        else "never started"
+    )
+    facts = [
+        f"pipeline {figures['pipeline'] or 'unknown'}",
+        f"step {figures['steps']}" + (f" of {wanted}" if wanted else ""),
+        started,
+    ]
     if str(run.config.get("source", "")).startswith("replay:"):
         facts.append(f"trained again from {run.config['source'].removeprefix('replay:')}")
-    badge = tag("span", text(state), class_="state " + ("good" if reason and not reason.startswith("failed") else "bad"))
-    return tag("header", tag("h1", text(run.directory.resolve().name)) + badge + tag("p", text("  ·  ".join(facts))))
+    badge = tag(
+        "span",
+        text(state),
+        class_="state " + ("good" if reason and not reason.startswith("failed") else "bad"),
+    )
+    return tag(
+        "header", tag("h1", text(run.directory.resolve().name)) + badge + tag("p", text("  ·  ".join(facts)))
+    )
 
 
 def headline(run: Run, f: dict) -> str:
@@ -85,23 +112,59 @@ def headline(run: Run, f: dict) -> str:
     bound = (run.config.get("pipeline") or {}).get("max_staleness")
     sampled = f["accuracy_after_sampled"]
     seconds = [step["seconds"] for step in run.steps]
-    return tiles([
-        ("held-out accuracy (greedy)", f"{number(f['accuracy_before'])} → {number(f['accuracy_after'])}",
-         "" if sampled is None else f"sampled, after: {number(sampled)}"),
-        ("trajectories trained", f"{f['trajectories_trained']:,}" if f["trajectories_trained"] is not None else "-",
-         f"accuracy 0.70 after {f['trajectories_to_070']:,}" if f["trajectories_to_070"] else "accuracy 0.70 not reached"),
-        ("wall time", duration(f["wall_seconds"]),
-         f"{duration(statistics.median(seconds))} per step (median)" if seconds else "no step done"),
-        ("tokens per second", count(f["tokens_per_second"]), "batch over time between updates"),
-        ("staleness at training", f"{number(f['staleness_training_mean'], 2)} / {number(f['staleness_training_max'], 0)}",
-         "mean / max, " + ("no bound" if bound is None else f"bound {bound}")),
-        ("versions per trajectory", str(f["max_versions_per_trajectory"] or "-"), "the most in any trajectory trained"),
-        ("trainer idle", share(f["trainer_idle_fraction"]), f"rollouts idle {share(f['rollout_idle_fraction'])}"),
-        ("publishing holds up", duration_ms(f["publish_stall_seconds_mean"]), f"a pull takes {duration_ms(f['pull_seconds_mean'])}"),
-        *([("weights changed per step", share(f["publish_changed_fraction_mean"]),
-            f"{share(f['publish_bytes_over_full_mean'])} of the bytes of full copies were sent")]
-          if f["publish_changed_fraction_mean"] is not None else []),
-    ])  # fmt: skip
+    return tiles(
+        [
+            (
+                "held-out accuracy (greedy)",
+                f"{number(f['accuracy_before'])} → {number(f['accuracy_after'])}",
+                "" if sampled is None else f"sampled, after: {number(sampled)}",
+            ),
+            (
+                "trajectories trained",
+                f"{f['trajectories_trained']:,}" if f["trajectories_trained"] is not None else "-",
+                f"accuracy 0.70 after {f['trajectories_to_070']:,}"
+                if f["trajectories_to_070"]
+                else "accuracy 0.70 not reached",
+            ),
+            (
+                "wall time",
+                duration(f["wall_seconds"]),
+                f"{duration(statistics.median(seconds))} per step (median)" if seconds else "no step done",
+            ),
+            ("tokens per second", count(f["tokens_per_second"]), "batch over time between updates"),
+            (
+                "staleness at training",
+                f"{number(f['staleness_training_mean'], 2)} / {number(f['staleness_training_max'], 0)}",
+                "mean / max, " + ("no bound" if bound is None else f"bound {bound}"),
+            ),
+            (
+                "versions per trajectory",
+                str(f["max_versions_per_trajectory"] or "-"),
+                "the most in any trajectory trained",
+            ),
+            (
+                "trainer idle",
+                share(f["trainer_idle_fraction"]),
+                f"rollouts idle {share(f['rollout_idle_fraction'])}",
+            ),
+            (
+                "publishing holds up",
+                duration_ms(f["publish_stall_seconds_mean"]),
+                f"a pull takes {duration_ms(f['pull_seconds_mean'])}",
+            ),
+            *(
+                [
+                    (
+                        "weights changed per step",
+                        share(f["publish_changed_fraction_mean"]),
+                        f"{share(f['publish_bytes_over_full_mean'])} of the bytes of full copies were sent",
+                    )
+                ]
+                if f["publish_changed_fraction_mean"] is not None
+                else []
+            ),
+        ]
+    )
 
 
 def duration_ms(seconds: float | None) -> str:
@@ -123,7 +186,11 @@ def learning(run: Run) -> str:
         accuracy = [s["accuracy_mean"] for s in run.steps]
         smooth = [(x, statistics.fmean(accuracy[max(0, i - 2) : i + 1])) for i, (x, _) in enumerate(steps)]
         series = [
-            *([Series("reward of the batch", GREY, [(x, s["reward_mean"]) for x, s in steps], faint=True)] if own_reward else []),
+            *(
+                [Series("reward of the batch", GREY, [(x, s["reward_mean"]) for x, s in steps], faint=True)]
+                if own_reward
+                else []
+            ),
             Series("accuracy of the batch", BLUE, [(x, s["accuracy_mean"]) for x, s in steps], faint=True),
             Series("accuracy, mean of 3 steps", BLUE, smooth),
             *held_out(run, first, place),
@@ -142,8 +209,14 @@ def learning(run: Run) -> str:
 
 def held_out(run: Run, file: str, place: Callable[[dict], float]) -> list[Series]:
     """A file's evaluations: greedy filled, sampled hollow."""
-    found = {name: [(place(e), e["accuracy"]) for e in run.evaluations if (e["name"], e.get("file", "")) == (name, file)]
-             for name in ("sampled", "greedy")}  # fmt: skip
+    found = {
+        name: [
+            (place(e), e["accuracy"])
+            for e in run.evaluations
+            if (e["name"], e.get("file", "")) == (name, file)
+        ]
+        for name in ("sampled", "greedy")
+    }
     return [
         Series(f"{file}, sampled", ORANGE, found["sampled"], points=True, hollow=True),
         Series(f"{file}, greedy", ORANGE, found["greedy"], points=True),
@@ -161,11 +234,19 @@ def staleness(run: Run) -> str:
     ]
     charts = grid(
         "three",
-        figure("when the last token was generated", svg.share_bars(generation, BLUE, "trainer steps", width=380)),
-        figure("when it was trained on", svg.share_bars(training, ORANGE, "trainer steps", width=380, bound=bound)),
+        figure(
+            "when the last token was generated", svg.share_bars(generation, BLUE, "trainer steps", width=380)
+        ),
+        figure(
+            "when it was trained on",
+            svg.share_bars(training, ORANGE, "trainer steps", width=380, bound=bound),
+        ),
         figure("mean per batch: the same two", svg.lines(over_time, "trainer step", width=380)),
     )
-    note = "Trainer steps between the weights that generated a trajectory and the trainer's own, as shares of the trajectories trained."
+    note = (
+        "Trainer steps between the weights that generated a trajectory and the trainer's own, as shares "
+        "of the trajectories trained."
+    )
     return section("Staleness", charts, note)
 
 
@@ -184,8 +265,13 @@ def lengths(run: Run) -> str:
     thirds = [("first third", ORANGE, first), ("last third", BLUE, last)]
     charts = grid(
         "three",
-        figure("all of the run", svg.log_histogram([("all", BLUE, everything)], "response tokens", width=380, marks=marks)),
-        figure("first third (orange), last third (blue)", svg.log_histogram(thirds, "response tokens", width=380)),
+        figure(
+            "all of the run",
+            svg.log_histogram([("all", BLUE, everything)], "response tokens", width=380, marks=marks),
+        ),
+        figure(
+            "first third (orange), last third (blue)", svg.log_histogram(thirds, "response tokens", width=380)
+        ),
         figure("per batch: mean (blue) and longest", svg.lines(over_time, "trainer step", width=380)),
     )
     return section("Response lengths", charts)
@@ -205,7 +291,11 @@ def accounts(run: Run) -> str:
         listed = ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds, _ in parts)
         body += tag("tr", tag("td", text(name)) + tag("td", text(listed)))
     details = tag("details", tag("summary", "in seconds") + tag("table", body))
-    return section("Where the time went", svg.stacked_bars(rows) + details, "From the first batch taken to the last step done.")
+    return section(
+        "Where the time went",
+        svg.stacked_bars(rows) + details,
+        "From the first batch taken to the last step done.",
+    )
 
 
 def sampling(run: Run) -> str:
@@ -218,11 +308,22 @@ def sampling(run: Run) -> str:
         Series("generated", BLUE, [(s["step"], s["tokens_generated"]) for s in steps]),
         Series("saved", GREEN, [(s["step"], s["tokens_saved"]) for s in steps]),
     ]
-    return section("Sampling", grid(
-        "two",
-        figure("groups filtered, per step: all rewards equal", svg.lines(groups, "trainer step", y_range=(0.0, 0.0))),
-        figure("response tokens per step: generated (blue), saved (green)", svg.lines(tokens, "trainer step", y_range=(0.0, 0.0))),
-    ), "Saved: the samples that groups did without, against always the most, at the mean length of their own responses.")  # fmt: skip
+    return section(
+        "Sampling",
+        grid(
+            "two",
+            figure(
+                "groups filtered, per step: all rewards equal",
+                svg.lines(groups, "trainer step", y_range=(0.0, 0.0)),
+            ),
+            figure(
+                "response tokens per step: generated (blue), saved (green)",
+                svg.lines(tokens, "trainer step", y_range=(0.0, 0.0)),
+            ),
+        ),
+        "Saved: the samples that groups did without, against always the most, at the mean length of their "
+        "own responses.",
+    )
 
 
 def trainer_curves(run: Run) -> str:
@@ -231,45 +332,91 @@ def trainer_curves(run: Run) -> str:
         return ""
 
     def curve(title: str, *fields: tuple[str, str]) -> str:
-        series = [Series(field.replace("_", " "), color, [(s["step"], s.get(field)) for s in steps]) for field, color in fields]
+        series = [
+            Series(field.replace("_", " "), color, [(s["step"], s.get(field)) for s in steps])
+            for field, color in fields
+        ]
         return figure(title, svg.lines(series, "trainer step", width=380, height=190))
 
-    return section("Trainer", grid(
-        "three",
-        curve("entropy per token (nats)", ("entropy", BLUE)),
-        curve("gradient norm", ("grad_norm", BLUE)),
-        curve("loss", ("loss", BLUE)),
-        curve("share of clipped tokens", ("clip_fraction", BLUE)),
-        curve("largest importance ratio", ("ratio_max", BLUE)),
-        curve("seconds per step: training (orange), waiting", ("wait_seconds", GREY), ("train_seconds", ORANGE)),
-    ))  # fmt: skip
+    return section(
+        "Trainer",
+        grid(
+            "three",
+            curve("entropy per token (nats)", ("entropy", BLUE)),
+            curve("gradient norm", ("grad_norm", BLUE)),
+            curve("loss", ("loss", BLUE)),
+            curve("share of clipped tokens", ("clip_fraction", BLUE)),
+            curve("largest importance ratio", ("ratio_max", BLUE)),
+            curve(
+                "seconds per step: training (orange), waiting",
+                ("wait_seconds", GREY),
+                ("train_seconds", ORANGE),
+            ),
+        ),
+    )
 
 
 def weights(run: Run) -> str:
     gaps, pulls = run.records.get("logprob_gap", []), run.records.get("pull", [])
     if not gaps and not pulls:
         return ""
-    gap = [Series(name, color, [(g["weight_id"], g[name]) for g in gaps]) for name, color in (("max", GREY), ("mean", BLUE))]
-    published = [Series("stall of the trainer", PURPLE, [(p["weight_id"], p["stall_seconds"]) for p in run.records.get("publish", [])])]
-    pulled = [Series("pull", GREEN, [(p["weight_id"], p["seconds"]) for p in pulls], points=len({p["replica"] for p in pulls}) > 1)]
-    return section("Weights", grid(
-        "three",
-        figure("log-prob gap: mean (blue) and largest", svg.lines(gap, "weight id", width=380, log_y=True)),
-        figure("seconds the trainer stood still to publish", svg.lines(published, "weight id", width=380, y_range=(0.0, 0.0))),
-        figure("seconds of a replica's pull", svg.lines(pulled, "weight id", width=380, y_range=(0.0, 0.0))),
-    ), "The gap is |engine − trainer| over a fixed probe of 124 tokens, with the same weights on both sides.")  # fmt: skip
+    gap = [
+        Series(name, color, [(g["weight_id"], g[name]) for g in gaps])
+        for name, color in (("max", GREY), ("mean", BLUE))
+    ]
+    published = [
+        Series(
+            "stall of the trainer",
+            PURPLE,
+            [(p["weight_id"], p["stall_seconds"]) for p in run.records.get("publish", [])],
+        )
+    ]
+    pulled = [
+        Series(
+            "pull",
+            GREEN,
+            [(p["weight_id"], p["seconds"]) for p in pulls],
+            points=len({p["replica"] for p in pulls}) > 1,
+        )
+    ]
+    return section(
+        "Weights",
+        grid(
+            "three",
+            figure(
+                "log-prob gap: mean (blue) and largest", svg.lines(gap, "weight id", width=380, log_y=True)
+            ),
+            figure(
+                "seconds the trainer stood still to publish",
+                svg.lines(published, "weight id", width=380, y_range=(0.0, 0.0)),
+            ),
+            figure(
+                "seconds of a replica's pull", svg.lines(pulled, "weight id", width=380, y_range=(0.0, 0.0))
+            ),
+        ),
+        "The gap is |engine − trainer| over a fixed probe of 124 tokens, with the same weights on both "
+        "sides.",
+    )
 
 
 def sample_trajectories(run: Run) -> str:
     found = samples.pages(run)
-    note = "Steps spread over the run: of each prompt the best answer and the worst. Staleness: at generation → at training. Click for all."
+    note = (
+        "Steps spread over the run: of each prompt the best answer and the worst. Staleness: at "
+        "generation → at training. Click for all."
+    )
     return section("Sample trajectories", found, note) if found else ""
 
 
 def configuration(run: Run) -> str:
     known = run.launches[-1].derived if run.launches else {}
-    derived = {name.replace("_bytes", " size").replace("_", " "): value_text(name, value) for name, value in known.items()}
-    content = (keys(derived) if derived else "") + tag("details", tag("summary", "every key") + keys(_flat(run.config)))
+    derived = {
+        name.replace("_bytes", " size").replace("_", " "): value_text(name, value)
+        for name, value in known.items()
+    }
+    content = (keys(derived) if derived else "") + tag(
+        "details", tag("summary", "every key") + keys(_flat(run.config))
+    )
     return section("Configuration", content)
 
 
@@ -284,7 +431,13 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
 
 
 def launches(run: Run) -> str:
-    head = tag("tr", "".join(tag("th", name) for name in ("launch", "started (UTC)", "from step", "steps that count", "time", "end")))
+    head = tag(
+        "tr",
+        "".join(
+            tag("th", name)
+            for name in ("launch", "started (UTC)", "from step", "steps that count", "time", "end")
+        ),
+    )
     rows = ""
     for index, launch in enumerate(run.launches, 1):
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(launch.start))
@@ -298,7 +451,11 @@ def launches(run: Run) -> str:
         cells = ("restart", when, origin, "", "", why)
         rows += tag("tr", "".join(tag("td", text(cell)) for cell in cells))
     kinds = ("given_up", "lost", "regranted")
-    incidents = [f"{len(run.records[kind])} × {kind.replace('_', ' ')}" for kind in kinds if kind in run.records]
+    incidents = [
+        f"{len(run.records[kind])} × {kind.replace('_', ' ')}" for kind in kinds if kind in run.records
+    ]
     if run.abandoned_steps:
         incidents.insert(0, f"steps done again after a restore: {run.abandoned_steps}")
-    return section("Launches", tag("table", head + rows), "Incidents: " + (", ".join(incidents) or "none") + ".")
+    return section(
+        "Launches", tag("table", head + rows), "Incidents: " + (", ".join(incidents) or "none") + "."
+    )

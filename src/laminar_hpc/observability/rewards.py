@@ -23,13 +23,20 @@ def rewards(run: Run) -> str:
         failed = [(s["step"], s.get("reward_error_count")) for s in run.steps]
         plot = svg.lines([Series("errors", COLORS[1], failed)], "trainer step", y_range=(0.0, 0.0))
         charts.append(figure("trajectories with a reward error, per step", plot))
-    note = "The reward is the sum of weight x reward; a reward that failed counts as reward.score_on_failure." if names else ""
+    note = (
+        "The reward is the sum of weight x reward; a reward that failed counts as reward.score_on_failure."
+        if names
+        else ""
+    )
     return section("Rewards", grid("two", *charts) + _table(errors), note)
 
 
 def _means(run: Run, names: list[str]) -> str:
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
-    series = [Series(name, color, [(s["step"], s.get(summary.REWARD_PREFIX + name)) for s in run.steps]) for name, color in colors.items()]
+    series = [
+        Series(name, color, [(s["step"], s.get(summary.REWARD_PREFIX + name)) for s in run.steps])
+        for name, color in colors.items()
+    ]
     return figure(
         "mean of each reward function per batch",
         svg.legend(list(colors.items())) + svg.lines(series, "trainer step"),
@@ -41,5 +48,8 @@ def _table(errors: Counter) -> str:
     if not errors:
         return ""
     head = tag("tr", tag("th", "trajectories") + tag("th", "reward error"))
-    rows = "".join(tag("tr", tag("td", f"{n:,}") + tag("td", text(words))) for words, n in errors.most_common(SHOWN_ERRORS))
+    rows = "".join(
+        tag("tr", tag("td", f"{n:,}") + tag("td", text(words)))
+        for words, n in errors.most_common(SHOWN_ERRORS)
+    )
     return tag("table", head + rows)

@@ -1,8 +1,9 @@
-"""A run as its files tell it: launches, the history of steps that led to the weights, spans, and what the store says was consumed.
+"""A run as its files tell it: launches, the history of steps that led to the weights, spans, and what the
+store says was consumed.
 
-`summary` and `report` read a run through `load`; nothing here talks to a live process, so a running, crashed or copied folder reads
-alike. A launch that restored step s abandons the steps > s before it: they are not in `Run.steps`. Missing files leave their part
-empty; only a folder without metrics is refused.
+`summary` and `report` read a run through `load`; nothing here talks to a live process, so a running, crashed
+or copied folder reads alike. A launch that restored step s abandons the steps > s before it: they are not in
+`Run.steps`. Missing files leave their part empty; only a folder without metrics is refused.
 """
 
 import sqlite3
@@ -21,7 +22,8 @@ from laminar_hpc.observability.trace import Span, read_spans
 
 
 class Consumed(msgspec.Struct):
-    """A trajectory trained on. `consumed_step` is the step of the weights that it was trained with; times are seconds since the epoch."""
+    """A trajectory trained on. `consumed_step` is the step of the weights that it was trained with; times are
+    seconds since the epoch."""
 
     id: int
     group_id: int
@@ -58,7 +60,8 @@ class _Spans(msgspec.Struct):
 
 @dataclass
 class Launch:
-    """One start of the run. `reason` is "" and `end` the time of its newest line where the launch came to no end of its own."""
+    """One start of the run. `reason` is "" and `end` the time of its newest line where the launch came to no
+    end of its own."""
 
     start: float
     end: float
@@ -71,7 +74,8 @@ class Launch:
 
 @dataclass
 class Run:
-    """Everything that is known of a run. `steps`: step records in order, each step once; `records`: the other kinds, all launches."""
+    """Everything that is known of a run. `steps`: step records in order, each step once; `records`: the other
+    kinds, all launches."""
 
     directory: Path
     config: dict
@@ -86,7 +90,9 @@ class Run:
     def store(self) -> Path:
         """Where the store is: in the run's folder unless its configuration says otherwise."""
         elsewhere = self.config.get("store_dir")
-        return (Path(elsewhere) / self.directory.resolve().name if elsewhere else self.directory) / "store.sqlite"
+        return (
+            Path(elsewhere) / self.directory.resolve().name if elsewhere else self.directory
+        ) / "store.sqlite"
 
     @property
     def steps(self) -> list[dict]:
@@ -104,14 +110,19 @@ class Run:
         return [decode_trajectory(payload) for (payload,) in _select(self.store, "payload", where)]
 
     def gaps(self, ids: list[int]) -> dict[int, tuple[float, int]]:
-        """Trajectory id -> its gap when it was trained, as in messages.StepDone; without those of which none is on record."""
+        """Trajectory id -> its gap when it was trained, as in messages.StepDone; without those of which none
+        is on record."""
         if not any(_select(self.store, "name", "name = 'gaps'", "sqlite_master")):
             return {}
         where = f"mean IS NOT NULL AND trajectory_id IN ({','.join(str(int(i)) for i in ids)})"
-        return {i: (mean, ahead) for i, mean, ahead in _select(self.store, "trajectory_id, mean, minibatches_ahead", where, "gaps")}
+        return {
+            i: (mean, ahead)
+            for i, mean, ahead in _select(self.store, "trajectory_id, mean, minibatches_ahead", where, "gaps")
+        }
 
     def group_times(self, ids: list[int]) -> dict[int, tuple[float, float]]:
-        """Group id -> when it was granted and when its last trajectory was scored, seconds since the epoch; 0 where that is not known."""
+        """Group id -> when it was granted and when its last trajectory was scored, seconds since the epoch; 0
+        where that is not known."""
         where = f"id IN ({','.join(str(int(i)) for i in ids)})"
         rows = _select(self.store, "id, COALESCE(granted_at, 0), COALESCE(finished_at, 0)", where, "groups")
         return {group: (granted, finished) for group, granted, finished in rows}
@@ -121,7 +132,9 @@ def load(run_dir: Path) -> Run:
     """Raises LaminarError when `run_dir` is no run."""
     run_dir = Path(run_dir)
     if not (run_dir / "metrics.jsonl").is_file():
-        raise LaminarError(f"{run_dir} is no run: no metrics.jsonl there; name the run_dir of a `laminar train`")
+        raise LaminarError(
+            f"{run_dir} is no run: no metrics.jsonl there; name the run_dir of a `laminar train`"
+        )
     launches: list[Launch] = []
     evaluations: list[dict] = []
     abandoned = 0
@@ -165,22 +178,34 @@ def _config(run_dir: Path) -> dict:
     try:
         return yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
-        raise LaminarError(f"{path} is not YAML ({str(error).splitlines()[0]}); restore it from the run") from None
+        raise LaminarError(
+            f"{path} is not YAML ({str(error).splitlines()[0]}); restore it from the run"
+        ) from None
 
 
 def _spans(run_dir: Path) -> dict[str, list[Span]]:
     """The traces, with the generation for evaluations set apart from that for training."""
     return {
-        name: [span._replace(kind="evaluate") if span.kind == "generate" and span.fields.get("evaluation") else span for span in spans]
+        name: [
+            span._replace(kind="evaluate")
+            if span.kind == "generate" and span.fields.get("evaluation")
+            else span
+            for span in spans
+        ]
         for name, spans in read_spans(run_dir).items()
     }
 
 
 def _consumed(run: Run) -> list[Consumed]:
-    """The trajectories that led to the weights. A batch is marked consumed before its step is done; such a step is not in the history."""
+    """The trajectories that led to the weights. A batch is marked consumed before its step is done; such a
+    step is not in the history."""
     done = max((step["step"] for step in run.steps), default=0)
     fields = Consumed.__struct_fields__
-    rows = _select(run.store, ", ".join(fields), f"state = 'consumed' AND consumed_step < {done} ORDER BY consumed_step, id")
+    rows = _select(
+        run.store,
+        ", ".join(fields),
+        f"state = 'consumed' AND consumed_step < {done} ORDER BY consumed_step, id",
+    )
     return [Consumed(*row) for row in rows]
 
 
@@ -195,4 +220,6 @@ def _select(path: Path, columns: str, where: str, table: str = "trajectories") -
         finally:
             connection.close()
     except sqlite3.Error as error:
-        raise LaminarError(f"{path} cannot be read ({error}); copy the run again, with store.sqlite-wal if there is one") from None
+        raise LaminarError(
+            f"{path} cannot be read ({error}); copy the run again, with store.sqlite-wal if there is one"
+        ) from None

@@ -1,8 +1,10 @@
-"""Sample trajectories for the report: a handful over the whole run, of prompts that were answered well and badly.
+"""Sample trajectories for the report: a handful over the whole run, of prompts that were answered well and
+badly.
 
-Steps spread evenly over the run, of each the prompts whose answers differ most in reward, of each of these the best answer and the worst.
-The table is the overview; each row leads to a trajectory's own page (`trajectory_page`). Responses are decoded with the tokenizer.json of
-the run's model directory; where that is not there, token ids are shown.
+Steps spread evenly over the run, of each the prompts whose answers differ most in reward, of each of these
+the best answer and the worst. The table is the overview; each row leads to a trajectory's own page
+(`trajectory_page`). Responses are decoded with the tokenizer.json of the run's model directory; where that is
+not there, token ids are shown.
 """
 
 from collections import defaultdict
@@ -23,7 +25,8 @@ COLUMNS = ("", "step", "prompt", "response", "reward", "tokens", "weights of ste
 
 
 def pages(run: Run) -> str:
-    """HTML of the samples: the overview, then a page for each; empty text where the run has no stored trajectories."""
+    """HTML of the samples: the overview, then a page for each; empty text where the run has no stored
+    trajectories."""
     if not run.consumed:
         return ""
     chosen = choose(run.consumed)
@@ -34,14 +37,20 @@ def pages(run: Run) -> str:
     rows = "".join(_row(row, stored[row.id], decode) for row in known)
     table = tag("table", tag("thead", head) + tag("tbody", rows), class_="samples")
     facts = trajectory_page.facts(run, known)
-    return table + "".join(trajectory_page.page(row, stored[row.id], facts, decode) for row in known) if rows else ""
+    return (
+        table + "".join(trajectory_page.page(row, stored[row.id], facts, decode) for row in known)
+        if rows
+        else ""
+    )
 
 
 def choose(trajectories: list[Consumed]) -> list[Consumed]:
     """The samples, in order of the steps that trained them. `trajectories` are in that order."""
     steps = sorted({t.consumed_step for t in trajectories})
     places = sorted({round(i * (len(steps) - 1) / max(1, STEPS - 1)) for i in range(STEPS)})
-    return [t for place in places for t in _of_step([t for t in trajectories if t.consumed_step == steps[place]])]
+    return [
+        t for place in places for t in _of_step([t for t in trajectories if t.consumed_step == steps[place]])
+    ]
 
 
 def _of_step(trajectories: list[Consumed]) -> list[Consumed]:
@@ -50,7 +59,9 @@ def _of_step(trajectories: list[Consumed]) -> list[Consumed]:
     for trajectory in trajectories:
         groups[trajectory.group_id].append(trajectory)
     # Prompts with differing rewards say more than those with equal ones.
-    ordered = sorted(groups.values(), key=lambda group: min(t.reward for t in group) - max(t.reward for t in group))[:PROMPTS_PER_STEP]
+    ordered = sorted(
+        groups.values(), key=lambda group: min(t.reward for t in group) - max(t.reward for t in group)
+    )[:PROMPTS_PER_STEP]
     chosen = []
     for group in ordered:
         best = max(group, key=lambda t: (t.reward, -t.response_length))
@@ -75,8 +86,15 @@ def _row(row: Consumed, trajectory: Trajectory, decode: Callable[[list[int]], st
     cells = [
         tag("td", tag("a", f"{row.id}", href=f"#{trajectory_page.anchor(row.id)}")),
         tag("td", str(row.consumed_step + 1)),
-        tag("td", tag("code", text(trajectory_page.shortened(decode(trajectory.prompt_tokens), MAX_CHARACTERS)))),
-        tag("td", tag("code", text(response)) + ("" if row.finish_reason == "stop" else tag("em", " cut at the limit"))),
+        tag(
+            "td",
+            tag("code", text(trajectory_page.shortened(decode(trajectory.prompt_tokens), MAX_CHARACTERS))),
+        ),
+        tag(
+            "td",
+            tag("code", text(response))
+            + ("" if row.finish_reason == "stop" else tag("em", " cut at the limit")),
+        ),
         tag("td", tag("b", text(reward), class_=good)),
         tag("td", str(row.response_length)),
         tag("td", f"{row.weight_step} (id {row.weight_id})"),

@@ -51,7 +51,9 @@ def sample_line(trajectory: Trajectory, step: int, tokenizer: Tokenizer) -> str:
     """`step`: that trained it, counted from 0."""
     prompt = tokenizer.decode(trajectory.prompt_tokens, skip_special_tokens=False)
     response = tokenizer.decode(trajectory.response_tokens, skip_special_tokens=True)
-    reward = f"reward {trajectory.reward:5.2f}" + (" (its function failed)" if trajectory.reward_error else "")
+    reward = f"reward {trajectory.reward:5.2f}" + (
+        " (its function failed)" if trajectory.reward_error else ""
+    )
     cut = " (cut at the limit)" if trajectory.finish_reason == "length" else ""
     texts = f'"{shown(prompt, PROMPT_CHARACTERS)}" -> "{shown(response, RESPONSE_CHARACTERS)}"{cut}'
     return line("sample", f"{reward}  stale {step - trajectory.weight_step}  {texts}")

@@ -1,7 +1,8 @@
-"""run_dir/status.json: what a run is doing now, rewritten once a second by the controller, read by `laminar top`.
+"""run_dir/status.json: what a run is doing now, rewritten once a second by the controller, read by `laminar
+top`.
 
-A snapshot, not a history: it stays behind as the last word of a run that ended or died. Written through a rename, so that a reader never
-sees half of it; it is not synced to the disk, as nothing depends on it.
+A snapshot, not a history: it stays behind as the last word of a run that ended or died. Written through a
+rename, so that a reader never sees half of it; it is not synced to the disk, as nothing depends on it.
 """
 
 import logging
@@ -18,7 +19,8 @@ STATUS_FILE = "status.json"
 
 
 class Rank(msgspec.Struct, omit_defaults=True):
-    """A worker that is in the run. `load` of rollouts only; `weight_step` -1 = serves no verified weights yet."""
+    """A worker that is in the run. `load` of rollouts only; `weight_step` -1 = serves no verified weights
+    yet."""
 
     role: str
     index: int

@@ -1,7 +1,9 @@
-"""run_dir/summary.json: the figures of a run, made from its files alone. docs/metrics.md defines every one of them.
+"""run_dir/summary.json: the figures of a run, made from its files alone. docs/metrics.md defines every one of
+them.
 
-Called at the end of a run, by `laminar report`, and by the benches. A figure that the files do not hold is null, never a guess. What was
-learned and trained counts over the history that led to the weights; durations count over everything that happened.
+Called at the end of a run, by `laminar report`, and by the benches. A figure that the files do not hold is
+null, never a guess. What was learned and trained counts over the history that led to the weights; durations
+count over everything that happened.
 """
 
 import json
@@ -47,13 +49,19 @@ def figures(run: Run) -> dict:
         "accuracy_after_sampled": accuracy(run, "sampled", "after"),
         "evaluations": evaluations(run),
         "steps": max((step["step"] for step in steps), default=0),
-        "trajectories_trained": _per_step(run, "trajectories", Counter(t.consumed_step for t in run.consumed)),
+        "trajectories_trained": _per_step(
+            run, "trajectories", Counter(t.consumed_step for t in run.consumed)
+        ),
         "trajectories_to_070": trajectories_to_goal(steps),
-        "response_tokens_trained": _per_step(run, "response_tokens", _summed(run, lambda t: t.response_length)),
+        "response_tokens_trained": _per_step(
+            run, "response_tokens", _summed(run, lambda t: t.response_length)
+        ),
         "restarts": len(run.records.get("restart", [])),
         "wall_seconds": sum(launch.end - launch.start for launch in run.launches),
         "tokens_per_second": tokens_per_second(run),
-        "max_versions_per_trajectory": max(run.versions(), default=_whole_max(steps, "versions_per_trajectory_max")),
+        "max_versions_per_trajectory": max(
+            run.versions(), default=_whole_max(steps, "versions_per_trajectory_max")
+        ),
         "staleness_generation_mean": _weighted_mean(steps, "staleness_generation_mean"),
         "staleness_generation_max": _whole_max(steps, "staleness_generation_max"),
         "staleness_training_mean": _weighted_mean(steps, "staleness_training_mean"),
@@ -112,18 +120,33 @@ def accuracy(run: Run, name: str, label: str, file: str | None = None) -> float 
     """Of the newest evaluation so named and labelled; of the first file unless another one is named."""
     file = next(iter(files(run)), "") if file is None else file
     wanted = (name, label, file)
-    return next((e["accuracy"] for e in reversed(run.evaluations) if (e["name"], e["label"], e.get("file", "")) == wanted), None)
+    return next(
+        (
+            e["accuracy"]
+            for e in reversed(run.evaluations)
+            if (e["name"], e["label"], e.get("file", "")) == wanted
+        ),
+        None,
+    )
 
 
 def evaluations(run: Run) -> dict[str, dict[str, float | None]]:
     """Per file: accuracy before and after, greedy and sampled."""
-    kinds = {"before": ("greedy", "before"), "after": ("greedy", "after"),
-             "before_sampled": ("sampled", "before"), "after_sampled": ("sampled", "after")}  # fmt: skip
-    return {file: {key: accuracy(run, name, label, file) for key, (name, label) in kinds.items()} for file in files(run)}
+    kinds = {
+        "before": ("greedy", "before"),
+        "after": ("greedy", "after"),
+        "before_sampled": ("sampled", "before"),
+        "after_sampled": ("sampled", "after"),
+    }
+    return {
+        file: {key: accuracy(run, name, label, file) for key, (name, label) in kinds.items()}
+        for file in files(run)
+    }
 
 
 def trajectories_to_goal(steps: list[dict]) -> int | None:
-    """Trajectories trained when the mean accuracy of the trained batches over GOAL_STEPS steps first reached GOAL; None if never."""
+    """Trajectories trained when the mean accuracy of the trained batches over GOAL_STEPS steps first reached
+    GOAL; None if never."""
     trained = 0.0  # metrics of the trainer cross as floats
     for index, step in enumerate(steps):
         trained += step["trajectories"]
@@ -134,9 +157,11 @@ def trajectories_to_goal(steps: list[dict]) -> int | None:
 
 
 def tokens_per_second(run: Run) -> float | None:
-    """Prompt and response tokens of a global batch over the time between actor updates (the paper's metric, section 6).
+    """Prompt and response tokens of a global batch over the time between actor updates (the paper's metric,
+    section 6).
 
-    Each interval between two updates of one launch counts with the batch that ends it; None before the second update.
+    Each interval between two updates of one launch counts with the batch that ends it; None before the second
+    update.
     """
     tokens, seconds = 0, 0.0
     for launch in run.launches:
@@ -148,7 +173,8 @@ def tokens_per_second(run: Run) -> float | None:
 
 
 def _per_step(run: Run, field: str, stored: Counter) -> int | None:
-    """Total over the history: of each step what the store holds, else (a replay has no store of its own) what its metrics say.
+    """Total over the history: of each step what the store holds, else (a replay has no store of its own) what
+    its metrics say.
 
     A step may be in the store alone: the trainer checkpointed it while the controller was dying.
     """

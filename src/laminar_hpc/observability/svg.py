@@ -1,7 +1,8 @@
-"""Small charts as SVG text, for the report: lines, histograms, stacked bars. Pure functions; colours are CSS values of the page.
+"""Small charts as SVG text, for the report: lines, histograms, stacked bars. Pure functions; colours are CSS
+values of the page.
 
-Every chart has one viewBox in pixels and scales with its column. Values that are None or not finite are left out; a chart without
-values says so instead of drawing an empty frame.
+Every chart has one viewBox in pixels and scales with its column. Values that are None or not finite are left
+out; a chart without values says so instead of drawing an empty frame.
 """
 
 import html
@@ -11,10 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40  # margins around the plot, for tick labels and the name of the x axis
+LEFT, RIGHT, TOP, BOTTOM = (
+    52,
+    14,
+    12,
+    40,
+)  # margins around the plot, for tick labels and the name of the x axis
 
 
-SHAPES = frozenset({"rect", "line", "circle", "polyline", "use"})  # what may be closed at once; HTML's elements may not
+SHAPES = frozenset(
+    {"rect", "line", "circle", "polyline", "use"}
+)  # what may be closed at once; HTML's elements may not
 
 
 @dataclass
@@ -34,8 +42,11 @@ def text(value: object) -> str:
 
 
 def tag(name: str, content: str = "", /, *, title: str = "", **attributes: object) -> str:
-    """An element. `content` is markup, `title` becomes its tooltip; attributes: `text_anchor` is text-anchor, `class_` is class."""
-    written = "".join(f' {key.strip("_").replace("_", "-")}="{_written(value)}"' for key, value in attributes.items())
+    """An element. `content` is markup, `title` becomes its tooltip; attributes: `text_anchor` is text-anchor,
+    `class_` is class."""
+    written = "".join(
+        f' {key.strip("_").replace("_", "-")}="{_written(value)}"' for key, value in attributes.items()
+    )
     inner = (f"<title>{text(title)}</title>" if title else "") + content
     return f"<{name}{written}/>" if name in SHAPES and not inner else f"<{name}{written}>{inner}</{name}>"
 
@@ -56,7 +67,8 @@ def short(value: float) -> str:
 
 
 def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) within [low, high]; with `whole` at least 1 apart."""
+    """Round numbers (1, 2 or 5 times a power of ten apart) within [low, high]; with `whole` at least 1
+    apart."""
     span = high - low
     if span <= 0:
         return [low]
@@ -87,7 +99,12 @@ def figure(width: int, height: int, body: str, label: str) -> str:
 
 
 def empty(width: int, height: int, why: str) -> str:
-    return figure(width, height, tag("text", text(why), x=width / 2, y=height / 2, class_="none", text_anchor="middle"), why)
+    return figure(
+        width,
+        height,
+        tag("text", text(why), x=width / 2, y=height / 2, class_="none", text_anchor="middle"),
+        why,
+    )
 
 
 @dataclass
@@ -103,7 +120,13 @@ class Plot:
     def bottom(self) -> int:
         return self.height - BOTTOM
 
-    def axes(self, x_ticks: Sequence[float], y_ticks: Sequence[float], x_name: str, y_format: Callable[[float], str] = short) -> str:
+    def axes(
+        self,
+        x_ticks: Sequence[float],
+        y_ticks: Sequence[float],
+        x_name: str,
+        y_format: Callable[[float], str] = short,
+    ) -> str:
         """Grid lines, tick labels and the name of the x axis."""
         right = self.width - RIGHT
         body = ""
@@ -112,8 +135,12 @@ class Plot:
             body += tag("line", class_="grid", x1=LEFT, x2=right, y1=at, y2=at)
             body += tag("text", y_format(value), class_="tick", x=LEFT - 7, y=at + 3.5, text_anchor="end")
         for value in x_ticks:
-            body += tag("text", short(value), class_="tick", x=self.x(value), y=self.bottom + 15, text_anchor="middle")
-        body += tag("text", text(x_name), class_="name", x=(LEFT + right) / 2, y=self.height - 6, text_anchor="middle")
+            body += tag(
+                "text", short(value), class_="tick", x=self.x(value), y=self.bottom + 15, text_anchor="middle"
+            )
+        body += tag(
+            "text", text(x_name), class_="name", x=(LEFT + right) / 2, y=self.height - 6, text_anchor="middle"
+        )
         return body + tag("line", class_="axis", x1=LEFT, x2=right, y1=self.bottom, y2=self.bottom)
 
     def mark(self, x: float, label: str, row: int = 0) -> str:
@@ -132,7 +159,10 @@ def lines(
     y_range: tuple[float, float] | None = None,
 ) -> str:
     """Lines and marks over a common x axis. `y_range` widens the values' own range, never cuts it."""
-    kept = [(s, [(x, y) for x, y in s.values if y is not None and math.isfinite(y) and (y > 0 or not log_y)]) for s in series]
+    kept = [
+        (s, [(x, y) for x, y in s.values if y is not None and math.isfinite(y) and (y > 0 or not log_y)])
+        for s in series
+    ]
     points = [point for _, values in kept for point in values]
     if not points:
         return empty(width, height, "nothing measured yet")
@@ -145,7 +175,12 @@ def lines(
     elif y_range is None:
         pad = (high - low or abs(high) or 1.0) * 0.06
         low, high = (0.0 if 0 <= low <= (high - low) * 0.5 else low - pad), high + pad
-    plot = Plot(width, height, scale(x_low, x_high, LEFT, width - RIGHT), scale(low, high, height - BOTTOM, TOP, log_y))
+    plot = Plot(
+        width,
+        height,
+        scale(x_low, x_high, LEFT, width - RIGHT),
+        scale(low, high, height - BOTTOM, TOP, log_y),
+    )
     x_ticks = ticks(x_low, x_high, 6, whole=all(isinstance(x, int) for x in xs))
     body = plot.axes(x_ticks, log_ticks(low, high) if log_y else ticks(low, high), x_name)
     for s, values in kept:
@@ -153,16 +188,36 @@ def lines(
             fill, edge = ("var(--card)", s.color) if s.hollow else (s.color, "var(--card)")
             for a, b in values:
                 title = f"{s.name}: {short(b)} at {short(a)}"
-                body += tag("circle", cx=plot.x(a), cy=plot.y(b), r=4.5, fill=fill, stroke=edge, stroke_width=2, title=title)
+                body += tag(
+                    "circle",
+                    cx=plot.x(a),
+                    cy=plot.y(b),
+                    r=4.5,
+                    fill=fill,
+                    stroke=edge,
+                    stroke_width=2,
+                    title=title,
+                )
         elif values:
             path = " ".join(f"{plot.x(a):.1f},{plot.y(b):.1f}" for a, b in values)
-            body += tag("polyline", points=path, fill="none", stroke=s.color, class_="faint" if s.faint else "line", title=s.name)
+            body += tag(
+                "polyline",
+                points=path,
+                fill="none",
+                stroke=s.color,
+                class_="faint" if s.faint else "line",
+                title=s.name,
+            )
     return figure(width, height, body, ", ".join(s.name for s in series))
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
     """(name, colour) pairs, as HTML."""
-    return tag("div", "".join(tag("span", f'<i style="background:{color}"></i>{text(name)}') for name, color in entries), class_="legend")
+    return tag(
+        "div",
+        "".join(tag("span", f'<i style="background:{color}"></i>{text(name)}') for name, color in entries),
+        class_="legend",
+    )
 
 
 def percent(share: float) -> str:
@@ -170,21 +225,39 @@ def percent(share: float) -> str:
 
 
 def share_bars(
-    counts: Sequence[tuple[int, int]], color: str, x_name: str, *, width: int = 560, height: int = 250, bound: int | None = None
+    counts: Sequence[tuple[int, int]],
+    color: str,
+    x_name: str,
+    *,
+    width: int = 560,
+    height: int = 250,
+    bound: int | None = None,
 ) -> str:
-    """A bar per (whole number, count): its share of all. `bound`, the largest number allowed, is drawn as a line beside its bar."""
+    """A bar per (whole number, count): its share of all. `bound`, the largest number allowed, is drawn as a
+    line beside its bar."""
     total = sum(n for _, n in counts)
     if not total:
         return empty(width, height, "no trajectories stored")
     low, high = min(k for k, _ in counts), max(max(k for k, _ in counts), bound if bound is not None else 0)
     top = max(n for _, n in counts) / total * 1.12
-    plot = Plot(width, height, scale(low - 0.6, high + 0.6, LEFT, width - RIGHT), scale(0, top, height - BOTTOM, TOP))
+    plot = Plot(
+        width, height, scale(low - 0.6, high + 0.6, LEFT, width - RIGHT), scale(0, top, height - BOTTOM, TOP)
+    )
     body = plot.axes(list(range(low, high + 1, max(1, (high - low) // 12))), ticks(0, top), x_name, percent)
     half = min(60.0, (plot.x(1) - plot.x(0)) * 0.36)
     for value, n in counts:
         share, y = n / total, plot.y(n / total)
         title = f"{value}: {n} trajectories, {percent(share)}"
-        body += tag("rect", x=plot.x(value) - half, y=y, width=2 * half, height=max(0.0, plot.bottom - y), fill=color, rx=2, title=title)
+        body += tag(
+            "rect",
+            x=plot.x(value) - half,
+            y=y,
+            width=2 * half,
+            height=max(0.0, plot.bottom - y),
+            fill=color,
+            rx=2,
+            title=title,
+        )
         body += tag("text", percent(share), class_="value", x=plot.x(value), y=y - 4, text_anchor="middle")
     if bound is not None:
         body += plot.mark(plot.x(bound + 0.5), "bound")
@@ -211,26 +284,42 @@ def log_histogram(
     height: int = 250,
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Shares of positive whole numbers over a log axis: groups of (name, colour, values), the first filled, further ones as outlines."""
+    """Shares of positive whole numbers over a log axis: groups of (name, colour, values), the first filled,
+    further ones as outlines."""
     groups = [(name, color, [max(1, v) for v in values]) for name, color, values in groups if values]
     if not groups:
         return empty(width, height, "no trajectories stored")
     edges = length_edges(max(max(values) for *_, values in groups))
     heights = [shares(values, edges) for *_, values in groups]
     top = max(map(max, heights)) * (1.12 + 0.1 * len(marks))
-    plot = Plot(width, height, scale(edges[0], edges[-1], LEFT, width - RIGHT, log=True), scale(0, top, height - BOTTOM, TOP))
+    plot = Plot(
+        width,
+        height,
+        scale(edges[0], edges[-1], LEFT, width - RIGHT, log=True),
+        scale(0, top, height - BOTTOM, TOP),
+    )
     body = plot.axes(log_ticks(edges[0], edges[-1]), ticks(0, top, 4), x_name, percent)
     for index, ((name, color, _), parts) in enumerate(zip(groups, heights, strict=True)):
         tops = [(edge, part) for pair, part in zip(pairwise(edges), parts, strict=True) for edge in pair]
         corners = [(edges[0], 0.0), *tops, (edges[-1], 0.0)]
         outline = " ".join(f"{plot.x(edge):.1f},{plot.y(part):.1f}" for edge, part in corners)
         opacity = 0.5 if index == 0 else 0.12
-        body += tag("polyline", points=outline, fill=color, fill_opacity=opacity, stroke=color, class_="line", title=name)
+        body += tag(
+            "polyline",
+            points=outline,
+            fill=color,
+            fill_opacity=opacity,
+            stroke=color,
+            class_="line",
+            title=name,
+        )
     body += "".join(plot.mark(plot.x(max(1, value)), label, row) for row, (value, label) in enumerate(marks))
     return figure(width, height, body, x_name)
 
 
-def stacked_bars(rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], *, width: int = 1140, label_width: int = 130) -> str:
+def stacked_bars(
+    rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], *, width: int = 1140, label_width: int = 130
+) -> str:
     """One horizontal bar per (name, parts), each part (kind, seconds, colour) as its share of the row."""
     row, bar, body = 30, 22, ""
     for index, (name, parts) in enumerate(rows):
@@ -240,9 +329,13 @@ def stacked_bars(rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], *
         for kind, seconds, color in parts:
             length = (width - label_width - 4) * seconds / total if total else 0.0
             share = f"{kind} {percent(seconds / total)}" if total else kind
-            body += tag("rect", x=at, y=top, width=length, height=bar, fill=color, title=f"{share}, {seconds:.1f} s")
+            body += tag(
+                "rect", x=at, y=top, width=length, height=bar, fill=color, title=f"{share}, {seconds:.1f} s"
+            )
             if length > 6.5 * len(share) + 8:
                 on = "on-light" if color in ("var(--none)", "var(--wait)") else "inside"
-                body += tag("text", text(share), class_=on, x=at + length / 2, y=top + 15, text_anchor="middle")
+                body += tag(
+                    "text", text(share), class_=on, x=at + length / 2, y=top + 15, text_anchor="middle"
+                )
             at += length
     return figure(width, max(len(rows) * row + 4, 1), body, "where the time went")

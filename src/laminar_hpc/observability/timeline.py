@@ -1,8 +1,9 @@
-"""The report's time line: what every process did when, as one SVG with all of the run and one with a window of it.
+"""The report's time line: what every process did when, as one SVG with all of the run and one with a window
+of it.
 
-Both show the same rectangles (drawn once, in seconds, stretched by a nested viewBox), so a zoom is a change of one attribute; the page's
-script does that when a part of the upper figure is dragged over, and without scripts both are still there. Time between launches is
-cut out.
+Both show the same rectangles (drawn once, in seconds, stretched by a nested viewBox), so a zoom is a change
+of one attribute; the page's script does that when a part of the upper figure is dragged over, and without
+scripts both are still there. Time between launches is cut out.
 """
 
 from collections.abc import Sequence
@@ -15,17 +16,41 @@ from laminar_hpc.observability.svg import tag
 from laminar_hpc.observability.trace import Span
 
 COLORS = {
-    "generate": "var(--generate)", "train": "var(--train)", "publish": "var(--publish)", "send": "var(--send)", "pull": "var(--pull)",
-    "score": "var(--score)", "wait": "var(--wait)", "evaluate": "var(--evaluate)", "checkpoint": "var(--checkpoint)",
-    "load": "var(--load)", "relay": "var(--relay)", "chain": "var(--relay)", "decide": "var(--train)", "commit": "var(--checkpoint)",
+    "generate": "var(--generate)",
+    "train": "var(--train)",
+    "publish": "var(--publish)",
+    "send": "var(--send)",
+    "pull": "var(--pull)",
+    "score": "var(--score)",
+    "wait": "var(--wait)",
+    "evaluate": "var(--evaluate)",
+    "checkpoint": "var(--checkpoint)",
+    "load": "var(--load)",
+    "relay": "var(--relay)",
+    "chain": "var(--relay)",
+    "decide": "var(--train)",
+    "commit": "var(--checkpoint)",
     "move": "var(--move)",
-}  # fmt: skip
+}
 BACKGROUND = frozenset({"send", "move"})  # drawn as a strip under what the process itself does
 WINDOW_SECONDS = 20.0
 MAX_SPANS_PER_ROW = 1500  # of one kind; beyond that neighbours are joined, which no screen could tell apart
 WIDTH, LABELS, ROW, BAR, AXIS = 1140, 130, 26, 20, 26
 # A moment in which a process did several things counts for the first of these.
-ACCOUNT_ORDER = ("evaluate", "checkpoint", "pull", "publish", "relay", "chain", "train", "generate", "decide", "commit", "load", "wait")
+ACCOUNT_ORDER = (
+    "evaluate",
+    "checkpoint",
+    "pull",
+    "publish",
+    "relay",
+    "chain",
+    "train",
+    "generate",
+    "decide",
+    "commit",
+    "load",
+    "wait",
+)
 _ROLES = ("trainer", "relay", "rollout", "controller")
 
 
@@ -38,11 +63,15 @@ class Row:
 
 
 def rows(run: Run) -> list[Row]:
-    """Trainers, relays, rollouts (each followed by its reward scoring), controller; processes without spans are left out."""
+    """Trainers, relays, rollouts (each followed by its reward scoring), controller; processes without spans
+    are left out."""
     found = []
     for name in sorted(run.spans, key=_order):
         spans = run.spans[name]
-        for label, part in ((name, [s for s in spans if s.kind != "score"]), (f"{name} rewards", [s for s in spans if s.kind == "score"])):
+        for label, part in (
+            (name, [s for s in spans if s.kind != "score"]),
+            (f"{name} rewards", [s for s in spans if s.kind == "score"]),
+        ):
             if part:
                 found.append(Row(label, part))
     return found
@@ -55,24 +84,30 @@ def _order(name: str) -> tuple[int, int]:
 
 
 class RunTime:
-    """Maps times since the epoch to seconds of run time, in which launches follow each other without a gap."""
+    """Maps times since the epoch to seconds of run time, in which launches follow each other without a
+    gap."""
 
     def __init__(self, run: Run) -> None:
         spans = [s for spans in run.spans.values() for s in spans]
         self.launches: list[tuple[float, float, float]] = []  # (start, end, run time at start)
         self.total = 0.0
-        for launch, limit in zip(run.launches, [*(later.start for later in run.launches[1:]), float("inf")], strict=True):
+        for launch, limit in zip(
+            run.launches, [*(later.start for later in run.launches[1:]), float("inf")], strict=True
+        ):
             end = max([launch.end, *(min(s.t1, limit) for s in spans if launch.start <= s.t0 < limit)])
             self.launches.append((launch.start, end, self.total))
             self.total += end - launch.start
 
     def __call__(self, time: float) -> float:
-        start, end, at = next((launch for launch in reversed(self.launches) if launch[0] <= time), self.launches[0])
+        start, end, at = next(
+            (launch for launch in reversed(self.launches) if launch[0] <= time), self.launches[0]
+        )
         return at + min(max(time - start, 0.0), end - start)
 
 
 def accounts(run: Run) -> list[tuple[str, list[tuple[str, float, str]]]]:
-    """Per process (kind, seconds, colour) within the training windows; the seconds of a process add up to the windows' length."""
+    """Per process (kind, seconds, colour) within the training windows; the seconds of a process add up to the
+    windows' length."""
     windows = training_windows(run)
     length = sum(end - start for start, end in windows)
     result = []
@@ -92,7 +127,8 @@ def accounts(run: Run) -> list[tuple[str, list[tuple[str, float, str]]]]:
 
 
 def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
-    """Both figures as HTML, `window_seconds` in the lower one at first; empty text where nothing was traced."""
+    """Both figures as HTML, `window_seconds` in the lower one at first; empty text where nothing was
+    traced."""
     shown = rows(run)
     time = RunTime(run)
     if not shown or time.total <= 0:
@@ -104,18 +140,41 @@ def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
     height = len(shown) * ROW
     rectangles = "".join(_rectangles(row, index, time) for index, row in enumerate(shown))
     for _, _, at in time.launches[1:]:
-        rectangles += tag("line", class_="launch", x1=at, x2=at, y1=0, y2=height, vector_effect="non-scaling-stroke", title="launch")
-    overview = _frame(shown, f"0 0 {time.total:.3f} {height}", tag("g", rectangles, id="spans"), 0.0, time.total, "overview")
-    detail = _frame(shown, f"{start:.3f} 0 {span:.3f} {height}", tag("use", href="#spans"), start, start + span, "detail")
-    names = [kind for kind in COLORS if kind != "chain" and any(s.kind == kind for row in shown for s in row.spans)]
+        rectangles += tag(
+            "line",
+            class_="launch",
+            x1=at,
+            x2=at,
+            y1=0,
+            y2=height,
+            vector_effect="non-scaling-stroke",
+            title="launch",
+        )
+    overview = _frame(
+        shown, f"0 0 {time.total:.3f} {height}", tag("g", rectangles, id="spans"), 0.0, time.total, "overview"
+    )
+    detail = _frame(
+        shown, f"{start:.3f} 0 {span:.3f} {height}", tag("use", href="#spans"), start, start + span, "detail"
+    )
+    names = [
+        kind for kind in COLORS if kind != "chain" and any(s.kind == kind for row in shown for s in row.spans)
+    ]
     hint = tag(
         "p",
-        f"Seconds since the start. Below: <b id='window'>{start:.0f} s to {start + span:.0f} s</b><span class='script'>; drag over the "
+        f"Seconds since the start. Below: <b id='window'>{start:.0f} s to {start + span:.0f} s</b><span "
+        "class='script'>; drag over the "
         "figure above to choose another part, double-click it for all of the run</span>.",
         class_="hint",
     )
     legend = svg.legend([(_kind_name(kind), COLORS[kind]) for kind in names])
-    return tag("div", legend + overview + hint + detail, id="timeline", data_total=time.total, data_left=LABELS, data_width=WIDTH)
+    return tag(
+        "div",
+        legend + overview + hint + detail,
+        id="timeline",
+        data_total=time.total,
+        data_left=LABELS,
+        data_width=WIDTH,
+    )
 
 
 def _kind_name(kind: str) -> str:
@@ -134,17 +193,24 @@ def _frame(shown: Sequence[Row], view: str, content: str, start: float, end: flo
     """Row names, the stretched content, and a time axis."""
     height, body = len(shown) * ROW, ""
     for index, row in enumerate(shown):
-        body += tag("text", svg.text(row.name), class_="row", x=LABELS - 10, y=index * ROW + 15, text_anchor="end")
+        body += tag(
+            "text", svg.text(row.name), class_="row", x=LABELS - 10, y=index * ROW + 15, text_anchor="end"
+        )
         body += tag("rect", x=LABELS, y=index * ROW, width=WIDTH - LABELS, height=BAR, fill="var(--none)")
     stretched = {"preserveAspectRatio": "none", "viewBox": view, "id": f"{name}-view"}
     body += tag("svg", content, x=LABELS, y=0, width=WIDTH - LABELS, height=height, **stretched)
     if name == "overview":
         body += tag("rect", id="brush", x=0, y=-1, width=0, height=height)
     x = svg.scale(start, end, LABELS, WIDTH - 1)
-    labels = "".join(tag("text", f"{v:g}", class_="tick", x=x(v), y=height + 14, text_anchor="middle") for v in svg.ticks(start, end, 10))
+    labels = "".join(
+        tag("text", f"{v:g}", class_="tick", x=x(v), y=height + 14, text_anchor="middle")
+        for v in svg.ticks(start, end, 10)
+    )
     body += tag("g", labels, class_="ticks", data_y=height + 14)
     box = f"0 -2 {WIDTH} {height + AXIS}"
-    return tag("svg", body, class_="timeline", id=name, viewBox=box, role="img", aria_label=f"time line: {name}")
+    return tag(
+        "svg", body, class_="timeline", id=name, viewBox=box, role="img", aria_label=f"time line: {name}"
+    )
 
 
 def _rectangles(row: Row, index: int, time: RunTime) -> str:
@@ -159,7 +225,8 @@ def _rectangles(row: Row, index: int, time: RunTime) -> str:
 
 
 def _joined(spans: Sequence[Span], time: RunTime) -> list[tuple[float, float, str]]:
-    """(start, end, tooltip) of spans; scoring as the times in which any call was open, and crowds joined until they are few enough."""
+    """(start, end, tooltip) of spans; scoring as the times in which any call was open, and crowds joined
+    until they are few enough."""
     placed = [(time(s.t0), time(s.t1), _title(s)) for s in spans]
     if spans and spans[0].kind == "score":
         placed = [(t0, t1, f"score, {t1 - t0:.2f} s") for t0, t1 in union((t0, t1) for t0, t1, _ in placed)]
@@ -167,11 +234,17 @@ def _joined(spans: Sequence[Span], time: RunTime) -> list[tuple[float, float, st
     while len(placed) > MAX_SPANS_PER_ROW:
         gap = gap * 2 or 0.005
         near = union((t0, t1 + gap) for t0, t1, _ in placed)
-        placed = [(t0, max(t0, t1 - gap), f"{spans[0].kind}, joined over {t1 - gap - t0:.2f} s") for t0, t1 in near]
+        placed = [
+            (t0, max(t0, t1 - gap), f"{spans[0].kind}, joined over {t1 - gap - t0:.2f} s") for t0, t1 in near
+        ]
     return placed
 
 
 def _title(span: Span) -> str:
     """Kind, duration, and whatever was recorded with the span."""
-    known = [f"{key.replace('_', ' ')} {value}" for key, value in span.fields.items() if isinstance(value, str | int | float)]
+    known = [
+        f"{key.replace('_', ' ')} {value}"
+        for key, value in span.fields.items()
+        if isinstance(value, str | int | float)
+    ]
     return ", ".join([span.kind, f"{span.t1 - span.t0:.3f} s", *known])

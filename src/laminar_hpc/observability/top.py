@@ -24,7 +24,8 @@ _RANK_ORDER = ("trainer", "controller", "relay", "rollout")
 
 
 def main(argv: list[str]) -> int:
-    """The exit code: 0, or 1 for `--once` on a run that died, 2 for wrong words. Raises LaminarError for what is no run."""
+    """The exit code: 0, or 1 for `--once` on a run that died, 2 for wrong words. Raises LaminarError for what
+    is no run."""
     words = [word for word in argv if word != "--once"]
     if len(words) != 1 or words[0].startswith("-"):
         print("usage: laminar top RUN_DIR [--once]", file=sys.stderr)
@@ -36,7 +37,9 @@ def main(argv: list[str]) -> int:
         console.print(frame(view))
         return int(view.state == "died")
     try:
-        with Live(frame(follower.look()), console=console, screen=sys.stdout.isatty(), auto_refresh=False) as live:
+        with Live(
+            frame(follower.look()), console=console, screen=sys.stdout.isatty(), auto_refresh=False
+        ) as live:
             while follower.view.state in ("going on", "starting"):
                 time.sleep(REFRESH_SECONDS)
                 live.update(frame(follower.look()), refresh=True)
@@ -61,10 +64,16 @@ def _head(view: View) -> Text:
     if view.state == "ended":
         text.append(f": {view.reason}")
     if view.state == "died":
-        text.append(f": no end was recorded; last sign of life {duration(time.time() - view.last_sign)} ago; resume=auto goes on with it")
+        text.append(
+            f": no end was recorded; last sign of life {duration(time.time() - view.last_sign)} ago; "
+            "resume=auto goes on with it"
+        )
     if view.status and view.status.stopping and view.state == "going on":
         text.append(f"  stopping ({view.status.stopping})", style="yellow")
-    text.append(f"  pipeline {view.pipeline or '-'}  up {duration(max(0.0, view.last_sign - view.started))}", style="dim")
+    text.append(
+        f"  pipeline {view.pipeline or '-'}  up {duration(max(0.0, view.last_sign - view.started))}",
+        style="dim",
+    )
     return text
 
 
@@ -75,26 +84,41 @@ def _progress(view: View) -> Text:
     if step is None:
         return text.append("  no step done yet")
     tokens = (step["prompt_tokens"] + step["response_tokens"]) / step["seconds"] if step["seconds"] else None
-    left = eta([s["seconds"] for s in view.steps], wanted - done) if wanted and view.state == "going on" else None
+    left = (
+        eta([s["seconds"] for s in view.steps], wanted - done)
+        if wanted and view.state == "going on"
+        else None
+    )
     parts = [
-        f"reward {number(step['reward_mean'])}", f"accuracy {number(step['accuracy_mean'])}",
-        f"stale {number(step['staleness_training_mean'], 2)} (max {number(step['staleness_training_max'], 0)})",
-        f"{count(tokens)} tok/s", f"{duration(step['seconds'])}/step (wait {duration(step['wait_seconds'])})",
+        f"reward {number(step['reward_mean'])}",
+        f"accuracy {number(step['accuracy_mean'])}",
+        f"stale {number(step['staleness_training_mean'], 2)} (max "
+        f"{number(step['staleness_training_max'], 0)})",
+        f"{count(tokens)} tok/s",
+        f"{duration(step['seconds'])}/step (wait {duration(step['wait_seconds'])})",
         *([f"eta {duration(left)}"] if left is not None else []),
-    ]  # fmt: skip
+    ]
     return text.append("  " + "  ".join(parts))
 
 
 def _ranks(view: View) -> Table:
-    """Live ranks from status.json with what each did last, by its trace; for an older run what the traces alone know."""
+    """Live ranks from status.json with what each did last, by its trace; for an older run what the traces
+    alone know."""
     table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
     for name in ("rank", "pid", "weights", "state", "running", "queued", "scoring"):
-        table.add_column(name, justify="right" if name in ("pid", "running", "queued", "scoring") else "left", no_wrap=True)
+        table.add_column(
+            name, justify="right" if name in ("pid", "running", "queued", "scoring") else "left", no_wrap=True
+        )
     table.add_column("KV cache", no_wrap=True)
     table.add_column("tok/s", justify="right", no_wrap=True)
     table.add_column("last", no_wrap=True)
-    lasts = {process.name: _last(process.kind, process.t0, process.t1, view.last_sign) for process in view.processes}
-    ranks = sorted(view.status.ranks if view.status else [], key=lambda r: (_RANK_ORDER.index(r.role), r.index))
+    lasts = {
+        process.name: _last(process.kind, process.t0, process.t1, view.last_sign)
+        for process in view.processes
+    }
+    ranks = sorted(
+        view.status.ranks if view.status else [], key=lambda r: (_RANK_ORDER.index(r.role), r.index)
+    )
     present = {f"{rank.role}{rank.index}" for rank in ranks}
     for rank in ranks:
         table.add_row(*_rank_cells(rank, view), lasts.get(f"{rank.role}{rank.index}", ""))
@@ -113,8 +137,15 @@ def _rank_cells(rank: Rank, view: View) -> list[str | Text]:
     if load is None:
         return [*cells, f"silent {duration(silent)}" if silent > 3 else "", "", "", "", "", ""]
     state = f"silent {duration(silent)}" if silent > 3 else load.phase
-    return [*cells, state, str(load.running), str(load.queued), str(load.scoring), _bar(load.kv_tokens, load.kv_capacity),
-            count(load.tokens_per_second)]  # fmt: skip
+    return [
+        *cells,
+        state,
+        str(load.running),
+        str(load.queued),
+        str(load.scoring),
+        _bar(load.kv_tokens, load.kv_capacity),
+        count(load.tokens_per_second),
+    ]
 
 
 def _bar(used: int, capacity: int) -> Text:
@@ -140,16 +171,22 @@ def _queues(view: View) -> Text | None:
     q = view.status.queues
     waits = f"trainer waits: {q.trainer_waits}" if q.trainer_waits else "trainer is at work"
     return _line(
-        "queues", f"{q.generating} groups being generated", f"{q.ready} ready", f"{q.unscored} answers without a score",
-        f"{q.replicas_waiting} replicas want work", *([f"{q.evaluations} evaluations"] if q.evaluations else []), waits,
-    )  # fmt: skip
+        "queues",
+        f"{q.generating} groups being generated",
+        f"{q.ready} ready",
+        f"{q.unscored} answers without a score",
+        f"{q.replicas_waiting} replicas want work",
+        *([f"{q.evaluations} evaluations"] if q.evaluations else []),
+        waits,
+    )
 
 
 def _weights(view: View) -> Text | None:
     parts = []
     if published := view.newest.get("publish"):
         parts.append(
-            f"id {published['weight_id']} published in {published['seconds']:.2f} s, trainer held up {published['stall_seconds']:.3f} s"
+            f"id {published['weight_id']} published in {published['seconds']:.2f} s, trainer held up "
+            f"{published['stall_seconds']:.3f} s"
         )
     if pull := view.newest.get("pull"):
         parts.append(f"last pull {pull['seconds']:.2f} s (replica {pull['replica']})")
@@ -159,15 +196,21 @@ def _weights(view: View) -> Text | None:
 
 
 def _moves(view: View) -> Text | None:
-    """Of trajectories between replicas: how many, how the last one went, and the plan that the planner carried out last."""
+    """Of trajectories between replicas: how many, how the last one went, and the plan that the planner
+    carried out last."""
     move, plan = view.newest.get("move"), view.newest.get("repack")
     if move is None:
         return None
     rescued = view.counts["rescued"]
     parts = [
         f"{view.counts['move']} trajectories moved, {view.counts.get('move_off', 0)} called off",
-        *([f"{rescued} from dead replicas, {view.counts['loaded']} by loading their weights"] if rescued else []),
-        f"last {'a dead one' if move['source'] < 0 else move['source']} to {move['destination']} on id {move['weight_id']} "
+        *(
+            [f"{rescued} from dead replicas, {view.counts['loaded']} by loading their weights"]
+            if rescued
+            else []
+        ),
+        f"last {'a dead one' if move['source'] < 0 else move['source']} to {move['destination']} on id "
+        f"{move['weight_id']} "
         f"in {move['seconds']:.2f} s: {move['tokens']} tokens, {move['prefix_tokens']} of prefill saved",
     ]
     if plan:
@@ -178,16 +221,24 @@ def _moves(view: View) -> Text | None:
 def _last_evaluations(view: View) -> Text | None:
     several = len(view.evaluations) > 1
     parts = [
-        f"{file if several else 'accuracy'} {number(e['accuracy'])} ({e['name']}, {e['label']}, step {e['step']})"
+        f"{file if several else 'accuracy'} {number(e['accuracy'])} ({e['name']}, {e['label']}, step "
+        f"{e['step']})"
         for file, e in view.evaluations.items()
     ]
     return _line("held-out", *parts) if parts else None
 
 
 def _incidents(view: View) -> Text | None:
-    names = {"lost": "attempts lost", "regranted": "replicas' work given to others", "given_up": "groups given up"}
+    names = {
+        "lost": "attempts lost",
+        "regranted": "replicas' work given to others",
+        "given_up": "groups given up",
+    }
     return (
-        _line("incidents", *(f"{view.counts[kind]} {name}" for kind, name in names.items() if kind in view.counts))
+        _line(
+            "incidents",
+            *(f"{view.counts[kind]} {name}" for kind, name in names.items() if kind in view.counts),
+        )
         if any(kind in view.counts for kind in names)
         else None
     )

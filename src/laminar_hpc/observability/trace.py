@@ -1,7 +1,8 @@
 """What a process did and when: spans, one JSON line each, in run_dir/trace/<role><index>.jsonl.
 
-Every role opens one `Trace` and calls `span` around its work; `summary` and `report` read them back with `read_spans`. Times are
-seconds since the Unix epoch, so that processes of one machine share a time line. A span costs one small write, some 10 microseconds.
+Every role opens one `Trace` and calls `span` around its work; `summary` and `report` read them back with
+`read_spans`. Times are seconds since the Unix epoch, so that processes of one machine share a time line. A
+span costs one small write, some 10 microseconds.
 """
 
 import time
@@ -12,13 +13,42 @@ from typing import NamedTuple
 
 from laminar_hpc.observability import jsonl
 
-# Every kind of span. `publish` is the time in which the trainer stands still for a publication, `send` the rest of it, behind its back.
+# Every kind of span. `publish` is the time in which the trainer stands still for a publication, `send` the
+# rest of it, behind its back.
 KINDS = (
-    "load", "generate", "score", "pull", "train", "publish", "send", "wait", "checkpoint", "evaluate", "relay", "chain", "decide", "commit",
+    "load",
+    "generate",
+    "score",
+    "pull",
+    "train",
+    "publish",
+    "send",
+    "wait",
+    "checkpoint",
+    "evaluate",
+    "relay",
+    "chain",
+    "decide",
+    "commit",
     "move",
-)  # fmt: skip
-# What keeps a process busy: not its waiting, and neither what goes on behind its back (sending weights, scoring in reward workers).
-BUSY = frozenset({"load", "generate", "pull", "train", "publish", "checkpoint", "evaluate", "relay", "chain", "decide", "commit"})
+)
+# What keeps a process busy: not its waiting, and neither what goes on behind its back (sending weights,
+# scoring in reward workers).
+BUSY = frozenset(
+    {
+        "load",
+        "generate",
+        "pull",
+        "train",
+        "publish",
+        "checkpoint",
+        "evaluate",
+        "relay",
+        "chain",
+        "decide",
+        "commit",
+    }
+)
 
 
 class Span(NamedTuple):
@@ -31,7 +61,8 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Appends the spans of one process to its file. Thread-safe; a span is in the file when it ends, also when it ends by an exception."""
+    """Appends the spans of one process to its file. Thread-safe; a span is in the file when it ends, also
+    when it ends by an exception."""
 
     def __init__(self, run_dir: Path, role: str, index: int) -> None:
         self.path = Path(run_dir) / "trace" / f"{role}{index}.jsonl"
@@ -39,7 +70,8 @@ class Trace:
 
     @contextmanager
     def span(self, kind: str, **fields: object) -> Iterator[dict]:
-        """Records the block as a span of `kind`. Gives the dict of fields, so that the block can add what it learns on the way."""
+        """Records the block as a span of `kind`. Gives the dict of fields, so that the block can add what it
+        learns on the way."""
         t0 = time.time()
         try:
             yield fields
@@ -57,9 +89,12 @@ class Trace:
 
 
 def read_spans(run_dir: Path) -> dict[str, list[Span]]:
-    """Process name (trainer0, rollout1, ...) -> its spans in order of their starts. Empty where nothing was traced."""
+    """Process name (trainer0, rollout1, ...) -> its spans in order of their starts. Empty where nothing was
+    traced."""
     spans = {}
     for path in sorted((Path(run_dir) / "trace").glob("*.jsonl")):
         records = [r for r in jsonl.read(path) if {"kind", "t0", "t1"} <= r.keys()]
-        spans[path.stem] = sorted((Span(r.pop("kind"), r.pop("t0"), r.pop("t1"), r) for r in records), key=lambda span: span.t0)
+        spans[path.stem] = sorted(
+            (Span(r.pop("kind"), r.pop("t0"), r.pop("t1"), r) for r in records), key=lambda span: span.t0
+        )
     return spans

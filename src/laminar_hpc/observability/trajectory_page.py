@@ -1,7 +1,9 @@
-"""One trajectory's page in the report: prompt and answer, reward and its parts, log-probs, and its life from grant to update.
+"""One trajectory's page in the report: prompt and answer, reward and its parts, log-probs, and its life from
+grant to update.
 
-There are two gaps to the trainer's log-probs: that of the fixed probe, on the same replica with the same weight id, which is the engines'
-error alone; and the trajectory's own, taken by the trainer while it trained on it, with weights that had moved on by so many mini-batches.
+There are two gaps to the trainer's log-probs: that of the fixed probe, on the same replica with the same
+weight id, which is the engines' error alone; and the trajectory's own, taken by the trainer while it trained
+on it, with weights that had moved on by so many mini-batches.
 """
 
 import math
@@ -23,8 +25,8 @@ SHOWN_TOKENS = 5  # least likely ones
 
 @dataclass
 class Facts:
-    """Of the run: (replica, weight id) -> probe gap; trajectory -> (own gap, mini-batches ahead); step -> its record; group -> (granted,
-    finished); trajectory -> lost attempts."""
+    """Of the run: (replica, weight id) -> probe gap; trajectory -> (own gap, mini-batches ahead); step -> its
+    record; group -> (granted, finished); trajectory -> lost attempts."""
 
     gaps: dict[tuple[str, int], dict]
     own_gaps: dict[int, tuple[float, int]]
@@ -60,13 +62,31 @@ def shortened(value: str, characters: int) -> str:
 
 def page(row: Consumed, trajectory: Trajectory, known: Facts, decode: Callable[[list[int]], str]) -> str:
     """A card that opens on a click."""
-    title = f"trajectory {row.id}: reward {row.reward:g}, {row.response_length} tokens, trained in step {row.consumed_step + 1}"
-    body = tag("h3", "prompt") + tag("p", tag("code", text(shortened(decode(trajectory.prompt_tokens), MAX_CHARACTERS))))
-    body += tag("h3", "answer") + tag("p", tag("code", text(shortened(decode(trajectory.response_tokens), MAX_CHARACTERS))))
-    figures = _reward(row, trajectory) | _log_probs(row, trajectory, known, decode) | _where(row, trajectory, known)
+    title = (
+        f"trajectory {row.id}: reward {row.reward:g}, {row.response_length} tokens, trained in step "
+        f"{row.consumed_step + 1}"
+    )
+    body = tag("h3", "prompt") + tag(
+        "p", tag("code", text(shortened(decode(trajectory.prompt_tokens), MAX_CHARACTERS)))
+    )
+    body += tag("h3", "answer") + tag(
+        "p", tag("code", text(shortened(decode(trajectory.response_tokens), MAX_CHARACTERS)))
+    )
+    figures = (
+        _reward(row, trajectory) | _log_probs(row, trajectory, known, decode) | _where(row, trajectory, known)
+    )
     body += keys(figures)
-    curve = svg.lines([Series("log-prob", "var(--generate)", _curve(trajectory.logprobs))], "token of the answer", width=560, height=150)
-    body += tag("div", tag("figure", tag("h3", "log-prob of each token when it was drawn") + curve) + _life(row, known), class_="two")
+    curve = svg.lines(
+        [Series("log-prob", "var(--generate)", _curve(trajectory.logprobs))],
+        "token of the answer",
+        width=560,
+        height=150,
+    )
+    body += tag(
+        "div",
+        tag("figure", tag("h3", "log-prob of each token when it was drawn") + curve) + _life(row, known),
+        class_="two",
+    )
     return tag("details", tag("summary", text(title)) + body, id=anchor(row.id), class_="trajectory")
 
 
@@ -76,19 +96,29 @@ def _reward(row: Consumed, trajectory: Trajectory) -> dict[str, object]:
     return found | ({"scoring failed": row.reward_error} if row.reward_error else {})
 
 
-def _log_probs(row: Consumed, trajectory: Trajectory, known: Facts, decode: Callable[[list[int]], str]) -> dict[str, object]:
+def _log_probs(
+    row: Consumed, trajectory: Trajectory, known: Facts, decode: Callable[[list[int]], str]
+) -> dict[str, object]:
     own = [
         (value, token)
-        for value, token, mask in zip(trajectory.logprobs, trajectory.response_tokens, trajectory.loss_mask, strict=True)
+        for value, token, mask in zip(
+            trajectory.logprobs, trajectory.response_tokens, trajectory.loss_mask, strict=True
+        )
         if mask
     ]
     found: dict[str, object] = {}
     if own:
         mean = statistics.fmean(value for value, _ in own)
         rare = ", ".join(f"{decode([token])!r} {value:.2f}" for value, token in sorted(own)[:SHOWN_TOKENS])
-        found |= {"mean log-prob (engine)": f"{mean:.4f}", "perplexity": f"{math.exp(-mean):.3f}", "least likely tokens": rare}
+        found |= {
+            "mean log-prob (engine)": f"{mean:.4f}",
+            "perplexity": f"{math.exp(-mean):.3f}",
+            "least likely tokens": rare,
+        }
     gap = known.gaps.get((f"rollout{row.replica}", row.weight_id))
-    found["gap to the trainer, same weights (probe)"] = f"mean {gap['mean']:.1e}, max {gap['max']:.1e}" if gap else "not measured"
+    found["gap to the trainer, same weights (probe)"] = (
+        f"mean {gap['mean']:.1e}, max {gap['max']:.1e}" if gap else "not measured"
+    )
     if row.id in known.own_gaps:
         mean_gap, ahead = known.own_gaps[row.id]
         by = f"{ahead} mini-batches" if ahead else "nothing: the engine's weights"
@@ -100,8 +130,12 @@ def _log_probs(row: Consumed, trajectory: Trajectory, known: Facts, decode: Call
 
 
 def _where(row: Consumed, trajectory: Trajectory, known: Facts) -> dict[str, object]:
-    reasons = "; ".join(f"attempt {r.get('attempt', 0) + 1}: {r.get('reason', '')}" for r in known.lost.get(row.id, []))
-    spans = ", ".join(f"{span.weight_id} (tokens {span.start} to {span.end})" for span in trajectory.version_spans)
+    reasons = "; ".join(
+        f"attempt {r.get('attempt', 0) + 1}: {r.get('reason', '')}" for r in known.lost.get(row.id, [])
+    )
+    spans = ", ".join(
+        f"{span.weight_id} (tokens {span.start} to {span.end})" for span in trajectory.version_spans
+    )
     return {
         "replica": f"rollout {row.replica}",
         "weight ids, by the engine": spans,
@@ -121,12 +155,18 @@ def _life(row: Consumed, known: Facts) -> str:
     granted, grouped = known.groups.get(row.group_id, (0.0, 0.0))
     trained = known.steps.get(row.consumed_step + 1, {}).get("time", 0.0)
     events = [
-        ("group granted", granted), ("first token asked for", row.time_started), ("last token", row.time_finished),
-        ("scored", row.time_scored), ("group complete", grouped), ("trained", trained),
-    ]  # fmt: skip
+        ("group granted", granted),
+        ("first token asked for", row.time_started),
+        ("last token", row.time_finished),
+        ("scored", row.time_scored),
+        ("group complete", grouped),
+        ("trained", trained),
+    ]
     present = [(name, at) for name, at in events if at]
     first = min((at for _, at in present), default=0.0)
-    lines = "".join(tag("tr", tag("td", name) + tag("td", f"+{duration(at - first)}")) for name, at in present)
+    lines = "".join(
+        tag("tr", tag("td", name) + tag("td", f"+{duration(at - first)}")) for name, at in present
+    )
     return tag("figure", tag("h3", "its life") + tag("table", lines))
 
 

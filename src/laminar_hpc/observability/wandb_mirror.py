@@ -1,8 +1,10 @@
-"""Weights & Biases by a flag: the curves that go to TensorBoard, mirrored by the controller. wandb is optional and imported only here.
+"""Weights & Biases by a flag: the curves that go to TensorBoard, mirrored by the controller. wandb is
+optional and imported only here.
 
-Nothing about the machine, its environment, the code or git is sent: the resolved configuration and the numbers are all. The API key is
-read by wandb itself, from WANDB_API_KEY or the file of `wandb login`, and passes through no code or log of ours. What goes wrong after
-the start is logged once and ends the mirror, never the run.
+Nothing about the machine, its environment, the code or git is sent: the resolved configuration and the
+numbers are all. The API key is read by wandb itself, from WANDB_API_KEY or the file of `wandb login`, and
+passes through no code or log of ours. What goes wrong after the start is logged once and ends the mirror,
+never the run.
 """
 
 import importlib
@@ -30,12 +32,14 @@ def check_wandb(mode: str) -> None:
         return
     if importlib.util.find_spec("wandb") is None:
         raise LaminarError(
-            f"observability.wandb={mode} needs the package wandb, which is not installed here: pip install wandb, or set "
+            f"observability.wandb={mode} needs the package wandb, which is not installed here: pip install "
+            "wandb, or set "
             "observability.wandb=off"
         )
     if mode == "online" and not _has_key():
         raise LaminarError(
-            "observability.wandb=online found no API key: run `wandb login` or export WANDB_API_KEY on the controller's machine, or set "
+            "observability.wandb=online found no API key: run `wandb login` or export WANDB_API_KEY on the "
+            "controller's machine, or set "
             "observability.wandb=offline"
         )
 
@@ -58,19 +62,35 @@ class WandbMirror:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of wandb's own failures, to its makers
         wandb = importlib.import_module("wandb")
         quiet = wandb.Settings(
-            silent=True, console="off", host="-", init_timeout=START_SECONDS, disable_git=True, disable_code=True, save_code=False,
-            disable_job_creation=True, x_disable_stats=True, x_disable_meta=True, x_disable_machine_info=True,
-        )  # fmt: skip
+            silent=True,
+            console="off",
+            host="-",
+            init_timeout=START_SECONDS,
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            disable_job_creation=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+        )
         try:
             self._run = wandb.init(
-                project=project, name=run_dir.resolve().name, id=_run_id(run_dir), resume="allow" if mode == "online" else None,
-                dir=str(run_dir), mode=mode, config=config, settings=quiet,
-            )  # fmt: skip
+                project=project,
+                name=run_dir.resolve().name,
+                id=_run_id(run_dir),
+                resume="allow" if mode == "online" else None,
+                dir=str(run_dir),
+                mode=mode,
+                config=config,
+                settings=quiet,
+            )
             self._run.define_metric(STEP, hidden=True)
             self._run.define_metric("*", step_metric=STEP)
         except Exception as error:
             raise LaminarError(
-                f"observability.wandb={mode}: wandb could not start ({type(error).__name__}: {without_key(str(error))}); check network and "
+                f"observability.wandb={mode}: wandb could not start ({type(error).__name__}: "
+                f"{without_key(str(error))}); check network and "
                 "login, or set observability.wandb=offline"
             ) from None
 
@@ -80,7 +100,11 @@ class WandbMirror:
         try:
             self._run.log({**dict(curves), STEP: step})
         except Exception as error:
-            log.warning("Weights & Biases gets no more of this run: %s: %s", type(error).__name__, without_key(str(error)))
+            log.warning(
+                "Weights & Biases gets no more of this run: %s: %s",
+                type(error).__name__,
+                without_key(str(error)),
+            )
             self._run = None
 
     def close(self, failed: bool = False) -> None:
@@ -92,7 +116,11 @@ class WandbMirror:
         sender.start()
         sender.join(FINISH_SECONDS)
         if sender.is_alive():
-            log.warning("Weights & Biases did not get all of this run within %.0f s: `wandb sync` sends the rest of wandb/", FINISH_SECONDS)
+            log.warning(
+                "Weights & Biases did not get all of this run within %.0f s: `wandb sync` sends the rest of "
+                "wandb/",
+                FINISH_SECONDS,
+            )
 
 
 def without_key(text: str) -> str:

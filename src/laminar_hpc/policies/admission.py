@@ -1,12 +1,13 @@
-"""Who may generate, and what is trained next: the staleness bound by admission, never by discarding. Pure; live system and simulator use
-it.
+"""Who may generate, and what is trained next: the staleness bound by admission, never by discarding. Pure;
+live system and simulator use it.
 
-With G groups per step and a bound b, group number n (granted minus given up, itself included) may go to a replica whose weights are of
-step p only if floor((n - 1) / G) <= p + b; it is then due at step p + b. The trainer takes finished groups by due step, oldest first, and
-waits at step s only if what would remain could no longer all be trained by its due step.
+With G groups per step and a bound b, group number n (granted minus given up, itself included) may go to a
+replica whose weights are of step p only if floor((n - 1) / G) <= p + b; it is then due at step p + b. The
+trainer takes finished groups by due step, oldest first, and waits at step s only if what would remain could
+no longer all be trained by its due step.
 
-Proof that no group is trained after its due step. Let due(t) be the number of groups granted, not yet trained and due by step t.
-Invariant, at the start of step s: due(t) <= G * (t - s + 1) for all t >= s.
+Proof that no group is trained after its due step. Let due(t) be the number of groups granted, not yet trained
+and due by step t. Invariant, at the start of step s: due(t) <= G * (t - s + 1) for all t >= s.
   - Training step s takes G groups. `choose` lets it go on only if the rest satisfies due(t) <= G * (t - s) for all t >= s, which is the
     invariant at s + 1. Waiting until all granted groups have finished always makes that possible: taking the G earliest due lowers
     due(t) to at most max(0, due(t) - G).
@@ -18,15 +19,18 @@ Invariant, at the start of step s: due(t) <= G * (t - s + 1) for all t >= s.
     due(t) between the new due step and the old one. `may_go_on` allows it only where the invariant still holds.
 At step s the invariant gives due(s) <= G, all of which are taken: none is late.
 
-Giving up starves nobody. A given-up group lowers the number of groups counted, so n and the bound above stay as they were: of the n - 1
-groups counted before a grant, G * s are trained and the rest are the live ones. If fewer than G live groups are left and all are finished,
-then n <= G * (s + 1), so a replica with the weights of step s (b >= 0) may be granted another; with G or more, all finished, `choose`
-takes a batch. Filtering therefore ends only with a group that differs, or by `filtering.exhausted`. Nor does `may_go_on`: where it refuses
-the unfinished group of the least p, all groups due before are finished or in progress, and there are at least G of them.
+Giving up starves nobody. A given-up group lowers the number of groups counted, so n and the bound above stay
+as they were: of the n - 1 groups counted before a grant, G * s are trained and the rest are the live ones. If
+fewer than G live groups are left and all are finished, then n <= G * (s + 1), so a replica with the weights
+of step s (b >= 0) may be granted another; with G or more, all finished, `choose` takes a batch. Filtering
+therefore ends only with a group that differs, or by `filtering.exhausted`. Nor does `may_go_on`: where it
+refuses the unfinished group of the least p, all groups due before are finished or in progress, and there are
+at least G of them.
 
-Taking finished groups in the order of their grants, and waiting only for unfinished ones with p <= s - b, does not hold the bound:
-G = 1, b = 2, three groups of step 0 of which one is trained at step 0, a fourth of step 1 that finishes first and is trained at step 1;
-then two groups are due at step 2, and one of them is late. Hence the look at all t above.
+Taking finished groups in the order of their grants, and waiting only for unfinished ones with p <= s - b,
+does not hold the bound: G = 1, b = 2, three groups of step 0 of which one is trained at step 0, a fourth of
+step 1 that finishes first and is trained at step 1; then two groups are due at step 2, and one of them is
+late. Hence the look at all t above.
 """
 
 from collections.abc import Iterable
@@ -35,7 +39,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GroupView:
-    """What the rules see of a granted, untrained group. `weight_step` is the oldest among its trajectories."""
+    """What the rules see of a granted, untrained group. `weight_step` is the oldest among its
+    trajectories."""
 
     group_id: int
     number: int  # at its grant
@@ -55,7 +60,8 @@ class Choice:
 def quota(weight_step: int, counted: int, groups_per_step: int, steps: int, max_staleness: int | None) -> int:
     """How many more groups a replica with weights of step `weight_step` may be granted.
 
-    `counted` is the number of groups granted and not given up in the whole run; no more than the run's `steps` will train are granted.
+    `counted` is the number of groups granted and not given up in the whole run; no more than the run's
+    `steps` will train are granted.
     """
     last = groups_per_step * steps
     if max_staleness is not None:
@@ -64,10 +70,16 @@ def quota(weight_step: int, counted: int, groups_per_step: int, steps: int, max_
 
 
 def may_go_on(
-    group: GroupView, weight_step: int, step: int, groups: Iterable[GroupView], groups_per_step: int, bound: int | None, taken: int = 0
+    group: GroupView,
+    weight_step: int,
+    step: int,
+    groups: Iterable[GroupView],
+    groups_per_step: int,
+    bound: int | None,
+    taken: int = 0,
 ) -> bool:
-    """Whether samples of a granted group may be generated with weights of step `weight_step` while the trainer is at step `step`, of which
-    `taken` groups are trained."""
+    """Whether samples of a granted group may be generated with weights of step `weight_step` while the
+    trainer is at step `step`, of which `taken` groups are trained."""
     if bound is None or weight_step >= group.weight_step:
         return True
     others = [g.weight_step + bound for g in groups if g.group_id != group.group_id]
@@ -78,12 +90,18 @@ def may_go_on(
 
 
 def choose(
-    step: int, groups: Iterable[GroupView], groups_per_step: int, max_staleness: int | None, taken: int = 0, size: int | None = None
+    step: int,
+    groups: Iterable[GroupView],
+    groups_per_step: int,
+    max_staleness: int | None,
+    taken: int = 0,
+    size: int | None = None,
 ) -> Choice:
-    """The next `size` groups (default: a whole batch) of step `step`, of which `taken` are trained, out of all granted, untrained groups.
+    """The next `size` groups (default: a whole batch) of step `step`, of which `taken` are trained, out of
+    all granted, untrained groups.
 
-    With mini-batches (consumption as a stream) the invariant reads due(t) <= G * (t - s + 1) - taken, and the rest may fill what remains
-    of step s as well.
+    With mini-batches (consumption as a stream) the invariant reads due(t) <= G * (t - s + 1) - taken, and the
+    rest may fill what remains of step s as well.
     """
     groups = list(groups)
     size = groups_per_step if size is None else size
@@ -101,5 +119,9 @@ def choose(
         unfinished += not group.finished
         due = group.weight_step + max_staleness
         if position + 1 > groups_per_step * (due - step) + left and unfinished:
-            return Choice([], f"{unfinished} unfinished groups of weight step {group.weight_step} or older are needed by step {due}")
+            return Choice(
+                [],
+                f"{unfinished} unfinished groups of weight step {group.weight_step} or older are needed by "
+                f"step {due}",
+            )
     return Choice([g.group_id for g in finished[:size]])

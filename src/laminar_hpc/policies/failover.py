@@ -3,7 +3,8 @@
     redirect   to a replica that generates with them and has room
     load       to a replica without work that loads them from a relay's slot; what nobody takes starts again from its prompt
 
-Pure; the partial responses are known (partial-response pool), so that a trajectory is prefilled again and goes on.
+Pure; the partial responses are known (partial-response pool), so that a trajectory is prefilled again and
+goes on.
 """
 
 import heapq
@@ -30,7 +31,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Idle:
-    """A replica without work: it asks for some, on `weight_id`, or is starting (-1); and what the slots of its machine still hold."""
+    """A replica without work: it asks for some, on `weight_id`, or is starting (-1); and what the slots of
+    its machine still hold."""
 
     replica: int
     weight_id: int
@@ -39,7 +41,8 @@ class Idle:
     tokens_per_load: float  # that a replica generates in the time of a load
 
     def price(self, weight_id: int) -> float:
-        """In tokens, of the loads that it would not do otherwise: there and back, or one where it has to load something anyway."""
+        """In tokens, of the loads that it would not do otherwise: there and back, or one where it has to load
+        something anyway."""
         starting = self.weight_id < 0
         if weight_id == self.weight_id or (starting and weight_id == max(self.loadable)):
             return 0.0
@@ -55,8 +58,11 @@ class Load:
     trajectory_ids: list[int]
 
 
-def redirect(orphans: Sequence[Orphan], rooms: Iterable[Room], kv_tokens_reserved: float = 0.0) -> dict[int, int]:
-    """trajectory_id -> replica, the longest first, each to the replica with most room; those without any are left out.
+def redirect(
+    orphans: Sequence[Orphan], rooms: Iterable[Room], kv_tokens_reserved: float = 0.0
+) -> dict[int, int]:
+    """trajectory_id -> replica, the longest first, each to the replica with most room; those without any are
+    left out.
 
     `kv_tokens_reserved` is kept free for each one's growth. O((n + m) log m).
     """
@@ -76,12 +82,16 @@ def redirect(orphans: Sequence[Orphan], rooms: Iterable[Room], kv_tokens_reserve
     return placed
 
 
-def load(orphans: Iterable[Orphan], idle: Iterable[Idle], kv_tokens_reserved: float = 0.0) -> tuple[list[Load], list[int]]:
-    """(what replicas without work go on with, trajectories that start again from their prompts); the others wait for a replica to ask.
+def load(
+    orphans: Iterable[Orphan], idle: Iterable[Idle], kv_tokens_reserved: float = 0.0
+) -> tuple[list[Load], list[int]]:
+    """(what replicas without work go on with, trajectories that start again from their prompts); the others
+    wait for a replica to ask.
 
-    The id with most tokens first, of it the longest first, to those who ask for work before those who are starting, and where it costs
-    least. A load must save more tokens than its price. Nobody waits while a replica asks and gets nothing: what it cannot go on with it can
-    only begin anew, and the next one would find fewer ids in the slots. So a replica that asks takes some, or settles all there are.
+    The id with most tokens first, of it the longest first, to those who ask for work before those who are
+    starting, and where it costs least. A load must save more tokens than its price. Nobody waits while a
+    replica asks and gets nothing: what it cannot go on with it can only begin anew, and the next one would
+    find fewer ids in the slots. So a replica that asks takes some, or settles all there are.
     """
     left: dict[int, list[Orphan]] = {}
     for orphan in sorted(orphans, key=lambda o: (-o.tokens, o.trajectory_id)):
@@ -89,7 +99,9 @@ def load(orphans: Iterable[Orphan], idle: Iterable[Idle], kv_tokens_reserved: fl
     free, loads = list(idle), []
     for weight_id in sorted(left, key=lambda i: (-_saved(left[i]), i)):
         able = [each for each in free if weight_id == each.weight_id or weight_id in each.loadable]
-        for each in sorted(able, key=lambda e: (e.weight_id < 0, e.price(weight_id), -e.kv_tokens_free, e.replica)):
+        for each in sorted(
+            able, key=lambda e: (e.weight_id < 0, e.price(weight_id), -e.kv_tokens_free, e.replica)
+        ):
             taken, rest = _split(left[weight_id], each.kv_tokens_free, kv_tokens_reserved)
             if taken and _saved(taken) >= each.price(weight_id):
                 loads.append(Load(each.replica, weight_id, [orphan.trajectory_id for orphan in taken]))
@@ -103,7 +115,9 @@ def _saved(orphans: list[Orphan]) -> int:
     return sum(orphan.response_tokens for orphan in orphans)
 
 
-def _split(orphans: list[Orphan], kv_tokens_free: float, kv_tokens_reserved: float) -> tuple[list[Orphan], list[Orphan]]:
+def _split(
+    orphans: list[Orphan], kv_tokens_free: float, kv_tokens_reserved: float
+) -> tuple[list[Orphan], list[Orphan]]:
     """(those that fit, the others)."""
     taken: list[Orphan] = []
     rest: list[Orphan] = []

@@ -1,9 +1,11 @@
-"""What becomes of a group whose rewards are all equal: it has no advantage, so it is trained, estimated, or given up. Pure."""
+"""What becomes of a group whose rewards are all equal: it has no advantage, so it is trained, estimated, or
+given up. Pure."""
 
 from collections.abc import Sequence
 
-# A run that filters ends when so many groups in a row were all given up: nothing is learned from these prompts, and it would generate for
-# ever. Where nine groups in ten are equal, a hundred of them without a single other one happen once in 40,000 times.
+# A run that filters ends when so many groups in a row were all given up: nothing is learned from these
+# prompts, and it would generate for ever. Where nine groups in ten are equal, a hundred of them without a
+# single other one happen once in 40,000 times.
 PATIENCE_GROUPS = 100
 PATIENCE_BATCHES = 10  # and at least so many global batches
 

@@ -1,11 +1,13 @@
-"""The life of one move as a pure state machine: what the controller does next, whatever happens to source, destination or network.
+"""The life of one move as a pure state machine: what the controller does next, whatever happens to source,
+destination or network.
 
     RESERVE --reserved--> DETACH --ready--> IMPORT --imported--> COMMITTED       a move without a source (its owner is dead) begins with
        '--------------------'------------------'--failed, gone, late--> ABORTED  its response already known, so it skips DETACH
 
-The owner changes in the one step from IMPORT to COMMITTED, after the destination has said that it holds the trajectory; until then the
-source has it and goes on with it when the move is off. If the source dies once its response so far is known (IMPORT), the move goes on;
-when such a move is called off the trajectory has no owner any more. Every step gives the actions for the controller, in order.
+The owner changes in the one step from IMPORT to COMMITTED, after the destination has said that it holds the
+trajectory; until then the source has it and goes on with it when the move is off. If the source dies once its
+response so far is known (IMPORT), the move goes on; when such a move is called off the trajectory has no
+owner any more. Every step gives the actions for the controller, in order.
 
     >>> move = Move("m", 7, 0, source=1, destination=2, weight_id=3, deadline=9.0)
     >>> move.reserved("tcp"), move.ready(), move.imported(), move.phase
@@ -16,7 +18,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 NOBODY = -1
-MORE_THAN_MEAN, DECODED_MEANWHILE = 1.25, 512  # of one trajectory: over the mean of its replica; tokens until its last KV has arrived
+MORE_THAN_MEAN, DECODED_MEANWHILE = (
+    1.25,
+    512,
+)  # of one trajectory: over the mean of its replica; tokens until its last KV has arrived
 
 
 class Phase(Enum):
@@ -38,7 +43,8 @@ class Action(Enum):
 
 @dataclass
 class Move:
-    """One trajectory's way from `source` (NOBODY = its owner is dead) to `destination`. `deadline`: for the present phase, seconds."""
+    """One trajectory's way from `source` (NOBODY = its owner is dead) to `destination`. `deadline`: for the
+    present phase, seconds."""
 
     move_id: str
     trajectory_id: int
@@ -106,8 +112,8 @@ class Move:
 
 
 def room(prompt_tokens: int, response_tokens_max: int, kv_tokens: int, requests: int) -> int:
-    """Tokens to reserve for one of `requests` trajectories that hold `kv_tokens` together. What turns out not to fit is prefilled again;
-    what is over goes back at the import.
+    """Tokens to reserve for one of `requests` trajectories that hold `kv_tokens` together. What turns out not
+    to fit is prefilled again; what is over goes back at the import.
 
     >>> room(100, 30_000, 80_000, 10), room(100, 256, 80_000, 10)
     (10612, 356)

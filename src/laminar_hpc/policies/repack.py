@@ -1,19 +1,23 @@
-"""Dynamic repack (Laminar, section 4): empty replicas that only hold the tail of their local batch, so that they can take new weights.
+"""Dynamic repack (Laminar, section 4): empty replicas that only hold the tail of their local batch, so that
+they can take new weights.
 
-Pure: from the loads of the replicas to whole-replica moves, inside one weight id, because a trajectory keeps its policy. Called about every
-five seconds and after each update; the caller carries the moves out (ships the KV cache, or prefills again).
+Pure: from the loads of the replicas to whole-replica moves, inside one weight id, because a trajectory keeps
+its policy. Called about every five seconds and after each update; the caller carries the moves out (ships the
+KV cache, or prefills again).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-_PROBES = 8  # destinations looked at for one source when the request limit, not the KV limit, refuses the fullest ones
+# destinations looked at for one source when the request limit, not the KV limit, refuses the fullest ones
+_PROBES = 8
 
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """What the plan sees of a replica that generates. `kv_tokens` counts what its unfinished trajectories hold or are about to hold."""
+    """What the plan sees of a replica that generates. `kv_tokens` counts what its unfinished trajectories
+    hold or are about to hold."""
 
     replica: int
     weight_id: int
@@ -31,30 +35,39 @@ class Move:
 
 
 def saturation_batch(flops: float, memory_bytes_per_second: float, bytes_per_parameter: float = 2.0) -> int:
-    """B: tokens per decode step at which reading the weights and computing take equally long (roofline; 295 on an H800 in bf16)."""
+    """B: tokens per decode step at which reading the weights and computing take equally long (roofline; 295
+    on an H800 in bf16)."""
     return int(flops * bytes_per_parameter / (2.0 * memory_bytes_per_second))
 
 
 def plan(loads: Iterable[ReplicaLoad], kv_tokens_max: float, requests_max: int) -> list[Move]:
     """Best-fit consolidation of every weight id's group, O(n log n).
 
-    Candidates are replicas whose KV use falls, below `kv_tokens_max` (C_max), with fewer than `requests_max` (B) requests. Sources go from
-    the emptiest up, each to the fullest candidate where both sums still fit. No replica is both emptied and filled.
+    Candidates are replicas whose KV use falls, below `kv_tokens_max` (C_max), with fewer than `requests_max`
+    (B) requests. Sources go from the emptiest up, each to the fullest candidate where both sums still fit. No
+    replica is both emptied and filled.
     """
     groups: dict[int, list[ReplicaLoad]] = {}
     for load in loads:
         if 0 < load.requests < requests_max and load.kv_tokens < min(kv_tokens_max, load.kv_tokens_before):
             groups.setdefault(load.weight_id, []).append(load)
-    return [move for weight_id in sorted(groups) for move in _plan_group(groups[weight_id], kv_tokens_max, requests_max)]
+    return [
+        move
+        for weight_id in sorted(groups)
+        for move in _plan_group(groups[weight_id], kv_tokens_max, requests_max)
+    ]
 
 
 def _plan_group(candidates: list[ReplicaLoad], kv_tokens_max: float, requests_max: int) -> list[Move]:
-    """Sources come in order of KV, so a destination too full for one source is too full for all later ones and leaves for good."""
+    """Sources come in order of KV, so a destination too full for one source is too full for all later ones
+    and leaves for good."""
     order = sorted(candidates, key=lambda load: (load.kv_tokens, load.replica))
     kv = [load.kv_tokens for load in order]
     requests = [load.requests for load in order]
     least_requests = list(accumulate(reversed(requests), min))[::-1]  # among this source and all later ones
-    destinations = list(range(len(order)))  # by KV, fullest last; what one receives keeps it the fullest that fits
+    destinations = list(
+        range(len(order))
+    )  # by KV, fullest last; what one receives keeps it the fullest that fits
     moves: list[Move] = []
     filled: set[int] = set()
     emptied: set[int] = set()
@@ -62,12 +75,17 @@ def _plan_group(candidates: list[ReplicaLoad], kv_tokens_max: float, requests_ma
         if source in filled:
             continue
         while destinations and (
-            kv[destinations[-1]] + kv[source] > kv_tokens_max or requests[destinations[-1]] + least_requests[source] > requests_max
+            kv[destinations[-1]] + kv[source] > kv_tokens_max
+            or requests[destinations[-1]] + least_requests[source] > requests_max
         ):
             destinations.pop()
         for place in range(len(destinations) - 1, max(-1, len(destinations) - 1 - _PROBES), -1):
             destination = destinations[place]
-            if destination != source and destination not in emptied and requests[destination] + requests[source] <= requests_max:
+            if (
+                destination != source
+                and destination not in emptied
+                and requests[destination] + requests[source] <= requests_max
+            ):
                 kv[destination] += kv[source]
                 requests[destination] += requests[source]
                 filled.add(destination)
@@ -79,7 +97,8 @@ def _plan_group(candidates: list[ReplicaLoad], kv_tokens_max: float, requests_ma
 
 
 def _raise_to_order(destinations: list[int], place: int, kv: list[float]) -> None:
-    """Restores the order by KV after the destination at `place`, at most _PROBES from the end, has received."""
+    """Restores the order by KV after the destination at `place`, at most _PROBES from the end, has
+    received."""
     while place + 1 < len(destinations) and kv[destinations[place]] > kv[destinations[place + 1]]:
         destinations[place], destinations[place + 1] = destinations[place + 1], destinations[place]
         place += 1

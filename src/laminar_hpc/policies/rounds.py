@@ -1,7 +1,9 @@
-"""Rounds of a barrier (refresh=barrier): all replicas begin together, on the newest weights. A small state machine without a clock.
+"""Rounds of a barrier (refresh=barrier): all replicas begin together, on the newest weights. A small state
+machine without a clock.
 
-A round opens when every replica is idle on the newest weights that were published; each replica then takes one local batch of it, when
-admission lets it. With max_staleness=0 the trainer and the replicas take turns; with 1 the next round overlaps with training.
+A round opens when every replica is idle on the newest weights that were published; each replica then takes
+one local batch of it, when admission lets it. With max_staleness=0 the trainer and the replicas take turns;
+with 1 the next round overlaps with training.
 """
 
 from collections.abc import Iterable

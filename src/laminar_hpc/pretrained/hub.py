@@ -31,7 +31,8 @@ _PROGRESS_SECONDS = 30.0  # between lines where there is no terminal to draw a b
 
 
 def commit_of(name: HubName, say: Say) -> str:
-    """The commit that `name` stands for now, or if the hub cannot be asked, in the cache. Raises LaminarError."""
+    """The commit that `name` stands for now, or if the hub cannot be asked, in the cache. Raises
+    LaminarError."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -85,7 +86,8 @@ def download(name: HubName, folder: Path, say: Say | None) -> None:
     sizes = _sizes(name)
     if absent := [file for file in wanted if file not in sizes]:
         raise LaminarError(
-            f"model.path={name.short}: it has no {absent[0]}; only models with safetensors weights can be trained"
+            f"model.path={name.short}: it has no {absent[0]}; only models with safetensors weights can be "
+            "trained"
         )
     left = sum(sizes[file] for file in wanted if not (folder / file).is_file())
     _check_room(name, folder, left)
@@ -94,7 +96,8 @@ def download(name: HubName, folder: Path, say: Say | None) -> None:
     _snapshot(name, [*SIDE_FILES, INDEX_FILE, *wanted], say)
     if gone := missing_files(folder):
         raise LaminarError(
-            f"model.path={name.short}: {folder} lacks {', '.join(gone)} after the download; delete it, start again"
+            f"model.path={name.short}: {folder} lacks {', '.join(gone)} after the download; delete it, start "
+            "again"
         )
     if say and left:
         say(line("model", f"{name.short}: downloaded in {time.monotonic() - begun:.0f} s"))
@@ -225,7 +228,8 @@ def _check_room(name: HubName, folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise LaminarError(
-            f"model.path={name.short}: {size(needed)} are to be downloaded, {folder.parents[2]} has {size(free)} free; "
+            f"model.path={name.short}: {size(needed)} are to be downloaded, {folder.parents[2]} has "
+            f"{size(free)} free; "
             "make room there, or name another folder with HF_HOME"
         )
 

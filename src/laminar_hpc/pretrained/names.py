@@ -43,10 +43,16 @@ def recorded_name(path: str) -> HubName | None:
     paths."""
     folder = Path(path)
     owner, _, name = folder.parent.parent.name.removeprefix("models--").partition("--")
-    is_snapshot = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--") and name
+    is_snapshot = (
+        folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--") and name
+    )
     return HubName(f"{owner}/{name}", folder.name) if is_snapshot and _COMMIT.fullmatch(folder.name) else None
 
 
 def pinned_words(loaded: RunConfig, resolved: RunConfig) -> list[str]:
     """The override that makes other processes take the same commit; none where `loaded` names a directory."""
-    return [] if loaded.model.path == resolved.model.path else [f"model.path={recorded_name(resolved.model.path)}"]
+    return (
+        []
+        if loaded.model.path == resolved.model.path
+        else [f"model.path={recorded_name(resolved.model.path)}"]
+    )

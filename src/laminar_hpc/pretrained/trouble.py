@@ -77,7 +77,8 @@ def explained(name: HubName, error: Exception, broke_off: bool = False) -> Lamin
         )
     return LaminarError(
         f"{key}: no such folder here, not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; give "
-        f"this machine access to the hub, or run hf download {name.repo} on one that has it and name the folder"
+        f"this machine access to the hub, or run hf download {name.repo} on one that has it and name the "
+        "folder"
     )
 
 

@@ -42,7 +42,9 @@ def make(target: Path) -> None:
         _write(beside)
         beside.rename(target)  # over an empty folder too, but never over a full one
     except OSError as error:
-        raise LaminarError(f"laminar init {target}: it cannot be written ({error.strerror}); name another folder") from None
+        raise LaminarError(
+            f"laminar init {target}: it cannot be written ({error.strerror}); name another folder"
+        ) from None
     finally:
         if beside is not None:
             shutil.rmtree(beside, ignore_errors=True)

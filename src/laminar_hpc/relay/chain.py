@@ -1,10 +1,12 @@
-"""One publication on its way through a relay: chunk k + 1 comes in while chunk k goes out and its sums are taken.
+"""One publication on its way through a relay: chunk k + 1 comes in while chunk k goes out and its sums are
+taken.
 
     upstream --receive--> slot (available bytes grow) --send--> downstream
                               \\--sums of what is there
 
-The sender reads straight from the slot, so a slow or stuck neighbour downstream never holds up what comes in. Changes are put on top of the
-slot of the id before, and go on as they came to a neighbour that has that id from here, to any other one in full, from the slot.
+The sender reads straight from the slot, so a slow or stuck neighbour downstream never holds up what comes in.
+Changes are put on top of the slot of the id before, and go on as they came to a neighbour that has that id
+from here, to any other one in full, from the slot.
 """
 
 import contextlib
@@ -32,8 +34,8 @@ class SumsDiffer(LaminarError):
 
 @dataclass
 class Changes:
-    """Of a stream that comes on top of other weights: their id and bytes, and by the number of its chunk each frame that is still to go on;
-    chunks without one go from the slot."""
+    """Of a stream that comes on top of other weights: their id and bytes, and by the number of its chunk each
+    frame that is still to go on; chunks without one go from the slot."""
 
     base_id: int
     base: torch.Tensor
@@ -41,10 +43,18 @@ class Changes:
 
 
 class Stream:
-    """Weights in a slot, complete or still arriving. `data` is uint8 [manifest.data_bytes]; its first `there` bytes are valid."""
+    """Weights in a slot, complete or still arriving. `data` is uint8 [manifest.data_bytes]; its first `there`
+    bytes are valid."""
 
-    def __init__(self, manifest: Manifest, data: torch.Tensor, chunk: int, slot: int = 0, complete: bool = False) -> None:
-        self.manifest, self.data, self.chunk, self.slot = manifest, data, chunk, slot  # a chunk of 0 bytes: the sender decides
+    def __init__(
+        self, manifest: Manifest, data: torch.Tensor, chunk: int, slot: int = 0, complete: bool = False
+    ) -> None:
+        self.manifest, self.data, self.chunk, self.slot = (
+            manifest,
+            data,
+            chunk,
+            slot,
+        )  # a chunk of 0 bytes: the sender decides
         self.there = data.numel() if complete else 0
         self.complete = complete  # the sums are in the manifest
         self.changes: Changes | None = None
@@ -59,29 +69,37 @@ class Stream:
             self._changed.notify_all()
 
     def broke(self, why: str) -> None:
-        """The rest will not come: whoever waits for it is told. Nothing is written to `data` any more when this returns."""
+        """The rest will not come: whoever waits for it is told. Nothing is written to `data` any more when
+        this returns."""
         with self._writing, self._changed:
             self._broken = self._broken or why
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Around what this process writes to `data`. Raises LinkBroken when the rest will not come: the slot may be another stream's."""
+        """Around what this process writes to `data`. Raises LinkBroken when the rest will not come: the slot
+        may be another stream's."""
         with self._writing:
             if self._broken:
                 raise LinkBroken(self._broken)
             yield
 
     def wait(self, there: int, complete: bool, seconds: float) -> None:
-        """Until so many bytes are there, and the sums if `complete`. Raises LinkBroken when they will not come, or not in time."""
+        """Until so many bytes are there, and the sums if `complete`. Raises LinkBroken when they will not
+        come, or not in time."""
         with self._changed:
-            reached = self._changed.wait_for(lambda: self._broken or (self.there >= there and self.complete >= complete), seconds)
+            reached = self._changed.wait_for(
+                lambda: self._broken or (self.there >= there and self.complete >= complete), seconds
+            )
             if not reached or self._broken:
-                raise LinkBroken(self._broken or f"weight id {self.manifest.weight_id} stood still for {seconds:.0f} s")
+                raise LinkBroken(
+                    self._broken or f"weight id {self.manifest.weight_id} stood still for {seconds:.0f} s"
+                )
 
 
 class ArrivingSums:
-    """Sums of tensors that arrive in order: each byte is looked at once, while later ones are on their way."""
+    """Sums of tensors that arrive in order: each byte is looked at once, while later ones are on their
+    way."""
 
     def __init__(self, manifest: Manifest, data: torch.Tensor) -> None:
         self._manifest, self._data = manifest, data
@@ -106,23 +124,32 @@ class ArrivingSums:
 
 
 def receive_stream(link: Link, stream: Stream) -> None:
-    """Receives what follows the header into `stream`; returns when the sums of all tensors are equal to the sender's.
+    """Receives what follows the header into `stream`; returns when the sums of all tensors are equal to the
+    sender's.
 
     Raises LinkBroken, or SumsDiffer; whoever waits for the rest of the stream gets LinkBroken then.
     """
     manifest, size = stream.manifest, stream.manifest.data_bytes
     arriving = ArrivingSums(manifest, stream.data)
     try:
-        for there in _in_full(link, stream) if stream.changes is None else _changed(link, stream, stream.changes):
+        for there in (
+            _in_full(link, stream) if stream.changes is None else _changed(link, stream, stream.changes)
+        ):
             stream.grown(there)
             arriving.grown(there)
         arriving.grown(size)
         take_sums(manifest, link.receive_bytes())
-        wrong = [e.name for e, both in zip(manifest.tensors, arriving.sums, strict=True) if (e.sum_words, e.sum_indexed) != both]
+        wrong = [
+            e.name
+            for e, both in zip(manifest.tensors, arriving.sums, strict=True)
+            if (e.sum_words, e.sum_indexed) != both
+        ]
         if wrong:
             raise SumsDiffer(
-                f"{len(wrong)} tensors of weight id {manifest.weight_id}, first {wrong[0]}, came from {link.peer} with other sums "
-                "than they were made with; check the network and memory of this machine and of those before it in the chain"
+                f"{len(wrong)} tensors of weight id {manifest.weight_id}, first {wrong[0]}, came from "
+                f"{link.peer} with other sums "
+                "than they were made with; check the network and memory of this machine and of those before "
+                "it in the chain"
             )
     except LaminarError as error:
         stream.broke(str(error))
@@ -148,7 +175,8 @@ def _in_full(link: Link, stream: Stream) -> Iterator[int]:
 
 
 def _changed(link: Link, stream: Stream, changes: Changes) -> Iterator[int]:
-    """The same of frames, put on top of the base as they come; kept for the next relay. A full one comes straight into the slot."""
+    """The same of frames, put on top of the base as they come; kept for the next relay. A full one comes
+    straight into the slot."""
     size, width, head = stream.data.numel(), unit_bytes(stream.manifest), torch.zeros(2, dtype=torch.int64)
     for number, first in enumerate(range(0, size, stream.chunk)):
         part = stream.data[first : first + stream.chunk]
@@ -156,7 +184,9 @@ def _changed(link: Link, stream: Stream, changes: Changes) -> Iterator[int]:
         in_place = kind == FULL and link.device.type == "cpu"
         try:
             length = payload_bytes(kind, changed, part.numel() // width, width)
-            payload = link.receive(part if in_place else torch.empty(length, dtype=torch.uint8, device=link.device))
+            payload = link.receive(
+                part if in_place else torch.empty(length, dtype=torch.uint8, device=link.device)
+            )
             frame = Frame(head.clone(), payload.cpu())
             if not in_place:
                 with stream.writing():
@@ -169,8 +199,8 @@ def _changed(link: Link, stream: Stream, changes: Changes) -> Iterator[int]:
 
 
 def send_stream(link: Link, stream: Stream) -> None:
-    """Sends a publication as its bytes become available: as changes if those came and this link has brought the weights that they change.
-    Raises LinkBroken, also when they do not come."""
+    """Sends a publication as its bytes become available: as changes if those came and this link has brought
+    the weights that they change. Raises LinkBroken, also when they do not come."""
     manifest, data, chunk, changes = stream.manifest, stream.data, stream.chunk, stream.changes
     began, complete = time.monotonic(), stream.complete
     as_changes = changes is not None and changes.base_id == link.weight_id

@@ -1,6 +1,8 @@
-"""The two ends of links that a relay has: a thread each, which makes its link and works on it until it breaks or is replaced.
+"""The two ends of links that a relay has: a thread each, which makes its link and works on it until it breaks
+or is replaced.
 
-So the relay's main thread always listens to the controller, and can close a link on which a thread waits for a neighbour that is stuck.
+So the relay's main thread always listens to the controller, and can close a link on which a thread waits for
+a neighbour that is stuck.
 """
 
 import queue
@@ -17,15 +19,17 @@ Failed = Callable[[Exception], None]
 
 
 class End:
-    """A thread on one link. `down(epoch, why)` is called once if the link cannot be made or breaks, not when `close` was called;
-    `failed(error)` on anything else."""
+    """A thread on one link. `down(epoch, why)` is called once if the link cannot be made or breaks, not when
+    `close` was called; `failed(error)` on anything else."""
 
     def __init__(self, epoch: int, make: MakeLink, down: Down, failed: Failed) -> None:
         self.epoch = epoch
         self._make, self._down, self._failed = make, down, failed
         self._link: Link | None = None
         self._closing = False
-        self.thread = threading.Thread(target=self._run, name=f"{type(self).__name__.lower()} {epoch}", daemon=True)
+        self.thread = threading.Thread(
+            target=self._run, name=f"{type(self).__name__.lower()} {epoch}", daemon=True
+        )
         self.thread.start()
 
     def _run(self) -> None:
@@ -53,14 +57,18 @@ class End:
     def break_off(self, why: str) -> None:
         """Closes the link because what it should carry will not come, and says so."""
         if not self._closing:
-            self._down(self.epoch, why)  # first, so that the controller knows who is alive when the other end complains
+            self._down(
+                self.epoch, why
+            )  # first, so that the controller knows who is alive when the other end complains
             self.close()
 
 
 class Receiver(End):
     """Takes one publication after the other: `receive(link)` takes one."""
 
-    def __init__(self, epoch: int, make: MakeLink, down: Down, failed: Failed, receive: Callable[[Link], None]) -> None:
+    def __init__(
+        self, epoch: int, make: MakeLink, down: Down, failed: Failed, receive: Callable[[Link], None]
+    ) -> None:
         self._receive = receive
         super().__init__(epoch, make, down, failed)
 
@@ -69,10 +77,18 @@ class Receiver(End):
 
 
 class Sender(End):
-    """Passes on what is put into it, in order. `done(stream)` is called for each when it is no longer read."""
+    """Passes on what is put into it, in order. `done(stream)` is called for each when it is no longer
+    read."""
 
     def __init__(
-        self, epoch: int, make: MakeLink, down: Down, failed: Failed, done: Callable[[Stream], None], relays: int, most: int
+        self,
+        epoch: int,
+        make: MakeLink,
+        down: Down,
+        failed: Failed,
+        done: Callable[[Stream], None],
+        relays: int,
+        most: int,
     ) -> None:
         self.relays = relays  # that stand behind the link
         self._done, self._most = done, most
@@ -87,7 +103,8 @@ class Sender(End):
         return bool(self._pending)
 
     def put(self, stream: Stream) -> None:
-        """Every stream is done sooner or later; at once when the link is closed, as nothing is read any more then."""
+        """Every stream is done sooner or later; at once when the link is closed, as nothing is read any more
+        then."""
         with self._lock:
             if not self._closing:
                 self._pending.append(stream)
@@ -109,7 +126,9 @@ class Sender(End):
         try:
             if not stream.chunk:  # it starts here
                 size = stream.manifest.data_bytes
-                stream.chunk = chunk_bytes(size, self.relays, link.start_seconds, link.seconds_per_byte, self._most)
+                stream.chunk = chunk_bytes(
+                    size, self.relays, link.start_seconds, link.seconds_per_byte, self._most
+                )
             send_stream(link, stream)
             link.weight_id = max(link.weight_id, stream.manifest.weight_id)
         finally:

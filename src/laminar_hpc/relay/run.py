@@ -1,9 +1,10 @@
-"""The relay rank: receives every publication into a slot of its machine's shared memory and passes it on down the chain.
+"""The relay rank: receives every publication into a slot of its machine's shared memory and passes it on down
+the chain.
 
-Only after the sums of all tensors equal the sender's is a slot committed and RelayHas sent: rollouts never see anything else. With lanes a
-relay has a part of every publication, and the slot is committed with the last part. A broken link
-ends the reception (the slot stays invisible) and is reported; the controller then has the neighbours of the break linked, and whoever
-misses the newest weights gets them from the relay before it.
+Only after the sums of all tensors equal the sender's is a slot committed and RelayHas sent: rollouts never
+see anything else. With lanes a relay has a part of every publication, and the slot is committed with the last
+part. A broken link ends the reception (the slot stays invisible) and is reported; the controller then has the
+neighbours of the break linked, and whoever misses the newest weights gets them from the relay before it.
 """
 
 import logging
@@ -30,7 +31,9 @@ from laminar_hpc.weights.stream import decode_header
 
 log = logging.getLogger(__name__)
 _WAIT_SECONDS = 1.0
-_IDLE_SECONDS = 30 * 86400.0  # a publication may be long in coming; a neighbour that dies, or `close`, ends the wait at once
+_IDLE_SECONDS = (
+    30 * 86400.0
+)  # a publication may be long in coming; a neighbour that dies, or `close`, ends the wait at once
 _POLL_SECONDS = 0.02  # between two looks for a slot that nobody reads
 _MOST_WRONG = 2  # receptions in a row whose sums differ
 
@@ -40,12 +43,18 @@ def run(context: RoleContext) -> None:
     config = context.config.relay
     torch.set_num_threads(config.threads)
     slots = (config.shm_dir, context.welcome.run_id, config.slots, Path(context.config.model.path))
-    writer = SlotWriter(*slots) if config.lanes == 1 else LaneWriter(*slots, context.index % config.lanes, config.lanes)
+    writer = (
+        SlotWriter(*slots)
+        if config.lanes == 1
+        else LaneWriter(*slots, context.index % config.lanes, config.lanes)
+    )
     relay = Relay(context, writer)
     try:
         relay.tell_newest()
         while True:
-            message = context.channel.wait(m.EpochProposed, m.JoinEpoch, m.SendAgain, m.Welcome, timeout=_WAIT_SECONDS)
+            message = context.channel.wait(
+                m.EpochProposed, m.JoinEpoch, m.SendAgain, m.Welcome, timeout=_WAIT_SECONDS
+            )
             if isinstance(message, m.EpochProposed):
                 relay.propose(message)
             elif isinstance(message, m.JoinEpoch):
@@ -62,11 +71,16 @@ def run(context: RoleContext) -> None:
 
 
 class Relay:
-    """Its two links at most, and the slot writer. Never waits but for the controller: all else is done by the links' threads."""
+    """Its two links at most, and the slot writer. Never waits but for the controller: all else is done by the
+    links' threads."""
 
     def __init__(self, context: RoleContext, writer: SlotWriter) -> None:
         self._context, self._writer = context, writer
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
         self._seconds = context.config.relay.publish_timeout_seconds
         self._address = own_address(context.config.cluster.host)
         self._upstream: Receiver | None = None
@@ -76,7 +90,7 @@ class Relay:
         self._base_slot: int | None = None  # kept while what arrives is put on top of it
         self._wrong = 0
 
-    # ---- called by the main thread ---------------------------------------------------------------------------------------------
+    # ---- called by the main thread -------------------------------------------------------------------------
 
     def propose(self, message: m.EpochProposed) -> None:
         """Links to a new neighbour downstream."""
@@ -87,10 +101,22 @@ class Relay:
             store, port = host_store(self._address, MEET_SECONDS)
             self._context.channel.send(m.StoreOpened(message.epoch, self._address, port))
             peer = f"relay {message.relays[0]}"
-            return Link(store, message.epoch, 0, True, peer, self._address, self._device, self._seconds, given_up=given_up)
+            return Link(
+                store,
+                message.epoch,
+                0,
+                True,
+                peer,
+                self._address,
+                self._device,
+                self._seconds,
+                given_up=given_up,
+            )
 
         most = self._context.config.relay.chunk_megabytes << 20
-        self._downstream = Sender(message.epoch, make, self._down, self._failed, self._sent, len(message.relays), most)
+        self._downstream = Sender(
+            message.epoch, make, self._down, self._failed, self._sent, len(message.relays), most
+        )
 
     def join(self, message: m.JoinEpoch) -> None:
         """Links to a new neighbour upstream."""
@@ -98,7 +124,9 @@ class Relay:
 
         def make(_: Callable[[], bool]) -> Link:
             store = reach_store(message.host, message.port, MEET_SECONDS)
-            return Link(store, message.epoch, 0, False, message.peer, self._address, self._device, self._seconds)
+            return Link(
+                store, message.epoch, 0, False, message.peer, self._address, self._device, self._seconds
+            )
 
         self._upstream = Receiver(message.epoch, make, self._down, self._failed, self._receive)
 
@@ -111,23 +139,29 @@ class Relay:
                 self._writer.release(newest[0])
             return
         slot, manifest, data = newest
-        log.info("weight id %d goes again from slot %d to %d relays", manifest.weight_id, slot, message.relays)
+        log.info(
+            "weight id %d goes again from slot %d to %d relays", manifest.weight_id, slot, message.relays
+        )
         sender.relays = message.relays
         sender.put(Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], 0, slot, complete=True))
 
     def welcome_back(self) -> None:
-        """The controller had taken this relay for dead: it learns anew what is here, and has links made anew."""
+        """The controller had taken this relay for dead: it learns anew what is here, and has links made
+        anew."""
         self.close()
         self.tell_newest()
 
     def tell_newest(self) -> None:
-        """What is here already: with lanes, the other relays of a machine keep its slots while one starts anew."""
+        """What is here already: with lanes, the other relays of a machine keep its slots while one starts
+        anew."""
         newest = self._writer.keep_newest()
         if newest is not None:
             slot, manifest, _ = newest
             complete = self._writer.is_complete(slot)
             self._writer.release(slot)
-            self._context.channel.send(m.RelayHas(manifest.weight_id, manifest.step, 0, 0.0, time.time(), complete=complete))
+            self._context.channel.send(
+                m.RelayHas(manifest.weight_id, manifest.step, 0, 0.0, time.time(), complete=complete)
+            )
 
     def close(self) -> None:
         self._drop_upstream("this relay is leaving the chain")
@@ -136,8 +170,9 @@ class Relay:
         self._downstream = None
 
     def _drop_upstream(self, why: str) -> None:
-        """Closes the link; what was arriving over it is given up. Its thread may sit in its last operation for a while (gloo does not wake
-        one whose message was cut in the middle), but nothing is written any more by then."""
+        """Closes the link; what was arriving over it is given up. Its thread may sit in its last operation
+        for a while (gloo does not wake one whose message was cut in the middle), but nothing is written any
+        more by then."""
         if self._upstream is not None:
             self._upstream.close()
         self._upstream = None
@@ -154,7 +189,7 @@ class Relay:
             self._writer.release(self._base_slot)
             self._base_slot = None
 
-    # ---- called by the links' threads ------------------------------------------------------------------------------------------
+    # ---- called by the links' threads ----------------------------------------------------------------------
 
     def _down(self, epoch: int, why: str) -> None:
         log.warning("link %d: %s", epoch, why)
@@ -168,7 +203,8 @@ class Relay:
         self._writer.release(stream.slot)
 
     def _receive(self, link: Link) -> None:
-        """One publication, from its header to RelayHas. Raises LaminarError when what comes is again and again not what was sent."""
+        """One publication, from its header to RelayHas. Raises LaminarError when what comes is again and
+        again not what was sent."""
         manifest, chunk, base_id = decode_header(link.receive_bytes(idle_seconds=_IDLE_SECONDS))
         started = time.time()
         stream = self._into_a_slot(link, manifest, chunk, base_id)
@@ -189,14 +225,24 @@ class Relay:
                 if self._arriving is stream:
                     self._let_go()
         now = time.time()
-        self._context.trace.record("relay", started, now, weight_id=manifest.weight_id, bytes=manifest.data_bytes)
+        self._context.trace.record(
+            "relay", started, now, weight_id=manifest.weight_id, bytes=manifest.data_bytes
+        )
         self._context.channel.send(
-            m.RelayHas(manifest.weight_id, manifest.step, manifest.data_bytes, now - started, now, stream.passed_on, complete)
+            m.RelayHas(
+                manifest.weight_id,
+                manifest.step,
+                manifest.data_bytes,
+                now - started,
+                now,
+                stream.passed_on,
+                complete,
+            )
         )
 
     def _into_a_slot(self, link: Link, manifest: Manifest, chunk: int, base_id: int) -> Stream:
-        """As soon as there is one: readers may hold all of them for a while. With lanes not even then, as those of newer ids stay taken.
-        Raises LinkBroken after half of the time that the sender waits."""
+        """As soon as there is one: readers may hold all of them for a while. With lanes not even then, as
+        those of newer ids stay taken. Raises LinkBroken after half of the time that the sender waits."""
         until = time.monotonic() + (self._seconds / 2 if self._context.config.relay.lanes == 1 else 0.0)
         while True:
             with self._lock:
@@ -219,13 +265,17 @@ class Relay:
             time.sleep(_POLL_SECONDS)
 
     def _base(self, manifest: Manifest, base_id: int) -> np.ndarray | None:
-        """The bytes that the changes to come are to, in a slot kept until `_let_go`; None for a stream in full. Raises LinkBroken without
-        them: the relay before, or the trainer, sends in full over the next link."""
+        """The bytes that the changes to come are to, in a slot kept until `_let_go`; None for a stream in
+        full. Raises LinkBroken without them: the relay before, or the trainer, sends in full over the next
+        link."""
         if base_id < 0:
             return None
         base = self._writer.keep(base_id)
         if base is None:
-            raise LinkBroken(f"weight id {manifest.weight_id} came as changes to weight id {base_id}, which is not here: it is due in full")
+            raise LinkBroken(
+                f"weight id {manifest.weight_id} came as changes to weight id {base_id}, which is not here: "
+                "it is due in full"
+            )
         self._base_slot, data = base
         return data
 

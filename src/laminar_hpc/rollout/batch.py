@@ -1,10 +1,12 @@
-"""A local batch on its way through the engine: trajectories part by part, until the last one ends, is lost, or has moved away.
+"""A local batch on its way through the engine: trajectories part by part, until the last one ends, is lost,
+or has moved away.
 
     Work --generate--> part --stop, length--> done(work) | lost(work)
                          |--ordered away----> migration.py: gone, or goes on here
                          '--paused----------> goes on after `resume`
 
-Owned by worker.py, which says what becomes of results; migration.py adds trajectories that come from elsewhere. Nothing else is added to it.
+Owned by worker.py, which says what becomes of results; migration.py adds trajectories that come from
+elsewhere. Nothing else is added to it.
 """
 
 import asyncio
@@ -16,7 +18,17 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.messages import Grant, Increment, MoveFailed, MoveOrder, Partial, PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.messages import (
+    Grant,
+    Increment,
+    MoveFailed,
+    MoveOrder,
+    Partial,
+    PromptGroup,
+    Sample,
+    Trajectory,
+    VersionSpan,
+)
 from laminar_hpc.rollout.sglang_server import Generation, RequestFailed, sampling_parameters
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.weight_loader import WeightLoader
@@ -52,9 +64,16 @@ class Work:
 def works(grant: Grant) -> list[Work]:
     def work(group: PromptGroup, sample: Sample) -> Work:
         return Work(
-            sample.trajectory_id, sample.attempt, group, grant.weight_id, grant.weight_step, grant.temperature, grant.max_response_tokens,
-            grant.evaluation, grant.parts.get(sample.trajectory_id) or Partial(),
-        )  # fmt: skip
+            sample.trajectory_id,
+            sample.attempt,
+            group,
+            grant.weight_id,
+            grant.weight_step,
+            grant.temperature,
+            grant.max_response_tokens,
+            grant.evaluation,
+            grant.parts.get(sample.trajectory_id) or Partial(),
+        )
 
     return [work(group, sample) for group in grant.groups for sample in group.samples]
 
@@ -80,9 +99,10 @@ def objection(generation: Generation, weight_id: int | None) -> str:
     """Why this response must not be trained on, or "". One trajectory, one policy, by the engine's own report
     (docs/architecture.md#one-policy); with `weight_id` None several are meant.
 
-    Log-probs that are not finite: the trainer never publishes weights that are not, so the engine's arithmetic overflowed. That
-    may be chance, so the trajectory alone is lost and generated again. It is not chance when a whole local batch comes out so, or
-    one trajectory MOST_OVERFLOWS times: then worker.py ends the replica, and with it a run in one torchrun.
+    Log-probs that are not finite: the trainer never publishes weights that are not, so the engine's
+    arithmetic overflowed. That may be chance, so the trajectory alone is lost and generated again. It is not
+    chance when a whole local batch comes out so, or one trajectory MOST_OVERFLOWS times: then worker.py ends
+    the replica, and with it a run in one torchrun.
     """
     if generation.finish_reason not in ("stop", "length"):
         return f"the engine ended it with {generation.finish_reason}"
@@ -118,14 +138,25 @@ def trajectory(work: Work, replica: int) -> Trajectory:
 
 
 class LocalBatch:
-    """`ended(work, reason)`: it has its last token (reason "") or is lost. `hand_over(work)`: whether an ordered work has gone."""
+    """`ended(work, reason)`: it has its last token (reason "") or is lost. `hand_over(work)`: whether an
+    ordered work has gone."""
 
     def __init__(
-        self, context: RoleContext, weight_loader: WeightLoader, state: ReplicaState, stop_ids: list[int], ended: Callable[[Work, str], None]
+        self,
+        context: RoleContext,
+        weight_loader: WeightLoader,
+        state: ReplicaState,
+        stop_ids: list[int],
+        ended: Callable[[Work, str], None],
     ) -> None:
         self.context, self.config, self.weight_loader, self.state, self.stop_ids, self.ended = (
-            context, context.config, weight_loader, state, stop_ids, ended,
-        )  # fmt: skip
+            context,
+            context.config,
+            weight_loader,
+            state,
+            stop_ids,
+            ended,
+        )
         self.hand_over: Callable[[Work], Coroutine[None, None, bool]] | None = None
         self.moved_away = 0  # of this run
         self.works: dict[int, Work] = {}  # those with a task, by trajectory
@@ -140,10 +171,11 @@ class LocalBatch:
         self._generating = 0
         self._quiet = asyncio.Event()
 
-    # ---- tasks -----------------------------------------------------------------------------------------------------------------------
+    # ---- tasks ---------------------------------------------------------------------------------------------
 
     async def run(self, begin: Iterable[Work]) -> None:
-        """Until nothing is left of what it began with and what has come meanwhile. Raises EngineDied and what else a task raises."""
+        """Until nothing is left of what it began with and what has come meanwhile. Raises EngineDied and what
+        else a task raises."""
         self._over = asyncio.get_running_loop().create_future()
         self.moved_away = 0
         for work in begin:
@@ -171,7 +203,7 @@ class LocalBatch:
         elif not self._tasks:
             self._over.set_result(None)
 
-    # ---- one trajectory --------------------------------------------------------------------------------------------------------------
+    # ---- one trajectory ------------------------------------------------------------------------------------
 
     async def one(self, work: Work) -> None:
         """From where it is to its last token."""
@@ -195,7 +227,9 @@ class LocalBatch:
         work.partial.time_started = work.partial.time_started or time.time()
         while work.room > 0:
             await self._going.wait()
-            work.request_id = f"{self.context.welcome.run_id}-{work.trajectory_id}-{work.attempt}-{next(self._numbers)}"
+            work.request_id = (
+                f"{self.context.welcome.run_id}-{work.trajectory_id}-{work.attempt}-{next(self._numbers)}"
+            )
             self._generating += 1
             try:
                 generation = await self._part(work)
@@ -236,18 +270,29 @@ class LocalBatch:
             nonlocal place
             spans = [VersionSpan(weight_id, place, place + len(tokens))]
             self.context.channel.send(
-                Increment(work.trajectory_id, work.attempt, place, tokens, logprobs, spans, work.partial.time_started)
+                Increment(
+                    work.trajectory_id,
+                    work.attempt,
+                    place,
+                    tokens,
+                    logprobs,
+                    spans,
+                    work.partial.time_started,
+                )
             )
             place += len(tokens)
 
         on_tokens = increment if self.config.rollout.increment_tokens and not work.evaluation else None
         prompt = work.group.prompt_tokens + work.partial.tokens
-        return await self.weight_loader.engine.generate(prompt, sampling, work.request_id, str(weight_id), on_tokens)
+        return await self.weight_loader.engine.generate(
+            prompt, sampling, work.request_id, str(weight_id), on_tokens
+        )
 
-    # ---- interruption (refresh=interrupt) --------------------------------------------------------------------------------------------
+    # ---- interruption (refresh=interrupt) ------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Every request stands still when it returns; what they have generated is kept, with `keep_kv` in the engine."""
+        """Every request stands still when it returns; what they have generated is kept, with `keep_kv` in the
+        engine."""
         self._going.clear()
         if self.keep_kv:
             await self.weight_loader.engine.pause()

@@ -1,9 +1,11 @@
-"""The engine as a process: starts SGLang's server as a child, notices its death, ends it with all that it started.
+"""The engine as a process: starts SGLang's server as a child, notices its death, ends it with all that it
+started.
 
-Used by `sglang_server.SglangServer` only. The child runs in a session of its own, so that one signal reaches all of its processes, and dies
-with its parent (sglang_plugin/serve.py asks the kernel for that); its temporary files, the ports' sockets among them, lie in a folder
-that only this user can enter. `stop` removes it, and the segments of shared memory that the engine's processes left, which are noted
-in it; after a kill the next start on this machine does.
+Used by `sglang_server.SglangServer` only. The child runs in a session of its own, so that one signal reaches
+all of its processes, and dies with its parent (sglang_plugin/serve.py asks the kernel for that); its
+temporary files, the ports' sockets among them, lie in a folder that only this user can enter. `stop` removes
+it, and the segments of shared memory that the engine's processes left, which are noted in it; after a kill
+the next start on this machine does.
 """
 
 import asyncio
@@ -28,8 +30,12 @@ from laminar_hpc.rollout.sglang_plugin import protocol, serve
 
 MODEL_PACKAGE = "laminar_hpc.rollout.sglang_plugin.models"
 # What torchrun and Slurm tell their workers must not reach the engine's own torch.distributed.
-FOREIGN_VARIABLES = re.compile(r"^(TORCHELASTIC_|GROUP_|ROLE_|LOCAL_(RANK|WORLD_SIZE)$|RANK$|WORLD_SIZE$|MASTER_|TORCH_NCCL_|SLURM_)")
-DYING_SECONDS = 5.0  # the kernel frees a large process's memory for so long; later, the next start removes what it had
+FOREIGN_VARIABLES = re.compile(
+    r"^(TORCHELASTIC_|GROUP_|ROLE_|LOCAL_(RANK|WORLD_SIZE)$|RANK$|WORLD_SIZE$|MASTER_|TORCH_NCCL_|SLURM_)"
+)
+DYING_SECONDS = (
+    5.0  # the kernel frees a large process's memory for so long; later, the next start removes what it had
+)
 _ERROR_LINE = re.compile(
     r"^(\w+\.)*\w*(Error|Exception|Killed)\b.*|.*\b(ERROR|error:|Fatal|SIGKILL|crashed with)\b.*|SGLang does not find .*"
 )
@@ -40,8 +46,8 @@ class EngineDied(LaminarError):
 
 
 def hold_port() -> socket.socket:
-    """A free loopback port that nobody gets by chance while this socket is open: a server listens there many seconds later, as one that
-    names the port and sets SO_REUSEADDR may."""
+    """A free loopback port that nobody gets by chance while this socket is open: a server listens there many
+    seconds later, as one that names the port and sets SO_REUSEADDR may."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -53,7 +59,9 @@ def last_words(log: Path, begin: int = 0, limit: int = 300) -> str:
     try:
         with open(log, "rb") as file:
             file.seek(max(begin, file.seek(0, os.SEEK_END) - 200_000))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+            lines = [
+                line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()
+            ]
     except FileNotFoundError:
         return "it left no log"
     errors = [line for line in lines if _ERROR_LINE.match(line)]
@@ -64,20 +72,25 @@ def _cpu_variables(ranks: int) -> dict[str, str]:
     """What SGLang must be told on the CPU."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     return {
-        # A group of cores per rank must be named for more ranks than NUMA nodes; nothing is bound without SGLang's own CPU kernels.
+        # A group of cores per rank must be named for more ranks than NUMA nodes; nothing is bound without
+        # SGLang's own CPU kernels.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * ranks),
-        "SGLANG_ROPE_CACHE_FP32": "1",  # as on CUDA; else the cosines and sines are rounded to the model's dtype
-        "TORCH_COMPILE_DISABLE": "1",  # a compiler would be at work for half a minute, for one small function of the embedding
+        # as on CUDA; else the cosines and sines are rounded to the model's dtype
+        "SGLANG_ROPE_CACHE_FP32": "1",
+        # a compiler would be at work for half a minute, for one small function of the embedding
+        "TORCH_COMPILE_DISABLE": "1",
     }
 
 
 def has_cuda() -> bool:
-    """Whether the engine will run on a GPU; the same question as the platform plugin's, asked without importing torch."""
+    """Whether the engine will run on a GPU; the same question as the platform plugin's, asked without
+    importing torch."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class EngineProcess:
-    """One life of an engine. `dead` is set as soon as one of its processes has ended for a reason other than `stop`."""
+    """One life of an engine. `dead` is set as soon as one of its processes has ended for a reason other than
+    `stop`."""
 
     def __init__(self, name: str, log: Path, threads: int, ranks: int = 1) -> None:
         self.name = name
@@ -87,7 +100,9 @@ class EngineProcess:
         self.port = 0
         self._held_port: socket.socket | None = None
         self.key = ""
-        self.folder: Path | None = None  # temporary files and the ports' sockets; made by `start`, removed by `stop`
+        self.folder: Path | None = (
+            None  # temporary files and the ports' sockets; made by `start`, removed by `stop`
+        )
         self.dead = asyncio.Event()
         self._child: subprocess.Popen | None = None
         self._note: shared_memory.Note | None = None
@@ -108,7 +123,8 @@ class EngineProcess:
         return self._child.pid
 
     def start(self, arguments: list[str]) -> None:
-        """Starts the server with SGLang's `arguments` on a free loopback port. The end of the calling thread ends the child."""
+        """Starts the server with SGLang's `arguments` on a free loopback port. The end of the calling thread
+        ends the child."""
         leftovers.clean()
         self.folder = Path(tempfile.mkdtemp(prefix=ENGINE_FOLDER_PREFIX))
         claim(self.folder)
@@ -116,13 +132,28 @@ class EngineProcess:
         self._held_port, self.key = hold_port(), secrets.token_hex(24)
         self.port = self._held_port.getsockname()[1]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # SGLang logs its arguments, the key too
+        descriptor = os.open(
+            self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+        )  # SGLang logs its arguments, the key too
         self._log_begin = os.fstat(descriptor).st_size
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", serve.__name__, "--host", "127.0.0.1", "--port", str(self.port), *arguments],
-                stdin=subprocess.DEVNULL, stdout=descriptor, stderr=subprocess.STDOUT, env=self.environment(), start_new_session=True,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    serve.__name__,
+                    "--host",
+                    "127.0.0.1",
+                    "--port",
+                    str(self.port),
+                    *arguments,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=subprocess.STDOUT,
+                env=self.environment(),
+                start_new_session=True,
+            )
         finally:
             os.close(descriptor)
         self._watch(self._child.pid, "")
@@ -135,11 +166,13 @@ class EngineProcess:
             "MKL_NUM_THREADS": str(self.threads),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
-            "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",  # a server that closes idle connections races with the next request on them
+            # a server that closes idle connections races with the next request on them
+            "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
             "TMPDIR": str(self.folder),
             "SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE,
             "PYTHONUNBUFFERED": "1",
-            # The engine's own processes meet in a file and talk over loopback; torch's TCP store would listen on all interfaces.
+            # The engine's own processes meet in a file and talk over loopback; torch's TCP store would
+            # listen on all interfaces.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self.folder}/rendezvous",
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
@@ -162,15 +195,19 @@ class EngineProcess:
             self.dead.set()
 
     def watch_members(self) -> None:
-        """Watches SGLang's own processes too, once they run: the server would notice the end of one only after seconds."""
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # the server itself is gone: that is seen already
+        """Watches SGLang's own processes too, once they run: the server would notice the end of one only
+        after seconds."""
+        with contextlib.suppress(
+            psutil.NoSuchProcess, ProcessLookupError
+        ):  # the server itself is gone: that is seen already
             for member in psutil.Process(self.pid).children(recursive=True):
                 title = " ".join(member.cmdline()[:1])
                 if title.startswith("sglang::"):
                     self._watch(member.pid, title)
 
     def note_shared_memory(self, every: float = 0.0) -> None:
-        """Records which segments the engine's processes have made, unless that was done within the last `every` seconds."""
+        """Records which segments the engine's processes have made, unless that was done within the last
+        `every` seconds."""
         if self._note is not None and time.monotonic() - self._note_time >= every:
             self._note.update(self.pid)
             self._note_time = time.monotonic()
@@ -189,7 +226,8 @@ class EngineProcess:
         return EngineDied(f"{self.name} died ({how}): {self.last_words()} (log: {self.log})")
 
     async def stop(self) -> None:
-        """Ends the server and all its processes at once, and removes its temporary files; at most some seconds."""
+        """Ends the server and all its processes at once, and removes its temporary files; at most some
+        seconds."""
         for descriptor in self._watched:
             asyncio.get_running_loop().remove_reader(descriptor)
             os.close(descriptor)
@@ -201,7 +239,9 @@ class EngineProcess:
             try:
                 await asyncio.to_thread(self._child.wait, 10)
             except subprocess.TimeoutExpired:
-                raise LaminarError(f"{self.name} (pid {self._child.pid}) did not end within 10 s of SIGKILL") from None
+                raise LaminarError(
+                    f"{self.name} (pid {self._child.pid}) did not end within 10 s of SIGKILL"
+                ) from None
         if self._held_port is not None:
             self._held_port.close()
         if self.folder is not None:

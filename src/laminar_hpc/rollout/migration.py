@@ -1,10 +1,12 @@
-"""A replica's side of moves, as source and as destination; policies/moves.py is what the controller makes of both.
+"""A replica's side of moves, as source and as destination; policies/moves.py is what the controller makes of
+both.
 
     source        MoveOrder -> send KV while decoding goes on, stop the request, send the rest -> MoveReady ... MoveCommit | MoveAbort
     destination   Reserve -> room -> Reserved ... Import -> hold -> Imported ... MoveCommit: it goes on here | MoveAbort
 
-Where "..." stands the replica waits and says its last word again every AGAIN_SECONDS; the controller answers each time, a move that it does
-not know with MoveAbort. So no message may be lost for good, and no wait is without end. Whatever fails of a KV cache, the tokens go on.
+Where "..." stands the replica waits and says its last word again every AGAIN_SECONDS; the controller answers
+each time, a move that it does not know with MoveAbort. So no message may be lost for good, and no wait is
+without end. Whatever fails of a KV cache, the tokens go on.
 """
 
 import asyncio
@@ -68,7 +70,7 @@ class ReplicaMigration:
             if isinstance(message, wanted):
                 return message
 
-    # ---- source ----------------------------------------------------------------------------------------------------------------------
+    # ---- source --------------------------------------------------------------------------------------------
 
     def _order(self, order: MoveOrder) -> None:
         work = self.batch.works.get(order.trajectory_id)
@@ -106,10 +108,17 @@ class ReplicaMigration:
         gone = isinstance(outcome, MoveCommit)
         if order.address:
             await (self._engine.kv_commit(order.move_id) if gone else self._engine.kv_abort(order.move_id))
-        self.context.trace.record("move", began, time.time(), trajectory_id=work.trajectory_id, gone=gone, tokens=len(work.partial.tokens))
+        self.context.trace.record(
+            "move",
+            began,
+            time.time(),
+            trajectory_id=work.trajectory_id,
+            gone=gone,
+            tokens=len(work.partial.tokens),
+        )
         return gone
 
-    # ---- destination -----------------------------------------------------------------------------------------------------------------
+    # ---- destination ---------------------------------------------------------------------------------------
 
     def _reserve(self, reserve: Reserve) -> None:
         if reserve.move_id in self._mail:
@@ -136,13 +145,22 @@ class ReplicaMigration:
         (commit, came), arrived = taken, time.time()
         partial = Partial(came.tokens, came.logprobs, came.spans, came.time_started, came.moves + 1)
         work = Work(
-            reserve.trajectory_id, commit.attempt, reserve.group, reserve.weight_id, reserve.weight_step, reserve.temperature,
-            reserve.max_response_tokens, "", partial,
-        )  # fmt: skip
+            reserve.trajectory_id,
+            commit.attempt,
+            reserve.group,
+            reserve.weight_id,
+            reserve.weight_step,
+            reserve.temperature,
+            reserve.max_response_tokens,
+            "",
+            partial,
+        )
         # The request first, then the end of the lock: what it needs is held until it has it.
         await asyncio.gather(self.batch.one(work), *([self._engine.kv_commit(move_id)] if reserve.kv else []))
         hit = work.cached_tokens  # by the engine's own word
-        self.context.trace.record("move", began, arrived, trajectory_id=reserve.trajectory_id, came=True, cached_tokens=hit)
+        self.context.trace.record(
+            "move", began, arrived, trajectory_id=reserve.trajectory_id, came=True, cached_tokens=hit
+        )
 
     async def _take(self, reserve: Reserve) -> tuple[MoveCommit, Partial] | None:
         """Room, the KV cache and the tokens; None when the move is off."""
@@ -158,7 +176,9 @@ class ReplicaMigration:
             return None
         if address:
             try:
-                prefix = await self._engine.kv_import(reserve.move_id, reserve.group.prompt_tokens + came.partial.tokens)
+                prefix = await self._engine.kv_import(
+                    reserve.move_id, reserve.group.prompt_tokens + came.partial.tokens
+                )
             except (KvRefused, RequestFailed) as error:
                 logger.warning("trajectory %d is prefilled again: %s", reserve.trajectory_id, error)
         outcome = await self._answer(Imported(reserve.move_id, prefix), MoveCommit, MoveAbort)

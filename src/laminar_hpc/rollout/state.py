@@ -1,13 +1,15 @@
-"""The state of one replica as a pure machine: which weights it serves, and what it may do next. Owns no engine, no task and no clock.
+"""The state of one replica as a pure machine: which weights it serves, and what it may do next. Owns no
+engine, no task and no clock.
 
     UNVERIFIED --begin_pull--> PULLING --verified--> VERIFIED --open--> OPEN(id) --grant--> DRAINING --last token--> OPEN(id)
                    ^              ^                                     |
                    '--- failed ---+--------------- begin_pull ----------+
 
-A reservation counts as a request in flight, so that a reserved replica cannot pull. An interrupted batch stays in flight over a pull.
-Invariants: a request is admitted only for the id that it names and that is open; weights are replaced only while nothing is in flight or
-all of it stands still; an id goes back only for trajectories that began with it elsewhere (`back`). Any step that would break one raises
-WrongState and changes nothing. Driven by worker.py and migration.py, tested with plain values.
+A reservation counts as a request in flight, so that a reserved replica cannot pull. An interrupted batch
+stays in flight over a pull. Invariants: a request is admitted only for the id that it names and that is open;
+weights are replaced only while nothing is in flight or all of it stands still; an id goes back only for
+trajectories that began with it elsewhere (`back`). Any step that would break one raises WrongState and
+changes nothing. Driven by worker.py and migration.py, tested with plain values.
 
     >>> state = ReplicaState()
     >>> state.begin_pull(3); state.verified(3); state.open(weight_step=2)
@@ -42,14 +44,20 @@ class ReplicaState:
 
     def _require(self, allowed: bool, step: str) -> None:
         if not allowed:
-            raise WrongState(f"{step} is not allowed in {self.phase.value} (weight id {self.weight_id}, {self.in_flight} in flight)")
+            raise WrongState(
+                f"{step} is not allowed in {self.phase.value} (weight id {self.weight_id}, {self.in_flight} "
+                "in flight)"
+            )
 
-    # ---- weights ---------------------------------------------------------------------------------------------------------------------
+    # ---- weights -------------------------------------------------------------------------------------------
 
     def begin_pull(self, weight_id: int, interrupted: bool = False, back: bool = False) -> None:
-        """The engine is about to be given other weights, newer ones unless `back`. `interrupted`: what is in flight stands still."""
+        """The engine is about to be given other weights, newer ones unless `back`. `interrupted`: what is in
+        flight stands still."""
         ready = self.phase in (Phase.UNVERIFIED, Phase.OPEN) and self.in_flight == 0
-        self._require(ready or (interrupted and self.phase is Phase.DRAINING), f"pulling weight id {weight_id}")
+        self._require(
+            ready or (interrupted and self.phase is Phase.DRAINING), f"pulling weight id {weight_id}"
+        )
         self._require(weight_id > self.weight_id or back, f"going back to weight id {weight_id}")
         self.phase, self._pulling_id = Phase.PULLING, weight_id
 
@@ -60,7 +68,10 @@ class ReplicaState:
 
     def verified(self, weight_id: int) -> None:
         """`weight_id` is in the engine: the one that was asked for, or a newer one that came meanwhile."""
-        self._require(self.phase is Phase.PULLING and weight_id >= self._pulling_id, f"a verification of weight id {weight_id}")
+        self._require(
+            self.phase is Phase.PULLING and weight_id >= self._pulling_id,
+            f"a verification of weight id {weight_id}",
+        )
         self.phase, self._pulling_id = Phase.VERIFIED, weight_id
 
     def open(self, weight_step: int) -> None:
@@ -68,22 +79,30 @@ class ReplicaState:
         self.phase = Phase.DRAINING if self.in_flight else Phase.OPEN
         self.weight_id, self.weight_step = self._pulling_id, weight_step
 
-    # ---- work ------------------------------------------------------------------------------------------------------------------------
+    # ---- work ----------------------------------------------------------------------------------------------
 
     def grant(self, weight_id: int, requests: int) -> None:
         """A local batch of `requests` requests on `weight_id` begins."""
-        self._require(self.phase is Phase.OPEN and weight_id == self.weight_id, f"work on weight id {weight_id}")
+        self._require(
+            self.phase is Phase.OPEN and weight_id == self.weight_id, f"work on weight id {weight_id}"
+        )
         self._require(requests > 0, "an empty batch")
         self.phase, self.in_flight = Phase.DRAINING, requests
 
     def reserve(self, weight_id: int) -> None:
-        """One more request of the same weights will come from another replica: the batch is not done before it has, or `finished`."""
-        self._require(self.phase is Phase.DRAINING and weight_id == self.weight_id, f"a move of weight id {weight_id} to this replica")
+        """One more request of the same weights will come from another replica: the batch is not done before
+        it has, or `finished`."""
+        self._require(
+            self.phase is Phase.DRAINING and weight_id == self.weight_id,
+            f"a move of weight id {weight_id} to this replica",
+        )
         self.in_flight += 1
 
     def finished(self) -> None:
         """A request of the batch has its last token, is lost, or has moved away."""
-        interrupted = self.phase in (Phase.PULLING, Phase.VERIFIED) and self.in_flight > 0  # it went on before all was done
+        interrupted = (
+            self.phase in (Phase.PULLING, Phase.VERIFIED) and self.in_flight > 0
+        )  # it went on before all was done
         self._require(self.phase is Phase.DRAINING or interrupted, "the end of a request")
         self.in_flight -= 1
         if self.in_flight == 0 and not interrupted:

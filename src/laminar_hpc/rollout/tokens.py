@@ -1,4 +1,5 @@
-"""Text of token ids, and the ids that end a response, from the files of a Hugging Face directory. Needs the `tokenizers` library only."""
+"""Text of token ids, and the ids that end a response, from the files of a Hugging Face directory. Needs the
+`tokenizers` library only."""
 
 import json
 from pathlib import Path
@@ -25,14 +26,19 @@ def stop_token_ids(model: Path) -> list[int]:
         ids = _read_json(model / file).get("eos_token_id")
         if ids is not None:
             return sorted({ids} if isinstance(ids, int) else set(ids))
-    raise LaminarError(f"model.path={model} names no eos_token_id in generation_config.json or config.json, so no response would ever end")
+    raise LaminarError(
+        f"model.path={model} names no eos_token_id in generation_config.json or config.json, so no response "
+        "would ever end"
+    )
 
 
 class TextDecoder:
     def __init__(self, model: Path) -> None:
         path = model / "tokenizer.json"
         if not path.exists():
-            raise LaminarError(f"model.path={model} holds no tokenizer.json: save the tokenizer there in its fast form")
+            raise LaminarError(
+                f"model.path={model} holds no tokenizer.json: save the tokenizer there in its fast form"
+            )
         self._tokenizer = Tokenizer.from_file(str(path))
 
     def text(self, token_ids: list[int]) -> str:

@@ -1,8 +1,9 @@
-"""How a drained replica gets newer weights: check the slot, load it, compare sums of the live parameters, score the probe.
+"""How a drained replica gets newer weights: check the slot, load it, compare sums of the live parameters,
+score the probe.
 
-Used by worker.py. A slot that does not fit the engine is refused before anything is loaded. Whatever goes wrong from the load on, the
-engine is killed and started from the slot, then verified again; weights are announced only when the live parameters have the manifest's
-sums (docs/architecture.md#verified-weights).
+Used by worker.py. A slot that does not fit the engine is refused before anything is loaded. Whatever goes
+wrong from the load on, the engine is killed and started from the slot, then verified again; weights are
+announced only when the live parameters have the manifest's sums (docs/architecture.md#verified-weights).
 """
 
 import asyncio
@@ -28,11 +29,14 @@ TRIES = 2  # fresh engines in a row before the weights themselves are held to be
 LEASE_SECONDS = 30.0  # longest time in which every slot looked at is being rewritten
 
 
-OVERFLOW_CURE = "it overflows: set model.dtype=bfloat16 or float32, or another rollout.engine_arguments.attention_backend"
+OVERFLOW_CURE = (
+    "it overflows: set model.dtype=bfloat16 or float32, or another rollout.engine_arguments.attention_backend"
+)
 
 
 class SlotRefused(LaminarError):
-    """The slot is not what its manifest says, or does not fit the engine; a fresh engine would not mend that."""
+    """The slot is not what its manifest says, or does not fit the engine; a fresh engine would not mend
+    that."""
 
 
 class EngineOverflows(SlotRefused):
@@ -72,17 +76,22 @@ def check_layout(engine: list[TensorLayout], manifest: Manifest) -> None:
     for name in sorted(have.keys() | want.keys()):
         if have.get(name) != want.get(name):
             in_slot, in_engine = want.get(name, "missing"), have.get(name, "missing")
-            raise SlotRefused(f"weight id {manifest.weight_id}: tensor {name} is {in_slot} in the slot and {in_engine} in the engine")
+            raise SlotRefused(
+                f"weight id {manifest.weight_id}: tensor {name} is {in_slot} in the slot and {in_engine} in "
+                "the engine"
+            )
 
 
 def check_file(handle: SlotHandle) -> None:
-    """Raises SlotRefused unless the file is laid out as its manifest says: SGLang takes what it finds, and a wrong shape ends it. Raises
-    SlotGone when it has left with its relay."""
+    """Raises SlotRefused unless the file is laid out as its manifest says: SGLang takes what it finds, and a
+    wrong shape ends it. Raises SlotGone when it has left with its relay."""
     path, expected = handle.directory / WEIGHTS_FILE, safetensors_header(handle.manifest)
     try:
         with open(path, "rb") as file:
             header = file.read(8)
-            header += file.read(min(struct.unpack("<Q", header)[0], len(expected))) if len(header) == 8 else b""
+            header += (
+                file.read(min(struct.unpack("<Q", header)[0], len(expected))) if len(header) == 8 else b""
+            )
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise SlotGone(f"{path} is gone") from None
@@ -95,14 +104,22 @@ def check_sums(live: dict[str, tuple[int, int]], manifest: Manifest) -> None:
     wrong = [t.name for t in manifest.tensors if tuple(live.get(t.name, ())) != (t.sum_words, t.sum_indexed)]
     if wrong:
         count = f"{len(wrong)} of {len(manifest.tensors)} tensors"
-        raise SumsDiffer(f"weight id {manifest.weight_id}: {count} in the engine differ from the manifest, first {wrong[0]}")
+        raise SumsDiffer(
+            f"weight id {manifest.weight_id}: {count} in the engine differ from the manifest, first "
+            f"{wrong[0]}"
+        )
 
 
 class WeightLoader:
     """Owns the engine's lives: `engine` is the one to use now, made by `new_engine`."""
 
     def __init__(
-        self, reader: SlotReader, probe: list[list[int]], trace: Trace, new_engine: Callable[[], SglangServer], seed: Callable[[], int]
+        self,
+        reader: SlotReader,
+        probe: list[list[int]],
+        trace: Trace,
+        new_engine: Callable[[], SglangServer],
+        seed: Callable[[], int],
     ) -> None:
         self.reader = reader
         self.probe = probe
@@ -114,7 +131,8 @@ class WeightLoader:
         self._held = contextlib.ExitStack()
 
     def hold(self, weight_id: int) -> None:
-        """Keeps the slot of these weights from being rewritten until `let_go`: they are to be pulled soon. Raises SlotGone."""
+        """Keeps the slot of these weights from being rewritten until `let_go`: they are to be pulled soon.
+        Raises SlotGone."""
         self.let_go()
         self._held.enter_context(self.reader.lease(self.reader.find(weight_id)))
 
@@ -122,10 +140,11 @@ class WeightLoader:
         self._held.close()
 
     async def pull(self, paused: bool = False, weight_id: int | None = None) -> Pulled:
-        """Gives the engine the newest slot, or that of `weight_id`, and verifies it. Raises SlotRefused, or LaminarError when TRIES fresh
-        engines fail as well; SlotGone only with `weight_id`.
+        """Gives the engine the newest slot, or that of `weight_id`, and verifies it. Raises SlotRefused, or
+        LaminarError when TRIES fresh engines fail as well; SlotGone only with `weight_id`.
 
-        `paused`: its requests stand still in it and go on as soon as the sums are equal; if it must be restarted they fail.
+        `paused`: its requests stand still in it and go on as soon as the sums are equal; if it must be
+        restarted they fail.
         """
         t0, clock = time.time(), _Clock()
         restarts = 0
@@ -137,7 +156,9 @@ class WeightLoader:
                     raise SlotGone(f"there is no complete one under {self.reader.root}")
                 with self.reader.lease(handle):
                     clock.lap("lock")
-                    live = await self._give(handle, clock, restart=restarts > 0, paused=paused and not restarts)
+                    live = await self._give(
+                        handle, clock, restart=restarts > 0, paused=paused and not restarts
+                    )
                 check_sums(live, handle.manifest)
                 clock.lap("sums")
                 if paused and not restarts:
@@ -146,7 +167,8 @@ class WeightLoader:
                 clock.lap("probe")
                 if not all(math.isfinite(value) for sequence in values for value in sequence):
                     raise EngineOverflows(
-                        f"{self.engine.name} holds the trainer's weights of step {handle.step} bit for bit and they are finite, but "
+                        f"{self.engine.name} holds the trainer's weights of step {handle.step} bit for bit "
+                        "and they are finite, but "
                         f"its log-probs of the fixed probe are not: {OVERFLOW_CURE}; see {self.engine.log}"
                     )
                 break
@@ -154,7 +176,9 @@ class WeightLoader:
                 if weight_id is not None:
                     raise
                 if time.monotonic() > deadline:
-                    raise LaminarError(f"no weight slot could be read for {LEASE_SECONDS:g} s, the last because {gone}") from None
+                    raise LaminarError(
+                        f"no weight slot could be read for {LEASE_SECONDS:g} s, the last because {gone}"
+                    ) from None
                 await asyncio.sleep(0.01)
             except SlotRefused:
                 raise
@@ -162,15 +186,26 @@ class WeightLoader:
                 assert handle is not None
                 restarts += 1
                 if restarts > TRIES:
-                    raise LaminarError(f"{error}; the same after {TRIES} fresh starts from {handle.directory}") from None
-                logger.warning("pull of weight id %d: %s; starting the engine from the slot", handle.weight_id, error)
+                    raise LaminarError(
+                        f"{error}; the same after {TRIES} fresh starts from {handle.directory}"
+                    ) from None
+                logger.warning(
+                    "pull of weight id %d: %s; starting the engine from the slot", handle.weight_id, error
+                )
                 await self._kill()
         t1 = time.time()
         self.trace.record("pull", t0, t1, weight_id=handle.weight_id, step=handle.step, restarts=restarts)
-        return Pulled(handle.weight_id, handle.step, t1 - t0, clock.parts, [value for sequence in values for value in sequence])
+        return Pulled(
+            handle.weight_id,
+            handle.step,
+            t1 - t0,
+            clock.parts,
+            [value for sequence in values for value in sequence],
+        )
 
     async def _give(self, handle: SlotHandle, clock: _Clock, restart: bool, paused: bool = False) -> Sums:
-        """The slot's weights into the engine, by a load or by a fresh start; the sums of its live parameters afterwards."""
+        """The slot's weights into the engine, by a load or by a fresh start; the sums of its live parameters
+        afterwards."""
         check_file(handle)
         if restart:
             await self.engine.start(handle.directory, str(handle.weight_id), self.seed())
@@ -182,7 +217,9 @@ class WeightLoader:
         if restart:
             return await self.engine.sums()
         with self.trace.span("load", weight_id=handle.weight_id, step=handle.step):
-            live = await self.engine.load(handle.directory, str(handle.weight_id), *([True] if paused else []))
+            live = await self.engine.load(
+                handle.directory, str(handle.weight_id), *([True] if paused else [])
+            )
         clock.lap("load")
         return live
 

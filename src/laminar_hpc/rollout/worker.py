@@ -1,4 +1,5 @@
-"""The rollout role: one replica with its engine, its weights and its reward workers. `run(context)` is what its rank executes.
+"""The rollout role: one replica with its engine, its weights and its reward workers. `run(context)` is what
+its rank executes.
 
     start the engine from model.path (unverified) | wait for the first slot
     forever: a newer slot is there   -> pull, verify, WeightsOpened (refresh=interrupt: also in the middle of a local batch)
@@ -6,9 +7,10 @@
              Grant -> all its requests at once; Generated as each ends; scores go out behind and delay nothing
              Grant with parts -> the same, of trajectories whose replica has died; on their weights, which are pulled from an older slot
 
-What is allowed when stands in state.py, how weights are replaced in weight_loader.py, how a local batch is generated in batch.py, and how parts of
-it go to other replicas in migration.py. Waits for: the relay's first slot (bounded), a Grant
-(bounded by the controller's heartbeat). Waited for by: the controller, for Generated and Scored.
+What is allowed when stands in state.py, how weights are replaced in weight_loader.py, how a local batch is
+generated in batch.py, and how parts of it go to other replicas in migration.py. Waits for: the relay's first
+slot (bounded), a Grant (bounded by the controller's heartbeat). Waited for by: the controller, for Generated
+and Scored.
 """
 
 import asyncio
@@ -55,7 +57,9 @@ LOAD_SECONDS = 1.0
 CURVE_MOST, CURVE_CONTEXT = 256, 64  # requests and tokens of each, up to which the decode curve is measured
 RATE_SECONDS = 30.0  # over which tokens per second are counted
 MOST_OVERFLOWS = 3  # of one trajectory on one replica, see batch.objection
-MAX_LOST_BATCHES_IN_A_ROW = 3  # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
+MAX_LOST_BATCHES_IN_A_ROW = (
+    3  # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
+)
 
 
 def run(context: RoleContext) -> None:
@@ -64,7 +68,8 @@ def run(context: RoleContext) -> None:
 
 
 class RolloutWorker:
-    """`pool`: of reward workers that several replicas of one process share; the caller starts and closes it."""
+    """`pool`: of reward workers that several replicas of one process share; the caller starts and closes
+    it."""
 
     def __init__(self, context: RoleContext, pool: RewardPool | None = None) -> None:
         self.context = context
@@ -78,7 +83,9 @@ class RolloutWorker:
         self.reader = SlotReader(self.config.relay.shm_dir, context.welcome.run_id)
         probe = probe_sequences(model_config(model)["vocab_size"])
         self.engine_starts = 0
-        self.weight_loader = WeightLoader(self.reader, probe, context.trace, self._new_engine, self._engine_seed)
+        self.weight_loader = WeightLoader(
+            self.reader, probe, context.trace, self._new_engine, self._engine_seed
+        )
         self.interrupts = self.config.pipeline.refresh == "interrupt"
         self.pulling = asyncio.Lock()
         self.batch = LocalBatch(context, self.weight_loader, self.state, self.stop_ids, self._ended)
@@ -90,8 +97,12 @@ class RolloutWorker:
         self.wake = asyncio.Event()  # a grant or newer weights
         self.ask_again = False
         self.scoring: set[asyncio.Task] = set()
-        self.ended: deque[tuple[float, int]] = deque()  # (when, response tokens) of the trajectories of the last RATE_SECONDS
-        self.overflows: Counter[tuple[str, int]] = Counter()  # responses with log-probs that are not finite, by trajectory
+        self.ended: deque[tuple[float, int]] = (
+            deque()
+        )  # (when, response tokens) of the trajectories of the last RATE_SECONDS
+        self.overflows: Counter[tuple[str, int]] = (
+            Counter()
+        )  # responses with log-probs that are not finite, by trajectory
         self.overflowed = 0  # of this local batch
         self.lost_batches_in_a_row = 0  # local batches in a row of which everything was lost
 
@@ -103,12 +114,13 @@ class RolloutWorker:
         return SglangServer(self.config, self.context.index, self.context.run_dir)
 
     def _engine_seed(self) -> int:
-        """Another seed for each start of each engine, so that nothing is drawn twice; the same ones for the same run.seed."""
+        """Another seed for each start of each engine, so that nothing is drawn twice; the same ones for the
+        same run.seed."""
         self.engine_starts += 1
         name = f"{self.config.seed}/{self.context.index}/{self.context.welcome.restored_step}/{self.engine_starts}"
         return random.Random(name).randrange(2**31)
 
-    # ---- life ------------------------------------------------------------------------------------------------------------------------
+    # ---- life ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -140,9 +152,14 @@ class RolloutWorker:
                 self.ended.popleft()
             rate = sum(tokens for _, tokens in self.ended) / RATE_SECONDS
             self.context.channel.load = ReplicaLoad(
-                state.phase.value, state.weight_id, state.in_flight, len(self.scoring), tokens_per_second=rate, batch_max=self.batch_max,
+                state.phase.value,
+                state.weight_id,
+                state.in_flight,
+                len(self.scoring),
+                tokens_per_second=rate,
+                batch_max=self.batch_max,
                 **of_engine,
-            )  # fmt: skip
+            )
             if pipeline.repack == "off":
                 await asyncio.sleep(LOAD_SECONDS)
             else:  # each look of the planner shall see what is now
@@ -158,14 +175,17 @@ class RolloutWorker:
             self.wake.set()
         elif isinstance(item, WeightsAvailable):
             self.wake.set()
-        elif isinstance(item, Welcome):  # the controller had taken this replica for dead: it knows of no request
+        elif isinstance(
+            item, Welcome
+        ):  # the controller had taken this replica for dead: it knows of no request
             self.ask_again = True
             self.wake.set()
         else:
             self.migration.arrived(item)
 
     def _granted(self, grant: Grant) -> None:
-        """Its weights are held from here on where they are older ones: the engine may have to start first, while newer weights come."""
+        """Its weights are held from here on where they are older ones: the engine may have to start first,
+        while newer weights come."""
         self.seen = grant.batch_id
         try:
             if self._goes_back(grant):
@@ -182,7 +202,8 @@ class RolloutWorker:
         self.ask_again = True
 
     async def _guarded(self, work: Coroutine) -> None:
-        """Runs `work` until it ends, the engine dies, or the controller says Stop or falls silent; raises in the latter cases."""
+        """Runs `work` until it ends, the engine dies, or the controller says Stop or falls silent; raises in
+        the latter cases."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait((task, self.leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -194,19 +215,27 @@ class RolloutWorker:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _start(self) -> None:
-        """Engine and reward workers at once, while the trainer loads and publishes; then the first weights."""
+        """Engine and reward workers at once, while the trainer loads and publishes; then the first
+        weights."""
         t0 = time.time()
         engine = self.weight_loader.engine
         with self.context.trace.span("load", what="engine"):
             pool = [self.pool.start()] if self.own_pool else []
-            await asyncio.gather(*pool, engine.start(Path(self.config.model.path), "unverified", self._engine_seed()))
+            await asyncio.gather(
+                *pool, engine.start(Path(self.config.model.path), "unverified", self._engine_seed())
+            )
         logger.info("engine %d answered after %.1f s", self.context.index, time.time() - t0)
         limit = self.config.cluster.join_timeout_seconds
         with self.context.trace.span("wait", what="first weights"):
             while self.reader.newest() is None:
                 if time.time() - t0 > limit:
-                    who = f"rollout {self.context.index} waited {limit:g} s for the first weights of its relay"
-                    raise LaminarError(f"{who} under {self.reader.root} and gave up: see the logs of the relay and of trainer 0")
+                    who = (
+                        f"rollout {self.context.index} waited {limit:g} s for the first weights of its relay"
+                    )
+                    raise LaminarError(
+                        f"{who} under {self.reader.root} and gave up: see the logs of the relay and of "
+                        "trainer 0"
+                    )
                 await asyncio.sleep(0.05)
 
     async def _settle_scores(self) -> None:
@@ -216,7 +245,7 @@ class RolloutWorker:
             if late:
                 logger.warning("%d scores were not there %g s after Stop and are dropped", len(late), limit)
 
-    # ---- one turn: weights, then work ------------------------------------------------------------------------------------------------
+    # ---- one turn: weights, then work ----------------------------------------------------------------------
 
     async def _turn(self) -> None:
         if not self.grants:  # else there is work already, on older weights perhaps
@@ -242,18 +271,36 @@ class RolloutWorker:
         except SlotGone:
             self.state.failed()
             raise
-        if self.batch_max == 0 and self.config.pipeline.repack != "off" and self.config.pipeline.repack_requests is None:
-            curve = await self.weight_loader.engine.decode_curve(min(CURVE_MOST, self.config.rollout.max_concurrent), CURVE_CONTEXT)
+        if (
+            self.batch_max == 0
+            and self.config.pipeline.repack != "off"
+            and self.config.pipeline.repack_requests is None
+        ):
+            curve = await self.weight_loader.engine.decode_curve(
+                min(CURVE_MOST, self.config.rollout.max_concurrent), CURVE_CONTEXT
+            )
             self.batch_max = saturation_requests(curve)
-            logger.info("decode curve (requests, seconds per step) %s: %d requests saturate the engine", curve, self.batch_max)
+            logger.info(
+                "decode curve (requests, seconds per step) %s: %d requests saturate the engine",
+                curve,
+                self.batch_max,
+            )
         self.state.verified(pulled.weight_id)
         self.state.open(pulled.weight_step)
         self.context.channel.send(
-            WeightsOpened(pulled.weight_id, pulled.weight_step, pulled.seconds, pulled.parts, pulled.probe_logprobs, time.time())
+            WeightsOpened(
+                pulled.weight_id,
+                pulled.weight_step,
+                pulled.seconds,
+                pulled.parts,
+                pulled.probe_logprobs,
+                time.time(),
+            )
         )
 
     async def _next_grant(self) -> Grant | None:
-        """A grant, or None when newer weights came first or the request must be made again. Raises EngineDied."""
+        """A grant, or None when newer weights came first or the request must be made again. Raises
+        EngineDied."""
         dead = asyncio.create_task(self.weight_loader.engine.process.dead.wait())
         try:
             with self.context.trace.span("wait", what="work"):
@@ -268,10 +315,11 @@ class RolloutWorker:
             dead.cancel()
         return self.grants.popleft() if self.grants else None
 
-    # ---- a local batch ---------------------------------------------------------------------------------------------------------------
+    # ---- a local batch -------------------------------------------------------------------------------------
 
     async def _local_batch(self, grant: Grant) -> None:
-        """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there. Scores may still be pending."""
+        """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there.
+        Scores may still be pending."""
         begun = works(grant)
         try:
             if self._goes_back(grant):
@@ -287,16 +335,25 @@ class RolloutWorker:
             if grant.parts:
                 self.weight_loader.let_go()
         self.tokens = self.overflowed = 0
-        with self.context.trace.span("generate", batch_id=grant.batch_id, weight_id=grant.weight_id, step=grant.weight_step) as fields:
+        with self.context.trace.span(
+            "generate", batch_id=grant.batch_id, weight_id=grant.weight_id, step=grant.weight_step
+        ) as fields:
             fields |= {"trajectories": len(begun), "evaluation": grant.evaluation}
-            await (self._interruptible(begun) if self.interrupts and not grant.evaluation else self.batch.run(begun))
+            await (
+                self._interruptible(begun)
+                if self.interrupts and not grant.evaluation
+                else self.batch.run(begun)
+            )
             fields["tokens"] = self.tokens
         if begun and self.overflowed >= len(begun):
             raise self._overflow(f"all {len(begun)} responses of a local batch")
-        self.lost_batches_in_a_row = 0 if self.tokens or self.batch.moved_away else self.lost_batches_in_a_row + 1
+        self.lost_batches_in_a_row = (
+            0 if self.tokens or self.batch.moved_away else self.lost_batches_in_a_row + 1
+        )
         if self.lost_batches_in_a_row == MAX_LOST_BATCHES_IN_A_ROW:
             raise LaminarError(
-                f"rollout {self.context.index} lost all trajectories of {MAX_LOST_BATCHES_IN_A_ROW} local batches in a row: "
+                f"rollout {self.context.index} lost all trajectories of {MAX_LOST_BATCHES_IN_A_ROW} local "
+                "batches in a row: "
                 f"see its log and {self.weight_loader.engine.log}"
             )
         return None
@@ -350,12 +407,15 @@ class RolloutWorker:
         self.overflowed += 1
         self.overflows[key] += 1
         if self.overflows[key] >= MOST_OVERFLOWS:
-            raise self._overflow(f"{MOST_OVERFLOWS} responses to one prompt (trajectory {work.trajectory_id})")
+            raise self._overflow(
+                f"{MOST_OVERFLOWS} responses to one prompt (trajectory {work.trajectory_id})"
+            )
 
     def _overflow(self, what: str) -> LaminarError:
         engine = self.weight_loader.engine
         return LaminarError(
-            f"{engine.name} gave log-probs that are not finite for {what}, with the trainer's weights of id {self.state.weight_id} bit "
+            f"{engine.name} gave log-probs that are not finite for {what}, with the trainer's weights of id "
+            f"{self.state.weight_id} bit "
             f"for bit, which are finite: {OVERFLOW_CURE}; see {engine.log}"
         )
 
@@ -364,13 +424,23 @@ class RolloutWorker:
         score = await self.pool.score(group.prompt, self.decoder.text(tokens), group.row, tokens)
         self.context.trace.record("score", score.t0, score.t1, trajectory_id=trajectory.trajectory_id)
         self.context.channel.send(
-            Scored(trajectory.trajectory_id, trajectory.attempt, score.reward, score.parts, score.error, score.t1, evaluation)
+            Scored(
+                trajectory.trajectory_id,
+                trajectory.attempt,
+                score.reward,
+                score.parts,
+                score.error,
+                score.t1,
+                evaluation,
+            )
         )
 
     def _scored(self, task: asyncio.Task) -> None:
         self.scoring.discard(task)
         if not task.cancelled() and task.exception() is not None and not self.leaving.done():
-            self.leaving.set_exception(task.exception())  # no reward worker can be started any more: the replica cannot go on
+            self.leaving.set_exception(
+                task.exception()
+            )  # no reward worker can be started any more: the replica cannot go on
 
     def _lost(self, work: Work, reason: str) -> None:
         logger.warning("trajectory %d (attempt %d) is lost: %s", work.trajectory_id, work.attempt, reason)

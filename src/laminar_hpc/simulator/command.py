@@ -1,4 +1,5 @@
-"""`laminar sim EXPERIMENT [key=value ...] [--json]`: a table across pipelines and scales, result.json and report.html."""
+"""`laminar sim EXPERIMENT [key=value ...] [--json]`: a table across pipelines and scales, result.json and
+report.html."""
 
 import dataclasses
 import json

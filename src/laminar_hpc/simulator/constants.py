@@ -1,8 +1,10 @@
-"""Every number that the simulator takes from outside, each with its source. Nothing else in this folder holds one.
+"""Every number that the simulator takes from outside, each with its source. Nothing else in this folder holds
+one.
 
-"Laminar" is arXiv 2510.12633, "DORA" is arXiv 2604.26256. Three constants are FITTED, on one row of one table: DORA's synchronous run at 64
-GPUs (22.91 min per step, 14,143 tokens/s, rollout-only share 65%). All others are datasheets, published measurements, arithmetic or, where
-nothing is published, an assumption that says so.
+"Laminar" is arXiv 2510.12633, "DORA" is arXiv 2604.26256. Three constants are FITTED, on one row of one
+table: DORA's synchronous run at 64 GPUs (22.91 min per step, 14,143 tokens/s, rollout-only share 65%). All
+others are datasheets, published measurements, arithmetic or, where nothing is published, an assumption that
+says so.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ GIB, KIB = 1 << 30, 1 << 10
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU type. Rates per GPU, in bytes/s and dense bf16 FLOP/s; `price` in $ per hour is an assumption for examples only."""
+    """A GPU type. Rates per GPU, in bytes/s and dense bf16 FLOP/s; `price` in $ per hour is an assumption for
+    examples only."""
 
     hbm: float
     flops: float
@@ -22,7 +25,8 @@ class Gpu:
     price: float
 
 
-# Datasheets; PCIe 5 x16 gives 50-55 GB/s, a 400G NIC 40-47 GB/s (usable, as commonly measured); PCIe 4 half of it.
+# Datasheets; PCIe 5 x16 gives 50-55 GB/s, a 400G NIC 40-47 GB/s (usable, as commonly measured); PCIe 4 half
+# of it.
 GPUS = {
     "H800": Gpu(hbm=3.35e12, flops=989e12, memory=80e9, nic=43e9, pcie=52e9, price=2.5),
     "H100": Gpu(hbm=3.35e12, flops=989e12, memory=80e9, nic=43e9, pcie=52e9, price=2.5),
@@ -49,9 +53,15 @@ class Model:
 HEAD_SIZE = 128
 # Qwen2.5's config.json; TP 4 for 32B as in Laminar's evaluation, the others by size.
 MODELS = {
-    "7B": Model(parameters=7.62e9, layers=28, heads=28, kv_bytes=56 * KIB, tensor_parallel=1, hf="Qwen2.5-7B"),
-    "32B": Model(parameters=32.8e9, layers=64, heads=40, kv_bytes=256 * KIB, tensor_parallel=4, hf="Qwen2.5-32B"),
-    "72B": Model(parameters=72.7e9, layers=80, heads=64, kv_bytes=320 * KIB, tensor_parallel=8, hf="Qwen2.5-72B"),
+    "7B": Model(
+        parameters=7.62e9, layers=28, heads=28, kv_bytes=56 * KIB, tensor_parallel=1, hf="Qwen2.5-7B"
+    ),
+    "32B": Model(
+        parameters=32.8e9, layers=64, heads=40, kv_bytes=256 * KIB, tensor_parallel=4, hf="Qwen2.5-32B"
+    ),
+    "72B": Model(
+        parameters=72.7e9, layers=80, heads=64, kv_bytes=320 * KIB, tensor_parallel=8, hf="Qwen2.5-72B"
+    ),
 }
 
 
@@ -60,9 +70,15 @@ class Constants:
     """Efficiencies, overheads and times. Times in seconds, rates in bytes/s, shares of 1."""
 
     # FITTED on DORA's sync row at 64 GPUs, in this order (see bench/simulator_fit.py).
-    decode_overhead_per_layer: float = 0.1864e-3  # FITTED to the rollout time (65% of the step): launches and all-reduces of a decode step
-    train_mfu: float = 0.303  # FITTED to the rest of the step; 10-20% is usual for ragged batches of 8-16K, 30-40% packed
-    mean_response_tokens_dora: float = 2246.0  # FITTED to tokens/s x step time / 8,192 trajectories, less the prompt
+    decode_overhead_per_layer: float = (
+        0.1864e-3  # FITTED to the rollout time (65% of the step): launches and all-reduces of a decode step
+    )
+    train_mfu: float = (
+        0.303  # FITTED to the rest of the step; 10-20% is usual for ragged batches of 8-16K, 30-40% packed
+    )
+    mean_response_tokens_dora: float = (
+        2246.0  # FITTED to tokens/s x step time / 8,192 trajectories, less the prompt
+    )
 
     # Decode, roofline: t = overhead + max((weights + sum KV) / (eff x HBM), 2 P N / (eff_c x FLOPS)).
     decode_hbm_efficiency: float = 0.80  # 7B on one H100: 15.2 GB in 5.75 ms of 3.35 TB/s = 0.79
@@ -71,37 +87,54 @@ class Constants:
     kv_memory_share_colocated: float = 0.70  # assumption: the trainer's remains and buffers share the GPU
     prefill_mfu: float = 0.40  # large GEMMs with attention: 8K tokens of 32B on TP4 in 0.33 s
 
-    # Admission to an engine and preemption: SGLang 0.5.21, srt/managers/schedule_policy.py, new_token_ratio_tracker.py and srt/environ.py.
+    # Admission to an engine and preemption: SGLang 0.5.21, srt/managers/schedule_policy.py,
+    # new_token_ratio_tracker.py and srt/environ.py.
     admission_clip_tokens: float = 4096.0  # a request is expected to grow by no more than this ...
-    new_token_ratio: float = 0.7  # ... of which this share is kept free for each running request when an engine starts from idle,
+    new_token_ratio: float = (
+        0.7  # ... of which this share is kept free for each running request when an engine starts from idle,
+    )
     new_token_ratio_least: float = 0.098  # falling to this (0.7 x 0.14)
     new_token_ratio_steps: float = 600.0  # within so many decode steps
-    retract_steps: float = 20.0  # after a preemption the share is the one generated so far, and so many tokens per request
+    retract_steps: float = (
+        20.0  # after a preemption the share is the one generated so far, and so many tokens per request
+    )
 
     # Training: 6 P T per update and 2 P T per extra log-prob pass.
     logprob_passes: float = 1.0  # log-probs of the old policy; DAPO has no reference model
-    gradient_bytes_per_parameter: float = 6.0  # per update: reduce-scatter of fp32 gradients, all-gather of bf16 parameters, over the NICs
-    trainer_bytes_per_parameter: float = 18.0  # 6 on each model-parallel rank (bf16 weights, fp32 gradients), 12 spread over all GPUs
+    gradient_bytes_per_parameter: float = (
+        6.0  # per update: reduce-scatter of fp32 gradients, all-gather of bf16 parameters, over the NICs
+    )
+    trainer_bytes_per_parameter: float = (
+        18.0  # 6 on each model-parallel rank (bf16 weights, fp32 gradients), 12 spread over all GPUs
+    )
     trainer_memory_share: float = 0.60  # assumption: of GPU memory for these; the rest is for activations
-    # What one process does with a padded batch per pass, per trajectory and token of the longest response allowed. verl, docs/advance/
-    # fully_async.md: the log-prob pass over 8,192 of at most 28K takes 107.7, 70.3, 53.9 s on 32, 64, 128 GPUs = 35.2 s + 2,309 s / GPUs.
+    # What one process does with a padded batch per pass, per trajectory and token of the longest response
+    # allowed. verl, docs/advance/ fully_async.md: the log-prob pass over 8,192 of at most 28K takes 107.7,
+    # 70.3, 53.9 s on 32, 64, 128 GPUs = 35.2 s + 2,309 s / GPUs.
     batch_handling: float = 35.2 / 8192 / 28672
     colocated_switch: float = 10.0  # assumption: offload, reload, re-capture, both ways, per step
 
     # Weights (Laminar, relay tier).
     publish_bytes_per_second: float = 103e9  # 0.64 s for 32B, 1.40 s for 72B
     chain_bytes_per_second: float = 103e9  # 72B to 127 relays in less than 1.6 s ...
-    chain_chunk_seconds: float = 5e-5  # ... which leaves this start-up per chunk in T* = (sqrt(M Tb) + sqrt((p - 2) Ts))^2
+    chain_chunk_seconds: float = (
+        5e-5  # ... which leaves this start-up per chunk in T* = (sqrt(M Tb) + sqrt((p - 2) Ts))^2
+    )
     pull_overhead: float = 0.3  # assumption: flush, load in place, verification
-    global_sync_factor: float = 1 / 0.63  # rollouts wait up to 37% less with relays than with a global NCCL synchronisation
+    global_sync_factor: float = (
+        1 / 0.63
+    )  # rollouts wait up to 37% less with relays than with a global NCCL synchronisation
     kv_move_bytes_per_second: float = 40e9  # one 400G NIC: 8K tokens of 32B in 52 ms
     kv_move_latency: float = 0.05  # assumption: export, import and acknowledgement
 
     # Policies.
     repack_period: float = 5.0  # Laminar, dynamic repack: about 5 s
-    repack_kv_share: float = 0.90  # C_max as a share of capacity; the paper gives no value: room for growth without preemption
+    repack_kv_share: float = (
+        0.90  # C_max as a share of capacity; the paper gives no value: room for growth without preemption
+    )
 
-    # Failures: published restart times of a 32B replica and of whole jobs; an asynchronous checkpoint's stall.
+    # Failures: published restart times of a 32B replica and of whole jobs; an asynchronous checkpoint's
+    # stall.
     replica_restart: float = 119.0
     job_restart: float = 300.0
     checkpoint_stall: float = 3.0
@@ -109,11 +142,13 @@ class Constants:
 
 DEFAULT = Constants()
 
-# Workloads. DAPO-Math-17k prompts: assumption of 150 tokens with the template. Group correlation: assumption; groups are similar in length.
+# Workloads. DAPO-Math-17k prompts: assumption of 150 tokens with the template. Group correlation: assumption;
+# groups are similar in length.
 PROMPT_TOKENS = 150
 GROUP_CORRELATION = 0.5
 SIGMA_DORA = 1.69  # median ~1,097, mean 3,536, cap 30,720 at DORA's step 100 give this
-# Laminar, introduction: P99 / median = 10. So sigma = ln 10 / 2.326, and with P99 at the cap of 16,384 the median is 1,638 and the mean of
-# the capped lengths 2,596; DORA publishes 2.4K for the same model and data. A higher mean contradicts the ratio.
+# Laminar, introduction: P99 / median = 10. So sigma = ln 10 / 2.326, and with P99 at the cap of 16,384 the
+# median is 1,638 and the mean of the capped lengths 2,596; DORA publishes 2.4K for the same model and data. A
+# higher mean contradicts the ratio.
 SIGMA_LAMINAR = 0.99
 MEAN_RESPONSE_TOKENS_LAMINAR = 2596.0

@@ -1,6 +1,7 @@
 """From hardware and model to seconds: all that the event loop knows of either. Constants: constants.py.
 
-Every field of `EngineCosts` and `JobCosts` is in seconds, so that a machine with all rates doubled is one with every field halved.
+Every field of `EngineCosts` and `JobCosts` is in seconds, so that a machine with all rates doubled is one
+with every field halved.
 """
 
 import dataclasses
@@ -14,7 +15,8 @@ from laminar_hpc.simulator.constants import GPUS_PER_MACHINE, HEAD_SIZE, Constan
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """A replica's seconds. A decode step of N requests with K tokens of KV takes overhead + max(weights + K * kv_token, N * compute)."""
+    """A replica's seconds. A decode step of N requests with K tokens of KV takes overhead + max(weights + K *
+    kv_token, N * compute)."""
 
     overhead: float
     weights: float
@@ -69,11 +71,14 @@ Costs = TypeVar("Costs", EngineCosts, JobCosts)
 
 def faster(costs: Costs, factor: float) -> Costs:
     """The same with every rate `factor` times as high."""
-    return dataclasses.replace(costs, **{field.name: getattr(costs, field.name) / factor for field in dataclasses.fields(costs)})
+    return dataclasses.replace(
+        costs, **{field.name: getattr(costs, field.name) / factor for field in dataclasses.fields(costs)}
+    )
 
 
 def attention_share(model: Model) -> float:
-    """FLOPs of causal attention as a share of a forward pass's 2 P, per token of a sequence: 2 layers x width x s^2 over 2 P s."""
+    """FLOPs of causal attention as a share of a forward pass's 2 P, per token of a sequence: 2 layers x width
+    x s^2 over 2 P s."""
     return model.layers * model.heads * HEAD_SIZE / model.parameters
 
 
@@ -87,7 +92,9 @@ def trainer_layout(model: Model, gpu: Gpu, gpus: int, c: Constants) -> Layout | 
         if gpus % (tensor * stages):
             continue
         ranks = gpus // (tensor * stages)
-        held = state_bytes(model.parameters / (tensor * stages), 6.0, c.trainer_bytes_per_parameter - 6.0, ranks)
+        held = state_bytes(
+            model.parameters / (tensor * stages), 6.0, c.trainer_bytes_per_parameter - 6.0, ranks
+        )
         if held <= c.trainer_memory_share * gpu.memory:
             return Layout(tensor, stages, ranks)
     return None
@@ -116,7 +123,9 @@ def engine_costs(model: Model, gpu: Gpu, tensor_parallel: int, c: Constants) -> 
 def kv_capacity(model: Model, gpu: Gpu, tensor_parallel: int, share: float) -> int:
     """KV tokens of a replica: `share` of its memory less the weights; 0 or less when they do not fit."""
     heads = kv_heads(known_models()[model.hf])
-    return kv_tokens_that_fit(2.0 * model.parameters, model.kv_bytes, heads, tensor_parallel, share * gpu.memory)
+    return kv_tokens_that_fit(
+        2.0 * model.parameters, model.kv_bytes, heads, tensor_parallel, share * gpu.memory
+    )
 
 
 def chain_seconds(weights_bytes: float, relays: int, c: Constants) -> float:
@@ -125,7 +134,15 @@ def chain_seconds(weights_bytes: float, relays: int, c: Constants) -> float:
     return (math.sqrt(size) + math.sqrt(max(0, relays - 2) * start)) ** 2
 
 
-def job_costs(model: Model, trainer_gpu: Gpu, trainer_gpus: int, layout: Layout, rollout_gpus: int, cap: int, c: Constants) -> JobCosts:
+def job_costs(
+    model: Model,
+    trainer_gpu: Gpu,
+    trainer_gpus: int,
+    layout: Layout,
+    rollout_gpus: int,
+    cap: int,
+    c: Constants,
+) -> JobCosts:
     """`cap`: tokens of the longest response allowed."""
     model_parallel = layout.tensor * layout.stages
     weights_bytes = 2.0 * model.parameters
@@ -137,7 +154,9 @@ def job_costs(model: Model, trainer_gpu: Gpu, trainer_gpus: int, layout: Layout,
         logprob_attention=c.logprob_passes * pass_token * attention_share(model),
         handling=(1.0 + c.logprob_passes) * c.batch_handling * cap,
         # A machine's NICs carry one copy of the model, or its part of one.
-        update=c.gradient_bytes_per_parameter * model.parameters / (max(GPUS_PER_MACHINE, model_parallel) * trainer_gpu.nic),
+        update=c.gradient_bytes_per_parameter
+        * model.parameters
+        / (max(GPUS_PER_MACHINE, model_parallel) * trainer_gpu.nic),
         publish_stall=weights_bytes / c.publish_bytes_per_second,
         chain=chain_seconds(weights_bytes, math.ceil(rollout_gpus / GPUS_PER_MACHINE), c),
         switch=c.colocated_switch,

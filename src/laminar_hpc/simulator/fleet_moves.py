@@ -1,4 +1,5 @@
-"""What moves trajectories between replicas: `policies.repack` on a timer and after updates, `policies.failover` after a death."""
+"""What moves trajectories between replicas: `policies.repack` on a timer and after updates,
+`policies.failover` after a death."""
 
 import random
 
@@ -29,12 +30,20 @@ class Repacker:
         now, loads = self.rollouts.clock.now, []
         for replica in self.rollouts.replicas:
             on_the_way = len(replica.running) + len(replica.parked) < replica.pending
-            if not replica.pending or replica.waiting or on_the_way or replica.index in self.rollouts.down or replica.state == "pull":
+            if (
+                not replica.pending
+                or replica.waiting
+                or on_the_way
+                or replica.index in self.rollouts.down
+                or replica.state == "pull"
+            ):
                 replica.kv_before = 0.0  # not in ramp-down yet: it takes two looks to see a fall
                 continue
             replica.advance(now)
             kv = replica.kv + replica.parked_kv
-            loads.append(ReplicaLoad(replica.index, replica.weight_id, kv, replica.kv_before, replica.pending))
+            loads.append(
+                ReplicaLoad(replica.index, replica.weight_id, kv, replica.kv_before, replica.pending)
+            )
             replica.kv_before = kv
         for move in plan(loads, self.kv_max, self.requests_max):
             self.carry_out(self.rollouts.replicas[move.source], self.rollouts.replicas[move.destination])
@@ -61,7 +70,9 @@ class Repacker:
         source.state = "move"
         self.rollouts.schedule(source)
         self.rollouts.clock.after(seconds, self.arrived, source, destination, moved)
-        for request in parked:  # its KV is with the destination when the answer comes; waits are longer than moves
+        for (
+            request
+        ) in parked:  # its KV is with the destination when the answer comes; waits are longer than moves
             if ship:
                 destination.park(request)
 
@@ -72,7 +83,9 @@ class Repacker:
             source.state = "generate"
             self.rollouts.settle(source)
         destination.advance(now)
-        mine = [request for request in moved if request.home is destination]  # others were lost with the destination meanwhile
+        mine = [
+            request for request in moved if request.home is destination
+        ]  # others were lost with the destination meanwhile
         destination.waiting.extendleft(reversed(mine))
         self.rollouts.settle(destination)
 
@@ -84,7 +97,9 @@ class Failures:
         self.rollouts, self.random = rollouts, random.Random(f"failures:{seed}")
         self.trainer_mtbf = trainer_mtbf
         self.replica_deaths = self.trainer_deaths = self.redirected = self.restarted = self.loaded = 0
-        self.stranded: dict[int, Request] = {}  # nobody generates with their weights: they wait for a replica to ask
+        self.stranded: dict[
+            int, Request
+        ] = {}  # nobody generates with their weights: they wait for a replica to ask
         rollouts.rescue = self.rescue
         for replica in rollouts.replicas:
             self._next(replica)
@@ -129,7 +144,9 @@ class Failures:
     def _rescue(self, dead: Replica) -> None:
         """Its trajectories go to replicas on the same weights with room, else back to their prompts."""
         r = self.rollouts
-        orphans = {q.trajectory_id: q for group in r.tracker.live.values() for q in group.requests if q.home is dead}
+        orphans = {
+            q.trajectory_id: q for group in r.tracker.live.values() for q in group.requests if q.home is dead
+        }
         rooms = []
         for replica in r.replicas:
             if replica.pending and replica.index not in r.down and replica.state != "pull":
@@ -163,21 +180,35 @@ class Failures:
 
     @staticmethod
     def _orphan(q: Request, weight_id: int) -> Orphan:
-        return Orphan(q.trajectory_id, weight_id, int(q.context), int(sum(q.turns[: q.turn]) + q.turns[q.turn] - q.remaining))
+        return Orphan(
+            q.trajectory_id,
+            weight_id,
+            int(q.context),
+            int(sum(q.turns[: q.turn]) + q.turns[q.turn] - q.remaining),
+        )
 
     def _begin_anew(self, request: Request) -> None:
         self.restarted += 1
         self.rollouts.tracker.lost.append(request)
 
     def rescue(self, replica: Replica) -> bool:
-        """Whether one that asks for work goes on with stranded trajectories: it loads their weights first, if it serves others."""
+        """Whether one that asks for work goes on with stranded trajectories: it loads their weights first, if
+        it serves others."""
         if not self.stranded:
             return False
         r, now = self.rollouts, self.rollouts.clock.now
         loadable = frozenset(range(max(0, r.newest - SLOTS + 1), r.newest + 1))
-        mine = Idle(replica.index, replica.weight_id, loadable, replica.capacity, replica.generated / now * replica.costs.pull)
+        mine = Idle(
+            replica.index,
+            replica.weight_id,
+            loadable,
+            replica.capacity,
+            replica.generated / now * replica.costs.pull,
+        )
         reserved = replica.admission.least * replica.admission.clip
-        loads, again = load([self._orphan(q, q.weight_step) for q in self.stranded.values()], [mine], reserved)
+        loads, again = load(
+            [self._orphan(q, q.weight_step) for q in self.stranded.values()], [mine], reserved
+        )
         for i in again:
             self._begin_anew(self.stranded.pop(i))
         for each in loads:
@@ -195,7 +226,8 @@ class Failures:
         return bool(loads)
 
     def _all_down(self, seconds: float) -> None:
-        """The whole job starts again: everything in progress goes back to its prompt, on the replica where it was."""
+        """The whole job starts again: everything in progress goes back to its prompt, on the replica where it
+        was."""
         r = self.rollouts
         for replica in r.replicas:
             if replica.index not in r.down:

@@ -1,4 +1,5 @@
-"""From the command line to a checked SimulationConfig: Hydra composes conf/simulation, wrong words are refused in one line."""
+"""From the command line to a checked SimulationConfig: Hydra composes conf/simulation, wrong words are
+refused in one line."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -23,11 +24,16 @@ from laminar_hpc.simulator.workload import read_lengths
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
 
 
-def take_apart(arguments: list[str], command: str, what: str, names: list[str]) -> tuple[str, list[str], bool]:
-    """`NAME [key=value ...] [--json]`: the name, the overrides, and whether JSON is asked for. Raises LaminarError with the usage."""
+def take_apart(
+    arguments: list[str], command: str, what: str, names: list[str]
+) -> tuple[str, list[str], bool]:
+    """`NAME [key=value ...] [--json]`: the name, the overrides, and whether JSON is asked for. Raises
+    LaminarError with the usage."""
     words = [word for word in arguments if word != "--json"]
     if not words or words[0].startswith("-") or "=" in words[0]:
-        raise LaminarError(f"usage: laminar {command} {what.upper()} [key=value ...] [--json]; {what}s: {', '.join(names)}")
+        raise LaminarError(
+            f"usage: laminar {command} {what.upper()} [key=value ...] [--json]; {what}s: {', '.join(names)}"
+        )
     return words[0], words[1:], len(words) < len(arguments)
 
 
@@ -49,7 +55,8 @@ def _unknown(what: str, name: str, folder: str, names: list[str]) -> str:
 
 
 def load(name: str, overrides: list[str]) -> SimulationConfig:
-    """The experiment `name` of conf/simulation/experiment with overrides. Raises LaminarError that names what is wrong."""
+    """The experiment `name` of conf/simulation/experiment with overrides. Raises LaminarError that names what
+    is wrong."""
     if name not in experiments():
         raise LaminarError(_unknown("simulation", name, "experiment", experiments()))
     config = _compose(SimulationConfig, "schema", "", {"experiment": name}, overrides)
@@ -58,7 +65,8 @@ def load(name: str, overrides: list[str]) -> SimulationConfig:
 
 
 def load_plan(name: str, overrides: list[str]) -> PlanConfig:
-    """The question `name` of conf/simulation/plan/question with overrides. Raises LaminarError that names what is wrong."""
+    """The question `name` of conf/simulation/plan/question with overrides. Raises LaminarError that names
+    what is wrong."""
     if name not in questions():
         raise LaminarError(_unknown("plan", name, "plan/question", questions()))
     config = _compose(PlanConfig, "plan_schema", "plan", {"question": name}, overrides)
@@ -66,7 +74,9 @@ def load_plan(name: str, overrides: list[str]) -> PlanConfig:
     return config
 
 
-def _compose(schema: type[Config], node: str, folder: str, group: dict[str, str], overrides: list[str]) -> Config:
+def _compose(
+    schema: type[Config], node: str, folder: str, group: dict[str, str], overrides: list[str]
+) -> Config:
     keys = Keys(schema, {}, "src/laminar_hpc/simulator/schema.py")
     read = keys.read(overrides)
     if read.broken:
@@ -86,27 +96,48 @@ def check(config: SimulationConfig) -> None:
     """Refuses what cannot be simulated: numbers beyond their bounds first, then what doesn't go together."""
     w = config.workload
     splits = [choice("splits", key.partition("@")[0], PIPELINES) for key in config.splits]
-    splits += [bounds.SIMULATION["trainer_share"].refusal(f"splits.{key}", value) for key, value in config.splits.items()]
-    refuse([
-        choice("model", config.model, MODELS), choice("trainer_gpu", config.trainer_gpu, GPUS),
-        choice("rollout_gpu", config.rollout_gpu, GPUS), choice("engine", config.engine, ENGINES), bounds.name(config.name),
-        *(choice("pipelines", pipeline, PIPELINES) for pipeline in config.pipelines),
-        "" if config.gpus else "gpus is empty: name at least one number of GPUs",
-        "" if config.pipelines else f"pipelines is empty: name at least one of {', '.join(PIPELINES)}",
-        *numbers(config, bounds.SIMULATION), *numbers(w, bounds.WORKLOAD, "workload."), *bounds.constants(config.constants), *splits,
-    ])  # fmt: skip
+    splits += [
+        bounds.SIMULATION["trainer_share"].refusal(f"splits.{key}", value)
+        for key, value in config.splits.items()
+    ]
+    refuse(
+        [
+            choice("model", config.model, MODELS),
+            choice("trainer_gpu", config.trainer_gpu, GPUS),
+            choice("rollout_gpu", config.rollout_gpu, GPUS),
+            choice("engine", config.engine, ENGINES),
+            bounds.name(config.name),
+            *(choice("pipelines", pipeline, PIPELINES) for pipeline in config.pipelines),
+            "" if config.gpus else "gpus is empty: name at least one number of GPUs",
+            "" if config.pipelines else f"pipelines is empty: name at least one of {', '.join(PIPELINES)}",
+            *numbers(config, bounds.SIMULATION),
+            *numbers(w, bounds.WORKLOAD, "workload."),
+            *bounds.constants(config.constants),
+            *splits,
+        ]
+    )
     refuse([*_work(config), *_replicas(config)])
 
 
 def check_plan(config: PlanConfig) -> None:
     """Refuses what cannot be planned, in the same order."""
-    pools = [text for i, pool in enumerate(config.pools) for text in numbers(pool, bounds.POOL, f"pools[{i}].")]
-    refuse([
-        choice("model", config.model, MODELS), choice("objective", config.objective, ("throughput", "cost")), bounds.name(config.name),
-        *(choice("pools.gpu", pool.gpu, GPUS) for pool in config.pools),
-        "" if config.pools else "pools is empty: name at least one, for example 'pools=[{gpu: H100, count: 8}]'",
-        *numbers(config, bounds.PLAN), *pools, *numbers(config.workload, bounds.WORKLOAD, "workload."),
-    ])  # fmt: skip
+    pools = [
+        text for i, pool in enumerate(config.pools) for text in numbers(pool, bounds.POOL, f"pools[{i}].")
+    ]
+    refuse(
+        [
+            choice("model", config.model, MODELS),
+            choice("objective", config.objective, ("throughput", "cost")),
+            bounds.name(config.name),
+            *(choice("pools.gpu", pool.gpu, GPUS) for pool in config.pools),
+            ""
+            if config.pools
+            else "pools is empty: name at least one, for example 'pools=[{gpu: H100, count: 8}]'",
+            *numbers(config, bounds.PLAN),
+            *pools,
+            *numbers(config.workload, bounds.WORKLOAD, "workload."),
+        ]
+    )
     refuse([*_work(config), *_plannable(config)])
 
 
@@ -140,10 +171,13 @@ def _replicas(config: SimulationConfig) -> Iterator[str]:
             f"tensor_parallel={tensor_parallel} does not divide the heads of {config.model}; use 1, 2 or 4, "
             "or 8 if it has as many"
         )
-    capacity = kv_capacity(model, GPUS[config.rollout_gpu], tensor_parallel, min(c.kv_memory_share, c.kv_memory_share_colocated))
+    capacity = kv_capacity(
+        model, GPUS[config.rollout_gpu], tensor_parallel, min(c.kv_memory_share, c.kv_memory_share_colocated)
+    )
     if capacity < w.longest:
         yield (
-            f"{config.model} on {tensor_parallel} x {config.rollout_gpu} has room for {max(0, capacity)} KV tokens, the longest trajectory "
+            f"{config.model} on {tensor_parallel} x {config.rollout_gpu} has room for {max(0, capacity)} KV "
+            "tokens, the longest trajectory "
             f"has {w.longest}: raise tensor_parallel or lower workload.max_response_tokens"
         )
     for gpus in config.gpus:

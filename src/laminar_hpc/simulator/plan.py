@@ -49,7 +49,8 @@ class Candidate:
 
 @dataclass
 class Planned:
-    """`score`: tokens/s, or tokens per $ with objective=cost. `bound`: what it could be at most. `figures`: None before it is simulated."""
+    """`score`: tokens/s, or tokens per $ with objective=cost. `bound`: what it could be at most. `figures`:
+    None before it is simulated."""
 
     candidate: Candidate
     bound: float
@@ -71,16 +72,22 @@ class Plan:
 def price(config: PlanConfig, candidate: Candidate) -> float:
     """$ per hour of all GPUs in use."""
     per_gpu = [pool.price if pool.price is not None else GPUS[pool.gpu].price for pool in config.pools]
-    return candidate.trainer_gpus * per_gpu[candidate.trainer_pool] + sum(gpus * per_gpu[pool] for pool, gpus, _ in candidate.rollouts)
+    return candidate.trainer_gpus * per_gpu[candidate.trainer_pool] + sum(
+        gpus * per_gpu[pool] for pool, gpus, _ in candidate.rollouts
+    )
 
 
 def tensor_parallels(config: PlanConfig, pool: PoolConfig, c: Constants) -> list[int]:
-    """TPs within a machine at which the model and the longest trajectory fit; the smallest three, as more only adds exchanges."""
+    """TPs within a machine at which the model and the longest trajectory fit; the smallest three, as more
+    only adds exchanges."""
     model, least = MODELS[config.model], 2 * config.workload.longest
     return [
-        tp for tp in (1, 2, 4, 8)
-        if tp <= pool.count and shards(model, tp) and kv_capacity(model, GPUS[pool.gpu], tp, c.kv_memory_share) >= least
-    ][:3]  # fmt: skip
+        tp
+        for tp in (1, 2, 4, 8)
+        if tp <= pool.count
+        and shards(model, tp)
+        and kv_capacity(model, GPUS[pool.gpu], tp, c.kv_memory_share) >= least
+    ][:3]
 
 
 def trainer_sizes(config: PlanConfig, pool: PoolConfig) -> list[int]:
@@ -107,7 +114,10 @@ def trainer_settings(config: PlanConfig, candidate: Candidate) -> TrainerConfig:
 def kv_cache_tokens(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -> int:
     """KV tokens of every replica: one experiment file has one number, so that of the smallest GPUs."""
     model = MODELS[config.model]
-    return min(kv_capacity(model, GPUS[config.pools[pool].gpu], tp, c.kv_memory_share) for pool, _, tp in candidate.rollouts)
+    return min(
+        kv_capacity(model, GPUS[config.pools[pool].gpu], tp, c.kv_memory_share)
+        for pool, _, tp in candidate.rollouts
+    )
 
 
 def repack_of(candidate: Candidate) -> str:
@@ -126,7 +136,9 @@ def candidates(config: PlanConfig, c: Constants = DEFAULT) -> Iterator[Candidate
                 continue
             for tp in sorted({tp for found in parallel for tp in found}):
                 choices = [
-                    sorted(_amounts(config, other.count - (trainer if i == index else 0), tp)) if tp in parallel[i] else [0]
+                    sorted(_amounts(config, other.count - (trainer if i == index else 0), tp))
+                    if tp in parallel[i]
+                    else [0]
                     for i, other in enumerate(config.pools)
                 ]
                 for chosen in itertools.product(*choices):
@@ -140,19 +152,29 @@ def _amounts(config: PlanConfig, left: int, tp: int) -> set[int]:
     return {left * part // _PARTS // tp * tp for part in parts}
 
 
-def bound(config: PlanConfig, candidate: Candidate, mean: float, context: float, c: Constants = DEFAULT) -> float:
-    """Tokens/s (prompts included) that neither side can exceed: the trainer's FLOPs, and decoding with full batches all the time.
+def bound(
+    config: PlanConfig, candidate: Candidate, mean: float, context: float, c: Constants = DEFAULT
+) -> float:
+    """Tokens/s (prompts included) that neither side can exceed: the trainer's FLOPs, and decoding with full
+    batches all the time.
 
     `mean`: response tokens; `context`: mean tokens before a generated token.
     """
     model, w = MODELS[config.model], config.workload
     rollout_gpus = sum(gpus for _, gpus, _ in candidate.rollouts)
-    gpu, layout = GPUS[config.pools[candidate.trainer_pool].gpu], layout_of(trainer_settings(config, candidate))
+    gpu, layout = (
+        GPUS[config.pools[candidate.trainer_pool].gpu],
+        layout_of(trainer_settings(config, candidate)),
+    )
     job = job_costs(model, gpu, candidate.trainer_gpus, layout, rollout_gpus, w.max_response_tokens, c)
-    # Attention of the mean length: no more than that of the lengths (mean of squares), so the bound stays one.
+    # Attention of the mean length: no more than that of the lengths (mean of squares), so the bound stays
+    # one.
     mean_tokens = mean + w.prompt_tokens
     train = 1.0 / (
-        job.train_token + job.logprob_token + (job.train_attention + job.logprob_attention) * mean_tokens + job.handling / mean_tokens
+        job.train_token
+        + job.logprob_token
+        + (job.train_attention + job.logprob_attention) * mean_tokens
+        + job.handling / mean_tokens
     )
     generate, capacity = 0.0, kv_cache_tokens(config, candidate, c)
     for pool, gpus, tp in candidate.rollouts:
@@ -169,19 +191,33 @@ def evaluate(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -
     rollouts = [(GPUS[config.pools[pool].gpu], gpus, tp, mtbf[pool]) for pool, gpus, tp in candidate.rollouts]
     trainer_mtbf = mtbf[candidate.trainer_pool]
     trainer_mtbf = trainer_mtbf and trainer_mtbf / max(1, candidate.trainer_gpus // GPUS_PER_MACHINE)
-    rules = dataclasses.replace(PIPELINES["laminar"], max_staleness=config.max_staleness, repack=repack_of(candidate))
+    rules = dataclasses.replace(
+        PIPELINES["laminar"], max_staleness=config.max_staleness, repack=repack_of(candidate)
+    )
     run = setup(
-        rules, MODELS[config.model], GPUS[config.pools[candidate.trainer_pool].gpu], candidate.trainer_gpus, rollouts, config.workload, c,
-        steps=config.steps, warmup_steps=config.warmup_steps, seed=config.seed, max_concurrent=config.max_concurrent,
-        trainer_mtbf=trainer_mtbf, layout=layout_of(trainer_settings(config, candidate)), equal_batches=True,
-    )  # fmt: skip
+        rules,
+        MODELS[config.model],
+        GPUS[config.pools[candidate.trainer_pool].gpu],
+        candidate.trainer_gpus,
+        rollouts,
+        config.workload,
+        c,
+        steps=config.steps,
+        warmup_steps=config.warmup_steps,
+        seed=config.seed,
+        max_concurrent=config.max_concurrent,
+        trainer_mtbf=trainer_mtbf,
+        layout=layout_of(trainer_settings(config, candidate)),
+        equal_batches=True,
+    )
     capacity = kv_cache_tokens(config, candidate, c)
     kinds = tuple(dataclasses.replace(kind, capacity=capacity) for kind in run.engines)
     return simulate(dataclasses.replace(run, engines=kinds)).figures
 
 
 def judge(config: PlanConfig, planned: Planned) -> None:
-    """Score of a simulated candidate; -inf when it leaves the trainer idle beyond what `trainer_busy` allows (objective=cost only)."""
+    """Score of a simulated candidate; -inf when it leaves the trainer idle beyond what `trainer_busy` allows
+    (objective=cost only)."""
     assert planned.figures is not None
     rate = planned.figures["tokens_per_second"]
     planned.score = rate if config.objective == "throughput" else rate * 3600 / planned.price
@@ -190,7 +226,9 @@ def judge(config: PlanConfig, planned: Planned) -> None:
         planned.why_not, planned.score = f"the trainer is busy for {busy:.0%} of the time only", -math.inf
 
 
-def search(config: PlanConfig, say: Callable[[str], None] = lambda line: None, c: Constants = DEFAULT) -> Plan:
+def search(
+    config: PlanConfig, say: Callable[[str], None] = lambda line: None, c: Constants = DEFAULT
+) -> Plan:
     """Raises LaminarError when nothing fits or nothing keeps the trainer busy."""
     work = Workload(config.workload, config.seed, 1)
     lengths = [n for index in range(256) for n in work.lengths(index)]
@@ -199,11 +237,15 @@ def search(config: PlanConfig, say: Callable[[str], None] = lambda line: None, c
     found = []
     for candidate in itertools.islice(candidates(config, c), _CANDIDATES + 1):
         rate, cost = bound(config, candidate, mean, context, c), price(config, candidate)
-        found.append(Planned(candidate, rate if config.objective == "throughput" else rate * 3600 / cost, price=cost))
+        found.append(
+            Planned(candidate, rate if config.objective == "throughput" else rate * 3600 / cost, price=cost)
+        )
     if not found:
         raise LaminarError(why_nothing_fits(config, c))
     if len(found) > _CANDIDATES:
-        raise LaminarError(f"plan: more than {_CANDIDATES:,} ways to divide these pools; ask with fewer or smaller ones")
+        raise LaminarError(
+            f"plan: more than {_CANDIDATES:,} ways to divide these pools; ask with fewer or smaller ones"
+        )
     found.sort(key=lambda planned: -planned.bound)
     best: Planned | None = None
     tried: list[Planned] = []
@@ -213,13 +255,17 @@ def search(config: PlanConfig, say: Callable[[str], None] = lambda line: None, c
         planned.figures = evaluate(config, planned.candidate, c)
         judge(config, planned)
         tried.append(planned)
-        say(f"{describe(config, planned.candidate)}: {planned.figures['tokens_per_second']:,.0f} tokens/s {planned.why_not}")
+        say(
+            f"{describe(config, planned.candidate)}: {planned.figures['tokens_per_second']:,.0f} tokens/s "
+            f"{planned.why_not}"
+        )
         if planned.score > (best.score if best else -math.inf):
             best = planned
     ended = len(tried) == len(found) or (best is not None and found[len(tried)].bound <= best.score)
     if best is None or best.score == -math.inf:
         raise LaminarError(
-            f"plan: no part of the pools keeps the trainer busy for {config.trainer_busy:.0%}; lower trainer_busy or add rollout GPUs"
+            f"plan: no part of the pools keeps the trainer busy for {config.trainer_busy:.0%}; lower "
+            "trainer_busy or add rollout GPUs"
         )
     others = sorted((planned for planned in tried if planned is not best), key=lambda planned: -planned.score)
     return Plan(best, others[0] if others else None, len(tried), len(found), ended)
@@ -228,24 +274,36 @@ def search(config: PlanConfig, say: Callable[[str], None] = lambda line: None, c
 def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
     """What the pools lack: GPUs to train on, GPUs to generate on, or both at the same time."""
     model, pools = config.model, ", ".join(f"{pool.count} {pool.gpu}" for pool in config.pools)
-    trains = {pool.gpu: n for pool in config.pools if not pool.preemptible and (n := _least_trainer(config, pool))}
-    generates = {pool.gpu: min(found) for pool in config.pools if (found := tensor_parallels(config, pool, c))}
+    trains = {
+        pool.gpu: n for pool in config.pools if not pool.preemptible and (n := _least_trainer(config, pool))
+    }
+    generates = {
+        pool.gpu: min(found) for pool in config.pools if (found := tensor_parallels(config, pool, c))
+    }
     if trains and generates:
-        to_train, to_generate = (" or ".join(f"{n} {gpu}" for gpu, n in found.items()) for found in (trains, generates))
+        to_train, to_generate = (
+            " or ".join(f"{n} {gpu}" for gpu, n in found.items()) for found in (trains, generates)
+        )
         return (
             f"plan: {model} fits on no division of {pools}: it needs at least {to_train} to train and "
             f"{to_generate} beside to generate"
         )
     cure = "add GPUs, take a smaller model, or lower workload.max_response_tokens"
     what = "generate" if trains else "train" if generates else "train or generate"
-    kind = "pool that is not preemptible" if what == "train" and any(pool.preemptible for pool in config.pools) else "pool"
+    kind = (
+        "pool that is not preemptible"
+        if what == "train" and any(pool.preemptible for pool in config.pools)
+        else "pool"
+    )
     return f"plan: {model} fits on no {kind} to {what} ({pools}); {cure}"
 
 
 def _least_trainer(config: PlanConfig, pool: PoolConfig) -> int | None:
     """GPUs of the pool's type that train the model, looked for up to 64 machines."""
     sizes = [*range(1, GPUS_PER_MACHINE), *(n * GPUS_PER_MACHINE for n in (1, 2, 4, 8, 16, 32, 64))]
-    return next((n for n in sizes if fitting_trainer(MODELS[config.model], GPUS[pool.gpu], n, config.workload)), None)
+    return next(
+        (n for n in sizes if fitting_trainer(MODELS[config.model], GPUS[pool.gpu], n, config.workload)), None
+    )
 
 
 def describe(config: PlanConfig, candidate: Candidate) -> str:
@@ -264,9 +322,15 @@ def explain(plan: Plan) -> str:
     if second.why_not:
         return second.why_not
     a, b = best.figures, second.figures
-    side = "its trainer waits" if b["trainer_wait_share"] > a["trainer_wait_share"] + 0.01 else (
-        "its trainer is the narrower side" if b["trainer_wait_share"] < 0.05 else "its rollouts fill less of their KV"
-    )  # fmt: skip
+    side = (
+        "its trainer waits"
+        if b["trainer_wait_share"] > a["trainer_wait_share"] + 0.01
+        else (
+            "its trainer is the narrower side"
+            if b["trainer_wait_share"] < 0.05
+            else "its rollouts fill less of their KV"
+        )
+    )
     waits = f"trainer waits {b['trainer_wait_share']:.0%} against {a['trainer_wait_share']:.0%}"
     idle = f"rollouts idle {b['rollout_idle_share']:.0%} against {a['rollout_idle_share']:.0%}"
     return f"{1 - second.score / best.score:.1%} worse: {side} ({waits}, {idle})"

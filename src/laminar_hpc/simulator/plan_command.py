@@ -11,7 +11,15 @@ from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.simulator.load import load_plan, questions, take_apart
-from laminar_hpc.simulator.plan import Plan, describe, explain, kv_cache_tokens, repack_of, search, trainer_settings
+from laminar_hpc.simulator.plan import (
+    Plan,
+    describe,
+    explain,
+    kv_cache_tokens,
+    repack_of,
+    search,
+    trainer_settings,
+)
 from laminar_hpc.simulator.plan_files import (
     experiment,
     lanes,
@@ -20,7 +28,7 @@ from laminar_hpc.simulator.plan_files import (
     rollout_machines,
     sbatch,
     trainer_machines,
-)  # fmt: skip
+)
 from laminar_hpc.simulator.schema import PlanConfig
 
 
@@ -41,10 +49,14 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
         f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, "
         f"trainer waits {f['trainer_wait_share']:.0%}, rollouts idle {f['rollout_idle_share']:.0%}, "
         f"staleness {f['staleness_training_mean']:.1f} (max {f['staleness_training_max']})",
-        f"price        ${plan.best.price:,.0f} per hour, {f['tokens_per_second'] * 3.6e-3 / plan.best.price:,.2f} M tokens per $",
+        f"price        ${plan.best.price:,.0f} per hour, "
+        f"{f['tokens_per_second'] * 3.6e-3 / plan.best.price:,.2f} M tokens per $",
     ]
     if plan.runner_up is not None:
-        lines += [f"runner-up    {describe(config, plan.runner_up.candidate)}", f"             {explain(plan)}"]
+        lines += [
+            f"runner-up    {describe(config, plan.runner_up.candidate)}",
+            f"             {explain(plan)}",
+        ]
     others = "no other can be better" if plan.ended else "cut off there: another may be better"
     return [*lines, f"search       {plan.simulated} of {plan.candidates} candidates simulated; {others}"]
 
@@ -63,7 +75,9 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
         check(load_config([*words, "dry_run=true"]))
     except LaminarError as error:
         file.unlink()
-        raise LaminarError(f"plan: {describe(config, candidate)}: its experiment is refused: {error}") from None
+        raise LaminarError(
+            f"plan: {describe(config, candidate)}: its experiment is refused: {error}"
+        ) from None
     yours = "data.train=FILE reward.function=NAME"
     lines = [f"file         {file}", f"try          laminar train {shlex.join(words)} dry_run=true"]
     if on_one_machine(config):
@@ -77,10 +91,15 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
     return [
         *lines,
         f"run          {shown} controller 0 {yours}   on the first trainer machine",
-        *(f"             {shown} {role} N {yours}   on {role} machine N = {numbers}" for role, numbers in (
-            ("trainer", _numbers(trainer_machines(candidate).count)), ("rollout", _numbers(len(machines))))),
+        *(
+            f"             {shown} {role} N {yours}   on {role} machine N = {numbers}"
+            for role, numbers in (
+                ("trainer", _numbers(trainer_machines(candidate).count)),
+                ("rollout", _numbers(len(machines))),
+            )
+        ),
         f"or           cd {shlex.quote(str(folder))} && sbatch {job.name} {yours}",
-    ]  # fmt: skip
+    ]
 
 
 def _numbers(count: int) -> str:
@@ -94,7 +113,12 @@ def main(arguments: list[str]) -> int:
     lines = write(config, plan, Path(config.out_dir or f"runs/plan-{config.name}"))
     if as_json:
         second = plan.runner_up and dataclasses.asdict(plan.runner_up)
-        print(json.dumps({"best": dataclasses.asdict(plan.best), "runner_up": second, "simulated": plan.simulated}, indent=1))
+        print(
+            json.dumps(
+                {"best": dataclasses.asdict(plan.best), "runner_up": second, "simulated": plan.simulated},
+                indent=1,
+            )
+        )
     else:
         print("\n".join([*expectations(config, plan), *lines]))
     return 0

@@ -1,8 +1,10 @@
-"""One inference engine with continuous batching, advanced analytically from event to event instead of step by step.
+"""One inference engine with continuous batching, advanced analytically from event to event instead of step by
+step.
 
-All running requests gain one token per decode step, so a request ends at a fixed place on the replica's own axis of steps; a heap of these
-places gives the next completion. Between events the number of requests is constant and their KV grows linearly, so the time of s steps is
-a quadratic in s and both directions have closed forms. Steps are real numbers. An event costs O(log requests).
+All running requests gain one token per decode step, so a request ends at a fixed place on the replica's own
+axis of steps; a heap of these places gives the next completion. Between events the number of requests is
+constant and their KV grows linearly, so the time of s steps is a quadratic in s and both directions have
+closed forms. Steps are real numbers. An event costs O(log requests).
 """
 
 import heapq
@@ -17,15 +19,27 @@ INFINITY = math.inf
 
 
 class Replica:
-    """`capacity` and all KV in tokens. `state` names what an empty replica waits for; it is what its idle seconds are booked under."""
+    """`capacity` and all KV in tokens. `state` names what an empty replica waits for; it is what its idle
+    seconds are booked under."""
 
     def __init__(
-        self, index: int, costs: EngineCosts, capacity: float, max_concurrent: int, admission: Admission, gpus: int,
+        self,
+        index: int,
+        costs: EngineCosts,
+        capacity: float,
+        max_concurrent: int,
+        admission: Admission,
+        gpus: int,
         mtbf: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.index, self.costs, self.capacity, self.max_concurrent, self.admission, self.gpus = (
-            index, costs, capacity, max_concurrent, admission, gpus,
-        )  # fmt: skip
+            index,
+            costs,
+            capacity,
+            max_concurrent,
+            admission,
+            gpus,
+        )
         self.full = capacity * (1 - 1e-9)
         self.mtbf = mtbf
         self.clock = self.steps = self.kv = self.parked_kv = 0.0
@@ -48,7 +62,7 @@ class Replica:
         self.ratio, self.ratio_steps = admission.start, 0.0  # as it was set, and when
         self.spans: list[tuple[str, float, float]] | None = None
 
-    # ---- time ------------------------------------------------------------------------------------------------------------------
+    # ---- time ----------------------------------------------------------------------------------------------
 
     def seconds_of(self, steps: float) -> float:
         """Time of the next `steps` decode steps with the present requests."""
@@ -120,7 +134,7 @@ class Replica:
         start = self.clock if self.clock > self.stall_until else self.stall_until
         return start + self.seconds_of(self.target - steps)
 
-    # ---- requests --------------------------------------------------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------------------
 
     def reserve(self) -> float:
         """Tokens that are kept free for the growth of each running request."""
@@ -161,7 +175,12 @@ class Replica:
         """Starts decoding it; gives the tokens to prefill."""
         uncached = request.uncached
         group = request.group
-        if group is not None and uncached == request.context and request.turn == 0 and request.remaining == request.turns[0]:
+        if (
+            group is not None
+            and uncached == request.context
+            and request.turn == 0
+            and request.remaining == request.turns[0]
+        ):
             request.started = self.clock
             if group.group_id in self.prompts:
                 uncached = 0.0  # an earlier sample of the group has left the prompt in the prefix cache
@@ -201,8 +220,8 @@ class Replica:
         return done
 
     def make_room(self) -> None:
-        """At the KV limit: parked KV goes first, then requests go back to the queue and will be prefilled again; the rest of the batch
-        tells how much growth is expected from now on."""
+        """At the KV limit: parked KV goes first, then requests go back to the queue and will be prefilled
+        again; the rest of the batch tells how much growth is expected from now on."""
         order: list[Request] = []
         newest_back = self.admission.newest_back
         while len(self.running) + len(self.parked) > 1 and self.kv + self.parked_kv >= self.full:
@@ -213,15 +232,22 @@ class Replica:
                 request = self.running[next(reversed(self.running))]
                 self.waiting.appendleft(request)
             else:
-                order = order or sorted(self.running.values(), key=lambda r: (r.end - r.turns[r.turn], r.ticket))  # last: generated least
+                order = order or sorted(
+                    self.running.values(), key=lambda r: (r.end - r.turns[r.turn], r.ticket)
+                )  # last: generated least
                 request = order.pop()
                 self.waiting.append(request)
             self.stop(request)
             request.uncached = request.context
             self.preemptions += 1
         if order:
-            generated = sum(r.turns[r.turn] - r.end + self.steps + self.admission.retract_steps for r in order)
-            self.ratio, self.ratio_steps = min(1.0, generated / (self.admission.longest * len(order))), self.steps
+            generated = sum(
+                r.turns[r.turn] - r.end + self.steps + self.admission.retract_steps for r in order
+            )
+            self.ratio, self.ratio_steps = (
+                min(1.0, generated / (self.admission.longest * len(order))),
+                self.steps,
+            )
 
     def park(self, request: Request) -> None:
         """Its turn is over and the environment works; the KV stays while there is room."""
@@ -233,7 +259,8 @@ class Replica:
             self.parked_kv = self.parked_kv - request.context if self.parked else 0.0
 
     def take_all(self, keep_kv: bool) -> list[Request]:
-        """All but parked requests out of the replica, running ones first; without `keep_kv` all must be prefilled again."""
+        """All but parked requests out of the replica, running ones first; without `keep_kv` all must be
+        prefilled again."""
         taken = list(self.running.values())
         for request in taken:
             self.stop(request)

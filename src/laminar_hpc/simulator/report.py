@@ -1,4 +1,5 @@
-"""The page and the table of a sweep, with the charts of observability/ and the same time line as a live run's report."""
+"""The page and the table of a sweep, with the charts of observability/ and the same time line as a live run's
+report."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,19 +12,44 @@ from laminar_hpc.observability.svg import Series, tag, text
 from laminar_hpc.observability.trace import KINDS, Span
 from laminar_hpc.simulator.run import Outcome
 
-PALETTE = ("var(--generate)", "var(--train)", "var(--pull)", "var(--publish)", "var(--score)", "var(--evaluate)", "var(--checkpoint)")
+PALETTE = (
+    "var(--generate)",
+    "var(--train)",
+    "var(--pull)",
+    "var(--publish)",
+    "var(--score)",
+    "var(--evaluate)",
+    "var(--checkpoint)",
+)
 CAUSES = {
-    "generate": "var(--generate)", "prefill": "var(--evaluate)", "train": "var(--train)", "pull": "var(--pull)",
-    "publish": "var(--publish)", "checkpoint": "var(--checkpoint)", "move": "var(--send)", "environment": "var(--score)",
-    "barrier": "var(--wait)", "weights": "var(--load)", "admission": "var(--none)", "wait": "var(--wait)", "down": "var(--bad)",
-}  # fmt: skip
+    "generate": "var(--generate)",
+    "prefill": "var(--evaluate)",
+    "train": "var(--train)",
+    "pull": "var(--pull)",
+    "publish": "var(--publish)",
+    "checkpoint": "var(--checkpoint)",
+    "move": "var(--send)",
+    "environment": "var(--score)",
+    "barrier": "var(--wait)",
+    "weights": "var(--load)",
+    "admission": "var(--none)",
+    "wait": "var(--wait)",
+    "down": "var(--bad)",
+}
 COLUMNS = (
-    ("pipeline", "pipeline", "{}"), ("gpus", "GPUs", "{}"), ("trainer_gpus", "train", "{}"),
-    ("tokens_per_second", "tokens/s", "{:,.0f}"), ("step_seconds", "step s", "{:,.0f}"),
-    ("trainer_wait_share", "trainer waits", "{:.0%}"), ("rollout_idle_share", "rollouts idle", "{:.0%}"),
-    ("kv_use", "KV use", "{:.0%}"), ("latency_mean", "latency s", "{:,.0f}"), ("latency_max", "max", "{:,.0f}"),
-    ("staleness_training_mean", "staleness", "{:.1f}"), ("staleness_training_max", "max", "{}"),
-)  # fmt: skip
+    ("pipeline", "pipeline", "{}"),
+    ("gpus", "GPUs", "{}"),
+    ("trainer_gpus", "train", "{}"),
+    ("tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("step_seconds", "step s", "{:,.0f}"),
+    ("trainer_wait_share", "trainer waits", "{:.0%}"),
+    ("rollout_idle_share", "rollouts idle", "{:.0%}"),
+    ("kv_use", "KV use", "{:.0%}"),
+    ("latency_mean", "latency s", "{:,.0f}"),
+    ("latency_max", "max", "{:,.0f}"),
+    ("staleness_training_mean", "staleness", "{:.1f}"),
+    ("staleness_training_max", "max", "{}"),
+)
 
 
 def cells(row: dict) -> list[str]:
@@ -34,18 +60,24 @@ def cells(row: dict) -> list[str]:
 def table(rows: Sequence[dict]) -> str:
     lines = [[name for _, name, _ in COLUMNS], *(cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    return "\n".join("  ".join(word.rjust(width) for word, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(word.rjust(width) for word, width in zip(line, widths, strict=True)) for line in lines
+    )
 
 
 def as_json(rows: Sequence[dict]) -> list[dict]:
     """Per row all figures, GPU-seconds by role and cause, and staleness counts."""
     return [
         {
-            "pipeline": row["pipeline"], "gpus": row["gpus"], **row["outcome"].figures, "gpu_seconds": row["outcome"].gpu_seconds,
-            "staleness_generation": row["outcome"].staleness_generation, "staleness_training": row["outcome"].staleness_training,
+            "pipeline": row["pipeline"],
+            "gpus": row["gpus"],
+            **row["outcome"].figures,
+            "gpu_seconds": row["outcome"].gpu_seconds,
+            "staleness_generation": row["outcome"].staleness_generation,
+            "staleness_training": row["outcome"].staleness_training,
         }
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def write(path: Path, name: str, settings: dict, rows: Sequence[dict]) -> None:
@@ -62,21 +94,43 @@ def document(name: str, settings: dict, rows: Sequence[dict]) -> str:
     head = tag("header", tag("h1", text(name)) + tag("p", "simulated; no GPU was used"))
     f = best["outcome"].figures
     base = at_largest[0]["outcome"].figures["tokens_per_second"]
-    body = head + tiles([
-        ("fastest at " + f"{largest:,} GPUs", best["pipeline"], f"{f['trainer_gpus']} train"),
-        ("tokens per second", count(f["tokens_per_second"]), f"{f['tokens_per_second'] / base:.2f} x {at_largest[0]['pipeline']}"),
-        ("KV use", f"{f['kv_use']:.0%}", f"rollouts idle {f['rollout_idle_share']:.0%}"),
-        ("staleness at training", f"{f['staleness_training_mean']:.1f} / {f['staleness_training_max']}", "mean / max"),
-    ])  # fmt: skip
+    body = head + tiles(
+        [
+            ("fastest at " + f"{largest:,} GPUs", best["pipeline"], f"{f['trainer_gpus']} train"),
+            (
+                "tokens per second",
+                count(f["tokens_per_second"]),
+                f"{f['tokens_per_second'] / base:.2f} x {at_largest[0]['pipeline']}",
+            ),
+            ("KV use", f"{f['kv_use']:.0%}", f"rollouts idle {f['rollout_idle_share']:.0%}"),
+            (
+                "staleness at training",
+                f"{f['staleness_training_mean']:.1f} / {f['staleness_training_max']}",
+                "mean / max",
+            ),
+        ]
+    )
     return page(
         f"{name}: laminar sim",
-        body + _scales(rows, names, color) + _spent(rows) + _time(best) + _histograms(at_largest, color) + _settings(settings),
+        body
+        + _scales(rows, names, color)
+        + _spent(rows)
+        + _time(best)
+        + _histograms(at_largest, color)
+        + _settings(settings),
     )
 
 
 def _scales(rows: Sequence[dict], names: Sequence[str], color: dict[str, str]) -> str:
     def series(key: str) -> list[Series]:
-        return [Series(n, color[n], [(row["gpus"], row["outcome"].figures[key]) for row in rows if row["pipeline"] == n]) for n in names]
+        return [
+            Series(
+                n,
+                color[n],
+                [(row["gpus"], row["outcome"].figures[key]) for row in rows if row["pipeline"] == n],
+            )
+            for n in names
+        ]
 
     head = tag("tr", "".join(tag("th", text(title)) for _, title, _ in COLUMNS))
     body = "".join(tag("tr", "".join(tag("td", text(cell)) for cell in cells(row))) for row in rows)
@@ -85,19 +139,32 @@ def _scales(rows: Sequence[dict], names: Sequence[str], color: dict[str, str]) -
         figure("tokens per second", svg.lines(series("tokens_per_second"), "GPUs", log_y=True)),
         figure("KV use of the replicas", svg.lines(series("kv_use"), "GPUs", y_range=(0.0, 1.0))),
     )
-    return section("Pipelines and scales", svg.legend(list(color.items())) + charts + tag("table", head + body))
+    return section(
+        "Pipelines and scales", svg.legend(list(color.items())) + charts + tag("table", head + body)
+    )
 
 
 def _spent(rows: Sequence[dict]) -> str:
     bars = [
-        (f"{row['pipeline'][:14]} {row['gpus']}", [
-            (cause if role == "rollout" or cause != "wait" else "trainer waits", seconds, CAUSES.get(cause, "var(--none)"))
-            for role, causes in row["outcome"].gpu_seconds.items() for cause, seconds in causes.items() if seconds > 0
-        ])
+        (
+            f"{row['pipeline'][:14]} {row['gpus']}",
+            [
+                (
+                    cause if role == "rollout" or cause != "wait" else "trainer waits",
+                    seconds,
+                    CAUSES.get(cause, "var(--none)"),
+                )
+                for role, causes in row["outcome"].gpu_seconds.items()
+                for cause, seconds in causes.items()
+                if seconds > 0
+            ],
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
     return section(
-        "Where each GPU-second went", svg.stacked_bars(bars, label_width=190), "After the warm-up; rollouts first, then the trainer."
+        "Where each GPU-second went",
+        svg.stacked_bars(bars, label_width=190),
+        "After the warm-up; rollouts first, then the trainer.",
     )
 
 
@@ -107,7 +174,9 @@ def _time(row: dict) -> str:
     spans = {}
     for name, found in outcome.spans.items():
         process = name if name != "trainer" else "trainer0"
-        spans[process] = [Span(k, a, b, {}) if k in KINDS else Span("wait", a, b, {"cause": k}) for k, a, b in found]
+        spans[process] = [
+            Span(k, a, b, {}) if k in KINDS else Span("wait", a, b, {"cause": k}) for k, a, b in found
+        ]
     end = outcome.figures["seconds"]
     run = Run(Path("."), {}, [Launch(0.0, end, -1, row["pipeline"], {})], [], 0, {}, spans, [])
     samples = outcome.kv_samples[:: max(1, len(outcome.kv_samples) // 400)]
@@ -118,11 +187,20 @@ def _time(row: dict) -> str:
 
 def _histograms(rows: Sequence[dict], color: dict[str, str]) -> str:
     charts = [
-        figure(f"{row['pipeline']}: staleness at training",
-               svg.share_bars(list(row["outcome"].staleness_training.items()), color[row["pipeline"]], "trainer steps", width=380))
+        figure(
+            f"{row['pipeline']}: staleness at training",
+            svg.share_bars(
+                list(row["outcome"].staleness_training.items()),
+                color[row["pipeline"]],
+                "trainer steps",
+                width=380,
+            ),
+        )
         for row in rows
-    ]  # fmt: skip
-    lengths = svg.log_histogram([("response", "var(--generate)", rows[0]["outcome"].lengths)], "response tokens", width=380)
+    ]
+    lengths = svg.log_histogram(
+        [("response", "var(--generate)", rows[0]["outcome"].lengths)], "response tokens", width=380
+    )
     return section("Staleness and lengths", grid("three", *charts, figure("lengths", lengths)))
 
 

@@ -12,10 +12,11 @@ ENGINES = ("sglang", "vllm")
 class Admission:
     """When an engine admits a request, and which one it preempts when the KV is full.
 
-    SGLang: all running ones are expected to grow by `ratio` of `clip` tokens, the new one by all of `clip`. `ratio` starts at `start`,
-    falls to `least` within `steps` decode steps, and is set by a preemption (constants.py). The request that has generated least goes to
-    the end of the queue. vLLM (v1/core/sched/scheduler.py): what fits now is admitted, `clip` is 0; the one admitted last goes back to the
-    head of the queue.
+    SGLang: all running ones are expected to grow by `ratio` of `clip` tokens, the new one by all of `clip`.
+    `ratio` starts at `start`, falls to `least` within `steps` decode steps, and is set by a preemption
+    (constants.py). The request that has generated least goes to the end of the queue. vLLM
+    (v1/core/sched/scheduler.py): what fits now is admitted, `clip` is 0; the one admitted last goes back to
+    the head of the queue.
 
     `longest`: tokens of a response at most.
     """
@@ -33,19 +34,57 @@ class Admission:
         if engine == "vllm":
             return Admission(longest, 0.0, newest_back=True)
         clip = min(c.admission_clip_tokens, longest)
-        return Admission(longest, clip, c.new_token_ratio, c.new_token_ratio_least, c.new_token_ratio_steps, c.retract_steps)
+        return Admission(
+            longest,
+            clip,
+            c.new_token_ratio,
+            c.new_token_ratio_least,
+            c.new_token_ratio_steps,
+            c.retract_steps,
+        )
 
 
 class Request:
-    """A trajectory on its way. `context`: its tokens so far, `uncached`: those without KV; both are meaningful only while not running."""
+    """A trajectory on its way. `context`: its tokens so far, `uncached`: those without KV; both are
+    meaningful only while not running."""
 
     __slots__ = (
-        "away", "context", "end", "granted", "group", "home", "moves",
-        "offset", "remaining", "started", "ticket", "trajectory_id", "turn", "turns", "uncached", "versions", "waits", "weight_step",
-    )  # fmt: skip
+        "away",
+        "context",
+        "end",
+        "granted",
+        "group",
+        "home",
+        "moves",
+        "offset",
+        "remaining",
+        "started",
+        "ticket",
+        "trajectory_id",
+        "turn",
+        "turns",
+        "uncached",
+        "versions",
+        "waits",
+        "weight_step",
+    )
 
-    def __init__(self, trajectory_id: int, group: Any, turns: list[int], waits: list[float], prompt_tokens: int, weight_step: int) -> None:
-        self.trajectory_id, self.group, self.turns, self.waits, self.weight_step = trajectory_id, group, turns, waits, weight_step
+    def __init__(
+        self,
+        trajectory_id: int,
+        group: Any,
+        turns: list[int],
+        waits: list[float],
+        prompt_tokens: int,
+        weight_step: int,
+    ) -> None:
+        self.trajectory_id, self.group, self.turns, self.waits, self.weight_step = (
+            trajectory_id,
+            group,
+            turns,
+            waits,
+            weight_step,
+        )
         self.turn = 0
         self.remaining = float(turns[0])
         self.context = self.uncached = float(prompt_tokens)
@@ -53,7 +92,9 @@ class Request:
         self.ticket = -1
         self.away = False  # with the environment
         self.moves, self.versions, self.granted, self.started = 0, 1, 0.0, 0.0
-        self.home: Any = None  # the replica that it belongs to; None = with nobody, waits to be given out again
+        self.home: Any = (
+            None  # the replica that it belongs to; None = with nobody, waits to be given out again
+        )
 
     def restart(self, prompt_tokens: int, weight_step: int) -> float:
         """Back to the prompt, on other weights; gives the generated tokens that are thrown away."""

@@ -1,4 +1,5 @@
-"""All replicas: grants by `policies.admission`, refresh of weights by the rules, environment turns. Moves and failures: fleet_moves.py.
+"""All replicas: grants by `policies.admission`, refresh of weights by the rules, environment turns. Moves and
+failures: fleet_moves.py.
 
 waits for                    booked under    unblocked by
 quota                        admission       weights_available
@@ -24,11 +25,24 @@ _ENDLESS = 1 << 40  # steps: the run is cut off at its last step, without a ramp
 
 class Rollouts:
     def __init__(
-        self, clock: Clock, tracker: TrajectoryTracker, trainer: Trainer, replicas: list[Replica], rules: Rules, groups_per_step: int,
-        turn_tokens: int, shares: list[float],
-    ) -> None:  # fmt: skip
+        self,
+        clock: Clock,
+        tracker: TrajectoryTracker,
+        trainer: Trainer,
+        replicas: list[Replica],
+        rules: Rules,
+        groups_per_step: int,
+        turn_tokens: int,
+        shares: list[float],
+    ) -> None:
         """`shares`: the part of a batch that each replica's local batch is; they add up to 1."""
-        self.clock, self.tracker, self.trainer, self.replicas, self.rules = clock, tracker, trainer, replicas, rules
+        self.clock, self.tracker, self.trainer, self.replicas, self.rules = (
+            clock,
+            tracker,
+            trainer,
+            replicas,
+            rules,
+        )
         self.groups_per_step, self.turn_tokens = groups_per_step, turn_tokens
         # A local batch is ceil(G / replicas) groups; with unequal replicas the faster get more.
         self.local_batch = [max(1, math.ceil(groups_per_step * share - 1e-9)) for share in shares]
@@ -40,7 +54,9 @@ class Rollouts:
         self.down: set[int] = set()
         self.paused = False
         self.global_sync_seconds = max(replica.costs.global_sync for replica in replicas)
-        self.rescue: Callable[[Replica], bool] = lambda replica: False  # whether one that asks goes on with a dead one's trajectories
+        self.rescue: Callable[[Replica], bool] = lambda replica: (
+            False
+        )  # whether one that asks goes on with a dead one's trajectories
         self.latencies = array("d")  # seconds from grant to end of each trajectory, in order
         self.admitted_latencies = array("d")  # the same from its first admission to an engine
         trainer.rollouts = self
@@ -53,7 +69,7 @@ class Rollouts:
             for replica in self.replicas:
                 self.ask(replica)
 
-    # ---- a replica's events ----------------------------------------------------------------------------------------------------
+    # ---- a replica's events --------------------------------------------------------------------------------
 
     def schedule(self, replica: Replica) -> None:
         """Enters the replica's next event; an earlier one becomes void."""
@@ -103,7 +119,8 @@ class Rollouts:
         self.clock.after(wait, self.answered, request, request.turn, request.granted)
 
     def answered(self, request: Request, turn: int, granted: float) -> None:
-        """The environment has answered: its tokens are prefilled, the rest as well if its KV was evicted meanwhile."""
+        """The environment has answered: its tokens are prefilled, the rest as well if its KV was evicted
+        meanwhile."""
         replica = request.home
         if replica is None or not request.away or request.turn != turn or request.granted != granted:
             return  # lost and given out again meanwhile
@@ -123,7 +140,7 @@ class Rollouts:
         else:
             self.ask(replica)
 
-    # ---- grants ----------------------------------------------------------------------------------------------------------------
+    # ---- grants --------------------------------------------------------------------------------------------
 
     def give(self, replica: Replica, request: Request) -> None:
         request.home, request.granted, request.away = replica, self.clock.now, False
@@ -131,7 +148,9 @@ class Rollouts:
         replica.waiting.append(request)
 
     def quota(self, weight_step: int) -> int:
-        return admission.quota(weight_step, self.tracker.counted, self.groups_per_step, _ENDLESS, self.rules.max_staleness)
+        return admission.quota(
+            weight_step, self.tracker.counted, self.groups_per_step, _ENDLESS, self.rules.max_staleness
+        )
 
     def ask(self, replica: Replica) -> None:
         """An idle replica pulls newer weights first, then asks for a local batch."""
@@ -164,13 +183,20 @@ class Rollouts:
             self.waiting_replicas[replica.index] = None
 
     def top_up(self, replica: Replica) -> None:
-        """Continuous filling: whole groups while there is room, up to the replica's share of what admission allows to be in flight."""
+        """Continuous filling: whole groups while there is room, up to the replica's share of what admission
+        allows to be in flight."""
         samples = self.samples
         most = self.local_batch[replica.index] * (1 + (self.rules.max_staleness or 0)) * samples
-        while not replica.waiting and len(replica.running) + samples <= replica.max_concurrent and replica.pending + samples <= most:
+        while (
+            not replica.waiting
+            and len(replica.running) + samples <= replica.max_concurrent
+            and replica.pending + samples <= most
+        ):
             if self.tracker.lost:
                 request = self.tracker.lost.pop()
-                self.tracker.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
+                self.tracker.discarded_tokens += request.restart(
+                    request.group.prompt_tokens, replica.weight_step
+                )
                 self.give(replica, request)
             elif self.quota(self.newest) > 0:
                 for request in self.tracker.new_group(self.newest).requests:
@@ -184,7 +210,8 @@ class Rollouts:
             replica.fill()
 
     def try_round(self) -> None:
-        """Barrier: when all have drained, all take the newest weights, then one batch is spread over them trajectory by trajectory."""
+        """Barrier: when all have drained, all take the newest weights, then one batch is spread over them
+        trajectory by trajectory."""
         if len(self.barrier) < len(self.replicas) - len(self.down) or self.down:
             return
         if any(replica.weight_step < self.newest for replica in self.replicas):
@@ -199,19 +226,25 @@ class Rollouts:
                 replica.state = "train" if self.rules.placement == "colocated" else "weights"
             return
         self.barrier.clear()
-        requests = [request for _ in range(self.groups_per_step) for request in self.tracker.new_group(self.newest).requests]
+        requests = [
+            request
+            for _ in range(self.groups_per_step)
+            for request in self.tracker.new_group(self.newest).requests
+        ]
         edges = [0.0]
         for batch in self.local_batch:
             edges.append(edges[-1] + batch)
         for replica, start, end in zip(self.replicas, edges, edges[1:], strict=False):
             replica.advance(self.clock.now)
-            for request in requests[round(start / edges[-1] * len(requests)) : round(end / edges[-1] * len(requests))]:
+            for request in requests[
+                round(start / edges[-1] * len(requests)) : round(end / edges[-1] * len(requests))
+            ]:
                 self.give(replica, request)
             replica.state = "generate"
         for replica in self.replicas:
             self.settle(replica)
 
-    # ---- weights ---------------------------------------------------------------------------------------------------------------
+    # ---- weights -------------------------------------------------------------------------------------------
 
     def weights_available(self, step: int) -> None:
         """Step `step` can be had by all."""

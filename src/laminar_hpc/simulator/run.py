@@ -11,7 +11,16 @@ import numpy as np
 from laminar_hpc.policies.repack import saturation_batch
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.constants import Constants, Gpu, Model
-from laminar_hpc.simulator.cost import EngineCosts, JobCosts, Layout, engine_costs, faster, job_costs, kv_capacity, trainer_layout
+from laminar_hpc.simulator.cost import (
+    EngineCosts,
+    JobCosts,
+    Layout,
+    engine_costs,
+    faster,
+    job_costs,
+    kv_capacity,
+    trainer_layout,
+)
 from laminar_hpc.simulator.fleet_moves import Failures, Repacker
 from laminar_hpc.simulator.replica import Replica
 from laminar_hpc.simulator.request import Admission
@@ -57,13 +66,16 @@ class Setup:
     repack_kv_share: float = 0.9
     checkpoint_every: int = 20
     trainer_mtbf: float | None = None
-    equal_batches: bool = False  # local batches of all replicas are equal, as in a live run; else each is by its replica's rate
+    equal_batches: bool = (
+        False  # local batches of all replicas are equal, as in a live run; else each is by its replica's rate
+    )
     watch: bool = False  # keep time lines and samples for the report
 
     def faster(self, factor: float) -> "Setup":
         """The same run with all rates `factor` times as high."""
         kinds = tuple(
-            dataclasses.replace(kind, costs=faster(kind.costs, factor), mtbf=kind.mtbf and kind.mtbf / factor) for kind in self.engines
+            dataclasses.replace(kind, costs=faster(kind.costs, factor), mtbf=kind.mtbf and kind.mtbf / factor)
+            for kind in self.engines
         )
         mtbf = self.trainer_mtbf and self.trainer_mtbf / factor
         return dataclasses.replace(self, engines=kinds, job=faster(self.job, factor), trainer_mtbf=mtbf)
@@ -82,7 +94,9 @@ class Outcome:
     lengths: list[int] = field(default_factory=list)
 
 
-def engines(model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, mtbf: float | None, colocated: bool, c: Constants) -> Engines:
+def engines(
+    model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, mtbf: float | None, colocated: bool, c: Constants
+) -> Engines:
     """As many replicas as `gpus` hold."""
     share = c.kv_memory_share_colocated if colocated else c.kv_memory_share
     return Engines(
@@ -96,27 +110,51 @@ def engines(model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, mtbf: float
 
 
 def setup(
-    rules: Rules, model: Model, trainer_gpu: Gpu, trainer_gpus: int, rollouts: Sequence[tuple[Gpu, int, int, float | None]],
-    workload: WorkloadConfig, c: Constants, engine: str = "sglang", layout: Layout | None = None, **settings: object,
-) -> Setup:  # fmt: skip
+    rules: Rules,
+    model: Model,
+    trainer_gpu: Gpu,
+    trainer_gpus: int,
+    rollouts: Sequence[tuple[Gpu, int, int, float | None]],
+    workload: WorkloadConfig,
+    c: Constants,
+    engine: str = "sglang",
+    layout: Layout | None = None,
+    **settings: object,
+) -> Setup:
     """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same
     GPUs as the trainer's. `layout`: the trainer's, None = that of a published system."""
     colocated = rules.placement == "colocated"
-    kinds = tuple(engines(model, gpu, gpus, tp, mtbf, colocated, c) for gpu, gpus, tp, mtbf in rollouts if gpus >= tp)
+    kinds = tuple(
+        engines(model, gpu, gpus, tp, mtbf, colocated, c) for gpu, gpus, tp, mtbf in rollouts if gpus >= tp
+    )
     total = sum(gpus for _, gpus, *_ in rollouts)
     # Where the optimizer does not fit it is offloaded, at no cost here: one copy of the model on all GPUs.
     layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, c) or Layout(trainer_gpus, 1, 1)
     job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
     return Setup(
-        rules, kinds, job, trainer_gpus, layout, workload,
-        admission=Admission.of(workload.max_response_tokens, c, engine), repack_kv_share=c.repack_kv_share, **settings,
-    )  # type: ignore[arg-type]  # fmt: skip
+        rules,
+        kinds,
+        job,
+        trainer_gpus,
+        layout,
+        workload,
+        admission=Admission.of(workload.max_response_tokens, c, engine),
+        repack_kv_share=c.repack_kv_share,
+        **settings,
+    )  # type: ignore[arg-type]
 
 
 class _Window:
     """Ledgers at the end of the warm-up, subtracted at the end."""
 
-    def __init__(self, replicas: list[Replica], trainer: Trainer, tracker: TrajectoryTracker, latencies: Sequence[float], clock: Clock) -> None:
+    def __init__(
+        self,
+        replicas: list[Replica],
+        trainer: Trainer,
+        tracker: TrajectoryTracker,
+        latencies: Sequence[float],
+        clock: Clock,
+    ) -> None:
         for replica in replicas:
             replica.advance(clock.now)
         self.start = clock.now
@@ -126,7 +164,10 @@ class _Window:
         self.generated = sum(replica.generated for replica in replicas)
         self.trainer = dict(trainer.seconds)
         self.waiting = clock.now - trainer.waiting_since if trainer.waiting_since is not None else 0.0
-        self.generation, self.training = tracker.generation_staleness.copy(), tracker.training_staleness.copy()
+        self.generation, self.training = (
+            tracker.generation_staleness.copy(),
+            tracker.training_staleness.copy(),
+        )
         self.finished = len(latencies)
 
 
@@ -138,13 +179,24 @@ def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
         batch = max(1.0, min(setup.max_concurrent, kind.capacity / mean))
         rate = batch / kind.costs.step(batch, batch * mean)
         for _ in range(kind.count):
-            made.append(Replica(len(made), kind.costs, kind.capacity, setup.max_concurrent, setup.admission, kind.gpus, kind.mtbf))
+            made.append(
+                Replica(
+                    len(made),
+                    kind.costs,
+                    kind.capacity,
+                    setup.max_concurrent,
+                    setup.admission,
+                    kind.gpus,
+                    kind.mtbf,
+                )
+            )
             weights.append(1.0 if setup.equal_batches else rate)
     return made, [w / sum(weights) for w in weights]
 
 
 def simulate(setup: Setup) -> Outcome:
-    """Runs `setup.steps` trainer steps. The garbage collector is off meanwhile: nothing here makes cycles that matter."""
+    """Runs `setup.steps` trainer steps. The garbage collector is off meanwhile: nothing here makes cycles
+    that matter."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -158,8 +210,17 @@ def _simulate(setup: Setup) -> Outcome:
     w, rules = setup.workload, setup.rules
     clock, tracker = Clock(), TrajectoryTracker(Workload(w, setup.seed, w.prompts_per_step * setup.steps))
     trainer = Trainer(
-        clock, tracker, setup.job, rules, w.prompts_per_step, w.updates_per_step, setup.steps, setup.checkpoint_every,
-        setup.layout, setup.seed)  # fmt: skip
+        clock,
+        tracker,
+        setup.job,
+        rules,
+        w.prompts_per_step,
+        w.updates_per_step,
+        setup.steps,
+        setup.checkpoint_every,
+        setup.layout,
+        setup.seed,
+    )
     replicas, shares = _replicas(setup)
     rollouts = Rollouts(clock, tracker, trainer, replicas, rules, w.prompts_per_step, w.turn_tokens, shares)
     repacker = Repacker(rollouts, setup.repack_kv_share, min(kind.saturation for kind in setup.engines))
@@ -191,7 +252,9 @@ def _simulate(setup: Setup) -> Outcome:
     outcome.figures |= {
         "replicas_emptied": repacker.replicas_emptied,
         "trajectories_moved": repacker.trajectories_moved,
-        "move_seconds_mean": repacker.move_seconds / repacker.replicas_emptied if repacker.replicas_emptied else 0.0,
+        "move_seconds_mean": repacker.move_seconds / repacker.replicas_emptied
+        if repacker.replicas_emptied
+        else 0.0,
         "replica_deaths": failures.replica_deaths,
         "trainer_deaths": failures.trainer_deaths,
         "trajectories_redirected": failures.redirected,
@@ -199,7 +262,10 @@ def _simulate(setup: Setup) -> Outcome:
         "trajectories_restarted": failures.restarted,
     }
     if setup.watch:
-        outcome.spans = {"trainer": trainer.spans, **{f"rollout{r.index}": r.spans or [] for r in replicas[:_SHOWN_REPLICAS]}}
+        outcome.spans = {
+            "trainer": trainer.spans,
+            **{f"rollout{r.index}": r.spans or [] for r in replicas[:_SHOWN_REPLICAS]},
+        }
         outcome.kv_samples = samples
         outcome.lengths = [n for i in range(min(256, tracker.counted)) for n in tracker.workload.lengths(i)]
     return outcome
@@ -215,7 +281,13 @@ def _sample(clock: Clock, replicas: list[Replica], samples: list[tuple[float, fl
 
 
 def _outcome(
-    setup: Setup, clock: Clock, tracker: TrajectoryTracker, trainer: Trainer, replicas: list[Replica], rollouts: Rollouts, window: _Window
+    setup: Setup,
+    clock: Clock,
+    tracker: TrajectoryTracker,
+    trainer: Trainer,
+    replicas: list[Replica],
+    rollouts: Rollouts,
+    window: _Window,
 ) -> Outcome:
     skip = setup.warmup_steps
     begin = trainer.step_ends[skip - 1] if skip else 0.0
@@ -247,7 +319,8 @@ def _outcome(
         "trainer_wait_share": trained.get("wait", 0.0) / length,
         "rollout_idle_share": idle / sum(seconds.values()),
         "kv_use": kv / (length * sum(r.capacity for r in replicas)),
-        "requests_mean": sum(r.request_seconds - b for r, b in zip(replicas, window.busy, strict=True)) / (length * len(replicas)),
+        "requests_mean": sum(r.request_seconds - b for r, b in zip(replicas, window.busy, strict=True))
+        / (length * len(replicas)),
         "latency_mean": float(latencies.mean()),
         "latency_max": float(latencies.max()),
         "latency_admitted_mean": float(admitted.mean()),

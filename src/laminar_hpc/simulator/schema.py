@@ -1,13 +1,20 @@
-"""Settings of `laminar sim` and `laminar plan`: conf/simulation/*.yaml holds their values. Imports no torch, no numpy."""
+"""Settings of `laminar sim` and `laminar plan`: conf/simulation/*.yaml holds their values. Imports no torch,
+no numpy."""
 
 from dataclasses import dataclass, field
 
-from laminar_hpc.simulator.constants import GROUP_CORRELATION, MEAN_RESPONSE_TOKENS_LAMINAR, PROMPT_TOKENS, SIGMA_LAMINAR
+from laminar_hpc.simulator.constants import (
+    GROUP_CORRELATION,
+    MEAN_RESPONSE_TOKENS_LAMINAR,
+    PROMPT_TOKENS,
+    SIGMA_LAMINAR,
+)
 
 
 @dataclass
 class WorkloadConfig:
-    """Responses: a log-normal body capped at `max_response_tokens`, similar inside a group; or real lengths from a file."""
+    """Responses: a log-normal body capped at `max_response_tokens`, similar inside a group; or real lengths
+    from a file."""
 
     prompts_per_step: int = 512
     samples_per_prompt: int = 16
@@ -18,7 +25,9 @@ class WorkloadConfig:
     sigma: float = SIGMA_LAMINAR  # of the log-lengths
     group_correlation: float = GROUP_CORRELATION  # of the log-lengths inside a group
     growth: float = 0.0  # the median grows by this share over the run
-    lengths_file: str = ""  # a run directory (its store is replayed), or lines of JSON lists: lengths of one group each
+    lengths_file: str = (
+        ""  # a run directory (its store is replayed), or lines of JSON lists: lengths of one group each
+    )
     turns: int = 1  # most turns of a trajectory; evenly distributed from 1
     turn_seconds: float = 0.0  # median wait for the environment after a turn
     turn_sigma: float = 0.0  # of its log
@@ -46,7 +55,9 @@ class SimulationConfig:
     engine: str = "sglang"  # whose admission and preemption: sglang or vllm
     tensor_parallel: int | None = None  # GPUs of a replica; null = the model's own
     trainer_share: float | None = None  # of the GPUs, for pipelines that split them; null = the best of a few
-    splits: dict[str, float] = field(default_factory=dict)  # known trainer shares by PIPELINE or PIPELINE@GPUS; they go before the search
+    splits: dict[str, float] = field(
+        default_factory=dict
+    )  # known trainer shares by PIPELINE or PIPELINE@GPUS; they go before the search
     pipelines: list[str] = field(default_factory=lambda: ["sync", "one_step", "stream", "partial", "laminar"])
     max_staleness: int | None = None  # of laminar and partial; null = the preset's
     max_concurrent: int = 256  # requests per replica
@@ -54,7 +65,9 @@ class SimulationConfig:
     rollout_mtbf_hours: float | None = None  # mean time between failures of a replica; null = never
     trainer_mtbf_hours: float | None = None  # of the trainer as a whole
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    constants: dict[str, float] = field(default_factory=dict)  # other values for fields of constants.Constants
+    constants: dict[str, float] = field(
+        default_factory=dict
+    )  # other values for fields of constants.Constants
 
 
 @dataclass
@@ -65,7 +78,10 @@ class PoolConfig:
     count: int = 64
     price: float | None = None  # $ per GPU and hour; null = the example price of constants.py
     preemptible: bool = False
-    mtbf_hours: float | None = None  # mean time between failures or preemptions of a replica, of a machine for the trainer; null = never
+    mtbf_hours: float | None = (
+        # mean time between failures or preemptions of a replica, of a machine for the trainer; null = never
+        None
+    )
 
 
 @dataclass
@@ -77,7 +93,8 @@ class PlanConfig:
     seed: int = 0
     model: str = "32B"
     pools: list[PoolConfig] = field(default_factory=lambda: [PoolConfig()])
-    objective: str = "throughput"  # throughput: most tokens/s of all GPUs; cost: most tokens per $ that keeps the trainer busy
+    # throughput: most tokens/s of all GPUs; cost: most tokens per $ that keeps the trainer busy
+    objective: str = "throughput"
     trainer_busy: float = 0.9  # least share of time, with objective=cost
     max_staleness: int = 3
     max_concurrent: int = 256

@@ -21,19 +21,41 @@ def rules_of(config: SimulationConfig, pipeline: str) -> Rules:
     return rules
 
 
-def point(config: SimulationConfig, pipeline: str, gpus: int, trainer_gpus: int, steps: int, watch: bool = False) -> Outcome:
+def point(
+    config: SimulationConfig, pipeline: str, gpus: int, trainer_gpus: int, steps: int, watch: bool = False
+) -> Outcome:
     """One simulated run."""
     model, rules, c = MODELS[config.model], rules_of(config, pipeline), constants_of(config)
     rollout_gpus = gpus if rules.placement == "colocated" else gpus - trainer_gpus
-    replica_mtbf, trainer_mtbf = (hours and hours * 3600 for hours in (config.rollout_mtbf_hours, config.trainer_mtbf_hours))
+    replica_mtbf, trainer_mtbf = (
+        hours and hours * 3600 for hours in (config.rollout_mtbf_hours, config.trainer_mtbf_hours)
+    )
     return simulate(
         setup(
-            rules, model, GPUS[config.trainer_gpu], trainer_gpus,
-            [(GPUS[config.rollout_gpu], rollout_gpus, config.tensor_parallel or model.tensor_parallel, replica_mtbf)], config.workload, c,
-            engine=config.engine, steps=steps, warmup_steps=config.warmup_steps, seed=config.seed, max_concurrent=config.max_concurrent,
-            checkpoint_every=config.checkpoint_every, watch=watch, trainer_mtbf=trainer_mtbf,
+            rules,
+            model,
+            GPUS[config.trainer_gpu],
+            trainer_gpus,
+            [
+                (
+                    GPUS[config.rollout_gpu],
+                    rollout_gpus,
+                    config.tensor_parallel or model.tensor_parallel,
+                    replica_mtbf,
+                )
+            ],
+            config.workload,
+            c,
+            engine=config.engine,
+            steps=steps,
+            warmup_steps=config.warmup_steps,
+            seed=config.seed,
+            max_concurrent=config.max_concurrent,
+            checkpoint_every=config.checkpoint_every,
+            watch=watch,
+            trainer_mtbf=trainer_mtbf,
         )
-    )  # fmt: skip
+    )
 
 
 def split(config: SimulationConfig, pipeline: str, gpus: int) -> int:
@@ -45,7 +67,10 @@ def split(config: SimulationConfig, pipeline: str, gpus: int) -> int:
     if share is not None:
         trainer = round(gpus * share / tensor_parallel) * tensor_parallel
         if not 0 < trainer <= gpus - tensor_parallel:
-            raise LaminarError(f"{pipeline} at {gpus} GPUs: a trainer share of {share:g} leaves no GPUs to train or to generate")
+            raise LaminarError(
+                f"{pipeline} at {gpus} GPUs: a trainer share of {share:g} leaves no GPUs to train or to "
+                "generate"
+            )
         return trainer
     steps = min(config.steps, config.warmup_steps + _SEARCH_STEPS)
     candidates = trainer_splits(gpus, tensor_parallel)

@@ -1,4 +1,5 @@
-"""Groups that are granted or finished and not yet trained, and what became of all trajectories; the simulator's experience buffer."""
+"""Groups that are granted or finished and not yet trained, and what became of all trajectories; the
+simulator's experience buffer."""
 
 from collections import Counter
 
@@ -10,10 +11,25 @@ from laminar_hpc.simulator.workload import Workload
 class Group:
     """`requests` until all are finished; from then on `finished`: response tokens and weight step of each."""
 
-    __slots__ = ("finished", "group_id", "number", "order", "prompt_tokens", "requests", "unfinished", "view", "weight_step")
+    __slots__ = (
+        "finished",
+        "group_id",
+        "number",
+        "order",
+        "prompt_tokens",
+        "requests",
+        "unfinished",
+        "view",
+        "weight_step",
+    )
 
     def __init__(self, group_id: int, number: int, weight_step: int, prompt_tokens: int) -> None:
-        self.group_id, self.number, self.weight_step, self.prompt_tokens = group_id, number, weight_step, prompt_tokens
+        self.group_id, self.number, self.weight_step, self.prompt_tokens = (
+            group_id,
+            number,
+            weight_step,
+            prompt_tokens,
+        )
         self.requests: list[Request] = []
         self.finished: list[tuple[int, int]] = []
         self.unfinished = self.order = 0
@@ -21,7 +37,8 @@ class Group:
 
 
 class TrajectoryTracker:
-    """`counted` groups are granted and not given up. Trajectories of dead replicas wait in `lost` and are given out first."""
+    """`counted` groups are granted and not given up. Trajectories of dead replicas wait in `lost` and are
+    given out first."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -42,7 +59,9 @@ class TrajectoryTracker:
         self.counted += 1
         group = Group(self.counted - 1, self.counted, weight_step, draw.prompt_tokens)
         for turns, waits in zip(draw.turns, draw.waits, strict=True):
-            group.requests.append(Request(self.trajectories, group, turns, waits, draw.prompt_tokens, weight_step))
+            group.requests.append(
+                Request(self.trajectories, group, turns, waits, draw.prompt_tokens, weight_step)
+            )
             self.trajectories += 1
         group.unfinished = len(group.requests)
         self.live[group.group_id] = group
@@ -63,7 +82,9 @@ class TrajectoryTracker:
         group.requests = []  # a buffer that grows holds many groups
         self.order += 1
         self.finished += 1
-        group.view = self.views[group.group_id] = GroupView(group.group_id, group.number, group.weight_step, True, self.order)
+        group.view = self.views[group.group_id] = GroupView(
+            group.group_id, group.number, group.weight_step, True, self.order
+        )
         return True
 
     def consume(self, group_ids: list[int], step: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""The trainer's process: takes what `policies.admission.choose` gives, trains for as long as its costs say, publishes, checkpoints.
+"""The trainer's process: takes what `policies.admission.choose` gives, trains for as long as its costs say,
+publishes, checkpoints.
 
 waits for                           unblocked by
 groups that `choose` takes          Rollouts.finish -> poke
@@ -14,12 +15,16 @@ from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.tracker import TrajectoryTracker
 
 
-def updates_seconds(tokens: list[int], updates: int, costs: JobCosts, layout: Layout, random: np.random.Generator) -> float:
-    """Seconds of forward and backward over all updates: trajectories are dealt out at random, equally many to each data-parallel rank and
-    update, and an update waits for its slowest rank. For 512 ragged ones on 8 ranks that is some 1.3 times the mean.
+def updates_seconds(
+    tokens: list[int], updates: int, costs: JobCosts, layout: Layout, random: np.random.Generator
+) -> float:
+    """Seconds of forward and backward over all updates: trajectories are dealt out at random, equally many to
+    each data-parallel rank and update, and an update waits for its slowest rank. For 512 ragged ones on 8
+    ranks that is some 1.3 times the mean.
 
-    m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et al., arXiv 2104.04473); they are
-    as even as they can be, so none is smaller than the rank's longest trajectory.
+    m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et
+    al., arXiv 2104.04473); they are as even as they can be, so none is smaller than the rank's longest
+    trajectory.
     """
     each = -(-len(tokens) // (updates * layout.ranks))
     dealt = np.zeros(updates * layout.ranks * each)
@@ -27,14 +32,26 @@ def updates_seconds(tokens: list[int], updates: int, costs: JobCosts, layout: La
     dealt = random.permutation(dealt).reshape(updates, layout.ranks, each)
     seconds = (dealt * costs.train_token + dealt * dealt * costs.train_attention).sum(axis=2)
     microbatches = dealt.sum(axis=2) / np.maximum(1.0, dealt.max(axis=2))
-    return float((seconds * (1.0 + (layout.stages - 1) / np.maximum(1.0, microbatches))).max(axis=1).sum() * layout.ranks)
+    return float(
+        (seconds * (1.0 + (layout.stages - 1) / np.maximum(1.0, microbatches))).max(axis=1).sum()
+        * layout.ranks
+    )
 
 
 class Trainer:
     def __init__(
-        self, clock: Clock, tracker: TrajectoryTracker, costs: JobCosts, rules: Rules, groups_per_step: int, updates: int, steps: int,
-        checkpoint_every: int, layout: Layout, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        clock: Clock,
+        tracker: TrajectoryTracker,
+        costs: JobCosts,
+        rules: Rules,
+        groups_per_step: int,
+        updates: int,
+        steps: int,
+        checkpoint_every: int,
+        layout: Layout,
+        seed: int,
+    ) -> None:
         self.clock, self.tracker, self.costs, self.rules = clock, tracker, costs, rules
         self.groups_per_step, self.steps, self.checkpoint_every = groups_per_step, steps, checkpoint_every
         self.parts = updates if rules.consumption == "stream" else 1
@@ -65,9 +82,12 @@ class Trainer:
         size = self._size()
         if self.tracker.finished < size:
             return
-        # With the AReaL rule (interrupt) admission alone bounds staleness: the first finished is the first trained.
+        # With the AReaL rule (interrupt) admission alone bounds staleness: the first finished is the first
+        # trained.
         bound = None if self.rules.refresh == "interrupt" else self.rules.max_staleness
-        choice = admission.choose(self.step, self.tracker.views.values(), self.groups_per_step, bound, self.taken, size)
+        choice = admission.choose(
+            self.step, self.tracker.views.values(), self.groups_per_step, bound, self.taken, size
+        )
         if not choice.group_ids:
             return
         now = self.clock.now
@@ -91,7 +111,8 @@ class Trainer:
         return (self.part + 1) * self.groups_per_step // self.parts - self.taken
 
     def fail(self, down: float) -> None:
-        """Restores the last checkpoint: `down` seconds, and what was trained since is trained again (its time; versions are kept)."""
+        """Restores the last checkpoint: `down` seconds, and what was trained since is trained again (its
+        time; versions are kept)."""
         self.delay += down + self.since_checkpoint
         if self.waiting_since is not None:
             now = self.clock.now

@@ -1,6 +1,8 @@
-"""What is generated: lengths of responses, prompts and turns, group by group, from a distribution or from a file of real lengths.
+"""What is generated: lengths of responses, prompts and turns, group by group, from a distribution or from a
+file of real lengths.
 
-A group's lengths depend on the seed and its index alone, never on who generates it or when, so pipelines are compared on the same work.
+A group's lengths depend on the seed and its index alone, never on who generates it or when, so pipelines are
+compared on the same work.
 """
 
 import json
@@ -26,9 +28,13 @@ def capped_mean(mu: float, sigma: float, cap: float) -> float:
 
 
 def mu_of_mean(mean: float, sigma: float, cap: float) -> float:
-    """The log-median at which the capped log-normal has this mean. Raises LaminarError when no median gives it."""
+    """The log-median at which the capped log-normal has this mean. Raises LaminarError when no median gives
+    it."""
     if not 1.0 <= mean < cap:
-        raise LaminarError(f"workload.mean_response_tokens={mean:g} must lie between 1 and workload.max_response_tokens={cap:g}")
+        raise LaminarError(
+            f"workload.mean_response_tokens={mean:g} must lie between 1 and "
+            f"workload.max_response_tokens={cap:g}"
+        )
     low, high = -20.0, math.log(cap) + 6 * sigma
     for _ in range(80):
         middle = (low + high) / 2
@@ -38,7 +44,8 @@ def mu_of_mean(mean: float, sigma: float, cap: float) -> float:
 
 @dataclass
 class GroupDraw:
-    """One prompt group: per sample the tokens of each turn and the seconds that the environment takes after each turn but the last."""
+    """One prompt group: per sample the tokens of each turn and the seconds that the environment takes after
+    each turn but the last."""
 
     turns: list[list[int]]
     waits: list[list[float]]
@@ -70,30 +77,41 @@ class Workload:
         _, calls, waits = self._block(index)
         counts = calls[index % _BLOCK].tolist()
         rows = waits[index % _BLOCK].tolist()
-        turns = [[max(1, n // k)] * (k - 1) + [max(1, n - (k - 1) * (n // k))] for n, k in zip(lengths, counts, strict=True)]
+        turns = [
+            [max(1, n // k)] * (k - 1) + [max(1, n - (k - 1) * (n // k))]
+            for n, k in zip(lengths, counts, strict=True)
+        ]
         return GroupDraw(turns, [row[: k - 1] for row, k in zip(rows, counts, strict=True)], c.prompt_tokens)
 
     def _block(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of _BLOCK groups: lengths (int64, [block, samples]), turns (the same) and waits (seconds, [block, samples, turns - 1])."""
+        """Of _BLOCK groups: lengths (int64, [block, samples]), turns (the same) and waits (seconds, [block,
+        samples, turns - 1])."""
         number = index // _BLOCK
         if number not in self._blocks:
             c, samples = self.config, self.config.samples_per_prompt
             random = np.random.default_rng([self.seed, number])
             shared = random.standard_normal((_BLOCK, 1))
-            z = math.sqrt(c.group_correlation) * shared + math.sqrt(1 - c.group_correlation) * random.standard_normal((_BLOCK, samples))
+            z = math.sqrt(c.group_correlation) * shared + math.sqrt(
+                1 - c.group_correlation
+            ) * random.standard_normal((_BLOCK, samples))
             progress = np.minimum(1.0, (np.arange(_BLOCK) + number * _BLOCK) / self.groups)[:, None]
             drift = math.log1p(c.growth) * progress
             mu = 0.0 if self._known else self._mu
-            lengths = np.clip(np.rint(np.exp(mu + drift + c.sigma * z)), 1, c.max_response_tokens).astype(np.int64)
+            lengths = np.clip(np.rint(np.exp(mu + drift + c.sigma * z)), 1, c.max_response_tokens).astype(
+                np.int64
+            )
             calls = random.integers(1, c.turns + 1, (_BLOCK, samples))
-            waits = c.turn_seconds * np.exp(c.turn_sigma * random.standard_normal((_BLOCK, samples, max(0, c.turns - 1))))
+            waits = c.turn_seconds * np.exp(
+                c.turn_sigma * random.standard_normal((_BLOCK, samples, max(0, c.turns - 1)))
+            )
             self._blocks = {k: v for k, v in self._blocks.items() if k >= number - 64}
             self._blocks[number] = (lengths, calls, waits)
         return self._blocks[number]
 
 
 def read_lengths(path: Path) -> list[list[int]]:
-    """Real lengths, one list per group: of a run directory's or a store's trajectories, or of a file with one JSON list per line.
+    """Real lengths, one list per group: of a run directory's or a store's trajectories, or of a file with one
+    JSON list per line.
 
     Raises LaminarError when there are none.
     """
@@ -103,7 +121,8 @@ def read_lengths(path: Path) -> list[list[int]]:
             database = sqlite3.connect(f"file:{store}?mode=ro", uri=True)
             with database:
                 rows = database.execute(
-                    "SELECT group_id, response_length FROM trajectories WHERE state IN ('finished', 'consumed') ORDER BY id"
+                    "SELECT group_id, response_length FROM trajectories WHERE state IN ('finished', "
+                    "'consumed') ORDER BY id"
                 ).fetchall()
             database.close()
             groups: dict[int, list[int]] = {}
@@ -111,10 +130,17 @@ def read_lengths(path: Path) -> list[list[int]]:
                 groups.setdefault(group, []).append(int(length))
             found = list(groups.values())
         else:
-            found = [[int(n) for n in json.loads(line)] for line in store.read_text().splitlines() if line.strip()]
+            found = [
+                [int(n) for n in json.loads(line)] for line in store.read_text().splitlines() if line.strip()
+            ]
     except (OSError, sqlite3.Error, ValueError, TypeError) as error:
-        raise LaminarError(f"workload.lengths_file={path}: neither a run directory nor lines of JSON lists of lengths ({error})") from None
+        raise LaminarError(
+            f"workload.lengths_file={path}: neither a run directory nor lines of JSON lists of lengths "
+            f"({error})"
+        ) from None
     found = [row for row in found if row]
     if not found:
-        raise LaminarError(f"workload.lengths_file={path}: no lengths in it; name a run with finished trajectories")
+        raise LaminarError(
+            f"workload.lengths_file={path}: no lengths in it; name a run with finished trajectories"
+        )
     return found

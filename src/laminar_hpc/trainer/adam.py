@@ -1,9 +1,10 @@
-"""What Megatron's optimizers need so that torch's AdamW (used where neither apex nor Transformer Engine is installed) can be saved and
-resumed.
+"""What Megatron's optimizers need so that torch's AdamW (used where neither apex nor Transformer Engine is
+installed) can be saved and resumed.
 
-Called by trainer/building.py and trainer/checkpoint.py. Without `prime`, an optimizer cannot be saved before its first update, nor can
-the distributed one be loaded; without `unshare_steps`, a loaded one silently counts its steps once per parameter, and Adam's bias
-correction is wrong. `prime` also mends how the distributed optimizer finds a parameter in what it saves.
+Called by trainer/building.py and trainer/checkpoint.py. Without `prime`, an optimizer cannot be saved before
+its first update, nor can the distributed one be loaded; without `unshare_steps`, a loaded one silently counts
+its steps once per parameter, and Adam's bias correction is wrong. `prime` also mends how the distributed
+optimizer finds a parameter in what it saves.
 """
 
 from collections.abc import Iterator
@@ -29,14 +30,18 @@ def prime(optimizer: MegatronOptimizer) -> None:
     for o in _over_torch_adamw(optimizer):
         for group in o.optimizer.param_groups:
             for p in group["params"]:
-                o.optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                o.optimizer.state[p] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
         if isinstance(o, DistributedOptimizer):
             _let_steps_pass(o)
 
 
 def fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
-    """Lets torch's AdamW update in one pass on the CPU: its default there makes two temporaries of the size of a parameter, which with a
-    large vocabulary is a gigabyte, and takes five times as long."""
+    """Lets torch's AdamW update in one pass on the CPU: its default there makes two temporaries of the size
+    of a parameter, which with a large vocabulary is a gigabyte, and takes five times as long."""
     for o in _over_torch_adamw(optimizer):
         for group in o.optimizer.param_groups:
             if not any(p.is_cuda for p in group["params"]):
@@ -44,18 +49,21 @@ def fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
 
 
 def _leave_out_padding(optimizer: DistributedOptimizer) -> None:
-    """Megatron saves a buffer's state without the padding behind each bucket, but looks a parameter up by its place with it: wrong when a
-    buffer has several buckets, as that of a tied embedding under pipeline parallelism has. After the construction only saving asks."""
+    """Megatron saves a buffer's state without the padding behind each bucket, but looks a parameter up by its
+    place with it: wrong when a buffer has several buckets, as that of a tied embedding under pipeline
+    parallelism has. After the construction only saving asks."""
     for buffer in optimizer.buffers:
         padding = [0]
         for bucket in buffer.buckets:
             padding.append(padding[-1] + bucket.grad_data.numel() - bucket.numel_unpadded)
-        buffer.param_index_map = {p: (a - padding[i], b - padding[i], i) for p, (a, b, i) in buffer.param_index_map.items()}
+        buffer.param_index_map = {
+            p: (a - padding[i], b - padding[i], i) for p, (a, b, i) in buffer.param_index_map.items()
+        }
 
 
 def _let_steps_pass(optimizer: DistributedOptimizer) -> None:
-    """Megatron restores a parameter's state from its moments alone, then asks for "step" too; hand it the step that it has restored
-    before."""
+    """Megatron restores a parameter's state from its moments alone, then asks for "step" too; hand it the
+    step that it has restored before."""
     put = optimizer._set_main_param_and_optimizer_states
 
     def put_with_step(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
@@ -67,15 +75,16 @@ def _let_steps_pass(optimizer: DistributedOptimizer) -> None:
 
 
 def unshare_steps(optimizer: MegatronOptimizer) -> None:
-    """After a load: Megatron puts one step tensor into every parameter's state, and AdamW would count it up once per parameter."""
+    """After a load: Megatron puts one step tensor into every parameter's state, and AdamW would count it up
+    once per parameter."""
     for o in _over_torch_adamw(optimizer):
         for state in o.optimizer.state.values():
             state["step"] = state["step"].clone()
 
 
 def named_state(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the optimizer: the parameters that it updates (master weights or shards) and their moments and steps, in a fixed
-    order."""
+    """Every tensor of the optimizer: the parameters that it updates (master weights or shards) and their
+    moments and steps, in a fixed order."""
     for i, o in enumerate(_chained(optimizer)):
         for j, group in enumerate(o.optimizer.param_groups):
             for k, p in enumerate(group["params"]):

@@ -1,10 +1,10 @@
-"""Attention and RoPE for packed sequences ("thd") in Megatron without Transformer Engine, on any device. Plugged in by
-trainer/megatron.py.
+"""Attention and RoPE for packed sequences ("thd") in Megatron without Transformer Engine, on any device.
+Plugged in by trainer/megatron.py.
 
-A pack is many short sequences, one after the other, without padding. A Python loop over them is too slow, and one block-diagonal mask
-wastes the square of the pack. So the sequences are sorted into a few buckets of similar length, gathered into padded [sequences, length]
-batches, run through torch's fused causal attention, and scattered back. On CUDA with half precision, torch's variable-length attention
-takes the pack as it is.
+A pack is many short sequences, one after the other, without padding. A Python loop over them is too slow, and
+one block-diagonal mask wastes the square of the pack. So the sequences are sorted into a few buckets of
+similar length, gathered into padded [sequences, length] batches, run through torch's fused causal attention,
+and scattered back. On CUDA with half precision, torch's variable-length attention takes the pack as it is.
 """
 
 import math
@@ -24,10 +24,11 @@ _STEP = 1.25  # of a bucket's longest sequence to its shortest: under a quarter 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Where the tokens of a pack go. `shapes`: (sequences, padded length) of each bucket; the buckets' tokens follow one another.
+    """Where the tokens of a pack go. `shapes`: (sequences, padded length) of each bucket; the buckets' tokens
+    follow one another.
 
-    `gather` [padded tokens]: for each padded place its token in the pack (0 for padding). `padding`: the places that are padding.
-    `scatter` [tokens]: for each token of the pack its padded place.
+    `gather` [padded tokens]: for each padded place its token in the pack (0 for padding). `padding`: the
+    places that are padding. `scatter` [tokens]: for each token of the pack its padded place.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -37,7 +38,8 @@ class Buckets:
 
 
 def make_buckets(lengths: list[int], device: torch.device) -> Buckets:
-    """Groups sequences of these lengths (all > 0, in pack order), longest first; one that is shorter by the factor _STEP opens a bucket."""
+    """Groups sequences of these lengths (all > 0, in pack order), longest first; one that is shorter by the
+    factor _STEP opens a bucket."""
     starts = [0]
     for n in lengths:
         starts.append(starts[-1] + n)
@@ -62,7 +64,8 @@ def make_buckets(lengths: list[int], device: torch.device) -> Buckets:
 
 
 class _Pad(torch.autograd.Function):
-    """[tokens, ...] -> [padded tokens, ...]. Each token has one place, so the gradient is a gather too, not a sum."""
+    """[tokens, ...] -> [padded tokens, ...]. Each token has one place, so the gradient is a gather too, not a
+    sum."""
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor, buckets: Buckets) -> torch.Tensor:
@@ -75,7 +78,8 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """[padded tokens, ...] -> [tokens, ...]; the padding's gradient is zero, so nothing leaks from it into keys and values."""
+    """[padded tokens, ...] -> [tokens, ...]; the padding's gradient is zero, so nothing leaks from it into
+    keys and values."""
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor, buckets: Buckets) -> torch.Tensor:
@@ -89,7 +93,8 @@ class _Unpad(torch.autograd.Function):
 
 @dataclass
 class PackLayout(PackedSeqParams):
-    """Megatron's description of a pack, and ours beside it. `rotation`: RoPE's factors of the pack's tokens, see `rotation_of`."""
+    """Megatron's description of a pack, and ours beside it. `rotation`: RoPE's factors of the pack's tokens,
+    see `rotation_of`."""
 
     buckets: Buckets | None = None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -109,24 +114,24 @@ def pack_layout(lengths: list[int], device: torch.device) -> PackLayout:
 
 
 def rotation_of(frequencies: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE's two factors at `positions` [tokens], float32 [tokens, 1, head_dim]: the cosine, and the sine with the sign of its half.
-    frequencies [head_dim / 2] float32."""
+    """RoPE's two factors at `positions` [tokens], float32 [tokens, 1, head_dim]: the cosine, and the sine
+    with the sign of its half. frequencies [head_dim / 2] float32."""
     angles = torch.outer(positions.to(frequencies.dtype), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
 
 def rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """x [tokens, heads, head_dim] of any dtype, rotated in float32 and rounded once, as the engines do; Megatron's own RoPE rounds the
-    factors and each product to x's dtype."""
+    """x [tokens, heads, head_dim] of any dtype, rotated in float32 and rounded once, as the engines do;
+    Megatron's own RoPE rounds the factors and each product to x's dtype."""
     cos, sin = rotation
     wide = x.float()
     return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 class PackedCausalAttention(MegatronModule):
-    """Megatron's core_attention for PackLayout: RoPE, then causal within each sequence, nothing between them. Takes no other mask, no
-    bias, no dropout."""
+    """Megatron's core_attention for PackLayout: RoPE, then causal within each sequence, nothing between them.
+    Takes no other mask, no bias, no dropout."""
 
     def __init__(
         self,
@@ -160,24 +165,37 @@ class PackedCausalAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [tokens, heads, d], key and value [tokens, kv_heads, d] -> [tokens, heads * d]."""
         layout = packed_seq_params
-        if attention_mask is not None or attention_bias is not None or not isinstance(layout, PackLayout) or layout.rotation is None:
+        if (
+            attention_mask is not None
+            or attention_bias is not None
+            or not isinstance(layout, PackLayout)
+            or layout.rotation is None
+        ):
             raise ValueError("PackedCausalAttention takes a PackLayout with its rotation and no mask")
         query, key = rotated(query, layout.rotation), rotated(key, layout.rotation)
         if self.grouped and query.is_cuda:  # torch's fused kernels for CUDA want as many key as query heads
             key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             ends, longest = layout.cu_seqlens_q, layout.max_seqlen_q
-            out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=(-1, 0))
+            out = varlen_attn(
+                query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=(-1, 0)
+            )
             return out.reshape(-1, self.width)
         buckets = layout.buckets
         sizes = [sequences * length for sequences, length in buckets.shapes]
         parts = zip(*(_Pad.apply(t, buckets).split(sizes) for t in (query, key, value)), strict=True)
         outputs = []
         for (sequences, length), qkv in zip(buckets.shapes, parts, strict=True):
-            q, k, v = (t.view(sequences, length, *t.shape[1:]).transpose(1, 2) for t in qkv)  # [sequences, heads, length, d]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
+            q, k, v = (
+                t.view(sequences, length, *t.shape[1:]).transpose(1, 2) for t in qkv
+            )  # [sequences, heads, length, d]
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
             outputs.append(out.transpose(1, 2).reshape(sequences * length, self.width))
         return _Unpad.apply(torch.cat(outputs), buckets)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
         return {}

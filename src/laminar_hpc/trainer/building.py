@@ -1,7 +1,9 @@
-"""What Megatron-core is told: the model's configuration and layers, its wrapper and its optimizer. Called by trainer/megatron.py alone.
+"""What Megatron-core is told: the model's configuration and layers, its wrapper and its optimizer. Called by
+trainer/megatron.py alone.
 
-On a GPU the layers are Transformer Engine's where that is installed, and apex's fused weight gradient is used where it is built; else, and
-on the CPU, they are Megatron's own. Either way the attention takes packs (trainer/attention.py).
+On a GPU the layers are Transformer Engine's where that is installed, and apex's fused weight gradient is used
+where it is built; else, and on the CPU, they are Megatron's own. Either way the attention takes packs
+(trainer/attention.py).
 """
 
 import importlib.util
@@ -12,7 +14,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
@@ -26,7 +31,8 @@ from laminar_hpc.trainer.linear import bias_before_rounding, float32_output
 from laminar_hpc.trainer.residual import normalize_last_sum, sum_in_float32
 from laminar_hpc.weights.hf import ModelShape, RopeScaling
 
-# The padded vocabulary is a multiple of this at every tensor-parallel size that divides it, so a checkpoint fits all of them.
+# The padded vocabulary is a multiple of this at every tensor-parallel size that divides it, so a checkpoint
+# fits all of them.
 _VOCAB_MULTIPLE = 32
 _FOREVER = 10**12  # steps of a constant schedule
 
@@ -37,17 +43,21 @@ def _installed(module: str) -> bool:
 
 
 def _rounds_as_sglang(dtype: torch.dtype) -> bool:
-    """Whether Megatron's own layers must be told where to round: Transformer Engine's cannot, and nothing is rounded in float32."""
+    """Whether Megatron's own layers must be told where to round: Transformer Engine's cannot, and nothing is
+    rounded in float32."""
     return dtype is torch.bfloat16 and not _installed("transformer_engine")
 
 
 def first_stage_layers(layers: int, stages: int) -> int | None:
-    """Layers of the first pipeline stage where the stages cannot all have the same number: the others share the rest evenly, and the
-    first has as near to its share as that allows. None where they can. At least one layer per stage is needed."""
+    """Layers of the first pipeline stage where the stages cannot all have the same number: the others share
+    the rest evenly, and the first has as near to its share as that allows. None where they can. At least one
+    layer per stage is needed."""
     if layers % stages == 0:
         return None
     others = range(1, (layers - 1) // (stages - 1) + 1)  # layers of each other stage
-    return min((layers - (stages - 1) * n for n in others), key=lambda first: (abs(first - layers / stages), -first))
+    return min(
+        (layers - (stages - 1) * n for n in others), key=lambda first: (abs(first - layers / stages), -first)
+    )
 
 
 def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> TransformerConfig:
@@ -77,7 +87,8 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
-        calculate_per_token_loss=True,  # gradients are sums over tokens, divided once by the mini-batch's tokens over all ranks
+        # gradients are sums over tokens, divided once by the mini-batch's tokens over all ranks
+        calculate_per_token_loss=True,
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight comes from the Hugging Face directory
         gradient_accumulation_fusion=_installed("fused_weight_gradient_mlp_cuda"),  # apex's
@@ -104,7 +115,8 @@ def _layer_spec(shape: ModelShape, dtype: torch.dtype) -> ModuleSpec:
 
 
 def build_gpt(transformer: TransformerConfig, shape: ModelShape, float32_head: bool) -> GPTModel:
-    """This rank's part of the model, its weights yet to be loaded. It has no RoPE of its own: trainer/attention.py's is used."""
+    """This rank's part of the model, its weights yet to be loaded. It has no RoPE of its own:
+    trainer/attention.py's is used."""
     gpt = GPTModel(
         transformer,
         _layer_spec(shape, transformer.params_dtype),
@@ -122,7 +134,8 @@ def build_gpt(transformer: TransformerConfig, shape: ModelShape, float32_head: b
             if transformer.add_qkv_bias:
                 bias_before_rounding(layer.self_attention.linear_qkv)
     for name, parameter in gpt.named_parameters():
-        # Megatron's initialization would note this. Without the note the gradient norm counts the first tensor-parallel rank's shards only.
+        # Megatron's initialization would note this. Without the note the gradient norm counts the first
+        # tensor-parallel rank's shards only.
         parameter.tensor_model_parallel = "norm" not in name
     if float32_head and gpt.post_process and transformer.bf16:
         float32_output(gpt.output_layer)
@@ -131,23 +144,31 @@ def build_gpt(transformer: TransformerConfig, shape: ModelShape, float32_head: b
 
 def rope_frequencies(shape: ModelShape) -> torch.Tensor:
     """Radians per token of each pair of a head's dimensions, [head_dim / 2] float32."""
-    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
+    frequencies = 1.0 / shape.rope_theta ** (
+        torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    )
     return frequencies if shape.rope_scaling is None else scaled_frequencies(frequencies, shape.rope_scaling)
 
 
 def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1's RoPE, by how often a frequency turns within the original context: at most low_freq_factor times, it is divided by
-    `factor`; at least high_freq_factor times, kept; between, interpolated linearly in the number of turns. [head_dim / 2] float32."""
+    """Llama 3.1's RoPE, by how often a frequency turns within the original context: at most low_freq_factor
+    times, it is divided by `factor`; at least high_freq_factor times, kept; between, interpolated linearly in
+    the number of turns. [head_dim / 2] float32."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_positions * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def wrap(transformer: TransformerConfig, gpt: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:
-    """Gradient buffers, summed over the data-parallel ranks in float32; the distributed optimizer moves the parameters into buffers too."""
+def wrap(
+    transformer: TransformerConfig, gpt: GPTModel, distributed_optimizer: bool
+) -> DistributedDataParallel:
+    """Gradient buffers, summed over the data-parallel ranks in float32; the distributed optimizer moves the
+    parameters into buffers too."""
     module = Float16Module(transformer, gpt) if transformer.bf16 else gpt
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+    )
     return DistributedDataParallel(transformer, ddp, module)
 
 
@@ -173,7 +194,8 @@ def build_optimizer(
     )
     prime(optimizer)
     fuse_on_cpu(optimizer)
-    # Also what keeps weight decay off norms and biases: Megatron multiplies a group's wd_mult in here and nowhere else.
+    # Also what keeps weight decay off norms and biases: Megatron multiplies a group's wd_mult in here and
+    # nowhere else.
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=c.lr / (c.warmup_steps * updates + 1),

@@ -1,8 +1,9 @@
 """The live weights under Hugging Face names, put together from the shards that all trainer ranks hold.
 
-Used by trainer/megatron.py: `pack` for publishing, on the rank that sends a lane; `tensors` for checkpoints, on rank 0. At the start every
-rank says which slices it holds; of those that several ranks hold (replicas, norms, the copy of a tied embedding) only one is taken: that of
-the rank where they are put together, else the first rank's. So each byte comes there once.
+Used by trainer/megatron.py: `pack` for publishing, on the rank that sends a lane; `tensors` for checkpoints,
+on rank 0. At the start every rank says which slices it holds; of those that several ranks hold (replicas,
+norms, the copy of a tied embedding) only one is taken: that of the rank where they are put together, else the
+first rank's. So each byte comes there once.
 """
 
 import functools
@@ -34,7 +35,8 @@ TensorSums = Callable[[], list[tuple[int, int]]]  # of each part of a chunk
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """Elements [start, start + length) along `dim` of the tensor `name`, whose whole shape is `shape`; `rank` holds them."""
+    """Elements [start, start + length) along `dim` of the tensor `name`, whose whole shape is `shape`; `rank`
+    holds them."""
 
     rank: int
     name: str
@@ -48,16 +50,19 @@ class Slice(msgspec.Struct, frozen=True):
         return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
 
     def below(self, place: int) -> int:
-        """How many of the slice's items come before item `place` of the whole tensor, both in row-major order."""
+        """How many of the slice's items come before item `place` of the whole tensor, both in row-major
+        order."""
         inner = math.prod(self.shape[self.dim + 1 :])
         block, inside = divmod(place, self.shape[self.dim] * inner)
         return block * self.length * inner + min(max(inside - self.start * inner, 0), self.length * inner)
 
 
 def plan(held: Iterable[Slice]) -> dict[str, list[Slice]]:
-    """Slices by tensor that make it up without overlap, the first holder's of equal ones; tensors in the order of first mention.
+    """Slices by tensor that make it up without overlap, the first holder's of equal ones; tensors in the
+    order of first mention.
 
-    `held` in the order of the ranks, so the order is that of the pipeline's stages. Raises LaminarError when a tensor has a gap.
+    `held` in the order of the ranks, so the order is that of the pipeline's stages. Raises LaminarError when
+    a tensor has a gap.
     """
     tensors: dict[str, list[Slice]] = {}
     for s in held:
@@ -68,20 +73,31 @@ def plan(held: Iterable[Slice]) -> dict[str, list[Slice]]:
         slices.sort(key=lambda s: s.start)
         ends = [0, *(s.start + s.length for s in slices)]
         if [s.start for s in slices] != ends[:-1] or ends[-1] != slices[0].shape[slices[0].dim]:
-            raise LaminarError(f"the trainer ranks' slices of {name} do not make it up: {[(s.rank, s.start, s.length) for s in slices]}")
+            raise LaminarError(
+                f"the trainer ranks' slices of {name} do not make it up: "
+                f"{[(s.rank, s.start, s.length) for s in slices]}"
+            )
     return tensors
 
 
-def plan_lanes(held: Sequence[Slice], slices: dict[str, list[Slice]], whole: Manifest, lanes: int) -> list[Lane]:
-    """Who sends which bytes of the layout: of those who hold most of a lane the one with the fewest lanes; lane 0 is rank 0's.
+def plan_lanes(
+    held: Sequence[Slice], slices: dict[str, list[Slice]], whole: Manifest, lanes: int
+) -> list[Lane]:
+    """Who sends which bytes of the layout: of those who hold most of a lane the one with the fewest lanes;
+    lane 0 is rank 0's.
 
-    `held` by all ranks, `slices` as `plan` has them. Borders are put where pipeline stages meet, if that is nearly even.
+    `held` by all ranks, `slices` as `plan` has them. Borders are put where pipeline stages meet, if that is
+    nearly even.
     """
     holders: dict[tuple[str, int], list[int]] = {}
     for s in held:
         holders.setdefault((s.name, s.start), []).append(s.rank)
     of_tensor = [{r for s in slices[e.name] for r in holders[s.name, s.start]} for e in whole.tensors]
-    stages = [e.offset for e, mine, before in zip(whole.tensors[1:], of_tensor[1:], of_tensor, strict=False) if mine != before]
+    stages = [
+        e.offset
+        for e, mine, before in zip(whole.tensors[1:], of_tensor[1:], of_tensor, strict=False)
+        if mine != before
+    ]
     places = borders(whole, lanes, stages)
     found: list[Lane] = []
     for begin, end in itertools.pairwise(places):
@@ -95,10 +111,15 @@ def plan_lanes(held: Sequence[Slice], slices: dict[str, list[Slice]], whole: Man
     return found
 
 
-def _within(slices: dict[str, list[Slice]], whole: Manifest, begin: int, end: int) -> Iterator[tuple[Slice, int]]:
+def _within(
+    slices: dict[str, list[Slice]], whole: Manifest, begin: int, end: int
+) -> Iterator[tuple[Slice, int]]:
     """The slices that have bytes in [begin, end) of the layout, and how many."""
     for entry in whole.tensors:
-        first, last = max(begin, entry.offset) - entry.offset, min(end, entry.offset + entry.nbytes) - entry.offset
+        first, last = (
+            max(begin, entry.offset) - entry.offset,
+            min(end, entry.offset + entry.nbytes) - entry.offset,
+        )
         if first < last:
             width = ITEM_BYTES[entry.dtype]
             for s in slices[entry.name]:
@@ -108,43 +129,68 @@ def _within(slices: dict[str, list[Slice]], whole: Manifest, begin: int, end: in
 class Canonical:
     """Collective over the trainer world: making one, and running through `tensors` or `pack`."""
 
-    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, lanes: int, seconds: float, publish_seconds: float) -> None:
-        """`pieces` of this rank, published in `dtype`; `seconds` bounds each wait for another rank, and `publish_seconds` those of a rank
-        for a relay."""
+    def __init__(
+        self, pieces: Sequence[Piece], dtype: torch.dtype, lanes: int, seconds: float, publish_seconds: float
+    ) -> None:
+        """`pieces` of this rank, published in `dtype`; `seconds` bounds each wait for another rank, and
+        `publish_seconds` those of a rank for a relay."""
         rank, everyone = dist.get_rank(), dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
         first = parallel_state.get_data_parallel_rank() == 0  # the other replicas hold the same
-        mine = [Slice(rank, p.name, p.shape, p.dim, p.start, p.length) for p in pieces] if first or lanes > 1 else []
-        held = [msgspec.json.decode(frame, type=list[Slice]) for frame in _all_frames(msgspec.json.encode(mine), everyone)]
+        mine = (
+            [Slice(rank, p.name, p.shape, p.dim, p.start, p.length) for p in pieces]
+            if first or lanes > 1
+            else []
+        )
+        held = [
+            msgspec.json.decode(frame, type=list[Slice])
+            for frame in _all_frames(msgspec.json.encode(mine), everyone)
+        ]
         everything = [s for of_rank in held for s in of_rank]
         self.slices, owned = plan(everything), {(s.rank, s.name, s.start): s for s in everything}
         whole = layout(self.metadata(dtype), 0, 0)
         self.lanes = plan_lanes(everything, self.slices, whole, lanes)
         self._of_lane = [
-            {name: [owned.get((lane.sender, name, s.start), s) for s in slices] for name, slices in self.slices.items()}
+            {
+                name: [owned.get((lane.sender, name, s.start), s) for s in slices]
+                for name, slices in self.slices.items()
+            }
             for lane in self.lanes
         ]
         self.gathered_bytes = []  # of each lane, those that other ranks bring
         taking = {0, *(lane.sender for lane in self.lanes)}
         for lane, slices in zip(self.lanes, self._of_lane, strict=True):
-            within = [(s.rank, nbytes) for s, nbytes in _within(slices, whole, lane.begin, lane.end) if nbytes]
+            within = [
+                (s.rank, nbytes) for s, nbytes in _within(slices, whole, lane.begin, lane.end) if nbytes
+            ]
             taking |= {r for r, _ in within}
             self.gathered_bytes.append(sum(nbytes for r, nbytes in within if r != lane.sender))
         if rank == 0 and lanes > 1:
             for number, (lane, gathered) in enumerate(zip(self.lanes, self.gathered_bytes, strict=True)):
                 size = lane.end - lane.begin
                 log.info(
-                    "lane %d: %d bytes leave trainer %d, which gathers %.0f%% of them", number, size, lane.sender, 100 * gathered / size
+                    "lane %d: %d bytes leave trainer %d, which gathers %.0f%% of them",
+                    number,
+                    size,
+                    lane.sender,
+                    100 * gathered / size,
                 )
         holders = sorted({s.rank for slices in self.slices.values() for s in slices} | {0})
-        self._exchange, self.publishing = Exchange(holders, seconds), Exchange(sorted(taking), seconds + publish_seconds)
+        self._exchange, self.publishing = (
+            Exchange(holders, seconds),
+            Exchange(sorted(taking), seconds + publish_seconds),
+        )
 
     def metadata(self, dtype: torch.dtype) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Name, whole shape and `dtype` of every tensor of the model, in the order of a Hugging Face state dict. On every rank."""
+        """Name, whole shape and `dtype` of every tensor of the model, in the order of a Hugging Face state
+        dict. On every rank."""
         return [(name, slices[0].shape, dtype) for name, slices in self.slices.items()]
 
-    def tensors(self, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """On rank 0 the tensors, whole, contiguous, as `metadata` lists them: views of the parameters where one rank holds all and the
-        layouts agree, else on `device`. The other ranks send their slices and get nothing, but must run through."""
+    def tensors(
+        self, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """On rank 0 the tensors, whole, contiguous, as `metadata` lists them: views of the parameters where
+        one rank holds all and the layouts agree, else on `device`. The other ranks send their slices and get
+        nothing, but must run through."""
         local = _by_name(pieces)
         for name, slices in self.slices.items():
             if dist.get_rank() == 0:
@@ -153,13 +199,19 @@ class Canonical:
                 self._send(slices, local.get(name), dtype)
 
     def pack(
-        self, pieces: Sequence[Piece], dtype: torch.dtype, parts: Sequence[Part], bucket: torch.Tensor | None, number: int = 0
+        self,
+        pieces: Sequence[Piece],
+        dtype: torch.dtype,
+        parts: Sequence[Part],
+        bucket: torch.Tensor | None,
+        number: int = 0,
     ) -> TensorSums:
-        """One chunk of lane `number`, laid out as manifest.layout lays out `metadata`, into its sender's `bucket` (uint8); other ranks have
-        none.
+        """One chunk of lane `number`, laid out as manifest.layout lays out `metadata`, into its sender's
+        `bucket` (uint8); other ranks have none.
 
-        Returns, on the sender, a function that gives what each part adds to its tensor's checksums; the bucket must be as it is until
-        then. May run in a thread of its own, the same one on every rank of `publishing`.
+        Returns, on the sender, a function that gives what each part adds to its tensor's checksums; the
+        bucket must be as it is until then. May run in a thread of its own, the same one on every rank of
+        `publishing`.
         """
         local, names, taken = _by_name(pieces), list(self.slices), []
         sender, of_lane = self.lanes[number].sender, self._of_lane[number]
@@ -171,7 +223,9 @@ class Canonical:
                 for s, first, last in spans:
                     if s.rank == dist.get_rank() and first < last:
                         views = [v.reshape(-1) for v in cut(mine.view, first, last)]
-                        self.publishing.send((torch.cat(views) if len(views) > 1 else views[0]).to(dtype), sender, s.name)
+                        self.publishing.send(
+                            (torch.cat(views) if len(views) > 1 else views[0]).to(dtype), sender, s.name
+                        )
                 continue
             target = place(bucket, part.offset, (part.last - part.first,), dtype)
             sums: list[TensorSums] = []
@@ -179,20 +233,32 @@ class Canonical:
                 if s.rank == sender:
                     sums += _pack_span(s, first, cut(mine.view, first, last), target, part.first)
                 elif first < last:
-                    sums += _pack_span(s, first, self._received(s, first, last, target, part.first), target, part.first)
+                    sums += _pack_span(
+                        s, first, self._received(s, first, last, target, part.first), target, part.first
+                    )
             taken.append(sums)
         return lambda: [add_sums(both for read in sums for both in read()) for sums in taken]
 
-    def _received(self, s: Slice, first: int, last: int, target: torch.Tensor, begin: int) -> list[torch.Tensor]:
-        """Another rank's items [first, last) of its slice, in pieces as `cut` makes them: in the target itself where they lie together."""
+    def _received(
+        self, s: Slice, first: int, last: int, target: torch.Tensor, begin: int
+    ) -> list[torch.Tensor]:
+        """Another rank's items [first, last) of its slice, in pieces as `cut` makes them: in the target
+        itself where they lie together."""
         at = _place(s, first) - begin
         together = s.dim == 0
-        flat = target[at : at + last - first] if together else torch.empty(last - first, dtype=target.dtype, device=target.device)
+        flat = (
+            target[at : at + last - first]
+            if together
+            else torch.empty(last - first, dtype=target.dtype, device=target.device)
+        )
         self.publishing.receive(flat, s.rank, s.name)
         if together:
             return [flat]
         shapes = [view.shape for view in cut(torch.empty(s.own_shape, device="meta"), first, last)]
-        return [part.view(shape) for part, shape in zip(flat.split([math.prod(x) for x in shapes]), shapes, strict=True)]
+        return [
+            part.view(shape)
+            for part, shape in zip(flat.split([math.prod(x) for x in shapes]), shapes, strict=True)
+        ]
 
     def _send(self, slices: Sequence[Slice], mine: Piece | None, dtype: torch.dtype) -> None:
         """To rank 0, those of one tensor's slices that this rank holds."""
@@ -200,7 +266,9 @@ class Canonical:
             if s.rank == dist.get_rank():
                 self._exchange.send(mine.value().to(dtype).contiguous(), 0, s.name)
 
-    def _whole(self, slices: list[Slice], mine: Piece | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _whole(
+        self, slices: list[Slice], mine: Piece | None, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         if len(slices) == 1 and slices[0].rank == 0:
             return mine.value().to(dtype).contiguous()
         whole = torch.empty(slices[0].shape, dtype=dtype, device=device)
@@ -209,12 +277,17 @@ class Canonical:
             if s.rank == 0:
                 pack([mine], [target])
             else:
-                target.copy_(self._exchange.receive(torch.empty(s.own_shape, dtype=dtype, device=device), s.rank, s.name))
+                target.copy_(
+                    self._exchange.receive(
+                        torch.empty(s.own_shape, dtype=dtype, device=device), s.rank, s.name
+                    )
+                )
         return whole
 
 
 def cut(view: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
-    """Views that make up the items [first, last) of `view` in row-major order: whole rows, and what begins and ends inside one."""
+    """Views that make up the items [first, last) of `view` in row-major order: whole rows, and what begins
+    and ends inside one."""
     if first >= last or (first, last) == (0, view.numel()):
         return [view] if first < last else []
     if view.dim() == 1:
@@ -236,9 +309,12 @@ def _place(s: Slice, item: int) -> int:
     return (block * s.shape[s.dim] + s.start) * inner + inside
 
 
-def _pack_span(s: Slice, first: int, views: Sequence[torch.Tensor], target: torch.Tensor, begin: int) -> list[TensorSums]:
-    """Consecutive items of slice `s` from its item `first` on, as `cut` makes them, into `target`, which holds the whole tensor's items
-    from `begin` on. For a slice of columns (dim 1), each view is a part of one row or a block of whole rows of the slice."""
+def _pack_span(
+    s: Slice, first: int, views: Sequence[torch.Tensor], target: torch.Tensor, begin: int
+) -> list[TensorSums]:
+    """Consecutive items of slice `s` from its item `first` on, as `cut` makes them, into `target`, which
+    holds the whole tensor's items from `begin` on. For a slice of columns (dim 1), each view is a part of one
+    row or a block of whole rows of the slice."""
     taken, numel = [], math.prod(s.shape)
     for view in views:
         place_in_whole, items = _place(s, first), view.numel()
@@ -249,7 +325,9 @@ def _pack_span(s: Slice, first: int, views: Sequence[torch.Tensor], target: torc
         else:
             rows, row = len(view), place_in_whole - s.start
             block = target.as_strided((rows, s.length), (columns, 1), target.storage_offset() + at)
-            if row * target.element_size() % 4:  # the sums of a block count words from the beginning of its first row
+            if (
+                row * target.element_size() % 4
+            ):  # the sums of a block count words from the beginning of its first row
                 return [*taken, *_pack_span(s, first, [*view, *views[len(taken) + 1 :]], target, begin)]
             read = pack([Piece(s.name, (rows, columns), 1, s.start, s.length, view)], [block])
             taken.append(functools.partial(_shifted_by, row * target.element_size() // 4, read))

@@ -1,8 +1,9 @@
-"""Checkpoints: run_dir/checkpoints/step_000020/{hf/, megatron/, rng/, state.json}, written whole or not at all, resumed bit for bit.
+"""Checkpoints: run_dir/checkpoints/step_000020/{hf/, megatron/, rng/, state.json}, written whole or not at
+all, resumed bit for bit.
 
-Called by trainer/loop.py on every rank. `hf/` is a Hugging Face directory with the weights, `megatron/` Megatron's own format
-(torch_dist) with the optimizer, readable at other parallel layouts. Several machines need run_dir on a common file system. Every wait is
-bounded.
+Called by trainer/loop.py on every rank. `hf/` is a Hugging Face directory with the weights, `megatron/`
+Megatron's own format (torch_dist) with the optimizer, readable at other parallel layouts. Several machines
+need run_dir on a common file system. Every wait is bounded.
 """
 
 import functools
@@ -31,8 +32,8 @@ from laminar_hpc.weights.checkpoints import STATE_FILE, checkpoint_path, prune, 
 
 
 class Checkpointer:
-    """Saves and loads the state of one run's trainer. Collective: every rank of the trainer world makes the same calls in the same
-    order."""
+    """Saves and loads the state of one run's trainer. Collective: every rank of the trainer world makes the
+    same calls in the same order."""
 
     def __init__(self, run_dir: Path, policy: MegatronPolicy, learner: Learner) -> None:
         self._run_dir, self._policy, self._learner = Path(run_dir), policy, learner
@@ -41,9 +42,11 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
 
     def save(self, step: int, weight_id: int) -> tuple[Path, str]:
-        """Writes the checkpoint of `step` and deletes those beyond checkpoint.keep; returns its path and state hash.
+        """Writes the checkpoint of `step` and deletes those beyond checkpoint.keep; returns its path and
+        state hash.
 
-        It appears under its name only when every rank has written its part. Raises LaminarError naming the ranks that did not come.
+        It appears under its name only when every rank has written its part. Raises LaminarError naming the
+        ranks that did not come.
         """
         target = checkpoint_path(self._run_dir, step)
         partial = target.with_name(f".{target.name}")
@@ -53,10 +56,15 @@ class Checkpointer:
                 (partial / folder).mkdir(parents=True)
         self._meet(f"the folder of checkpoint {target}")
         if not (partial / "rng").is_dir():
-            raise LaminarError(f"trainer {self._rank} does not see {partial}: run_dir must be on a file system that all trainers share")
+            raise LaminarError(
+                f"trainer {self._rank} does not see {partial}: run_dir must be on a file system that all "
+                "trainers share"
+            )
         with cuda_as_cpu():
             dist_checkpointing.save(
-                self._sharded_state(loading=False), str(partial / "megatron"), _InProcess("torch_dist", 1, thread_count=1)
+                self._sharded_state(loading=False),
+                str(partial / "megatron"),
+                _InProcess("torch_dist", 1, thread_count=1),
             )
         torch.save(rng_state(), partial / "rng" / f"{self._rank:05d}.pt")
         state_hash = self.state_hash()
@@ -73,17 +81,23 @@ class Checkpointer:
         return target, state_hash
 
     def load(self, step: int) -> None:
-        """Restores weights, optimizer, schedule and random states. At the layout that it was saved with, the result is bit-exact: its
-        hash is compared. Raises LaminarError when there is no such checkpoint, or when it is damaged."""
+        """Restores weights, optimizer, schedule and random states. At the layout that it was saved with, the
+        result is bit-exact: its hash is compared. Raises LaminarError when there is no such checkpoint, or
+        when it is damaged."""
         path = checkpoint_path(self._run_dir, step)
         if not (path / STATE_FILE).is_file():
             raise LaminarError(
-                f"there is no complete checkpoint {path}; every trainer machine must see run_dir, or start anew with resume=never"
+                f"there is no complete checkpoint {path}; every trainer machine must see run_dir, or start "
+                "anew with resume=never"
             )
         state, mine = read_state(path), self._layout()
-        if state["distributed_optimizer"] != mine["distributed_optimizer"]:  # the one keeps its parameters as state, the other does not
+        if (
+            state["distributed_optimizer"] != mine["distributed_optimizer"]
+        ):  # the one keeps its parameters as state, the other does not
             raise LaminarError(
-                f"{path} was saved with trainer.distributed_optimizer={str(state['distributed_optimizer']).lower()}; go on with that, "
+                f"{path} was saved with "
+                f"trainer.distributed_optimizer={str(state['distributed_optimizer']).lower()}; go on with "
+                "that, "
                 "the tensor, pipeline and data parallelism may be others"
             )
         with cuda_as_cpu():
@@ -108,14 +122,17 @@ class Checkpointer:
         try:
             return dist_checkpointing.load(self._sharded_state(loading=True), str(path / "megatron"))
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+            reason = (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+            )
             raise LaminarError(
-                f"{path} is damaged and cannot be read ({reason}); delete the folder to go on from the one before"
+                f"{path} is damaged and cannot be read ({reason}); delete the folder to go on from the one "
+                "before"
             ) from error
 
     def state_hash(self) -> str:
-        """SHA-256 over every rank's weights, optimizer tensors, schedule and random states, in the order of the ranks. Equal on all
-        ranks."""
+        """SHA-256 over every rank's weights, optimizer tensors, schedule and random states, in the order of
+        the ranks. Equal on all ranks."""
         mine = hashlib.sha256()
         tensors = {f"model.{name}": p.detach() for name, p in self._policy.gpt.named_parameters()}
         tensors |= {f"optimizer.{name}": t for name, t in named_state(self._policy.optimizer)}
@@ -153,31 +170,41 @@ class Checkpointer:
             dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise LaminarError(
-                f"trainer {self._rank} waited {self._timeout.seconds} s for the other trainer ranks at {what}: {str(error).splitlines()[0]}"
+                f"trainer {self._rank} waited {self._timeout.seconds} s for the other trainer ranks at "
+                f"{what}: {str(error).splitlines()[0]}"
             ) from None
 
 
 class _InProcess(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, written by this process. Its own writer starts a manager and forks: in a process with threads of its
-    own that can hang, and its wait for a fork that has died is unbounded."""
+    """Megatron's torch_dist format, written by this process. Its own writer starts a manager and forks: in a
+    process with threads of its own that can hang, and its wait for a fork that has died is unbounded."""
 
     def async_save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> AsyncRequest:
         filesystem_async._results_queue = queue.Queue()  # else a manager process is started to hold it
         return super().async_save(sharded_state_dict, checkpoint_dir)
 
-    def _get_save_and_finalize_callbacks(self, writer: filesystem_async.FileSystemWriterAsync, plan: tuple) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(
+        self, writer: filesystem_async.FileSystemWriterAsync, plan: tuple
+    ) -> AsyncRequest:
         request = super()._get_save_and_finalize_callbacks(writer, plan)
         transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-        return request if request.async_fn is None else request._replace(async_fn=functools.partial(_write_here, transforms))
+        return (
+            request
+            if request.async_fn is None
+            else request._replace(async_fn=functools.partial(_write_here, transforms))
+        )
 
 
 def _write_here(transforms: list, rank: int, buckets: list, results: queue.Queue) -> None:
-    """What Megatron's forked writers do, one after the other; an error is handed on as Megatron expects it, and raised by its finalizer."""
+    """What Megatron's forked writers do, one after the other; an error is handed on as Megatron expects it,
+    and raised by its finalizer."""
     written: dict | Exception = {}
     for i, bucket in enumerate(buckets):
         outcome, running = queue.Queue(), queue.Queue()
         running.put(i)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, i, bucket, outcome, running, use_fsync=True)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, i, bucket, outcome, running, use_fsync=True
+        )
         _, result = outcome.get_nowait()
         if isinstance(result, Exception):
             written = result
@@ -194,15 +221,20 @@ def _write_synced(path: Path, text: str) -> None:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """The random generators of this process: torch's, the GPU's, and Megatron's named streams. Python's and numpy's are not drawn from."""
+    """The random generators of this process: torch's, the GPU's, and Megatron's named streams. Python's and
+    numpy's are not drawn from."""
     state = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    return state | {f"stream.{name}": value for name, value in tensor_parallel.get_cuda_rng_tracker().get_states().items()}
+    return state | {
+        f"stream.{name}": value for name, value in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+    }
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states({n.removeprefix("stream."): s for n, s in state.items() if n.startswith("stream.")})
+    tensor_parallel.get_cuda_rng_tracker().set_states(
+        {n.removeprefix("stream."): s for n, s in state.items() if n.startswith("stream.")}
+    )

@@ -1,9 +1,10 @@
-"""Runs an unmodified megatron-core on a machine without CUDA; used by trainer/megatron.py and trainer/checkpoint.py around Megatron's
-calls.
+"""Runs an unmodified megatron-core on a machine without CUDA; used by trainer/megatron.py and
+trainer/checkpoint.py around Megatron's calls.
 
-`with cuda_as_cpu():` is a no-op where CUDA is, so the same code trains on GPUs. Elsewhere it turns three things that would be errors into
-their CPU equivalent: a request for a "cuda" tensor gives a CPU tensor; torch.cuda.current_device() and the like name the CPU or do
-nothing; and, for callers inside megatron.core.optimizer only, Tensor.type() says "torch.cuda.*", by which Megatron classifies parameters.
+`with cuda_as_cpu():` is a no-op where CUDA is, so the same code trains on GPUs. Elsewhere it turns three
+things that would be errors into their CPU equivalent: a request for a "cuda" tensor gives a CPU tensor;
+torch.cuda.current_device() and the like name the CPU or do nothing; and, for callers inside
+megatron.core.optimizer only, Tensor.type() says "torch.cuda.*", by which Megatron classifies parameters.
 """
 
 import contextlib
@@ -18,13 +19,17 @@ _CPU = torch.device("cpu")
 
 
 def _is_cuda(device: object) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
 
 
 class _CudaTensorsOnCpu(TorchFunctionMode):
     """Rewrites calls of torch functions made in this thread while the mode is on."""
 
-    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
@@ -34,7 +39,9 @@ class _CudaTensorsOnCpu(TorchFunctionMode):
             args = (args[0], _CPU, *args[2:])
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
             name = func(*args)
-            in_optimizer = sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer")
+            in_optimizer = (
+                sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer")
+            )
             return name.replace("torch.", "torch.cuda.", 1) if in_optimizer else name
         return func(*args, **kwargs)
 
@@ -81,7 +88,8 @@ _mode = _CudaTensorsOnCpu()
 
 @contextlib.contextmanager
 def cuda_as_cpu() -> Iterator[None]:
-    """Around everything that builds, steps, saves or loads with Megatron. Not re-entrant; the rewriting holds for the calling thread."""
+    """Around everything that builds, steps, saves or loads with Megatron. Not re-entrant; the rewriting holds
+    for the calling thread."""
     if torch.cuda.is_available():
         yield
         return
@@ -104,8 +112,8 @@ def cuda_as_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def native_calls() -> Iterator[None]:
-    """Inside `cuda_as_cpu`: no rewriting of calls, which costs microseconds per torch function. For the forward pass, which asks for no
-    "cuda" tensor."""
+    """Inside `cuda_as_cpu`: no rewriting of calls, which costs microseconds per torch function. For the
+    forward pass, which asks for no "cuda" tensor."""
     if torch.cuda.is_available():
         yield
         return

@@ -1,7 +1,9 @@
-"""Slices and short words between the trainer ranks that hold slices of the canonical tensors, over process groups of their own.
+"""Slices and short words between the trainer ranks that hold slices of the canonical tensors, over process
+groups of their own.
 
-Used by trainer/canonical.py. One for checkpoints, in the trainer's thread, and one for publishing, in a thread beside it: collectives of
-two threads on one group would come in no fixed order. Every wait is bounded, and names the rank that did not come.
+Used by trainer/canonical.py. One for checkpoints, in the trainer's thread, and one for publishing, in a
+thread beside it: collectives of two threads on one group would come in no fixed order. Every wait is bounded,
+and names the rank that did not come.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +43,11 @@ class Exchange:
     def all_say(self, values: Sequence[int]) -> list[list[int]]:
         """What each rank brought, in the order of `ranks`; as many values of all."""
         said = [torch.zeros(len(values), dtype=torch.long) for _ in self.ranks]
-        self._bounded(lambda: dist.all_gather(said, torch.tensor(values, dtype=torch.long), group=self._words), 0, "its state")
+        self._bounded(
+            lambda: dist.all_gather(said, torch.tensor(values, dtype=torch.long), group=self._words),
+            0,
+            "its state",
+        )
         return [each.tolist() for each in said]
 
     def _bounded(self, operation: Callable[[], object], peer: int, what: str) -> None:
@@ -49,6 +55,7 @@ class Exchange:
             operation()
         except (dist.DistError, RuntimeError) as error:
             raise LaminarError(
-                f"trainer {dist.get_rank()} waited at most {self._seconds:.0f} s for trainer {peer} to pass {what} along "
+                f"trainer {dist.get_rank()} waited at most {self._seconds:.0f} s for trainer {peer} to pass "
+                f"{what} along "
                 f"({str(error).splitlines()[0][:120]}); see that rank's log"
             ) from None

@@ -1,6 +1,8 @@
-"""The trainer's line to the controller: batches in, finished steps out. Rank 0 talks; the other ranks hear what it heard.
+"""The trainer's line to the controller: batches in, finished steps out. Rank 0 talks; the other ranks hear
+what it heard.
 
-Batches travel inside the trainer world as the bytes that they have on the wire (msgpack), never pickled. Every wait is bounded.
+Batches travel inside the trainer world as the bytes that they have on the wire (msgpack), never pickled.
+Every wait is bounded.
 """
 
 import logging
@@ -12,10 +14,23 @@ import torch.distributed as dist
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import AnyMessage, Batch, Continue, Leave, Message, NotYet, StepDone, TakeBatch, decode, encode
+from laminar_hpc.messages import (
+    AnyMessage,
+    Batch,
+    Continue,
+    Leave,
+    Message,
+    NotYet,
+    StepDone,
+    TakeBatch,
+    decode,
+    encode,
+)
 
 log = logging.getLogger(__name__)
-_MARGIN_SECONDS = 60.0  # the other ranks wait so much longer than rank 0, so that rank 0's error is the one that is seen
+_MARGIN_SECONDS = (
+    60.0  # the other ranks wait so much longer than rank 0, so that rank 0's error is the one that is seen
+)
 
 
 class Inbox:
@@ -24,11 +39,13 @@ class Inbox:
     def __init__(self, context: RoleContext) -> None:
         self._channel, self._seconds = context.channel, context.config.cluster.batch_timeout_seconds
         self._rank = dist.get_rank()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._seconds + _MARGIN_SECONDS))
+        self._group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=self._seconds + _MARGIN_SECONDS)
+        )
 
     def take(self, step: int, part: int = 0) -> Batch | None:
-        """The batch that turns step `step` into step + 1, or its mini-batch `part`; None when the run is to end here, never in the middle
-        of a step. Raises LaminarError after batch_timeout_seconds."""
+        """The batch that turns step `step` into step + 1, or its mini-batch `part`; None when the run is to
+        end here, never in the middle of a step. Raises LaminarError after batch_timeout_seconds."""
         answer = self._ask(TakeBatch(step, part), Batch, f"the batch of step {step}")
         if isinstance(answer, Leave):
             log.info("leaving at step %d: %s", step, answer.reason)
@@ -43,10 +60,13 @@ class Inbox:
         return isinstance(answer, Continue)
 
     def _ask(self, message: TakeBatch | StepDone, answer: type, what: str) -> AnyMessage:
-        return decode(self._broadcast(encode(self._request(message, answer, what)) if self._rank == 0 else b""))
+        return decode(
+            self._broadcast(encode(self._request(message, answer, what)) if self._rank == 0 else b"")
+        )
 
     def _request(self, message: TakeBatch | StepDone, answer: type, what: str) -> Message:
-        """Rank 0: sends, and waits for `answer` or Leave; the controller says about once a second why it is not there yet."""
+        """Rank 0: sends, and waits for `answer` or Leave; the controller says about once a second why it is
+        not there yet."""
         self._channel.send(message)
         deadline, reason = time.monotonic() + self._seconds, "it has given no reason"
         while (left := deadline - time.monotonic()) > 0:
@@ -67,6 +87,10 @@ class Inbox:
             return frame
         size = torch.tensor([len(frame)])
         dist.broadcast(size, 0, group=self._group)
-        data = torch.frombuffer(bytearray(frame), dtype=torch.uint8) if self._rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        data = (
+            torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+            if self._rank == 0
+            else torch.empty(int(size), dtype=torch.uint8)
+        )
         dist.broadcast(data, 0, group=self._group)
         return data.numpy().tobytes()

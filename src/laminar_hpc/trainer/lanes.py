@@ -1,8 +1,9 @@
-"""One lane's way out of the trainer: the link to the first relay of its chain, and two buckets that are filled and sent in turn; with
-relay.delta=auto as what changed in them, if the link's other end has what it changed from (weights/delta.py).
+"""One lane's way out of the trainer: the link to the first relay of its chain, and two buckets that are
+filled and sent in turn; with relay.delta=auto as what changed in them, if the link's other end has what it
+changed from (weights/delta.py).
 
-Used by the publisher's thread of the rank that sends the lane. A link that breaks is reported, and the lane says no more until there is
-another one; the other lanes go on.
+Used by the publisher's thread of the rank that sends the lane. A link that breaks is reported, and the lane
+says no more until there is another one; the other lanes go on.
 """
 
 import contextlib
@@ -29,9 +30,18 @@ log = logging.getLogger(__name__)
 
 
 class LaneSender:
-    """A publication is `begin`, then `bucket` and `post` for each chunk in order, then `end`; after a LinkBroken they do nothing."""
+    """A publication is `begin`, then `bucket` and `post` for each chunk in order, then `end`; after a
+    LinkBroken they do nothing."""
 
-    def __init__(self, context: RoleContext, lane: Lane, number: int, whole: Manifest, device: torch.device, seconds: float) -> None:
+    def __init__(
+        self,
+        context: RoleContext,
+        lane: Lane,
+        number: int,
+        whole: Manifest,
+        device: torch.device,
+        seconds: float,
+    ) -> None:
         self.number = number
         self.link: Link | None = None
         self._context, self._lane, self._device, self._seconds = context, lane, device, seconds
@@ -39,7 +49,11 @@ class LaneSender:
         self.nbytes = lane.end - lane.begin
         size = min(context.config.relay.chunk_megabytes << 20, self.nbytes)
         self._window = Window(2 * size) if device.type == "cpu" else None
-        both = self._window.tensor if self._window is not None else torch.empty(2 * size, dtype=torch.uint8, device=device)
+        both = (
+            self._window.tensor
+            if self._window is not None
+            else torch.empty(2 * size, dtype=torch.uint8, device=device)
+        )
         self._buckets = [both[:size], both[size:]]
         log.info("lane %d: two staging buckets of %.1f MB on %s", number, size / 1e6, device)
         self.image: Image | None = None  # of what was published last
@@ -49,7 +63,9 @@ class LaneSender:
         self._on_the_way: deque[list[tuple[Posted, torch.Tensor]]] = deque()  # of the last two buckets
         self._watch = contextlib.ExitStack()
         self.sent = False  # the publication, whole
-        self.bytes_sent = self.full_bytes = 0  # of the publication, layout and sums included; and what it would have been in full
+        self.bytes_sent = self.full_bytes = (
+            0  # of the publication, layout and sums included; and what it would have been in full
+        )
         self.bytes_changed = (False, 0)  # whether that is known, and those of changed elements
 
     @property
@@ -76,7 +92,7 @@ class LaneSender:
             return
         log.info("lane %d, epoch %d: linked to %s", self.number, proposed.epoch, peer)
 
-    # ---- a publication ---------------------------------------------------------------------------------------------------------
+    # ---- a publication -------------------------------------------------------------------------------------
 
     def begin(self, whole: Manifest, chunk: int, given_up: Callable[[], bool]) -> None:
         """The link is closed as soon as `given_up()` holds."""
@@ -101,7 +117,8 @@ class LaneSender:
         return self._buckets[number % 2][: min(self._chunk, self.nbytes - number * self._chunk)]
 
     def post(self, bucket: torch.Tensor, parts: Sequence[Part], read: TensorSums) -> None:
-        """Begins to send the bucket, which holds `parts`; `read()` gives what they add to the sums of their tensors."""
+        """Begins to send the bucket, which holds `parts`; `read()` gives what they add to the sums of their
+        tensors."""
         if bucket.is_cuda:
             torch.cuda.current_stream().synchronize()
         if self.link is None:

@@ -1,7 +1,9 @@
-"""One trainer step: a batch of trajectories -> advantages -> mini-batches -> optimizer updates -> the step's metrics.
+"""One trainer step: a batch of trajectories -> advantages -> mini-batches -> optimizer updates -> the step's
+metrics.
 
-Called by trainer/loop.py on every rank with the same batch. Every rank makes the same plan and trains its own part of it; the metrics are
-those of the whole batch on every rank; those of tokens leave out the mini-batches whose update was skipped.
+Called by trainer/loop.py on every rank with the same batch. Every rank makes the same plan and trains its own
+part of it; the metrics are those of the whole batch on every rank; those of tokens leave out the mini-batches
+whose update was skipped.
 """
 
 from collections import Counter
@@ -20,44 +22,73 @@ from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
 from laminar_hpc.trainer.megatron import MegatronPolicy
-from laminar_hpc.trainer.microbatch import Example, MicroBatch, behaviour_logprobs, length, make_microbatch, trained
+from laminar_hpc.trainer.microbatch import (
+    Example,
+    MicroBatch,
+    behaviour_logprobs,
+    length,
+    make_microbatch,
+    trained,
+)
 from laminar_hpc.trainer.packing import plan_microbatches, split_minibatches
 from laminar_hpc.trainer.rescoring import ReferenceWeights, batch_logprobs
 
-_COUNTS = frozenset({"trajectories", "reward_error_count", "prompt_tokens", "response_tokens", "skipped_updates"})
+_COUNTS = frozenset(
+    {"trajectories", "reward_error_count", "prompt_tokens", "response_tokens", "skipped_updates"}
+)
 
 
 class Learner:
-    """The algorithm of config.algorithm on a MegatronPolicy. `skipped_in_a_row` is part of a checkpoint's state."""
+    """The algorithm of config.algorithm on a MegatronPolicy. `skipped_in_a_row` is part of a checkpoint's
+    state."""
 
     def __init__(self, config: RunConfig, policy: MegatronPolicy) -> None:
-        """`policy` still has the weights of config.model.path, which are those of the reference model: a checkpoint is loaded later."""
+        """`policy` still has the weights of config.model.path, which are those of the reference model: a
+        checkpoint is loaded later."""
         self.config, self.policy = config, policy
         self.skipped_in_a_row = 0
         self.gaps: dict[int, tuple[float, int]] = {}  # of the last step, see messages.StepDone; on every rank
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
 
     def train(
-        self, trajectories: list[Trajectory], step: int, before_update: Callable[[], None], minibatches: int | None = None,
+        self,
+        trajectories: list[Trajectory],
+        step: int,
+        before_update: Callable[[], None],
+        minibatches: int | None = None,
         earlier: int = 0,
-    ) -> dict[str, float]:  # fmt: skip
-        """Turns the weights of `step` into those of step + 1. `before_update` is called once, before the weights change; `minibatches`:
-        updates, by default algorithm.minibatches_per_step; `earlier`: updates of this step before.
+    ) -> dict[str, float]:
+        """Turns the weights of `step` into those of step + 1. `before_update` is called once, before the
+        weights change; `minibatches`: updates, by default algorithm.minibatches_per_step; `earlier`: updates
+        of this step before.
 
-        Raises LaminarError for an incomplete group, and when too many updates in a row had gradients that are not finite.
+        Raises LaminarError for an incomplete group, and when too many updates in a row had gradients that are
+        not finite.
         """
-        trajectories = sorted(trajectories, key=lambda t: (t.group_id, t.trajectory_id))  # the order of arrival must not matter
+        trajectories = sorted(
+            trajectories, key=lambda t: (t.group_id, t.trajectory_id)
+        )  # the order of arrival must not matter
         examples = self._examples(trajectories, step)
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         rate, norms, collected, skipped = self.policy.learning_rate, [], [], 0
-        updates, count = minibatches or self.config.algorithm.minibatches_per_step, self.config.algorithm.minibatches_per_step
+        updates, count = (
+            minibatches or self.config.algorithm.minibatches_per_step,
+            self.config.algorithm.minibatches_per_step,
+        )
         gaps, ahead = torch.zeros(len(trajectories), device=self.policy.device), {}
-        for number, members in enumerate(split_minibatches(len(trajectories), updates, self.config.seed, step), earlier):
+        for number, members in enumerate(
+            split_minibatches(len(trajectories), updates, self.config.seed, step), earlier
+        ):
             lengths = [length(trajectories[i]) for i in members]
             plan = plan_microbatches(lengths, ranks, self.config.trainer.tokens_per_microbatch)[rank]
-            size = max(sum(lengths[j] for j in part) for part in plan) if stages > 1 else 0  # the stages pass on tensors of one shape
-            micro_batches = [make_microbatch([examples[members[j]] for j in part], self.policy.device, size) for part in plan]
+            size = (
+                max(sum(lengths[j] for j in part) for part in plan) if stages > 1 else 0
+            )  # the stages pass on tensors of one shape
+            micro_batches = [
+                make_microbatch([examples[members[j]] for j in part], self.policy.device, size)
+                for part in plan
+            ]
             of_tokens, of_trajectories = [], self.policy.accumulate(micro_batches, self._loss)
             for part, row in zip(plan, of_trajectories, strict=False):  # a stage before the last has none
                 gaps[[members[j] for j in part]] = row[len(SUMS) + 1 :][: len(part)]
@@ -72,9 +103,15 @@ class Learner:
                 norms.append(norm)
                 collected += of_tokens
             self._count_skipped(norm is None, step)
-        for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+        for group in (
+            parallel_state.get_data_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        ):
             dist.all_reduce(gaps, group=group)
-        self.gaps = {t.trajectory_id: (gap, ahead[i]) for i, (t, gap) in enumerate(zip(trajectories, gaps.tolist(), strict=True))}
+        self.gaps = {
+            t.trajectory_id: (gap, ahead[i])
+            for i, (t, gap) in enumerate(zip(trajectories, gaps.tolist(), strict=True))
+        }
         metrics = {
             **batch_metrics(trajectories, step),
             **reward_means(trajectories, self.config.reward.functions),
@@ -86,7 +123,8 @@ class Learner:
         return {name: float(value) for name, value in metrics.items()}
 
     def _examples(self, trajectories: list[Trajectory], step: int) -> list[Example]:
-        """The trajectories, which are ordered by group, with what is computed of them before the first update."""
+        """The trajectories, which are ordered by group, with what is computed of them before the first
+        update."""
         sizes = self._group_sizes(trajectories, step)
         a, counts = self.config.algorithm, [len(trained(t)) for t in trajectories]
         flat: dict[str, torch.Tensor] = {}
@@ -97,12 +135,19 @@ class Learner:
                 flat["reference"] = batch_logprobs(self.policy, trajectories)
         penalties = torch.zeros(sum(counts), dtype=torch.float64)
         if a.kl_in_reward:
-            sampled = flat["proximal"] if "proximal" in flat else torch.cat([behaviour_logprobs(t) for t in trajectories])
+            sampled = (
+                flat["proximal"]
+                if "proximal" in flat
+                else torch.cat([behaviour_logprobs(t) for t in trajectories])
+            )
             penalties = a.kl_coefficient * kl_estimate(sampled, flat["reference"], a.kl_estimator).double()
         rewards = torch.tensor(self._rewards(trajectories, step), dtype=torch.float64)
         flat["advantages"] = token_advantages(a, rewards, sizes, torch.tensor(counts), penalties).float()
         parts = {name: values.split(counts) for name, values in flat.items()}
-        return [Example(t, **{name: values[i] for name, values in parts.items()}) for i, t in enumerate(trajectories)]
+        return [
+            Example(t, **{name: values[i] for name, values in parts.items()})
+            for i, t in enumerate(trajectories)
+        ]
 
     def _group_sizes(self, trajectories: list[Trajectory], step: int) -> list[int]:
         """Trajectories per group, in order; groups may differ in size when sampling is adaptive."""
@@ -111,29 +156,49 @@ class Learner:
         wrong = {group: size for group, size in sizes.items() if not least <= size <= most}
         if wrong:
             wanted = f"{most} each" if least == most else f"{least} to {most} each"
-            raise LaminarError(f"the batch of step {step} has incomplete groups (group: trajectories) {wrong}; {wanted} are needed")
+            raise LaminarError(
+                f"the batch of step {step} has incomplete groups (group: trajectories) {wrong}; {wanted} are "
+                "needed"
+            )
         return list(sizes.values())
 
     def _rewards(self, trajectories: list[Trajectory], step: int) -> list[float]:
         """What is trained on; the metrics report the rewards as they came."""
-        buffer, longest = self.config.algorithm.overlong_buffer_tokens, self.config.sampling.max_response_tokens
-        rewards = [t.reward + overlong_punishment(len(t.response_tokens), longest, buffer) for t in trajectories]
+        buffer, longest = (
+            self.config.algorithm.overlong_buffer_tokens,
+            self.config.sampling.max_response_tokens,
+        )
+        rewards = [
+            t.reward + overlong_punishment(len(t.response_tokens), longest, buffer) for t in trajectories
+        ]
         return shuffled(rewards, self.config.seed, step) if self.config.algorithm.shuffle_rewards else rewards
 
-    def _loss(self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The micro-batch's summed loss; its count; and the objective's sums, the largest ratio, and each trajectory's gap."""
+    def _loss(
+        self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The micro-batch's summed loss; its count; and the objective's sums, the largest ratio, and each
+        trajectory's gap."""
         tokens = batch.tokens
-        found = objective(self.config.algorithm, self.config.sampling.max_response_tokens, tokens, logprobs, entropies)
-        gaps = tokens.sequence_sums((logprobs.detach() - tokens.behaviour).abs()) / tokens.sequence_sums(tokens.real).clamp(min=1)
+        found = objective(
+            self.config.algorithm, self.config.sampling.max_response_tokens, tokens, logprobs, entropies
+        )
+        gaps = tokens.sequence_sums((logprobs.detach() - tokens.behaviour).abs()) / tokens.sequence_sums(
+            tokens.real
+        ).clamp(min=1)
         return found.total, found.count, torch.cat([found.sums, found.largest_ratio[None], gaps])
 
     def _token_metrics(self, collected: list[torch.Tensor]) -> dict[str, float]:
-        """Of all micro-batches of all data-parallel ranks: the loss over its denominator, means over tokens, the largest ratio."""
+        """Of all micro-batches of all data-parallel ranks: the loss over its denominator, means over tokens,
+        the largest ratio."""
         a = self.config.algorithm
         rows = torch.stack(collected or [torch.zeros(len(SUMS) + 1, device=self.policy.device)]).double()
         sums, largest = rows[:, :-1].sum(0), rows[:, -1].max()
-        # Tensor-parallel ranks have the same numbers; of the pipeline's stages only the last has any, the others bring zeros.
-        for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+        # Tensor-parallel ranks have the same numbers; of the pipeline's stages only the last has any, the
+        # others bring zeros.
+        for group in (
+            parallel_state.get_data_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        ):
             dist.all_reduce(sums, group=group)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         of = dict(zip(SUMS, sums.tolist(), strict=True))
@@ -158,7 +223,8 @@ class Learner:
         limit = self.config.optimizer.max_skipped_updates
         if self.skipped_in_a_row >= limit:
             raise LaminarError(
-                f"{limit} optimizer updates in a row had gradients that are not finite, the last at step {step}: lower optimizer.lr, "
+                f"{limit} optimizer updates in a row had gradients that are not finite, the last at step "
+                f"{step}: lower optimizer.lr, "
                 "or look for non-finite log-probs of the engine; optimizer.max_skipped_updates allows more"
             )
 
@@ -168,12 +234,15 @@ def _nothing() -> None:
 
 
 def merged(parts: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its mini-batches: sums of counts, largest values, means over trajectories."""
+    """The metrics of a step from those of its mini-batches: sums of counts, largest values, means over
+    trajectories."""
     if len(parts) == 1:
         return parts[0]
     found = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        having = [part for part in parts if name in part]  # a reward function may have given none to a mini-batch
+        having = [
+            part for part in parts if name in part
+        ]  # a reward function may have given none to a mini-batch
         values = [part[name] for part in having]
         if name in _COUNTS:
             found[name] = sum(values)
@@ -186,8 +255,8 @@ def merged(parts: list[dict[str, float]]) -> dict[str, float]:
 
 
 def batch_metrics(trajectories: list[Trajectory], step: int) -> dict[str, float]:
-    """What can be said of a batch without the policy. Staleness is in trainer steps: at generation, finished minus weights; at training,
-    `step` minus weights."""
+    """What can be said of a batch without the policy. Staleness is in trainer steps: at generation, finished
+    minus weights; at training, `step` minus weights."""
     n, lengths = len(trajectories), [len(t.response_tokens) for t in trajectories]
     generation = [t.step_finished - t.weight_step for t in trajectories]
     training = [step - t.weight_step for t in trajectories]

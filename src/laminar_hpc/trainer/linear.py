@@ -1,6 +1,8 @@
-"""Products of bfloat16 models, rounded where SGLang rounds them and nowhere else. Called by trainer/building.py.
+"""Products of bfloat16 models, rounded where SGLang rounds them and nowhere else. Called by
+trainer/building.py.
 
-The output layer gives float32 logits: a logit of 20 rounded to bfloat16 is off by up to 1/16, and so are log-probs. SGLang's counterpart is
+The output layer gives float32 logits: a logit of 20 rounded to bfloat16 is off by up to 1/16, and so are
+log-probs. SGLang's counterpart is
 --enable-fp32-lm-head. A bias is added before the one rounding, as in torch's linear; Megatron's own layer rounds the product first.
 Gradients are Megatron's own.
 """
@@ -10,7 +12,9 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear
+from megatron.core.tensor_parallel.layers import (
+    LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear,
+)
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -18,7 +22,8 @@ _ROWS = 8192  # of the vocabulary, whose float32 copy is held at a time on the C
 
 
 def float32_product(x: torch.Tensor, weight: torch.Tensor, bias: None = None) -> torch.Tensor:
-    """x [n, hidden] times weight [vocabulary, hidden], of one dtype, bfloat16 or float16 -> [n, vocabulary] float32."""
+    """x [n, hidden] times weight [vocabulary, hidden], of one dtype, bfloat16 or float16 -> [n, vocabulary]
+    float32."""
     if x.is_cuda:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     wide, out = x.float(), torch.empty(len(x), len(weight))  # there is no such product for the CPU
@@ -28,13 +33,21 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor, bias: None = None) ->
 
 
 class _Linear(MegatronLinear):
-    """Another forward to Megatron's backward. x [n, in], weight [out, in], bias [out] or None; `product` of the three gives [n, out]."""
+    """Another forward to Megatron's backward. x [n, in], weight [out, in], bias [out] or None; `product` of
+    the three gives [n, out]."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Product, *options: object
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        product: Product,
+        *options: object,
     ) -> torch.Tensor:
-        MegatronLinear.forward(ctx, x[:0], weight, bias, *options)  # of no rows: it notes what its backward needs
+        MegatronLinear.forward(
+            ctx, x[:0], weight, bias, *options
+        )  # of no rows: it notes what its backward needs
         ctx.save_for_backward(x, weight)
         return product(x, weight, bias)
 
@@ -48,10 +61,24 @@ def _compute_by(layer: ColumnParallelLinear, product: Product) -> None:
     """In place: Megatron's class has its product in this one method."""
 
     def forward(
-        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gradient_accumulation_fusion: bool, allreduce_dgrad: bool,
-        sequence_parallel: bool, grad_output_buffer: None, wgrad_deferral_limit: int | None, tp_group: object,
-    ) -> torch.Tensor:  # fmt: skip
-        options = gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer, wgrad_deferral_limit, tp_group
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: None,
+        wgrad_deferral_limit: int | None,
+        tp_group: object,
+    ) -> torch.Tensor:
+        options = (
+            gradient_accumulation_fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            grad_output_buffer,
+            wgrad_deferral_limit,
+            tp_group,
+        )
         flat = _Linear.apply(input.flatten(0, -2), weight, bias, product, *options)
         return flat.view(*input.shape[:-1], -1)
 

@@ -1,4 +1,5 @@
-"""Log-probs and entropy from logits whose vocabulary is padded and split over tensor-parallel ranks. Called by trainer/megatron.py."""
+"""Log-probs and entropy from logits whose vocabulary is padded and split over tensor-parallel ranks. Called
+by trainer/megatron.py."""
 
 import torch
 import torch.distributed as dist
@@ -9,8 +10,8 @@ _ROWS = 1024  # the entropy's temporaries are of so many rows, not of the whole 
 
 
 def mask_padding(logits: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Sets the columns behind the real vocabulary to -inf, in place: they get no probability and no gradient. logits [..., vocabulary /
-    TP]."""
+    """Sets the columns behind the real vocabulary to -inf, in place: they get no probability and no gradient.
+    logits [..., vocabulary / TP]."""
     columns = logits.shape[-1]
     real = min(columns, max(0, vocab - parallel_state.get_tensor_model_parallel_rank() * columns))
     if real < columns:
@@ -19,8 +20,8 @@ def mask_padding(logits: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def token_logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """logits [n, vocabulary / TP] float32, targets [n] int64 -> log-probs [n], with gradient. Overwrites `logits` (Megatron's kernel
-    does)."""
+    """logits [n, vocabulary / TP] float32, targets [n] int64 -> log-probs [n], with gradient. Overwrites
+    `logits` (Megatron's kernel does)."""
     return -vocab_parallel_cross_entropy(logits, targets)
 
 
@@ -36,7 +37,9 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
         shifted = part - top
         weights = shifted.exp()
-        sums = torch.stack([weights.sum(-1), (weights * shifted.clamp_(min=-1e4)).sum(-1)])  # 0 * -inf would be nan
+        sums = torch.stack(
+            [weights.sum(-1), (weights * shifted.clamp_(min=-1e4)).sum(-1)]
+        )  # 0 * -inf would be nan
         if split:
             dist.all_reduce(sums, group=group)
         rows.append(sums[0].log() - sums[1] / sums[0])

@@ -1,10 +1,11 @@
-"""The trainer role: take a batch, train on it, publish the weights, checkpoint; until the steps are done or the controller says leave.
+"""The trainer role: take a batch, train on it, publish the weights, checkpoint; until the steps are done or
+the controller says leave.
 
     controller --Batch--> inbox --broadcast--> learner --weights--> publisher --> relays
         ^--StepDone(metrics)--'                   '--> checkpointer (every N steps, and the last)
 
-Waits for: the next batch, at most cluster.batch_timeout_seconds. Is waited for by: nobody, but for the data that it consumes.
-Every rank of the trainer world runs this; rank 0 owns step, stop and checkpoint.
+Waits for: the next batch, at most cluster.batch_timeout_seconds. Is waited for by: nobody, but for the data
+that it consumes. Every rank of the trainer world runs this; rank 0 owns step, stop and checkpoint.
 """
 
 import time
@@ -32,7 +33,8 @@ class _NoPublisher:
 
 
 def run(context: RoleContext) -> None:
-    """The whole life of a trainer rank. Raises LaminarError for whatever ends the run, StopReceived when the controller ends it."""
+    """The whole life of a trainer rank. Raises LaminarError for whatever ends the run, StopReceived when the
+    controller ends it."""
     config, trace, restored = context.config, context.trace, context.welcome.restored_step
     with trace.span("load"):
         init_trainer_world(context)
@@ -58,7 +60,9 @@ def run(context: RoleContext) -> None:
                 break
             waited += time.time() - asked
             with trace.span("train", step=step):
-                found.append(learner.train(batch.trajectories, step, publisher.fence, minibatches // parts, part))
+                found.append(
+                    learner.train(batch.trajectories, step, publisher.fence, minibatches // parts, part)
+                )
             gaps |= learner.gaps
         if not found:
             break
@@ -68,7 +72,11 @@ def run(context: RoleContext) -> None:
         if step % config.checkpoint.every == 0 or step == config.steps:
             _checkpoint(context, checkpointer, step, publisher.weight_id)
             saved = step
-        metrics |= {"wait_seconds": waited, "train_seconds": trained - ended - waited, "seconds": time.time() - ended}
+        metrics |= {
+            "wait_seconds": waited,
+            "train_seconds": trained - ended - waited,
+            "seconds": time.time() - ended,
+        }
         ended = time.time()
         if not inbox.report(step - 1, metrics, gaps):
             break
@@ -81,7 +89,9 @@ def run(context: RoleContext) -> None:
     dist.destroy_process_group()
 
 
-def _publish(context: RoleContext, policy: MegatronPolicy, publisher: Publisher | _NoPublisher, step: int) -> None:
+def _publish(
+    context: RoleContext, policy: MegatronPolicy, publisher: Publisher | _NoPublisher, step: int
+) -> None:
     policy.check_finite(step)
     with context.trace.span("publish", step=step):
         publisher.publish(step)

@@ -1,8 +1,9 @@
-"""The one adapter of Megatron-core: builds the policy with its DDP and optimizer from a Hugging Face directory, runs it, and writes it
-back.
+"""The one adapter of Megatron-core: builds the policy with its DDP and optimizer from a Hugging Face
+directory, runs it, and writes it back.
 
-trainer/learner.py trains through it, trainer/publisher.py packs its canonical tensors, trainer/checkpoint.py reads its state. The same code
-runs on GPUs and, under trainer/cpu.py's shim, on the CPU. Needs the trainer world (cluster/world.py) to be there.
+trainer/learner.py trains through it, trainer/publisher.py packs its canonical tensors, trainer/checkpoint.py
+reads its state. The same code runs on GPUs and, under trainer/cpu.py's shim, on the CPU. Needs the trainer
+world (cluster/world.py) to be there.
 """
 
 import functools
@@ -22,7 +23,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.attention import rotation_of
-from laminar_hpc.trainer.building import build_gpt, build_optimizer, rope_frequencies, transformer_config, wrap
+from laminar_hpc.trainer.building import (
+    build_gpt,
+    build_optimizer,
+    rope_frequencies,
+    transformer_config,
+    wrap,
+)
 from laminar_hpc.trainer.canonical import Canonical, TensorSums
 from laminar_hpc.trainer.cpu import cuda_as_cpu, native_calls
 from laminar_hpc.trainer.exchange import Exchange
@@ -35,20 +42,25 @@ from laminar_hpc.weights.mapping import Piece, Shard, check_names, pieces
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.stream import Part
 
-# (micro-batch, log-probs with gradient, entropies), each [trained] -> the summed loss, what it counts for in the denominator (int32), and
-# whatever is to be collected
+# (micro-batch, log-probs with gradient, entropies), each [trained] -> the summed loss, what it counts for in
+# the denominator (int32), and whatever is to be collected
 Loss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def local_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 class MegatronPolicy:
     """A policy under training. All methods but `canonical_metadata` are collective over the trainer world."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Builds from config.model.path. Raises LaminarError when the directory is not a model that this can train."""
+        """Builds from config.model.path. Raises LaminarError when the directory is not a model that this can
+        train."""
         logging.getLogger("megatron").setLevel(logging.WARNING)
         self.config, self.device = config, local_device()
         self.dtype, self.shape = getattr(torch, config.model.dtype), read_shape(config.model.path)
@@ -65,7 +77,7 @@ class MegatronPolicy:
             self._build_model()
             self._build_optimizer()
 
-    # ---- building --------------------------------------------------------------------------------------------------------------
+    # ---- building ------------------------------------------------------------------------------------------
 
     def _build_model(self) -> None:
         self.transformer = transformer_config(self.shape, self.config, self.dtype)
@@ -77,10 +89,18 @@ class MegatronPolicy:
         self.gpt.to(self.device)
         local = self._pieces()
         relay = self.config.relay
-        self._canonical = Canonical(local, self.dtype, relay.lanes, self.config.cluster.join_timeout_seconds, relay.publish_timeout_seconds)
+        self._canonical = Canonical(
+            local,
+            self.dtype,
+            relay.lanes,
+            self.config.cluster.join_timeout_seconds,
+            relay.publish_timeout_seconds,
+        )
         self._load_hf(Path(self.config.model.path), local)
         self.model = wrap(self.transformer, self.gpt, self.config.trainer.distributed_optimizer)
-        self.pieces = self._pieces()  # anew, because the distributed optimizer moves parameters into its buffers
+        self.pieces = (
+            self._pieces()
+        )  # anew, because the distributed optimizer moves parameters into its buffers
 
     def _build_optimizer(self) -> None:
         self.optimizer, self.scheduler = build_optimizer(self.config, self.model, self.dtype)
@@ -88,10 +108,11 @@ class MegatronPolicy:
         self.transformer.grad_scale_func = self.optimizer.scale_loss
 
     def _keep_selected(self, module: torch.nn.Module, inputs: tuple) -> tuple:
-        """Before the output layer: only the places whose next token is asked for get logits. inputs[0] [tokens, 1, hidden]."""
+        """Before the output layer: only the places whose next token is asked for get logits. inputs[0]
+        [tokens, 1, hidden]."""
         return (inputs[0].index_select(0, self._selected), *inputs[1:])
 
-    # ---- forward and backward --------------------------------------------------------------------------------------------------
+    # ---- forward and backward ------------------------------------------------------------------------------
 
     def _forward(self, pack: Pack) -> torch.Tensor:
         """The last stage's logits [1, selected, vocabulary / TP] float32; another stage's hidden states."""
@@ -103,13 +124,15 @@ class MegatronPolicy:
     def _logprobs(
         self, output: torch.Tensor, pack: Pack, temperature: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = mask_padding(output[0].div_(temperature), self.shape.vocab)  # in place: with a real vocabulary these are gigabytes
+        logits = mask_padding(
+            output[0].div_(temperature), self.shape.vocab
+        )  # in place: with a real vocabulary these are gigabytes
         entropies = entropy(logits) if with_entropy else None
         return token_logprobs(logits, pack.targets), entropies
 
     def _schedule(self, step: Callable, data: Sequence[object], tokens: int, forward_only: bool) -> list:
-        """Megatron's schedule (pipelined or not) over micro-batches, with pipeline stages each of `tokens` tokens; what the last stage
-        collected of each, else nothing."""
+        """Megatron's schedule (pipelined or not) over micro-batches, with pipeline stages each of `tokens`
+        tokens; what the last stage collected of each, else nothing."""
         with cuda_as_cpu():
             return get_forward_backward_func()(
                 forward_step_func=step,
@@ -123,17 +146,21 @@ class MegatronPolicy:
             )
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> list[torch.Tensor]:
-        """Gradients of the summed loss over the summed count, of all micro-batches of all data-parallel ranks; returns what `loss`
-        collected on this rank, which is nothing but on the last pipeline stage. All ranks bring as many; with pipeline stages, of equal
-        size in tokens."""
+        """Gradients of the summed loss over the summed count, of all micro-batches of all data-parallel
+        ranks; returns what `loss` collected on this rank, which is nothing but on the last pipeline stage.
+        All ranks bring as many; with pipeline stages, of equal size in tokens."""
 
         def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(batches)
             return self._forward(batch.pack), functools.partial(finish, batch)
 
-        def finish(batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def finish(
+            batch: MicroBatch, output: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             with native_calls():
-                logprobs, entropies = self._logprobs(output, batch.pack, self.config.sampling.temperature, with_entropy=True)
+                logprobs, entropies = self._logprobs(
+                    output, batch.pack, self.config.sampling.temperature, with_entropy=True
+                )
                 return loss(batch, logprobs, entropies)
 
         self.model.zero_grad_buffer()
@@ -141,8 +168,8 @@ class MegatronPolicy:
         return self._schedule(step, micro_batches, len(micro_batches[0].pack.tokens), forward_only=False)
 
     def update(self) -> float | None:
-        """One optimizer update with the gradients at hand. Returns their norm before clipping; None, and no update, when it is not
-        finite."""
+        """One optimizer update with the gradients at hand. Returns their norm before clipping; None, and no
+        update, when it is not finite."""
         with cuda_as_cpu():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())  # the same on all ranks
@@ -158,8 +185,11 @@ class MegatronPolicy:
         return self.optimizer.param_groups[0]["lr"]
 
     @torch.no_grad()
-    def _read(self, packs: Sequence[Pack], read: Callable[[torch.Tensor, Pack], torch.Tensor]) -> list[torch.Tensor]:
-        """`read(logits [1, places, vocabulary / TP], pack)` of each pack on the last stage; nothing on other stages."""
+    def _read(
+        self, packs: Sequence[Pack], read: Callable[[torch.Tensor, Pack], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """`read(logits [1, places, vocabulary / TP], pack)` of each pack on the last stage; nothing on other
+        stages."""
 
         def step(left: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             pack = next(left)
@@ -167,21 +197,32 @@ class MegatronPolicy:
 
         return self._schedule(step, packs, len(packs[0].tokens), forward_only=True)
 
-    def read_logits(self, sequences: list[list[int]], read: Callable[[torch.Tensor, Pack], torch.Tensor]) -> list[torch.Tensor]:
+    def read_logits(
+        self, sequences: list[list[int]], read: Callable[[torch.Tensor, Pack], torch.Tensor]
+    ) -> list[torch.Tensor]:
         """`_read` at the places of all tokens of all sequences but the first of each."""
         return self._read([make_pack(sequences, [range(1, len(s)) for s in sequences], self.device)], read)
 
     def score(self, packs: Sequence[Pack]) -> list[torch.Tensor]:
-        """Log-probs of each pack's targets at the sampling temperature, as in `accumulate`: float32 [trained] each, on the last stage."""
-        return self._read(packs, lambda output, pack: self._logprobs(output, pack, self.config.sampling.temperature, False)[0])
+        """Log-probs of each pack's targets at the sampling temperature, as in `accumulate`: float32 [trained]
+        each, on the last stage."""
+        return self._read(
+            packs,
+            lambda output, pack: self._logprobs(output, pack, self.config.sampling.temperature, False)[0],
+        )
 
     def logprobs(self, sequences: list[list[int]]) -> torch.Tensor:
-        """Log-probs of all tokens but the first of each sequence, at temperature 1, flattened; float32 on the CPU, on every rank."""
-        found = self.read_logits(sequences, lambda output, pack: self._logprobs(output, pack, 1.0, with_entropy=False)[0])
+        """Log-probs of all tokens but the first of each sequence, at temperature 1, flattened; float32 on the
+        CPU, on every rank."""
+        found = self.read_logits(
+            sequences, lambda output, pack: self._logprobs(output, pack, 1.0, with_entropy=False)[0]
+        )
         values = found[0] if found else torch.empty(sum(len(s) - 1 for s in sequences), device=self.device)
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             dist.broadcast(
-                values, parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group()
+                values,
+                parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
             )
         return values.cpu()
 
@@ -189,10 +230,13 @@ class MegatronPolicy:
         """Log-probs of weights/probe.py's sequences on the live weights."""
         return self.logprobs(probe_sequences(self.shape.vocab)).tolist()
 
-    # ---- Hugging Face ----------------------------------------------------------------------------------------------------------
+    # ---- Hugging Face --------------------------------------------------------------------------------------
 
     def _pieces(self) -> list[Piece]:
-        shard = Shard(parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size())
+        shard = Shard(
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        )
         layers = self.gpt.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0
         return pieces(dict(self.gpt.named_parameters()), self.shape, first, shard)
@@ -205,33 +249,42 @@ class MegatronPolicy:
             check_names(self._canonical.slices, tensors.names(), self.shape.tied, str(directory))
             for piece in local:
                 if (there := tensors.shape(piece.name)) != piece.shape:
-                    raise LaminarError(f"{directory}: {piece.name} is {there}, config.json says {piece.shape}; download the model again")
+                    raise LaminarError(
+                        f"{directory}: {piece.name} is {there}, config.json says {piece.shape}; download the "
+                        "model again"
+                    )
                 part = tensors.narrow(piece.name, piece.dim, piece.start, piece.length)
                 if not all_finite([part]):
                     raise LaminarError(
-                        f"{directory}: {culprits([(piece.name, part)])} is NaN or infinite, so the model cannot be trained; "
+                        f"{directory}: {culprits([(piece.name, part)])} is NaN or infinite, so the model "
+                        "cannot be trained; "
                         "download it again, or repair the checkpoint that it comes from"
                     )
                 piece.load(part)
 
     @torch.no_grad()
     def check_finite(self, step: int) -> None:
-        """Raises LaminarError, naming tensors, when this rank's live parameters hold NaN or an infinity. Not collective."""
+        """Raises LaminarError, naming tensors, when this rank's live parameters hold NaN or an infinity. Not
+        collective."""
         if not all_finite(self.gpt.parameters()):
             wrong = culprits([(piece.name, piece.value()) for piece in self.pieces])
             raise LaminarError(
-                f"after step {step} the weights are not finite: {wrong}; they were neither published nor saved. Lower optimizer.lr "
-                f"(it is {self.config.optimizer.lr:g}), then go on from the newest checkpoint with resume=auto"
+                f"after step {step} the weights are not finite: {wrong}; they were neither published nor "
+                "saved. Lower optimizer.lr "
+                f"(it is {self.config.optimizer.lr:g}), then go on from the newest checkpoint with "
+                "resume=auto"
             )
 
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Name, shape and serving dtype of each canonical tensor of the whole model, in the order of a Hugging Face state dict."""
+        """Name, shape and serving dtype of each canonical tensor of the whole model, in the order of a
+        Hugging Face state dict."""
         return self._canonical.metadata(self.dtype)
 
     @torch.no_grad()
     def canonical_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """On rank 0 the live parameters under Hugging Face names, whole and contiguous, in the serving dtype, in the order of
-        `canonical_metadata`; the other ranks, which send what they hold, get none, but must run through them too.
+        """On rank 0 the live parameters under Hugging Face names, whole and contiguous, in the serving dtype,
+        in the order of `canonical_metadata`; the other ranks, which send what they hold, get none, but must
+        run through them too.
 
         Views of the parameters where the layouts agree: read them before the next optimizer update.
         """
@@ -249,10 +302,12 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def pack(self, parts: Sequence[Part], bucket: torch.Tensor | None, lane: int = 0) -> TensorSums:
-        """The live parameters' share of one chunk of a lane into its sender's bucket (uint8, on `device`); None on other ranks. Not in step
-        with the other methods: the ranks of `publishing` may call it from a thread beside the training.
+        """The live parameters' share of one chunk of a lane into its sender's bucket (uint8, on `device`);
+        None on other ranks. Not in step with the other methods: the ranks of `publishing` may call it from a
+        thread beside the training.
 
-        Returns on the sender what gives each part's share of its tensor's checksums, as long as the bucket is not written again.
+        Returns on the sender what gives each part's share of its tensor's checksums, as long as the bucket is
+        not written again.
         """
         return self._canonical.pack(self.pieces, self.dtype, parts, bucket, lane)
 

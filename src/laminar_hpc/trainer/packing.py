@@ -1,7 +1,9 @@
-"""Which trajectory goes into which mini-batch, data-parallel rank and micro-batch. Pure functions of lengths and seeds.
+"""Which trajectory goes into which mini-batch, data-parallel rank and micro-batch. Pure functions of lengths
+and seeds.
 
-Called by trainer/learner.py on every rank with the same batch; all ranks get the same plan and each takes its own part of it. Guarantees:
-every trajectory is in exactly one place, no micro-batch exceeds the token budget, all ranks have the same number of micro-batches.
+Called by trainer/learner.py on every rank with the same batch; all ranks get the same plan and each takes its
+own part of it. Guarantees: every trajectory is in exactly one place, no micro-batch exceeds the token budget,
+all ranks have the same number of micro-batches.
 """
 
 import random
@@ -10,15 +12,16 @@ from laminar_hpc.config.errors import LaminarError
 
 
 def split_minibatches(count: int, minibatches: int, seed: int, step: int) -> list[list[int]]:
-    """Indices 0..count-1, shuffled by (seed, step) alone, in `minibatches` parts whose sizes differ by at most one."""
+    """Indices 0..count-1, shuffled by (seed, step) alone, in `minibatches` parts whose sizes differ by at
+    most one."""
     order = list(range(count))
     random.Random(f"minibatches {seed} {step}").shuffle(order)
     return [order[count * i // minibatches : count * (i + 1) // minibatches] for i in range(minibatches)]
 
 
 def split_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
-    """Positions in `lengths` per data-parallel rank, balanced by tokens: longest first, each to the rank that has the fewest tokens so
-    far."""
+    """Positions in `lengths` per data-parallel rank, balanced by tokens: longest first, each to the rank that
+    has the fewest tokens so far."""
     parts: list[list[int]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -29,12 +32,16 @@ def split_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
 
 
 def pack(lengths: list[int], members: list[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: `members` (positions in `lengths`) in as few packs of at most `budget` tokens as that finds."""
+    """First-fit decreasing: `members` (positions in `lengths`) in as few packs of at most `budget` tokens as
+    that finds."""
     packs: list[list[int]] = []
     room: list[int] = []
     for i in sorted(members, key=lambda i: (-lengths[i], i)):
         if lengths[i] > budget:
-            raise LaminarError(f"a trajectory of {lengths[i]} tokens exceeds trainer.tokens_per_microbatch={budget}; raise it")
+            raise LaminarError(
+                f"a trajectory of {lengths[i]} tokens exceeds trainer.tokens_per_microbatch={budget}; raise "
+                "it"
+            )
         at = next((p for p, left in enumerate(room) if left >= lengths[i]), len(packs))
         if at == len(packs):
             packs.append([])
@@ -45,7 +52,8 @@ def pack(lengths: list[int], members: list[int], budget: int) -> list[list[int]]
 
 
 def plan_microbatches(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> positions in `lengths`. Ranks that need fewer micro-batches than the others get empty ones at the end."""
+    """[rank][micro-batch] -> positions in `lengths`. Ranks that need fewer micro-batches than the others get
+    empty ones at the end."""
     plan = [pack(lengths, members, budget) for members in split_ranks(lengths, ranks)]
     most = max(map(len, plan))
     return [packs + [[] for _ in range(most - len(packs))] for packs in plan]

@@ -3,14 +3,16 @@
     trainer's thread     publish(s) | forward, backward of step s ......... | fence() | optimizer.step | publish(s + 1) | ...
     publisher's thread              | id, then bucket by bucket: pack, send | tail: the last buckets, the sums |
 
-`publish` only hands over; the publisher's thread reads the live parameters into two buckets in turn, of relay.chunk_megabytes at most, on
-the sending device: one is packed while the other is on its way. `fence`, before the parameters change, waits until they are all read. With
-a relay that does not take them it waits relay.publish_timeout_seconds at most; then, or without a link, these weights are given up:
-skipping an id is legal, the next ones go out. Until the fence, a broken link's weights are sent again as soon as there is a new epoch.
+`publish` only hands over; the publisher's thread reads the live parameters into two buckets in turn, of
+relay.chunk_megabytes at most, on the sending device: one is packed while the other is on its way. `fence`,
+before the parameters change, waits until they are all read. With a relay that does not take them it waits
+relay.publish_timeout_seconds at most; then, or without a link, these weights are given up: skipping an id is
+legal, the next ones go out. Until the fence, a broken link's weights are sent again as soon as there is a new
+epoch.
 
-Every trainer rank that holds slices, or sends a lane, has such a thread. Rank 0's decides, and says by one word per bucket what the others
-do: all lanes' buckets of one number are packed and sent before those of the next.
-Used by `trainer.loop` (publish, fence, close).
+Every trainer rank that holds slices, or sends a lane, has such a thread. Rank 0's decides, and says by one
+word per bucket what the others do: all lanes' buckets of one number are packed and sent before those of the
+next. Used by `trainer.loop` (publish, fence, close).
 """
 
 import contextlib
@@ -40,7 +42,8 @@ from laminar_hpc.weights.stream import Part
 
 log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
-# Words beside the numbers of buckets; any other one below 0 is the size of the buckets that follow, with the weight id as the next word.
+# Words beside the numbers of buckets; any other one below 0 is the size of the buckets that follow, with the
+# weight id as the next word.
 _WAIT, _RELEASE, _STATE, _END = -1, -2, -3, -4
 
 
@@ -104,13 +107,14 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
-    # ---- called by the trainer -------------------------------------------------------------------------------------------------
+    # ---- called by the trainer -----------------------------------------------------------------------------
 
     def publish(self, step: int) -> None:
-        """The live weights are those of step `step`. Collective, for the probe. Raises LaminarError if publishing failed, or
-        when the probe's log-probs are not finite.
+        """The live weights are those of step `step`. Collective, for the probe. Raises LaminarError if
+        publishing failed, or when the probe's log-probs are not finite.
 
-        With relay.publish=blocking rank 0 stands still here until they are read, for relay.publish_timeout_seconds at most.
+        With relay.publish=blocking rank 0 stands still here until they are read, for
+        relay.publish_timeout_seconds at most.
         """
         self.fence()
         started = time.monotonic()
@@ -118,8 +122,10 @@ class Publisher:
         handed = time.monotonic()
         if not all(map(math.isfinite, probe)):
             raise LaminarError(
-                f"the weights of step {step} are finite, but the log-probs that they give to the fixed probe are not: they are too "
-                "large to compute with, and were not published; lower optimizer.lr, then go on from the newest checkpoint with "
+                f"the weights of step {step} are finite, but the log-probs that they give to the fixed probe "
+                "are not: they are too "
+                "large to compute with, and were not published; lower optimizer.lr, then go on from the "
+                "newest checkpoint with "
                 "resume=auto"
             )
         if not self._holder:
@@ -140,17 +146,20 @@ class Publisher:
     def fence(self) -> None:
         """Before the weights change: waits until nothing reads them any more.
 
-        Raises LaminarError if publishing has failed, or names who holds up the thread that reads when it does not let go.
+        Raises LaminarError if publishing has failed, or names who holds up the thread that reads when it does
+        not let go.
         """
         self._await_release(self._seconds if self._mine else 3 * self._seconds)
 
     def close(self) -> None:
-        """Waits until the last weights are with the master relay. Raises LaminarError when they are not in time."""
+        """Waits until the last weights are with the master relay. Raises LaminarError when they are not in
+        time."""
         with self._changed:
             live = self._live
             if self._lead and live is not None and not self._wait_until(lambda: live.sent, 2 * self._seconds):
                 raise LaminarError(
-                    f"the last weights were not with the master relay after {2 * self._seconds:.0f} s; it waits for {self._doing}"
+                    f"the last weights were not with the master relay after {2 * self._seconds:.0f} s; it "
+                    f"waits for {self._doing}"
                 )
         self._await_release(3 * self._seconds)
         with self._changed:
@@ -167,19 +176,33 @@ class Publisher:
                 return
             live.fenced, live.waiting_since = True, time.monotonic()
             self._changed.notify_all()
-            if self._lead and len(self._exchange.ranks) == 1 and not self._reading and (live.read or not self._linked):
+            if (
+                self._lead
+                and len(self._exchange.ranks) == 1
+                and not self._reading
+                and (live.read or not self._linked)
+            ):
                 self._let_go(live)
             if self._wait_until(lambda: self._live is not live, seconds):
                 return
-            log.warning("the weights of step %d are given up after %.0f s: %s does not take them", live.step, seconds, self._doing)
+            log.warning(
+                "the weights of step %d are given up after %.0f s: %s does not take them",
+                live.step,
+                seconds,
+                self._doing,
+            )
             live.given_up = True
             self._changed.notify_all()
             if not self._wait_until(lambda: self._live is not live, self._seconds):
                 who = self._doing if self._lead else "trainer 0"
-                raise LaminarError(f"publishing has not let go of the weights of step {live.step} for {seconds:.0f} s: it waits for {who}")
+                raise LaminarError(
+                    f"publishing has not let go of the weights of step {live.step} for {seconds:.0f} s: it "
+                    f"waits for {who}"
+                )
 
     def _wait_until(self, reached: Callable[[], bool], seconds: float) -> bool:
-        """With the lock: whether it came true within `seconds`. Raises if publishing failed; nothing is awaited of a thread that ended."""
+        """With the lock: whether it came true within `seconds`. Raises if publishing failed; nothing is
+        awaited of a thread that ended."""
         deadline = time.monotonic() + seconds
         while not reached() and self._thread.is_alive():
             self._raise()
@@ -194,7 +217,7 @@ class Publisher:
         if self._error is not None:
             raise self._error
 
-    # ---- the publisher's thread ------------------------------------------------------------------------------------------------
+    # ---- the publisher's thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -221,7 +244,7 @@ class Publisher:
                 with contextlib.suppress(LaminarError):
                     self._exchange.word(_RELEASE)
 
-    # ---- links -----------------------------------------------------------------------------------------------------------------
+    # ---- links ---------------------------------------------------------------------------------------------
 
     @property
     def _linked(self) -> bool:
@@ -234,10 +257,13 @@ class Publisher:
             assert isinstance(proposed, m.EpochProposed)
             with self._proposals:
                 lane = proposed.epoch % len(self._model.lanes)
-                self._proposed[lane] = max(proposed, self._proposed.get(lane, proposed), key=lambda p: p.epoch)
+                self._proposed[lane] = max(
+                    proposed, self._proposed.get(lane, proposed), key=lambda p: p.epoch
+                )
 
     def _another_master(self, lane: LaneSender) -> bool:
-        """The controller wants another link in place of this lane's, or has sent what ends the publisher's thread."""
+        """The controller wants another link in place of this lane's, or has sent what ends the publisher's
+        thread."""
         try:
             self._take_proposals()
         except Exception:
@@ -258,10 +284,11 @@ class Publisher:
             if lane.link is not None and proposed.resend:
                 self._resend = True
 
-    # ---- another rank than 0 ---------------------------------------------------------------------------------------------------
+    # ---- another rank than 0 -------------------------------------------------------------------------------
 
     def _follow_the_lead(self) -> None:
-        """Another rank: its slices and lanes of each bucket that rank 0 names, until the weights are released."""
+        """Another rank: its slices and lanes of each bucket that rank 0 names, until the weights are
+        released."""
         with self._changed:
             live = self._live
             if live is None:
@@ -278,7 +305,9 @@ class Publisher:
             elif word >= 0:
                 self._pack(word)
             elif word != _WAIT:
-                self._begin(live, layout(self._model.canonical_metadata(), self._exchange.word(), live.step), -word)
+                self._begin(
+                    live, layout(self._model.canonical_metadata(), self._exchange.word(), live.step), -word
+                )
                 unfinished = self._shared
         with self._changed:
             self._live = None
@@ -286,7 +315,7 @@ class Publisher:
         if unfinished:
             self._end()
 
-    # ---- what all ranks do -----------------------------------------------------------------------------------------------------
+    # ---- what all ranks do ---------------------------------------------------------------------------------
 
     def _state(self) -> tuple[bool, bool]:
         """Whether all lanes of all ranks have a link, and whether a new one wants what was sent last."""
@@ -295,7 +324,9 @@ class Publisher:
         return all(linked for linked, _ in said), any(resend for _, resend in said)
 
     def _begin(self, live: Publication, manifest: Manifest, chunk: int) -> None:
-        self._cut = [lane_chunks(lane_manifest(manifest, lane.begin, lane.end), chunk) for lane in self._model.lanes]
+        self._cut = [
+            lane_chunks(lane_manifest(manifest, lane.begin, lane.end), chunk) for lane in self._model.lanes
+        ]
         for lane in self._mine:
             lane.begin(manifest, chunk, functools.partial(self._unwanted, live, lane))
 
@@ -304,7 +335,8 @@ class Publisher:
 
     @torch.no_grad()
     def _pack(self, number: int) -> None:
-        """Bucket `number` of every lane: this rank's slices to its sender, or all of it into a bucket that is then on its way."""
+        """Bucket `number` of every lane: this rank's slices to its sender, or all of it into a bucket that is
+        then on its way."""
         mine = {lane.number: lane for lane in self._mine}
         for lane, cut in enumerate(self._cut):
             if number >= len(cut):
@@ -316,17 +348,21 @@ class Publisher:
             mine[lane].post(bucket, cut[number], self._model.pack(cut[number], bucket, lane))
 
     def _end(self) -> tuple[bool, int, int, float | None]:
-        """Of all lanes of all ranks: whether all is sent, the bytes that left for relays, those that would have left in full, and the
-        fraction of elements that changed, None if that is not known of all."""
+        """Of all lanes of all ranks: whether all is sent, the bytes that left for relays, those that would
+        have left in full, and the fraction of elements that changed, None if that is not known of all."""
         for lane in self._mine:
             lane.end()
         mine = [[lane.sent, lane.bytes_sent, lane.full_bytes, *lane.bytes_changed] for lane in self._mine]
-        said = self._exchange.all_say([sum(each) for each in zip(*mine, strict=True)] or [0] * 5) if self._shared else mine
+        said = (
+            self._exchange.all_say([sum(each) for each in zip(*mine, strict=True)] or [0] * 5)
+            if self._shared
+            else mine
+        )
         sent, count, full, known, changed = (sum(each) for each in zip(*said, strict=True))
         lanes = self._model.lanes
         return sent == len(lanes), count, full, changed / lanes[-1].end if known == len(lanes) else None
 
-    # ---- rank 0 ----------------------------------------------------------------------------------------------------------------
+    # ---- rank 0 --------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         """Sends, releases or waits, whichever is due."""
@@ -371,14 +407,18 @@ class Publisher:
             with self._changed:
                 self._reading, live.read = False, live.read and live.sent
                 if live is not self._live and not live.sent:
-                    log.warning("the weights of step %d are lost with a link: they have changed since", live.step)
+                    log.warning(
+                        "the weights of step %d are lost with a link: they have changed since", live.step
+                    )
                 self._changed.notify_all()
 
     def _send(self, live: Publication) -> None:
         channel = self._context.channel
         started = time.time()
         self._doing = "a weight id of the controller"
-        answer = channel.request(m.NewWeightId(live.step), m.WeightId, timeout=self._seconds, what="a weight id")
+        answer = channel.request(
+            m.NewWeightId(live.step), m.WeightId, timeout=self._seconds, what="a weight id"
+        )
         assert isinstance(answer, m.WeightId)
         first = self._mine[0].link
         if first is None:
@@ -404,7 +444,16 @@ class Publisher:
         self._context.trace.record("send", started, now, step=live.step, weight_id=answer.weight_id)
         channel.send(
             m.Published(
-                answer.weight_id, live.step, live.stall_seconds, live.probe_seconds, now - started, count, live.probe, now, full, changed
+                answer.weight_id,
+                live.step,
+                live.stall_seconds,
+                live.probe_seconds,
+                now - started,
+                count,
+                live.probe,
+                now,
+                full,
+                changed,
             )
         )
         self.weight_id = answer.weight_id
@@ -437,7 +486,11 @@ class Publisher:
     def _let_go(self, live: Publication) -> None:
         """With the lock: the weights may change."""
         if not live.read:
-            log.warning("the weights of step %d were not published: no link to a relay took them; the next ones go out", live.step)
+            log.warning(
+                "the weights of step %d were not published: no link to a relay took them; the next ones go "
+                "out",
+                live.step,
+            )
         if self._live is live:
             self._live = None
         self._changed.notify_all()

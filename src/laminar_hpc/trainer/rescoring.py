@@ -1,4 +1,5 @@
-"""Log-probs of a step's whole batch by other weights than those that generated it. Called by trainer/learner.py before the updates."""
+"""Log-probs of a step's whole batch by other weights than those that generated it. Called by
+trainer/learner.py before the updates."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ from laminar_hpc.trainer.packing import plan_microbatches
 
 
 class ReferenceWeights:
-    """A frozen copy of the weights that `policy` has now. The learner makes it before a checkpoint is loaded, so that it holds those of
-    config.model.path in every launch of a run; checkpoints need not hold it."""
+    """A frozen copy of the weights that `policy` has now. The learner makes it before a checkpoint is loaded,
+    so that it holds those of config.model.path in every launch of a run; checkpoints need not hold it."""
 
     def __init__(self, policy: MegatronPolicy) -> None:
         self._live = list(policy.gpt.parameters())
@@ -23,8 +24,8 @@ class ReferenceWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The policy's forward passes use the copy inside. The live weights stay where they are in memory, untouched, so that a
-        publication may go on reading them."""
+        """The policy's forward passes use the copy inside. The live weights stay where they are in memory,
+        untouched, so that a publication may go on reading them."""
         live = [p.data for p in self._live]
         for parameter, frozen in zip(self._live, self._frozen, strict=True):
             parameter.data = frozen
@@ -36,21 +37,29 @@ class ReferenceWeights:
 
 
 def batch_logprobs(policy: MegatronPolicy, trajectories: list[Trajectory]) -> torch.Tensor:
-    """By the weights in place, at the sampling temperature: float32 [trained tokens] on the CPU, trajectory after trajectory, the whole
-    batch on every rank. Collective; each data-parallel rank computes its share."""
+    """By the weights in place, at the sampling temperature: float32 [trained tokens] on the CPU, trajectory
+    after trajectory, the whole batch on every rank. Collective; each data-parallel rank computes its
+    share."""
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     lengths = [length(t) for t in trajectories]
     plan = plan_microbatches(lengths, ranks, policy.config.trainer.tokens_per_microbatch)[rank]
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    size = max(sum(lengths[i] for i in part) for part in plan) if stages > 1 else 0  # the stages pass on tensors of one shape
+    size = (
+        max(sum(lengths[i] for i in part) for part in plan) if stages > 1 else 0
+    )  # the stages pass on tensors of one shape
     counts = [len(trained(t)) for t in trajectories]
     found = [torch.zeros(n, device=policy.device) for n in counts]
-    scored = policy.score([trajectory_pack([trajectories[i] for i in part], policy.device, size) for part in plan])
+    scored = policy.score(
+        [trajectory_pack([trajectories[i] for i in part], policy.device, size) for part in plan]
+    )
     for part, logprobs in zip(plan, scored, strict=False):  # another stage has none
         if part:
             for i, own in zip(part, logprobs.split([counts[i] for i in part]), strict=True):
                 found[i] = own
     flat = torch.cat(found)
-    for group in (parallel_state.get_data_parallel_group(), parallel_state.get_pipeline_model_parallel_group()):
+    for group in (
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    ):
         dist.all_reduce(flat, group=group)
     return flat.cpu()

@@ -1,8 +1,10 @@
-"""The residual stream of bfloat16 models as SGLang has it: a sum is normalized as it is in float32, and rounded only to be added to.
+"""The residual stream of bfloat16 models as SGLang has it: a sum is normalized as it is in float32, and
+rounded only to be added to.
 
-Megatron rounds the sum first and normalizes what is left; the two differ by a rounding per norm, which is most of what engine and trainer
-would then differ by. Between layers and pipeline stages goes the sum in float32. Plugged in by trainer/building.py, for Megatron's own
-layers; Transformer Engine's take their input in the parameters' dtype only.
+Megatron rounds the sum first and normalizes what is left; the two differ by a rounding per norm, which is
+most of what engine and trainer would then differ by. Between layers and pipeline stages goes the sum in
+float32. Plugged in by trainer/building.py, for Megatron's own layers; Transformer Engine's take their input
+in the parameters' dtype only.
 """
 
 from collections.abc import Callable
@@ -14,18 +16,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SumNorm(torch.nn.RMSNorm):
-    """RMSNorm of a sum in float32, or of an embedding, computed in float32; the result is of the weight's dtype."""
+    """RMSNorm of a sum in float32, or of an embedding, computed in float32; the result is of the weight's
+    dtype."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normalized = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
+        normalized = torch.nn.functional.rms_norm(
+            x.float(), self.normalized_shape, self.weight.float(), self.eps
+        )
         return normalized.to(self.weight.dtype)
 
 
 def _add(output_with_bias: tuple[torch.Tensor, None], residual: torch.Tensor, dropout: float) -> torch.Tensor:
-    """output and residual [tokens, 1, hidden] -> their sum in float32, of the residual rounded to the output's dtype."""
+    """output and residual [tokens, 1, hidden] -> their sum in float32, of the residual rounded to the
+    output's dtype."""
     output, bias = output_with_bias
     if bias is not None or dropout:
         raise ValueError("a float32 residual sum knows neither bias nor dropout")
@@ -45,4 +51,6 @@ def sum_in_float32(spec: ModuleSpec) -> None:
 def normalize_last_sum(gpt: GPTModel, transformer: TransformerConfig) -> None:
     """The norm behind the last layer, where this stage has it; before the weights are loaded."""
     if gpt.decoder.final_layernorm is not None:
-        gpt.decoder.final_layernorm = SumNorm(transformer, transformer.hidden_size, transformer.layernorm_epsilon)
+        gpt.decoder.final_layernorm = SumNorm(
+            transformer, transformer.hidden_size, transformer.layernorm_epsilon
+        )

@@ -1,4 +1,5 @@
-"""Transformer Engine's attention for our packs; imported by trainer/building.py where Transformer Engine is installed (GPUs)."""
+"""Transformer Engine's attention for our packs; imported by trainer/building.py where Transformer Engine is
+installed (GPUs)."""
 
 from dataclasses import fields
 
@@ -10,12 +11,20 @@ from laminar_hpc.trainer.attention import PackLayout, rotated
 
 
 class TransformerEngineAttention(TEDotProductAttention):
-    """RoPE by the PackLayout's factors, then Megatron's TEDotProductAttention, which passes on all fields of what it is given."""
+    """RoPE by the PackLayout's factors, then Megatron's TEDotProductAttention, which passes on all fields of
+    what it is given."""
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, *args: object, packed_seq_params: PackLayout, **keywords: object
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *args: object,
+        packed_seq_params: PackLayout,
+        **keywords: object,
     ) -> torch.Tensor:
         assert packed_seq_params.rotation is not None
         query, key = rotated(query, packed_seq_params.rotation), rotated(key, packed_seq_params.rotation)
-        plain = PackedSeqParams(**{f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)})
+        plain = PackedSeqParams(
+            **{f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)}
+        )
         return super().forward(query, key, *args, packed_seq_params=plain, **keywords)

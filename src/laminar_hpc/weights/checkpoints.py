@@ -1,7 +1,9 @@
-"""Where checkpoints lie and which one is the newest: run_dir/checkpoints/step_000020/{hf/, megatron/, state.json}.
+"""Where checkpoints lie and which one is the newest: run_dir/checkpoints/step_000020/{hf/, megatron/,
+state.json}.
 
-Used by the trainer, which writes them, and by the controller, which resumes from them; imports no torch. A checkpoint is written under a
-name that begins with a dot and renamed when it is whole, so every step_* folder is complete.
+Used by the trainer, which writes them, and by the controller, which resumes from them; imports no torch. A
+checkpoint is written under a name that begins with a dot and renamed when it is whole, so every step_* folder
+is complete.
 """
 
 import json
@@ -36,8 +38,8 @@ def read_state(checkpoint: Path) -> dict:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints, and whatever an interrupted writer has left. Renamed first, so none is seen
-    half-deleted."""
+    """Deletes all but the newest `keep` checkpoints, and whatever an interrupted writer has left. Renamed
+    first, so none is seen half-deleted."""
     folder = Path(run_dir) / "checkpoints"
     for step in steps(run_dir)[:-keep]:
         doomed = checkpoint_path(run_dir, step)

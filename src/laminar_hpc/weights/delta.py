@@ -1,15 +1,17 @@
-"""What changed since the last publication, bucket by bucket: found by the trainer, put on top of the image before by each relay.
+"""What changed since the last publication, bucket by bucket: found by the trainer, put on top of the image
+before by each relay.
 
-A chunk of a stream of changes is a head (two 64-bit integers: its kind and the number of changed units) and a payload, whichever is the
-smallest of
+A chunk of a stream of changes is a head (two 64-bit integers: its kind and the number of changed units) and a
+payload, whichever is the smallest of
 
     FULL       the units as they are
     MASK       the changed units | a bit for every unit, 32 to a word
     OFFSETS    the changed units | 32 bits per block of BLOCK units: how many changed in it | of each its place in the block, 16 bits
 
-Units have 2 bytes, or 4 where all tensors are float32, and are compared bit by bit. The changed ones ascend and are padded to whole words.
-MASK costs 1/8 byte per unit and OFFSETS 2 per changed one, so the latter is for less than 1 in 16. By laminar_hpc._sums (csrc/delta.cpp)
-where it is built and the bucket is in host memory, else by torch and the kernels.
+Units have 2 bytes, or 4 where all tensors are float32, and are compared bit by bit. The changed ones ascend
+and are padded to whole words. MASK costs 1/8 byte per unit and OFFSETS 2 per changed one, so the latter is
+for less than 1 in 16. By laminar_hpc._sums (csrc/delta.cpp) where it is built and the bucket is in host
+memory, else by torch and the kernels.
 """
 
 import functools
@@ -34,7 +36,8 @@ class FrameWrong(LaminarError):
 
 
 class Frame(NamedTuple):
-    """A chunk as it crosses a link: `head` int64 [2] on the host, `payload` uint8 on the device that it came from."""
+    """A chunk as it crosses a link: `head` int64 [2] on the host, `payload` uint8 on the device that it came
+    from."""
 
     head: torch.Tensor
     payload: torch.Tensor
@@ -48,10 +51,15 @@ def unit_bytes(manifest: Manifest) -> int:
 def payload_bytes(kind: int, changed: int, units: int, width: int) -> int:
     """Of a chunk of `units` of `width` bytes. Raises FrameWrong when there is no such chunk."""
     if kind not in (FULL, MASK, OFFSETS) or not 0 <= changed <= units:
-        raise FrameWrong(f"a chunk of {units} units came as kind {kind} with {changed} changed ones; run the same version everywhere")
+        raise FrameWrong(
+            f"a chunk of {units} units came as kind {kind} with {changed} changed ones; run the same version "
+            "everywhere"
+        )
     if kind == FULL:
         return units * width
-    return _padded(changed * width) + (4 * _words(units) if kind == MASK else 4 * _blocks(units) + 2 * changed)
+    return _padded(changed * width) + (
+        4 * _words(units) if kind == MASK else 4 * _blocks(units) + 2 * changed
+    )
 
 
 def _padded(size: int) -> int:
@@ -73,7 +81,8 @@ def _best(changed: int, units: int, width: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _most(units: int, width: int) -> tuple[int, int]:
-    """The greatest numbers of changed units with which a chunk is not FULL, and is OFFSETS; -1 if there is none."""
+    """The greatest numbers of changed units with which a chunk is not FULL, and is OFFSETS; -1 if there is
+    none."""
 
     def last(holds: Callable[[int], bool]) -> int:
         low, high = -1, units
@@ -85,13 +94,15 @@ def _most(units: int, width: int) -> tuple[int, int]:
     return last(lambda n: _best(n, units, width) != FULL), last(lambda n: _best(n, units, width) == OFFSETS)
 
 
-# ---- the sender ---------------------------------------------------------------------------------------------------------------------
+# ---- the sender --------------------------------------------------------------------------------------------
 
 
 class Image:
-    """The bytes of the last publication, in host memory (of the model's size in the serving dtype), and what has changed since.
+    """The bytes of the last publication, in host memory (of the model's size in the serving dtype), and what
+    has changed since.
 
-    `weight_id`: whose they are; -1 while they are of two publications, because one is on its way or was broken off.
+    `weight_id`: whose they are; -1 while they are of two publications, because one is on its way or was
+    broken off.
     """
 
     def __init__(self, size: int, width: int, device: torch.device, full_every: int) -> None:
@@ -103,7 +114,8 @@ class Image:
         self._known, self._changed = False, 0  # units of the publication on its way
 
     def begin(self, held: int) -> int:
-        """A publication begins, to a relay that holds weight id `held`: returns the id on top of which it may go as changes, else -1."""
+        """A publication begins, to a relay that holds weight id `held`: returns the id on top of which it may
+        go as changes, else -1."""
         due = self._as_changes + 1 >= self._anchor_every
         base = self.weight_id if self.weight_id == held and not due else -1
         self._known, self._changed, self.weight_id = self.weight_id >= 0, 0, -1
@@ -111,8 +123,9 @@ class Image:
         return base
 
     def take(self, first: int, bucket: torch.Tensor, as_changes: bool) -> Frame | None:
-        """The image's bytes from `first` on become those of `bucket`. With `as_changes` returns the frame that makes them so elsewhere,
-        which may use the bucket's memory and the image's until the next publication, and the bucket is of no use otherwise; else None."""
+        """The image's bytes from `first` on become those of `bucket`. With `as_changes` returns the frame
+        that makes them so elsewhere, which may use the bucket's memory and the image's until the next
+        publication, and the bucket is of no use otherwise; else None."""
         part = self._bytes[first : first + bucket.numel()]
         if not self._known:
             part.copy_(bucket)
@@ -122,21 +135,27 @@ class Image:
         return frame if as_changes else None
 
     def complete(self, weight_id: int) -> float | None:
-        """All buckets are taken: the fraction of elements that changed, None if the image before was of no single publication."""
+        """All buckets are taken: the fraction of elements that changed, None if the image before was of no
+        single publication."""
         self.weight_id = weight_id
         return self._changed * self._width / max(1, self._bytes.numel()) if self._known else None
 
 
 def encode(bucket: torch.Tensor, image: torch.Tensor, width: int, as_changes: bool = True) -> Frame:
-    """The frame that turns `image` (flat uint8, on the host) into `bucket` (the same on any device); `image` is then equal to it.
+    """The frame that turns `image` (flat uint8, on the host) into `bucket` (the same on any device); `image`
+    is then equal to it.
 
-    Without `as_changes` the bucket stays as it is and only the number in the head counts; else the payload may lie in the bucket's memory.
+    Without `as_changes` the bucket stays as it is and only the number in the head counts; else the payload
+    may lie in the bucket's memory.
     """
     units = bucket.numel() // width
     most, most_offsets = _most(units, width) if as_changes else (-1, -1)
     if extension is None or bucket.is_cuda:
         return _encode_by_torch(bucket, image, width, most)
-    mask, counts = torch.empty(_words(units), dtype=torch.int32), torch.empty(_blocks(units), dtype=torch.int32)
+    mask, counts = (
+        torch.empty(_words(units), dtype=torch.int32),
+        torch.empty(_blocks(units), dtype=torch.int32),
+    )
     offsets = torch.empty(max(0, most_offsets), dtype=torch.int16)
     places = mask.data_ptr(), counts.data_ptr(), offsets.data_ptr()
     changed = extension.encode(bucket.data_ptr(), image.data_ptr(), units, width, *places, most, most_offsets)
@@ -175,13 +194,15 @@ def _encode_by_torch(bucket: torch.Tensor, image: torch.Tensor, width: int, most
     return _frame(kind, changed, torch.cat([values, padding, *table]))
 
 
-# ---- the receiver -------------------------------------------------------------------------------------------------------------------
+# ---- the receiver ------------------------------------------------------------------------------------------
 
 
 def apply(frame: Frame, base: torch.Tensor, target: torch.Tensor, width: int) -> None:
-    """`base` with the frame's changes into `target`, flat uint8 on the host, as is the payload, which has `payload_bytes`.
+    """`base` with the frame's changes into `target`, flat uint8 on the host, as is the payload, which has
+    `payload_bytes`.
 
-    Raises FrameWrong, and the target is of no use, when the frame's places are not those of so many units of such a chunk.
+    Raises FrameWrong, and the target is of no use, when the frame's places are not those of so many units of
+    such a chunk.
     """
     (kind, changed), units = frame.head.tolist(), target.numel() // width
     if kind == FULL:
@@ -195,12 +216,18 @@ def apply(frame: Frame, base: torch.Tensor, target: torch.Tensor, width: int) ->
         places = (start + end, 0, 0) if kind == MASK else (0, start + end, start + end + 4 * _blocks(units))
         fits = extension.apply(base.data_ptr(), target.data_ptr(), units, width, start, changed, *places)
     if not fits:
-        raise FrameWrong(f"a chunk of {changed} changed units has not as many places inside it; check the network and memory")
+        raise FrameWrong(
+            f"a chunk of {changed} changed units has not as many places inside it; check the network and "
+            "memory"
+        )
 
 
 def _apply_by_torch(frame: Frame, base: torch.Tensor, target: torch.Tensor, width: int) -> bool:
     (kind, changed), units = frame.head.tolist(), target.numel() // width
-    values, table = frame.payload[: changed * width].clone().view(_UNIT[width]), frame.payload[_padded(changed * width) :].clone()
+    values, table = (
+        frame.payload[: changed * width].clone().view(_UNIT[width]),
+        frame.payload[_padded(changed * width) :].clone(),
+    )
     if kind == MASK:
         shifts = torch.arange(8, dtype=torch.uint8)
         indices = torch.nonzero((table[:, None] >> shifts) & 1)

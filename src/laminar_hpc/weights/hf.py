@@ -1,7 +1,8 @@
-"""Hugging Face model directories: what config.json says, tensors read one by one, and a directory written back whole.
+"""Hugging Face model directories: what config.json says, tensors read one by one, and a directory written
+back whole.
 
-Used by the trainer's Megatron adapter. A new model family is one row of FAMILIES (and its tensors' rows in mapping.py). Needs no
-transformers.
+Used by the trainer's Megatron adapter. A new model family is one row of FAMILIES (and its tensors' rows in
+mapping.py). Needs no transformers.
 """
 
 import json
@@ -39,7 +40,8 @@ FAMILIES = {  # by config.json's model_type
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling of RoPE: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Llama 3's scaling of RoPE: long wavelengths are stretched by `factor`, short ones kept, those between
+    interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -67,19 +69,34 @@ class ModelShape:
 
 
 def read_shape(directory: str | Path) -> ModelShape:
-    """Raises LaminarError when there is no config.json, or for what the trainer cannot compute: other families (mixtures of experts among
-    them), other scalings of RoPE than Llama 3's, sliding windows, other biases."""
+    """Raises LaminarError when there is no config.json, or for what the trainer cannot compute: other
+    families (mixtures of experts among them), other scalings of RoPE than Llama 3's, sliding windows, other
+    biases."""
     file = Path(directory) / "config.json"
     try:
         c = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LaminarError(f"{file} cannot be read ({error}); name a Hugging Face model directory in model.path") from None
+        raise LaminarError(
+            f"{file} cannot be read ({error}); name a Hugging Face model directory in model.path"
+        ) from None
     if c.get("model_type") not in FAMILIES:
-        raise LaminarError(f"{file}: model_type {c.get('model_type')} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        raise LaminarError(
+            f"{file}: model_type {c.get('model_type')} is not supported; supported: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
     rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5 | 4
-    if c.get("use_sliding_window") or c.get("hidden_act", "silu") != "silu" or c.get("attention_dropout", 0.0):
-        raise LaminarError(f"{file}: sliding windows, dropout and activations other than silu are not supported; use another model")
-    if (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get("mlp_bias"):  # Qwen2 has no such key, and its own biases
+    if (
+        c.get("use_sliding_window")
+        or c.get("hidden_act", "silu") != "silu"
+        or c.get("attention_dropout", 0.0)
+    ):
+        raise LaminarError(
+            f"{file}: sliding windows, dropout and activations other than silu are not supported; use "
+            "another model"
+        )
+    if (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get(
+        "mlp_bias"
+    ):  # Qwen2 has no such key, and its own biases
         raise LaminarError(f"{file}: attention_bias and mlp_bias are not supported; use a model without them")
     family, heads = FAMILIES[c["model_type"]], c["num_attention_heads"]
     return ModelShape(
@@ -102,7 +119,9 @@ def read_shape(directory: str | Path) -> ModelShape:
 def _rope_scaling(rope: dict, positions: int, file: Path) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise LaminarError(f"{file}: RoPE of type {kind} is not supported; use a model with plain RoPE or Llama 3's")
+        raise LaminarError(
+            f"{file}: RoPE of type {kind} is not supported; use a model with plain RoPE or Llama 3's"
+        )
     if kind == "default":
         return None
     try:
@@ -123,14 +142,20 @@ class TensorReader:
     """The tensors of a directory, read when asked for. A context manager; the files stay open inside it."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises LaminarError when the directory holds no safetensors file, or not all that its index names."""
+        """Raises LaminarError when the directory holds no safetensors file, or not all that its index
+        names."""
         self._directory, self._stack = Path(directory), ExitStack()
         index = self._directory / _INDEX_FILE
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [WEIGHTS_FILE]
+        names = (
+            sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if index.exists()
+            else [WEIGHTS_FILE]
+        )
         missing = [n for n in names if not (self._directory / n).is_file()]
         if missing:
             raise LaminarError(
-                f"{self._directory}: {', '.join(missing)} is missing; the model must be there as safetensors, download it again"
+                f"{self._directory}: {', '.join(missing)} is missing; the model must be there as "
+                "safetensors, download it again"
             )
         files = [self._stack.enter_context(_open(self._directory / n)) for n in names]
         self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (safe_open is no dict)
@@ -154,7 +179,8 @@ class TensorReader:
 
 
 def copy_side_files(source: str | Path, target: Path, dtype: torch.dtype) -> None:
-    """Everything of a model directory but its weights: config.json (with its dtype set to `dtype`) and the tokenizer's files."""
+    """Everything of a model directory but its weights: config.json (with its dtype set to `dtype`) and the
+    tokenizer's files."""
     for name in SIDE_FILES:
         if (Path(source) / name).exists():
             shutil.copyfile(Path(source) / name, target / name)
@@ -165,14 +191,19 @@ def copy_side_files(source: str | Path, target: Path, dtype: torch.dtype) -> Non
 
 
 def save_directory(source: str | Path, target: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Writes a complete model directory: side files from `source`, `tensors` as one safetensors file, synced to the disk.
+    """Writes a complete model directory: side files from `source`, `tensors` as one safetensors file, synced
+    to the disk.
 
     `target` is made if absent; the caller renames it into place, since a reader must not see it half-written.
     """
     target.mkdir(parents=True, exist_ok=True)
     on_cpu = [(name, tensor.detach().to("cpu").contiguous()) for name, tensor in tensors]
-    with open(target / WEIGHTS_FILE, "wb") as file:  # safetensors' own writer would hold all bytes a second time
-        file.write(safetensors_header(layout(((name, tensor.shape, tensor.dtype) for name, tensor in on_cpu), 0, 0)))
+    with open(
+        target / WEIGHTS_FILE, "wb"
+    ) as file:  # safetensors' own writer would hold all bytes a second time
+        file.write(
+            safetensors_header(layout(((name, tensor.shape, tensor.dtype) for name, tensor in on_cpu), 0, 0))
+        )
         for _, tensor in on_cpu:
             file.write(tensor.view(-1).view(torch.uint8).numpy())
     copy_side_files(source, target, on_cpu[0][1].dtype)

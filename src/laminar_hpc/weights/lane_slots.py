@@ -1,9 +1,11 @@
 """The slots of a machine that several relays fill together, each with the bytes of its lane.
 
-The relays are equal and need not know each other: whoever first brings a weight id takes a slot for it, the others join, and whoever
-finds all parts complete writes the manifest. Who writes to a slot or sends from it holds its lock shared, as readers do; a slot is taken
-for a new id only with the lock exclusive. Such decisions are made one at a time, under the machine's `turn`. All locks are freed by the
-kernel with their holder, so a relay that dies leaves at most a slot without a manifest, which nobody sees and the next id may take.
+The relays are equal and need not know each other: whoever first brings a weight id takes a slot for it, the
+others join, and whoever finds all parts complete writes the manifest. Who writes to a slot or sends from it
+holds its lock shared, as readers do; a slot is taken for a new id only with the lock exclusive. Such
+decisions are made one at a time, under the machine's `turn`. All locks are freed by the kernel with their
+holder, so a relay that dies leaves at most a slot without a manifest, which nobody sees and the next id may
+take.
 
     slot0/{writing: the id that it is for, lane0.json, lane1.json: manifests of the parts that are complete}, turn, present
 """
@@ -31,7 +33,8 @@ _WRITING_FILE = "writing"
 
 
 class LaneWriter(SlotWriter):
-    """One relay's side: as SlotWriter for the manifests of lane `lane`. All `lanes` relays of a machine use the same folder."""
+    """One relay's side: as SlotWriter for the manifests of lane `lane`. All `lanes` relays of a machine use
+    the same folder."""
 
     def __init__(self, shm_dir: str, run_id: str, slots: int, model_dir: Path, lane: int, lanes: int) -> None:
         self._lanes, self._part = lanes, f"lane{lane}.json"
@@ -51,18 +54,25 @@ class LaneWriter(SlotWriter):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Alone among the relays of this machine. Raises LaminarError when another one keeps its turn too long."""
-        descriptor, until = os.open(self.root / "turn", os.O_RDWR | os.O_CREAT, 0o600), time.monotonic() + _TURN_SECONDS
+        """Alone among the relays of this machine. Raises LaminarError when another one keeps its turn too
+        long."""
+        descriptor, until = (
+            os.open(self.root / "turn", os.O_RDWR | os.O_CREAT, 0o600),
+            time.monotonic() + _TURN_SECONDS,
+        )
         try:
             while not _locked(descriptor, fcntl.LOCK_EX):
                 if time.monotonic() > until:
-                    raise LaminarError(f"another relay of this machine has kept {self.root}/turn for {_TURN_SECONDS:.0f} s; see its log")
+                    raise LaminarError(
+                        f"another relay of this machine has kept {self.root}/turn for {_TURN_SECONDS:.0f} s; "
+                        "see its log"
+                    )
                 time.sleep(_POLL_SECONDS)
             yield
         finally:
             os.close(descriptor)
 
-    # ---- what is there ---------------------------------------------------------------------------------------------------------
+    # ---- what is there -------------------------------------------------------------------------------------
 
     def _file_manifest(self, index: int, name: str) -> Manifest | None:
         try:
@@ -85,10 +95,11 @@ class LaneWriter(SlotWriter):
         os.close(descriptor)
         return None
 
-    # ---- writing ---------------------------------------------------------------------------------------------------------------
+    # ---- writing -------------------------------------------------------------------------------------------
 
     def begin(self, manifest: Manifest) -> np.ndarray:
-        """A slot for this id; returns the bytes of the lane in it, `manifest.data_bytes` long. Raises SlotsBusy.
+        """A slot for this id; returns the bytes of the lane in it, `manifest.data_bytes` long. Raises
+        SlotsBusy.
 
         No slot of a newer id is taken, and not the newest complete one.
         """
@@ -105,7 +116,10 @@ class LaneWriter(SlotWriter):
         complete = {index: self._weight_id(index) for index in range(self.count)}
         ids = {index: max(complete[index], self._writing(index)) for index in complete}
         for index, held in ids.items():
-            if held == weight_id > complete[index] and (descriptor := self._locked_slot(index, fcntl.LOCK_SH)) is not None:
+            if (
+                held == weight_id > complete[index]
+                and (descriptor := self._locked_slot(index, fcntl.LOCK_SH)) is not None
+            ):
                 return index, descriptor
         newest = max(complete, key=lambda i: complete[i])
         for index in sorted(ids, key=lambda i: ids[i]):
@@ -122,11 +136,13 @@ class LaneWriter(SlotWriter):
             _locked(descriptor, fcntl.LOCK_SH)
             return index, descriptor
         raise SlotsBusy(
-            f"no weight slot under {self.root} for id {weight_id}: all {self.count} are read, sent or hold newer ones; raise relay.slots"
+            f"no weight slot under {self.root} for id {weight_id}: all {self.count} are read, sent or hold "
+            "newer ones; raise relay.slots"
         )
 
     def commit(self, manifest: Manifest) -> Path | None:
-        """The lane's part is complete. Returns the slot's folder if it is the last one, so that readers may see the slot from here on."""
+        """The lane's part is complete. Returns the slot's folder if it is the last one, so that readers may
+        see the slot from here on."""
         assert self._held is not None
         index = self._held[0]
         directory = self.root / f"slot{index}"
@@ -139,7 +155,7 @@ class LaneWriter(SlotWriter):
         self.abandon()
         return directory if len(there) == self._lanes else None
 
-    # ---- sending ---------------------------------------------------------------------------------------------------------------
+    # ---- sending -------------------------------------------------------------------------------------------
 
     def keep_held(self) -> int:
         assert self._held is not None
@@ -149,7 +165,11 @@ class LaneWriter(SlotWriter):
     def keep_newest(self) -> tuple[int, Manifest, np.ndarray] | None:
         """As SlotWriter's, of the slots whose part of this lane is complete."""
         with self._turn():
-            found = [(part.weight_id, i, part) for i in range(self.count) if (part := self._file_manifest(i, self._part)) is not None]
+            found = [
+                (part.weight_id, i, part)
+                for i in range(self.count)
+                if (part := self._file_manifest(i, self._part)) is not None
+            ]
             if not found:
                 return None
             _, index, part = max(found, key=lambda each: each[0])
@@ -164,7 +184,9 @@ class LaneWriter(SlotWriter):
                 part = self._file_manifest(index, self._part)
                 if part is not None and part.weight_id == weight_id:
                     self._keep(index)
-                    return index, self._allocate(index, part.whole or part)[part.begin : part.begin + part.data_bytes]
+                    return index, self._allocate(index, part.whole or part)[
+                        part.begin : part.begin + part.data_bytes
+                    ]
         return None
 
     def _keep(self, index: int) -> None:

@@ -1,7 +1,9 @@
-"""Lanes: a publication as several byte ranges of the canonical layout, each a stream with a manifest of its own.
+"""Lanes: a publication as several byte ranges of the canonical layout, each a stream with a manifest of its
+own.
 
-A lane's manifest lists flat parts of tensors, so whatever moves and checks streams need not know of lanes. A border may cut a tensor
-between two of its 32-bit words; the sums of its parts add up. Used by trainer/canonical.py, trainer/lanes.py and weights/lane_slots.py.
+A lane's manifest lists flat parts of tensors, so whatever moves and checks streams need not know of lanes. A
+border may cut a tensor between two of its 32-bit words; the sums of its parts add up. Used by
+trainer/canonical.py, trainer/lanes.py and weights/lane_slots.py.
 """
 
 import itertools
@@ -27,7 +29,8 @@ class Lane:
 
 
 def borders(whole: Manifest, lanes: int, preferred: Sequence[int] = ()) -> list[int]:
-    """lanes + 1 places in bytes that divide the layout evenly: at one of `preferred` where that is near, else between two words.
+    """lanes + 1 places in bytes that divide the layout evenly: at one of `preferred` where that is near, else
+    between two words.
 
     Raises LaminarError when there is too little for so many lanes.
     """
@@ -36,15 +39,24 @@ def borders(whole: Manifest, lanes: int, preferred: Sequence[int] = ()) -> list[
         even = size * number // lanes
         near = [place for place in preferred if abs(place - even) * _SNAP * lanes <= size]
         start = next(entry.offset for entry in whole.tensors if entry.offset + entry.nbytes > even)
-        places.append(min(near, key=lambda place, even=even: abs(place - even), default=start + (even - start) // _WORD * _WORD))
+        places.append(
+            min(
+                near,
+                key=lambda place, even=even: abs(place - even),
+                default=start + (even - start) // _WORD * _WORD,
+            )
+        )
     places.append(size)
     if any(begin >= end for begin, end in itertools.pairwise(places)):
-        raise LaminarError(f"relay.lanes={lanes}: the model's {size} bytes do not make up so many lanes; lower it")
+        raise LaminarError(
+            f"relay.lanes={lanes}: the model's {size} bytes do not make up so many lanes; lower it"
+        )
     return places
 
 
 def lane_manifest(whole: Manifest, begin: int, end: int) -> Manifest:
-    """Of bytes [begin, end): the parts of tensors in it, flat, and `whole` with them. `whole` itself if that is all of it."""
+    """Of bytes [begin, end): the parts of tensors in it, flat, and `whole` with them. `whole` itself if that
+    is all of it."""
     if (begin, end) == (0, whole.data_bytes):
         return whole
     parts = []
@@ -71,8 +83,12 @@ def _moved(part: Part, tensors: int, items: int) -> Part:
 
 
 def lane_sums(lane: Manifest, sums: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts' sums, of which each counts its own words from 0, from what they add to those of their tensors (by number in the whole)."""
-    return [shifted(both, -words) for both, words in zip((sums[number] for number in sorted(sums)), _words_before(lane), strict=True)]
+    """The parts' sums, of which each counts its own words from 0, from what they add to those of their
+    tensors (by number in the whole)."""
+    return [
+        shifted(both, -words)
+        for both, words in zip((sums[number] for number in sorted(sums)), _words_before(lane), strict=True)
+    ]
 
 
 def join(lanes: Sequence[Manifest]) -> Manifest:

@@ -1,7 +1,9 @@
-"""What a slot holds: weight id, step, and name, shape, dtype and sums of every canonical tensor, plus where it lies in model.safetensors.
+"""What a slot holds: weight id, step, and name, shape, dtype and sums of every canonical tensor, plus where
+it lies in model.safetensors.
 
-Canonical means Hugging Face names and shapes in the serving dtype. The layout of a safetensors file follows from the names and shapes
-alone, so a slot's file is laid out once and only its data bytes are rewritten for a new id. Imports no torch: a rollout worker needs none.
+Canonical means Hugging Face names and shapes in the serving dtype. The layout of a safetensors file follows
+from the names and shapes alone, so a slot's file is laid out once and only its data bytes are rewritten for a
+new id. Imports no torch: a rollout worker needs none.
 """
 
 import json
@@ -49,7 +51,8 @@ class Manifest(msgspec.Struct, omit_defaults=True):
 
 
 def layout(tensors: Iterable[tuple[str, Sequence[int], object]], weight_id: int, step: int) -> Manifest:
-    """A manifest without sums: tensors (name, shape, dtype or its name) one after the other, without gaps, in the given order."""
+    """A manifest without sums: tensors (name, shape, dtype or its name) one after the other, without gaps, in
+    the given order."""
     entries, offset = [], 0
     for name, shape, dtype in tensors:
         kind = str(dtype).removeprefix("torch.")
@@ -60,10 +63,15 @@ def layout(tensors: Iterable[tuple[str, Sequence[int], object]], weight_id: int,
 
 
 def safetensors_header(manifest: Manifest) -> bytes:
-    """The safetensors file's first part: a little-endian 64-bit length, then JSON padded with spaces to 8 bytes."""
+    """The safetensors file's first part: a little-endian 64-bit length, then JSON padded with spaces to 8
+    bytes."""
     fields: dict = {"__metadata__": {"format": "pt"}}
     for t in manifest.tensors:
-        fields[t.name] = {"dtype": _SAFETENSORS_NAME[t.dtype], "shape": t.shape, "data_offsets": [t.offset, t.offset + t.nbytes]}
+        fields[t.name] = {
+            "dtype": _SAFETENSORS_NAME[t.dtype],
+            "shape": t.shape,
+            "data_offsets": [t.offset, t.offset + t.nbytes],
+        }
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

@@ -1,7 +1,9 @@
-"""Megatron parameters <-> Hugging Face tensors, as one table: each row says where a Hugging Face tensor lies inside a Megatron parameter.
+"""Megatron parameters <-> Hugging Face tensors, as one table: each row says where a Hugging Face tensor lies
+inside a Megatron parameter.
 
-Used by trainer/megatron.py, both to load and to write or publish. A row gives a *view* of the local shard, so one table serves both ways:
-loading copies into the views, writing copies out of them. Knows nothing of torch.distributed; a tensor-parallel shard is (rank, size).
+Used by trainer/megatron.py, both to load and to write or publish. A row gives a *view* of the local shard, so
+one table serves both ways: loading copies into the views, writing copies out of them. Knows nothing of
+torch.distributed; a tensor-parallel shard is (rank, size).
 """
 
 from collections.abc import Callable, Iterable
@@ -23,9 +25,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, start + length) along `dim` of one Hugging Face tensor, and the view of a Megatron parameter that holds them.
+    """Elements [start, start + length) along `dim` of one Hugging Face tensor, and the view of a Megatron
+    parameter that holds them.
 
-    `shape` is that of the whole Hugging Face tensor. `view` shares the parameter's memory; it may split a dimension in several.
+    `shape` is that of the whole Hugging Face tensor. `view` shares the parameter's memory; it may split a
+    dimension in several.
     """
 
     name: str
@@ -40,15 +44,19 @@ class Piece:
         return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
 
     def load(self, part: torch.Tensor) -> None:
-        """Copies this slice of the Hugging Face tensor, shape `slice_shape` and any float dtype, into the Megatron parameter."""
+        """Copies this slice of the Hugging Face tensor, shape `slice_shape` and any float dtype, into the
+        Megatron parameter."""
         self.view.copy_(part.reshape(self.view.shape))
 
     def value(self) -> torch.Tensor:
-        """This slice as Hugging Face has it, contiguous: a view of the parameter where the layouts agree, else a copy."""
+        """This slice as Hugging Face has it, contiguous: a view of the parameter where the layouts agree,
+        else a copy."""
         return self.view.reshape(self.slice_shape)
 
 
-Part = Callable[[torch.Tensor, ModelShape, Shard], tuple[int, int, int, torch.Tensor]]  # -> dim, start, length in all, view
+Part = Callable[
+    [torch.Tensor, ModelShape, Shard], tuple[int, int, int, torch.Tensor]
+]  # -> dim, start, length in all, view
 
 
 def whole(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
@@ -68,7 +76,8 @@ def vocabulary(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, i
 
 
 def _qkv(first: int | None) -> Part:
-    """linear_qkv interleaves, per key-value group, its query heads, its key head, its value head; a shard holds whole groups."""
+    """linear_qkv interleaves, per key-value group, its query heads, its key head, its value head; a shard
+    holds whole groups."""
 
     def part(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
         queries = shape.heads // shape.kv_heads
@@ -92,8 +101,11 @@ def _half(which: int) -> Part:
 
 query, key, value, gate, up = _qkv(None), _qkv(0), _qkv(1), _half(0), _half(1)
 
-# Hugging Face tensor, Megatron parameter, how the one lies in the other; in the order of a Hugging Face state dict.
-FIRST: tuple[tuple[str, str, Part], ...] = (("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocabulary),)
+# Hugging Face tensor, Megatron parameter, how the one lies in the other; in the order of a Hugging Face state
+# dict.
+FIRST: tuple[tuple[str, str, Part], ...] = (
+    ("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocabulary),
+)
 LAYER: tuple[tuple[str, str, Part], ...] = (
     ("self_attn.q_proj.weight", "self_attention.linear_qkv.weight", query),
     ("self_attn.q_proj.bias", "self_attention.linear_qkv.bias", query),
@@ -121,20 +133,31 @@ LAST: tuple[tuple[str, str, Part], ...] = (
     ("lm_head.weight", "output_layer.weight", vocabulary),
 )
 # The last pipeline stage of a tied model has a copy of the embedding as its head.
-TIED_LAST: tuple[tuple[str, str, Part], ...] = (LAST[0], ("model.embed_tokens.weight", "output_layer.weight", vocabulary))
+TIED_LAST: tuple[tuple[str, str, Part], ...] = (
+    LAST[0],
+    ("model.embed_tokens.weight", "output_layer.weight", vocabulary),
+)
 
 
-def pieces(parameters: dict[str, torch.Tensor], shape: ModelShape, first_layer: int = 0, shard: Shard | None = None) -> list[Piece]:
+def pieces(
+    parameters: dict[str, torch.Tensor], shape: ModelShape, first_layer: int = 0, shard: Shard | None = None
+) -> list[Piece]:
     """Every Hugging Face slice that these local parameters hold, in the order of a Hugging Face state dict.
 
-    `parameters` are named as in GPTModel.named_parameters(); `first_layer` is the global index of decoder.layers.0 (pipeline stages).
-    Raises LaminarError when a parameter has no row: a silent gap would train weights that are never served.
+    `parameters` are named as in GPTModel.named_parameters(); `first_layer` is the global index of
+    decoder.layers.0 (pipeline stages). Raises LaminarError when a parameter has no row: a silent gap would
+    train weights that are never served.
     """
     shard = shard or Shard()
-    local_layers = 1 + max((int(n.split(".")[2]) for n in parameters if n.startswith("decoder.layers.")), default=-1)
+    local_layers = 1 + max(
+        (int(n.split(".")[2]) for n in parameters if n.startswith("decoder.layers.")), default=-1
+    )
     rows = [*FIRST]
     for i in range(local_layers):
-        rows += [(f"model.layers.{first_layer + i}.{hf}", f"decoder.layers.{i}.{name}", part) for hf, name, part in LAYER]
+        rows += [
+            (f"model.layers.{first_layer + i}.{hf}", f"decoder.layers.{i}.{name}", part)
+            for hf, name, part in LAYER
+        ]
     rows += TIED_LAST if shape.tied else LAST
     found = []
     for hf, name, part in rows:
@@ -146,16 +169,24 @@ def pieces(parameters: dict[str, torch.Tensor], shape: ModelShape, first_layer: 
             found.append(Piece(hf, whole_shape, dim, start, length, view))
     unmapped = set(parameters) - {name for _, name, _ in rows}
     if unmapped:
-        raise LaminarError(f"Megatron parameters without a row in weights/mapping.py: {', '.join(sorted(unmapped))}")
+        raise LaminarError(
+            f"Megatron parameters without a row in weights/mapping.py: {', '.join(sorted(unmapped))}"
+        )
     return found
 
 
 def check_names(wanted: Iterable[str], there: set[str], tied: bool, where: str) -> None:
-    """A directory must hold exactly the model's tensors. A tied model may carry lm_head.weight once more; RoPE tables are recomputed."""
+    """A directory must hold exactly the model's tensors. A tied model may carry lm_head.weight once more;
+    RoPE tables are recomputed."""
     wanted = set(wanted)
-    surplus = {n for n in there - wanted if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")}
+    surplus = {
+        n
+        for n in there - wanted
+        if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")
+    }
     if wanted - there or surplus:
         raise LaminarError(
-            f"{where} does not fit its config.json: missing {sorted(wanted - there)[:3]}, not known {sorted(surplus)[:3]}; "
+            f"{where} does not fit its config.json: missing {sorted(wanted - there)[:3]}, not known "
+            f"{sorted(surplus)[:3]}; "
             "check tie_word_embeddings and model_type, or download the model again"
         )

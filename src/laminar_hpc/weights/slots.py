@@ -1,8 +1,10 @@
-"""The slots of a machine: a few Hugging Face directories in shared memory, written by the relay and read by the rollouts beside it.
+"""The slots of a machine: a few Hugging Face directories in shared memory, written by the relay and read by
+the rollouts beside it.
 
-A slot's file is allocated once and mapped by the relay, which receives into it. Reader and writer meet on a file lock only: a reader holds
-it shared during a load, the writer rewrites a slot only under an exclusive lock that it gets without waiting. A slot is complete when its
-manifest is there (removed before the first byte is written, renamed into place after the last); the kernel frees a dead reader's lock.
+A slot's file is allocated once and mapped by the relay, which receives into it. Reader and writer meet on a
+file lock only: a reader holds it shared during a load, the writer rewrites a slot only under an exclusive
+lock that it gets without waiting. A slot is complete when its manifest is there (removed before the first
+byte is written, renamed into place after the last); the kernel frees a dead reader's lock.
 
     <shm_dir>/laminar-<run_id>/slot0/{model.safetensors, config.json, tokenizer..., manifest.json, lock}
 """
@@ -85,7 +87,8 @@ class SlotReader:
 
     @contextlib.contextmanager
     def lease(self, handle: SlotHandle) -> Iterator[None]:
-        """Keeps the slot from being rewritten while it is loaded. Raises SlotGone when it holds another id by now."""
+        """Keeps the slot from being rewritten while it is loaded. Raises SlotGone when it holds another id by
+        now."""
         try:
             descriptor = os.open(handle.directory / LOCK_FILE, os.O_RDWR)
         except FileNotFoundError:
@@ -126,7 +129,8 @@ class SlotWriter:
         self._make_root(shm_dir)
 
     def _make_root(self, shm_dir: str) -> None:
-        """Slots of an earlier relay of this run hold nothing from now on, but who still loads from one goes on."""
+        """Slots of an earlier relay of this run hold nothing from now on, but who still loads from one goes
+        on."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         claim(self.root)  # before the cleaning, which takes it for the dead relay's
         clean_leftovers(shm_dir)
@@ -142,7 +146,8 @@ class SlotWriter:
                 path.unlink(missing_ok=True)
 
     def _allocate(self, index: int, manifest: Manifest) -> np.ndarray:
-        """The slot's data bytes, mapped; all its pages are taken at the first use, so that memory cannot run out later."""
+        """The slot's data bytes, mapped; all its pages are taken at the first use, so that memory cannot run
+        out later."""
         if index not in self._maps:
             directory, header = self.root / f"slot{index}", safetensors_header(manifest)
             if not _is_usable(directory, header, len(header) + manifest.data_bytes):
@@ -164,15 +169,16 @@ class SlotWriter:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError:
                 raise LaminarError(
-                    f"{self.root.parent} has no room for one of {self.count} weight slots ({size / 1e6:.0f} MB each): "
+                    f"{self.root.parent} has no room for one of {self.count} weight slots ({size / 1e6:.0f} "
+                    "MB each): "
                     f"give it {self.count * size / 1e9:.1f} GB (containers: --shm-size) or set relay.shm_dir"
                 ) from None
             file.write(header)
         (directory / LOCK_FILE).touch(mode=0o600)
 
     def begin(self, manifest: Manifest) -> np.ndarray:
-        """Takes a slot that nobody reads and that is not the newest one; returns its data bytes (uint8, `manifest.data_bytes` long) to
-        be filled.
+        """Takes a slot that nobody reads and that is not the newest one; returns its data bytes (uint8,
+        `manifest.data_bytes` long) to be filled.
 
         Raises SlotsBusy while readers hold all of them (more readers than slots, each on another id).
         """
@@ -208,16 +214,22 @@ class SlotWriter:
         return -1 if manifest is None else manifest.weight_id
 
     def keep_held(self) -> int:
-        """The slot being written, which from now on is not rewritten before it is released as often as it was kept."""
+        """The slot being written, which from now on is not rewritten before it is released as often as it was
+        kept."""
         assert self._held is not None
         with self._lock:
             self._kept.append(self._held[0])
         return self._held[0]
 
     def keep_newest(self) -> tuple[int, Manifest, np.ndarray] | None:
-        """(slot, manifest, data bytes) of the newest complete one, kept like that; None where there is none."""
+        """(slot, manifest, data bytes) of the newest complete one, kept like that; None where there is
+        none."""
         with self._lock:
-            found = [(manifest.weight_id, index, manifest) for index in self._maps if (manifest := self._manifest(index)) is not None]
+            found = [
+                (manifest.weight_id, index, manifest)
+                for index in self._maps
+                if (manifest := self._manifest(index)) is not None
+            ]
             if not found:
                 return None
             _, index, manifest = max(found, key=lambda each: each[0])
@@ -225,7 +237,8 @@ class SlotWriter:
             return index, manifest, self._maps[index][1]
 
     def keep(self, weight_id: int) -> tuple[int, np.ndarray] | None:
-        """(slot, data bytes) of the complete one with these weights, kept like that; None where there is none."""
+        """(slot, data bytes) of the complete one with these weights, kept like that; None where there is
+        none."""
         with self._lock:
             index = next((index for index in self._maps if self._weight_id(index) == weight_id), None)
             if index is None:

@@ -1,10 +1,12 @@
-"""How one weight id crosses a link: the layout, its data bytes in chunks, and behind them the sums, which are known only then.
+"""How one weight id crosses a link: the layout, its data bytes in chunks, and behind them the sums, which are
+known only then.
 
     size of a chunk, id that it changes or -1, manifest without sums | chunk | chunk | ... | sums
 
 A chunk is its data bytes, or in a stream of changes a frame of weights/delta.py.
 
-Used by trainer/publisher.py, which packs chunk by chunk, and by the relay, which passes on and checks. Imports no torch.
+Used by trainer/publisher.py, which packs chunk by chunk, and by the relay, which passes on and checks.
+Imports no torch.
 """
 
 import struct
@@ -18,7 +20,8 @@ from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest, decode_manifest, 
 
 
 class Part(NamedTuple):
-    """Items [first, last), in row-major order, of tensor number `tensor` of a manifest; they begin at byte `offset` of their chunk."""
+    """Items [first, last), in row-major order, of tensor number `tensor` of a manifest; they begin at byte
+    `offset` of their chunk."""
 
     tensor: int
     first: int
@@ -27,23 +30,29 @@ class Part(NamedTuple):
 
 
 def encode_header(manifest: Manifest, chunk: int, base_id: int = -1) -> bytes:
-    """What a stream begins with. The sender alone decides on the chunk's size, in bytes, and on the weight id whose changes follow."""
+    """What a stream begins with. The sender alone decides on the chunk's size, in bytes, and on the weight id
+    whose changes follow."""
     return struct.pack("<Qq", chunk, base_id) + encode_manifest(manifest)
 
 
 def decode_header(frame: bytes) -> tuple[Manifest, int, int]:
-    """(manifest, bytes per chunk, weight id that this one changes; -1 = in full). Raises LaminarError on anything else than a header."""
+    """(manifest, bytes per chunk, weight id that this one changes; -1 = in full). Raises LaminarError on
+    anything else than a header."""
     try:
         chunk, base_id = struct.unpack_from("<Qq", frame)
         if chunk < 1:
             raise LaminarError("a chunk of no bytes")
         return decode_manifest(frame[16:]), chunk, base_id
     except (struct.error, msgspec.MsgspecError, LaminarError) as error:
-        raise LaminarError(f"a stream of weights began with no header ({error}); run the same version of laminar_hpc everywhere") from None
+        raise LaminarError(
+            f"a stream of weights began with no header ({error}); run the same version of laminar_hpc "
+            "everywhere"
+        ) from None
 
 
 def chunks(manifest: Manifest, size: int) -> list[list[Part]]:
-    """What lies in each chunk of `size` bytes (the last may be shorter), in order; a tensor may be cut anywhere between two items.
+    """What lies in each chunk of `size` bytes (the last may be shorter), in order; a tensor may be cut
+    anywhere between two items.
 
     `size` is a multiple of 4; tensors lie without gaps, as manifest.layout has them.
     """
@@ -54,7 +63,14 @@ def chunks(manifest: Manifest, size: int) -> list[list[Part]]:
         while place < end:
             index = place // size
             stop = min(end, (index + 1) * size)
-            cut[index].append(Part(number, (place - entry.offset) // item, (stop - entry.offset) // item, place - index * size))
+            cut[index].append(
+                Part(
+                    number,
+                    (place - entry.offset) // item,
+                    (stop - entry.offset) // item,
+                    place - index * size,
+                )
+            )
             place = stop
     return cut
 
@@ -66,10 +82,12 @@ def encode_sums(sums: Iterable[Sequence[int]]) -> bytes:
 
 
 def take_sums(manifest: Manifest, frame: bytes) -> None:
-    """Writes the sums of `encode_sums` into the manifest. Raises LaminarError when they are not those of so many tensors."""
+    """Writes the sums of `encode_sums` into the manifest. Raises LaminarError when they are not those of so
+    many tensors."""
     if len(frame) != 16 * len(manifest.tensors):
         raise LaminarError(
-            f"weight id {manifest.weight_id} came with {len(frame)} bytes of sums, {16 * len(manifest.tensors)} belong to its "
+            f"weight id {manifest.weight_id} came with {len(frame)} bytes of sums, "
+            f"{16 * len(manifest.tensors)} belong to its "
             f"{len(manifest.tensors)} tensors; run the same version of laminar_hpc everywhere"
         )
     for entry, both in zip(manifest.tensors, struct.iter_unpack("<2Q", frame), strict=True):

@@ -1,9 +1,10 @@
 """Checksums of tensors that add up over shards: made by the trainer, checked by relay and rollout
 (docs/architecture.md#weights-and-staleness).
 
-Two 64-bit sums over the little-endian 32-bit words of a tensor's contiguous image, zero-padded to whole words: the sum of the words, and
-the sum of (index + 1) * word, both modulo 2**64. The first sees every changed bit, the second sees words that changed places; a shard that
-knows its place contributes its part without a gather.
+Two 64-bit sums over the little-endian 32-bit words of a tensor's contiguous image, zero-padded to whole
+words: the sum of the words, and the sum of (index + 1) * word, both modulo 2**64. The first sees every
+changed bit, the second sees words that changed places; a shard that knows its place contributes its part
+without a gather.
 """
 
 import math
@@ -22,7 +23,8 @@ _MODULUS = 1 << 64
 
 
 def tensor_sums(tensor: torch.Tensor, first_word: int = 0) -> tuple[int, int]:
-    """Sums of one tensor (any shape and dtype, made contiguous on the host) whose first word has index `first_word` in the whole."""
+    """Sums of one tensor (any shape and dtype, made contiguous on the host) whose first word has index
+    `first_word` in the whole."""
     flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
     rest = flat.numel() % 4
     if rest:
@@ -36,7 +38,10 @@ def buffer_sums(words: np.ndarray, first_word: int = 0) -> tuple[int, int]:
         both = extension.move(0, 0, words.ctypes.data, 0, 1, len(words), 0)
         return shifted(both, first_word)
     whole = len(words) - len(words) % _ROW
-    parts = [_grid_sums(words[:whole].reshape(-1, _ROW), first_word, _ROW), _grid_sums(words[None, whole:], first_word + whole, _ROW)]
+    parts = [
+        _grid_sums(words[:whole].reshape(-1, _ROW), first_word, _ROW),
+        _grid_sums(words[None, whole:], first_word + whole, _ROW),
+    ]
     return add_sums(parts)
 
 
@@ -52,9 +57,11 @@ def shifted(sums: Sequence[int], words: int) -> tuple[int, int]:
 
 
 def slice_sums(part: torch.Tensor, shape: Sequence[int], dim: int, start: int) -> tuple[int, int]:
-    """What a shard adds to the sums of the whole tensor of `shape`: elements [start, start + part.shape[dim]) along `dim`.
+    """What a shard adds to the sums of the whole tensor of `shape`: elements [start, start + part.shape[dim])
+    along `dim`.
 
-    Items of 4 or 2 bytes. Two items share a word in the latter; where the shard begins or ends inside a word, its half is counted alone.
+    Items of 4 or 2 bytes. Two items share a word in the latter; where the shard begins or ends inside a word,
+    its half is counted alone.
     """
     first_word, inside = divmod(start * math.prod(shape[dim + 1 :]) * part.element_size(), 4)
     if dim == 0 and not inside:
@@ -71,16 +78,20 @@ def slice_sums(part: torch.Tensor, shape: Sequence[int], dim: int, start: int) -
 
 
 def _grid_sums(words: np.ndarray, first: int, stride: int) -> tuple[int, int]:
-    """Sums of words [rows, columns] (uint32) of which [r, c] has index first + r * stride + c: from the rows' and the columns' sums."""
+    """Sums of words [rows, columns] (uint32) of which [r, c] has index first + r * stride + c: from the rows'
+    and the columns' sums."""
     rows, columns = words.sum(axis=1, dtype=np.uint64), words.sum(axis=0, dtype=np.uint64)
     begins = np.arange(len(rows), dtype=np.uint64) * np.uint64(stride) + np.uint64(first + 1)
     with np.errstate(over="ignore"):
-        indexed = int((rows * begins).sum(dtype=np.uint64)) + int((columns * np.arange(len(columns), dtype=np.uint64)).sum(dtype=np.uint64))
+        indexed = int((rows * begins).sum(dtype=np.uint64)) + int(
+            (columns * np.arange(len(columns), dtype=np.uint64)).sum(dtype=np.uint64)
+        )
     return int(rows.sum(dtype=np.uint64)), indexed % _MODULUS
 
 
 def _row_of_halves(values: np.ndarray, first: int) -> tuple[int, int]:
-    """Sums of 16-bit items in a row of which the first has item index `first`: padded with zeros to whole words."""
+    """Sums of 16-bit items in a row of which the first has item index `first`: padded with zeros to whole
+    words."""
     padded = np.zeros(2 * ((first % 2 + len(values) + 1) // 2), dtype=np.uint16)
     padded[first % 2 : first % 2 + len(values)] = values
     return _grid_sums(padded.view(np.uint32)[None], first // 2, 1)

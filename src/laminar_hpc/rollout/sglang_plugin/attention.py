@@ -1,9 +1,11 @@
-"""Attention of a whole batch in a few calls, for engines on the CPU: the same numbers as SGLang's torch_native backend up to rounding.
+"""Attention of a whole batch in a few calls, for engines on the CPU: the same numbers as SGLang's
+torch_native backend up to rounding.
 
-Stock torch_native walks over the requests in Python, four small operations each per layer, which is most of an engine's time. Here the
-requests of a step are put in buckets of similar length, and each bucket is one gather and one scaled_dot_product_attention with a mask.
-While the same requests decode on, their buckets only grow by a column a step.
-Hooked in by `register` where there is no CUDA; what it does not cover (sliding windows, cross attention, very long prefills) goes to stock.
+Stock torch_native walks over the requests in Python, four small operations each per layer, which is most of
+an engine's time. Here the requests of a step are put in buckets of similar length, and each bucket is one
+gather and one scaled_dot_product_attention with a mask. While the same requests decode on, their buckets only
+grow by a column a step. Hooked in by `register` where there is no CUDA; what it does not cover (sliding
+windows, cross attention, very long prefills) goes to stock.
 """
 
 from dataclasses import dataclass
@@ -22,17 +24,23 @@ ROOM = 64  # decoding steps for which a bucket has columns in store
 
 @dataclass
 class Bucket:
-    """Requests attended together. b requests, Lq queries and Lk keys each (padded), G query heads per KV head."""
+    """Requests attended together. b requests, Lq queries and Lk keys each (padded), G query heads per KV
+    head."""
 
-    queries: torch.Tensor  # [b * Lq] rows of `query`; where Lq is 1 these are the requests' positions in the batch
-    slots: torch.Tensor  # [b * Lk] rows of the KV cache; padding repeats a slot of the same request, so that no other one is touched
+    queries: (
+        torch.Tensor
+    )  # [b * Lq] rows of `query`; where Lq is 1 these are the requests' positions in the batch
+    # [b * Lk] rows of the KV cache; padding repeats a slot of the same request, so that no other one is
+    # touched
+    slots: torch.Tensor
     bias: torch.Tensor  # [b, 1, Lq * G, Lk] of the model's dtype, 0 or -inf; [b, 1, 1, Lk] where Lq is 1
     taken: torch.Tensor | None  # [n] rows of the padded result that are real; None = all
     written: torch.Tensor  # [n] rows of `output` that they belong to
 
 
 def buckets_of(lengths: list[int]) -> list[list[int]]:
-    """Positions in `lengths`, grouped so that lengths in a group are similar; each group keeps the order of the batch."""
+    """Positions in `lengths`, grouped so that lengths in a group are similar; each group keeps the order of
+    the batch."""
     groups: list[list[int]] = []
     longest = 0
     for position in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -44,10 +52,16 @@ def buckets_of(lengths: list[int]) -> list[list[int]]:
 
 
 def make_bucket(
-    group: list[int], starts: torch.Tensor, prefixes: torch.Tensor, news: torch.Tensor, table: torch.Tensor, heads: int, dtype: torch.dtype
+    group: list[int],
+    starts: torch.Tensor,
+    prefixes: torch.Tensor,
+    news: torch.Tensor,
+    table: torch.Tensor,
+    heads: int,
+    dtype: torch.dtype,
 ) -> Bucket:
-    """The bucket of requests `group`. starts, prefixes, news: [all requests] first row of `query`, tokens before it, tokens to attend from;
-    table: [all requests, longest context] KV cache rows; heads: G."""
+    """The bucket of requests `group`. starts, prefixes, news: [all requests] first row of `query`, tokens
+    before it, tokens to attend from; table: [all requests, longest context] KV cache rows; heads: G."""
     rows = torch.tensor(group)
     start, prefix, new = starts[rows, None], prefixes[rows, None], news[rows, None]
     total = prefix + new
@@ -66,7 +80,12 @@ def make_bucket(
 
 
 def attend(
-    query: torch.Tensor, output: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, buckets: list[Bucket], scaling: float | None
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    buckets: list[Bucket],
+    scaling: float | None,
 ) -> None:
     """query, output: [tokens, heads, dim]; k_cache, v_cache: [slots, KV heads, dim]. Fills `output`."""
     kv_heads, heads, dim, out_dim = k_cache.shape[1], query.shape[1], query.shape[2], v_cache.shape[2]
@@ -74,34 +93,49 @@ def attend(
     for bucket in buckets:
         b, keys = bucket.bias.shape[0], bucket.bias.shape[3]
         k = k_cache.index_select(0, bucket.slots).to(query.dtype).view(b, keys, kv_heads, dim).transpose(1, 2)
-        v = v_cache.index_select(0, bucket.slots).to(query.dtype).view(b, keys, kv_heads, out_dim).transpose(1, 2)
+        v = (
+            v_cache.index_select(0, bucket.slots)
+            .to(query.dtype)
+            .view(b, keys, kv_heads, out_dim)
+            .transpose(1, 2)
+        )
         q = query.index_select(0, bucket.queries)
         lq = len(q) // b
         if lq == 1:  # query heads of one KV head are more queries to it
             q = q.view(b, kv_heads, group, dim)
-            result = scaled_dot_product_attention(q, k, v, attn_mask=bucket.bias, scale=scaling).view(b, heads, out_dim)
+            result = scaled_dot_product_attention(q, k, v, attn_mask=bucket.bias, scale=scaling).view(
+                b, heads, out_dim
+            )
         else:
             q = q.view(b, lq, kv_heads, group, dim).transpose(1, 2).reshape(b, kv_heads, lq * group, dim)
             result = scaled_dot_product_attention(q, k, v, attn_mask=bucket.bias, scale=scaling)
-            result = result.view(b, kv_heads, lq, group, out_dim).transpose(1, 2).reshape(b * lq, heads, out_dim)
+            result = (
+                result.view(b, kv_heads, lq, group, out_dim).transpose(1, 2).reshape(b * lq, heads, out_dim)
+            )
         if bucket.taken is not None:
             result = result.index_select(0, bucket.taken)
         output.index_copy_(0, bucket.written, result)
 
 
 class Decoding:
-    """The buckets of requests that decode step after step: wide tables from which each step takes its columns."""
+    """The buckets of requests that decode step after step: wide tables from which each step takes its
+    columns."""
 
     def __init__(self, buckets: list[Bucket], requests: torch.Tensor, totals: torch.Tensor) -> None:
-        """`buckets` are those of the first step; requests, totals: [all requests] pool index and length of each."""
+        """`buckets` are those of the first step; requests, totals: [all requests] pool index and length of
+        each."""
         self.buckets, self.requests, self.totals = buckets, requests.clone(), totals.clone()
         self.room = ROOM
         self.slots, self.biases = [], []
         for bucket in buckets:
             b, _, _, keys = bucket.bias.shape
             slots = bucket.slots.view(b, keys)
-            self.slots.append(torch.cat([slots, slots[:, :1].expand(b, ROOM)], dim=1))  # a padding that is the request's own
-            self.biases.append(torch.cat([bucket.bias, bucket.bias.new_full((b, 1, 1, ROOM), float("-inf"))], dim=3))
+            self.slots.append(
+                torch.cat([slots, slots[:, :1].expand(b, ROOM)], dim=1)
+            )  # a padding that is the request's own
+            self.biases.append(
+                torch.cat([bucket.bias, bucket.bias.new_full((b, 1, 1, ROOM), float("-inf"))], dim=3)
+            )
 
     def follows(self, requests: torch.Tensor, totals: torch.Tensor) -> bool:
         """Whether these are the same requests one token later."""
@@ -122,7 +156,8 @@ class Decoding:
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """torch_native with the loops over requests replaced. The buckets of a step are made once and serve all layers."""
+    """torch_native with the loops over requests replaced. The buckets of a step are made once and serve all
+    layers."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
@@ -136,13 +171,20 @@ class BatchedAttention(TorchNativeAttnBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
         before, self._decoding, self._buckets = self._decoding, None, None
-        totals, requests, mode = forward_batch.seq_lens, forward_batch.req_pool_indices, forward_batch.forward_mode
+        totals, requests, mode = (
+            forward_batch.seq_lens,
+            forward_batch.req_pool_indices,
+            forward_batch.forward_mode,
+        )
         if not len(totals) or self.use_sliding_window_kv_pool or not (mode.is_decode() or mode.is_extend()):
             return
         pool = self.req_to_token_pool.req_to_token
         if mode.is_decode():
             if before is not None and before.follows(requests, totals):
-                self._decoding, self._buckets = before, before.advance(pool[requests, totals - 1].to(torch.int64))
+                self._decoding, self._buckets = (
+                    before,
+                    before.advance(pool[requests, totals - 1].to(torch.int64)),
+                )
                 return
             news, starts = torch.ones_like(totals), torch.arange(len(totals))
         elif forward_batch.extend_seq_lens is not None:
@@ -153,7 +195,10 @@ class BatchedAttention(TorchNativeAttnBackend):
         table = pool[requests, : int(totals.max())]
         groups = [part for group in buckets_of(totals.tolist()) for part in self._cut(group, totals, news)]
         if groups and all(groups):
-            self._buckets = [make_bucket(group, starts, totals - news, news, table, self._heads, self._dtype) for group in groups]
+            self._buckets = [
+                make_bucket(group, starts, totals - news, news, table, self._heads, self._dtype)
+                for group in groups
+            ]
             if mode.is_decode():
                 self._decoding = Decoding(self._buckets, requests, totals)
 
@@ -163,31 +208,75 @@ class BatchedAttention(TorchNativeAttnBackend):
         size = MASK_ELEMENTS // each
         return [group[i : i + size] for i in range(0, len(group), size)] if size else [[]]
 
-    def _batched(self, query: torch.Tensor, output: torch.Tensor, caches: tuple, scaling: float | None) -> torch.Tensor:
+    def _batched(
+        self, query: torch.Tensor, output: torch.Tensor, caches: tuple, scaling: float | None
+    ) -> torch.Tensor:
         assert self._buckets is not None
         attend(query, output, *caches, self._buckets, scaling)
         return output
 
     def _covers(self, encoder_lens: object, options: dict) -> bool:
-        special = encoder_lens is not None or options.get("is_cross_attn") or options.get("sliding_window_size")
+        special = (
+            encoder_lens is not None or options.get("is_cross_attn") or options.get("sliding_window_size")
+        )
         return self._buckets is not None and not special
 
     def _run_sdpa_forward_decode(
-        self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens=None, scaling=None, **options
+        self,
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        encoder_lens=None,
+        scaling=None,
+        **options,
     ) -> torch.Tensor:
         if self._covers(encoder_lens, options):
             return self._batched(query, output, (k_cache, v_cache), scaling)
         return super()._run_sdpa_forward_decode(
-            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, scaling, **options
+            query,
+            output,
+            k_cache,
+            v_cache,
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            encoder_lens,
+            scaling,
+            **options,
         )
 
     def _run_sdpa_forward_extend(
-        self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, prefix_lens, new_lens,
-        encoder_lens=None, scaling=None, **options,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        prefix_lens,
+        new_lens,
+        encoder_lens=None,
+        scaling=None,
+        **options,
+    ) -> torch.Tensor:
         if self._covers(encoder_lens, options) and options.get("causal"):
             return self._batched(query, output, (k_cache, v_cache), scaling)
         return super()._run_sdpa_forward_extend(
-            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, prefix_lens, new_lens,
-            encoder_lens, scaling, **options,
-        )  # fmt: skip
+            query,
+            output,
+            k_cache,
+            v_cache,
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            prefix_lens,
+            new_lens,
+            encoder_lens,
+            scaling,
+            **options,
+        )

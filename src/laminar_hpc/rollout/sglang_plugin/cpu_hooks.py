@@ -1,6 +1,8 @@
-"""What makes an engine on the CPU faster: forked processes, batched attention (attention.py), layers in few calls (cpu_layers.py).
+"""What makes an engine on the CPU faster: forked processes, batched attention (attention.py), layers in few
+calls (cpu_layers.py).
 
-Registered by `port.register` where there is no CUDA; all are hooks of SGLang's own registry, and none changes a number but by rounding.
+Registered by `port.register` where there is no CUDA; all are hooks of SGLang's own registry, and none changes
+a number but by rounding.
 """
 
 import multiprocessing
@@ -11,26 +13,36 @@ import torch
 
 
 def fork_children(result: object, *_: object, **__: object) -> None:
-    """Hook after SGLang has chosen "spawn": the scheduler and the detokenizer are forked, and get the launcher's imports for nothing.
+    """Hook after SGLang has chosen "spawn": the scheduler and the detokenizer are forked, and get the
+    launcher's imports for nothing.
 
-    At that time the launcher has one thread and has run no tensor operation; a process that uses CUDA could not be forked.
+    At that time the launcher has one thread and has run no tensor operation; a process that uses CUDA could
+    not be forked.
     """
     multiprocessing.set_start_method("fork", force=True)
 
 
 def leave_shape(model_config: Any, *_: object) -> Any:
-    """In place of what SGLang does for its own CPU kernels, which are not used here: it pads the feed-forward layers to multiples of 32 per
-    rank and heads to multiples of the ranks, and takes Qwen2's heads for hidden_size / heads wide. The weights would not fit."""
+    """In place of what SGLang does for its own CPU kernels, which are not used here: it pads the feed-forward
+    layers to multiples of 32 per rank and heads to multiples of the ranks, and takes Qwen2's heads for
+    hidden_size / heads wide. The weights would not fit."""
     return model_config
 
 
 def rotate(
-    original: Callable, rope: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any
+    original: Callable,
+    rope: Any,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *rest: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hook around RotaryEmbedding.forward_native. positions: [tokens]; query, key: [tokens, heads * head_size].
+    """Hook around RotaryEmbedding.forward_native. positions: [tokens]; query, key: [tokens, heads *
+    head_size].
 
-    Whole heads in the NeoX order are x * [cos, cos] + swapped(x) * [-sin, sin], with the two factors made once per embedding; in float32
-    and rounded once, as SGLang's kernels for CUDA do.
+    Whole heads in the NeoX order are x * [cos, cos] + swapped(x) * [-sin, sin], with the two factors made
+    once per embedding; in float32 and rounded once, as SGLang's kernels for CUDA do.
     """
     special = any(rest) or any(value is not None for value in options.values())
     if special or not rope.is_neox_style or rope.rotary_dim != rope.head_size:
@@ -41,7 +53,9 @@ def rotate(
 
 def rotation(rope: Any, positions: torch.Tensor) -> torch.Tensor:
     """float32 [tokens, 1, 2 * head_size]: the two factors of each position."""
-    if len(getattr(rope, "laminar_factors", ())) != len(rope.cos_sin_cache):  # made at first, and when SGLang lengthens its cache
+    if len(getattr(rope, "laminar_factors", ())) != len(
+        rope.cos_sin_cache
+    ):  # made at first, and when SGLang lengthens its cache
         cos, sin = rope.cos_sin_cache.float().chunk(2, dim=-1)
         rope.laminar_factors = torch.cat((cos, cos, -sin, sin), dim=-1)
     return rope.laminar_factors.index_select(0, positions.flatten())[:, None]
@@ -65,5 +79,9 @@ def register() -> None:
     unaligned = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
     HookRegistry.register(unaligned, leave_shape, HookType.REPLACE)
     HookRegistry.register(attention.TARGET, attention.BatchedAttention, HookType.REPLACE)
-    HookRegistry.register("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", rotate, HookType.AROUND)
-    HookRegistry.register("sglang.srt.models.qwen2.Qwen2DecoderLayer.forward", cpu_layers.decoder_layer, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", rotate, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.srt.models.qwen2.Qwen2DecoderLayer.forward", cpu_layers.decoder_layer, HookType.AROUND
+    )

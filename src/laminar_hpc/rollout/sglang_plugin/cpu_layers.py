@@ -1,7 +1,9 @@
-"""A decoder layer of Qwen2 in few calls: SGLang's own arithmetic without the modules around each operation, for engines on the CPU.
+"""A decoder layer of Qwen2 in few calls: SGLang's own arithmetic without the modules around each operation,
+for engines on the CPU.
 
-With small models most of a step is Python: a dozen nested modules per layer, each with its dispatch. Hooked in by cpu_hooks.register.
-Layers that are more than their plain form (quantized, split over processes, other residuals) are computed by SGLang's own code.
+With small models most of a step is Python: a dozen nested modules per layer, each with its dispatch. Hooked
+in by cpu_hooks.register. Layers that are more than their plain form (quantized, split over processes, other
+residuals) are computed by SGLang's own code.
 """
 
 from collections.abc import Callable
@@ -24,10 +26,15 @@ def _is_plain(layer: Any) -> bool:
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     return (
         all(
-            type(part.quant_method) is UnquantizedLinearMethod and part.weight.dtype is torch.float32 and part.tp_size == 1
+            type(part.quant_method) is UnquantizedLinearMethod
+            and part.weight.dtype is torch.float32
+            and part.tp_size == 1
             for part in linears
         )
-        and all(type(norm) is RMSNorm and norm.variance_size_override is None and not norm.cast_x_before_out_mul for norm in norms)
+        and all(
+            type(norm) is RMSNorm and norm.variance_size_override is None and not norm.cast_x_before_out_mul
+            for norm in norms
+        )
         and type(attention.rotary_emb).forward_native is RotaryEmbedding.forward_native
         and attention.rotary_emb.is_neox_style
         and attention.rotary_emb.rotary_dim == attention.head_dim
@@ -35,9 +42,15 @@ def _is_plain(layer: Any) -> bool:
 
 
 def decoder_layer(
-    original: Callable, layer: Any, positions: torch.Tensor, hidden_states: torch.Tensor, forward_batch: Any, residual: torch.Tensor | None
+    original: Callable,
+    layer: Any,
+    positions: torch.Tensor,
+    hidden_states: torch.Tensor,
+    forward_batch: Any,
+    residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hook around Qwen2DecoderLayer.forward. positions: [tokens]; hidden_states, residual: [tokens, hidden]; returns the next two."""
+    """Hook around Qwen2DecoderLayer.forward. positions: [tokens]; hidden_states, residual: [tokens, hidden];
+    returns the next two."""
     plain = layer.__dict__.get("laminar_plain")
     if plain is None:
         plain = layer.__dict__["laminar_plain"] = _is_plain(layer)

@@ -1,7 +1,8 @@
-"""SGLang on plain torch CPU operators: what our out-of-tree platform answers when SGLang asks about the device.
+"""SGLang on plain torch CPU operators: what our out-of-tree platform answers when SGLang asks about the
+device.
 
-Loaded by SGLang through `platform.activate`. The dispatch key "native" selects each layer's pure-torch forward, and `torch_native` is the
-attention backend, so no compiled kernel package is needed.
+Loaded by SGLang through `platform.activate`. The dispatch key "native" selects each layer's pure-torch
+forward, and `torch_native` is the attention backend, so no compiled kernel package is needed.
 """
 
 import psutil
@@ -15,7 +16,7 @@ class CpuPlatform(SRTPlatform):
     device_name = "cpu"
     device_type = "cpu"
 
-    # ---- the device ----------------------------------------------------------------------------------------------------------------
+    # ---- the device ----------------------------------------------------------------------------------------
 
     def get_device(self, device_id: int = 0) -> torch.device:
         return torch.device("cpu")
@@ -35,7 +36,7 @@ class CpuPlatform(SRTPlatform):
     def get_torch_distributed_backend_str(self) -> str:
         return "gloo"
 
-    # ---- memory, in bytes ----------------------------------------------------------------------------------------------------------
+    # ---- memory, in bytes ----------------------------------------------------------------------------------
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         return int(psutil.virtual_memory().total)
@@ -48,7 +49,7 @@ class CpuPlatform(SRTPlatform):
         memory = psutil.virtual_memory()
         return memory.available, memory.total
 
-    # ---- the parts of the engine ---------------------------------------------------------------------------------------------------
+    # ---- the parts of the engine ---------------------------------------------------------------------------
 
     def get_dispatch_key_name(self) -> str:
         return "native"
@@ -70,7 +71,8 @@ class CpuPlatform(SRTPlatform):
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
         class PageOfOneToken(TokenToKVPoolAllocator):
-            """SGLang asks for a paged allocator; torch_native reads single tokens, so pages are of one token."""
+            """SGLang asks for a paged allocator; torch_native reads single tokens, so pages are of one
+            token."""
 
             def __init__(self, size: int, page_size: int = 1, **rest: object) -> None:
                 assert page_size == 1, f"the CPU platform has pages of one token, not {page_size}"

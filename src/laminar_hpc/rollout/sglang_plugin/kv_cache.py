@@ -1,7 +1,8 @@
-"""SGLang's KV pool, radix cache and requests as a move needs them: all that kv_moves.py knows of the scheduler's inside stands here.
+"""SGLang's KV pool, radix cache and requests as a move needs them: all that kv_moves.py knows of the
+scheduler's inside stands here.
 
-Everything runs in the scheduler's thread, between two steps. Reserved pages belong neither to the allocator nor to the tree, so SGLang's
-idle check of its accounts would miss them: a hook adds them (`account`).
+Everything runs in the scheduler's thread, between two steps. Reserved pages belong neither to the allocator
+nor to the tree, so SGLang's idle check of its accounts would miss them: a hook adds them (`account`).
 """
 
 from array import array
@@ -41,11 +42,13 @@ def served_weight_id() -> int:
 
 
 def pool_of(buffers: object, page_size: int) -> Pool:
-    """SGLang's pool as the extension sees it. Raises KvRefused for one that has no keys and values per layer, as MLA's."""
+    """SGLang's pool as the extension sees it. Raises KvRefused for one that has no keys and values per layer,
+    as MLA's."""
     keys, values = getattr(buffers, "k_buffer", None), getattr(buffers, "v_buffer", None)
     if not isinstance(keys, list) or not isinstance(values, list):
         raise KvRefused(
-            f"KV move refused: the engine's pool is a {type(buffers).__name__}; those of MHA and GQA models can be moved, MLA's not"
+            f"KV move refused: the engine's pool is a {type(buffers).__name__}; those of MHA and GQA models "
+            "can be moved, MLA's not"
         )
     return Pool.of(keys, values, page_size)
 
@@ -67,29 +70,52 @@ class KvCache:
         self.tree, self.allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
         if tensor_parallel()[1] > 1:
             raise KvRefused(
-                "KV move refused: an engine with rollout.tensor_parallel above 1 takes no part; its requests are prefilled anew"
+                "KV move refused: an engine with rollout.tensor_parallel above 1 takes no part; its requests "
+                "are prefilled anew"
             )
         try:
             from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
         except ImportError:
-            raise KvRefused("KV move refused: this SGLang has no unified radix cache; install the version of requirements/") from None
-        if not isinstance(self.tree, UnifiedRadixCache) or self.tree.disable or len(self.tree.tree_components) != 1:
-            kind = f"{type(self.tree).__name__} of {len(getattr(self.tree, 'tree_components', ()))} components"
-            raise KvRefused(f"KV move refused: the engine's prefix cache is {kind}, or off; a plain unified radix cache is needed")
+            raise KvRefused(
+                "KV move refused: this SGLang has no unified radix cache; install the version of "
+                "requirements/"
+            ) from None
+        if (
+            not isinstance(self.tree, UnifiedRadixCache)
+            or self.tree.disable
+            or len(self.tree.tree_components) != 1
+        ):
+            kind = (
+                f"{type(self.tree).__name__} of {len(getattr(self.tree, 'tree_components', ()))} components"
+            )
+            raise KvRefused(
+                f"KV move refused: the engine's prefix cache is {kind}, or off; a plain unified radix cache "
+                "is needed"
+            )
         self.page_size = self.allocator.page_size
         self.pool = pool_of(self.allocator.get_kvcache(), self.page_size)
         use_huge_pages(self.pool)
-        self.fingerprint = model_fingerprint(scheduler.tp_worker.model_runner.model_config.hf_config.to_dict())
+        self.fingerprint = model_fingerprint(
+            scheduler.tp_worker.model_runner.model_config.hf_config.to_dict()
+        )
 
-    # ---- requests ----------------------------------------------------------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------------------
 
     def running(self, request_id: str) -> Any:
-        """The request, prefilled and decoding. Raises KvRefused where there is none, or one whose state a move would lose."""
+        """The request, prefilled and decoding. Raises KvRefused where there is none, or one whose state a
+        move would lose."""
         for batch in (self.scheduler.running_batch, self.scheduler.last_batch):
             for request in batch.reqs if batch is not None else ():
-                if request.rid == request_id and not request.finished() and request.output_ids and request.kv.holds_kv:
+                if (
+                    request.rid == request_id
+                    and not request.finished()
+                    and request.output_ids
+                    and request.kv.holds_kv
+                ):
                     if wrong := _objection(request):
-                        raise KvRefused(f"KV move refused: request {request_id} has {wrong}, which a move does not carry")
+                        raise KvRefused(
+                            f"KV move refused: request {request_id} has {wrong}, which a move does not carry"
+                        )
                     return request
         raise KvRefused(f"KV move refused: no request {request_id} is decoding here")
 
@@ -103,22 +129,27 @@ class KvCache:
         row = self.scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, :tokens]
         return row.to(device="cpu", dtype=torch.int64, copy=True)
 
-    # ---- pages -------------------------------------------------------------------------------------------------------------------------
+    # ---- pages ---------------------------------------------------------------------------------------------
 
     def reserve(self, tokens: int) -> torch.Tensor:
-        """Whole pages for `tokens` tokens, int64 on the pool's device; unlocked prefixes are evicted for them. Raises KvRefused."""
+        """Whole pages for `tokens` tokens, int64 on the pool's device; unlocked prefixes are evicted for
+        them. Raises KvRefused."""
         global _reserved
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
         needed = -(-tokens // self.page_size) * self.page_size
         free, evictable = self.allocator.available_size(), self.tree.evictable_size()
         if needed > free + evictable:
-            raise KvRefused(f"KV move refused: {needed} tokens do not fit, {free} are free and {evictable} can be evicted")
+            raise KvRefused(
+                f"KV move refused: {needed} tokens do not fit, {free} are free and {evictable} can be evicted"
+            )
         if needed > free:
             self.tree.evict(EvictParams(num_tokens=needed - free))
         pages = self.allocator.alloc(needed)
         if pages is None:
-            raise KvRefused(f"KV move refused: {needed} tokens do not fit, {self.allocator.available_size()} are free")
+            raise KvRefused(
+                f"KV move refused: {needed} tokens do not fit, {self.allocator.available_size()} are free"
+            )
         _reserved += needed
         return pages
 
@@ -129,7 +160,8 @@ class KvCache:
         self._room()
 
     def insert(self, tokens: list[int], namespace: str, pages: torch.Tensor) -> Hold:
-        """Reserved `pages`, of which the first len(tokens) are filled, become a prefix in the tree; what is over is given back."""
+        """Reserved `pages`, of which the first len(tokens) are filled, become a prefix in the tree; what is
+        over is given back."""
         global _reserved
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
@@ -137,7 +169,9 @@ class KvCache:
         if len(pages) > len(tokens):
             self.allocator.free(pages[len(tokens) :])
         _reserved -= len(pages)
-        self.tree.insert(InsertParams(key=_key(tokens, namespace), value=filled))  # frees those whose tokens it held already
+        self.tree.insert(
+            InsertParams(key=_key(tokens, namespace), value=filled)
+        )  # frees those whose tokens it held already
         return self.hold(tokens, namespace)
 
     def hold(self, tokens: list[int], namespace: str) -> Hold:
@@ -153,7 +187,8 @@ class KvCache:
         self._room()
 
     def _room(self) -> None:
-        """Lets the scheduler look for room again: after a request that did not fit it would wait until one of its own ends."""
+        """Lets the scheduler look for room again: after a request that did not fit it would wait until one of
+        its own ends."""
         self.scheduler.running_batch.batch_is_full = False
 
 
@@ -170,7 +205,8 @@ def _key(tokens: list[int], namespace: str) -> Any:
 
 
 def _objection(request: Any) -> str:
-    """What of the request's state stays behind: its sampling parameters come along, but what it has drawn counts as prompt there."""
+    """What of the request's state stays behind: its sampling parameters come along, but what it has drawn
+    counts as prompt there."""
     parameters = request.sampling_params
     if wrong := [name for name, value in NEUTRAL.items() if getattr(parameters, name) != value]:
         return wrong[0]
@@ -178,8 +214,15 @@ def _objection(request: Any) -> str:
         return f"min_new_tokens={parameters.min_new_tokens}"
     if parameters.stop_strs or parameters.stop_regex_strs:
         return "stop strings"
-    if request.grammar is not None or any((parameters.json_schema, parameters.regex, parameters.ebnf, parameters.structural_tag)):
+    if request.grammar is not None or any(
+        (parameters.json_schema, parameters.regex, parameters.ebnf, parameters.structural_tag)
+    ):
         return "a grammar"
-    others = {"custom_logit_processor": "a custom logit processor", "lora_id": "a LoRA", "input_embeds": "input embeddings",
-              "multimodal_inputs": "images or sound", "session": "a session"}  # fmt: skip
+    others = {
+        "custom_logit_processor": "a custom logit processor",
+        "lora_id": "a LoRA",
+        "input_embeds": "input embeddings",
+        "multimodal_inputs": "images or sound",
+        "session": "a session",
+    }
     return next((text for name, text in others.items() if getattr(request, name, None) is not None), "")

@@ -1,11 +1,13 @@
-"""The port's KV operations: a request's cache goes to another engine while the request decodes, then the request itself stops.
+"""The port's KV operations: a request's cache goes to another engine while the request decodes, then the
+request itself stops.
 
     destination   reserve(pages, a listening thread) ... import (into the radix tree, locked) ... end (unlocked)
     source        send (full pages so far) ... detach (the request ends as "moved"; the rest is sent) ... end (unlocked)
 
-An operation is a generator: it runs in the scheduler's thread, and each `yield` lets the scheduler take a turn. Gathering, scattering and
-the network are in threads of their own beside it. They need no copy of the pages: KV that is written stays as it is until the request
-leaves them, and `send` fails unless it still held them afterwards. A move that nobody ends is given up after its time limit.
+An operation is a generator: it runs in the scheduler's thread, and each `yield` lets the scheduler take a
+turn. Gathering, scattering and the network are in threads of their own beside it. They need no copy of the
+pages: KV that is written stays as it is until the request leaves them, and `send` fails unless it still held
+them afterwards. A move that nobody ends is given up after its time limit.
 """
 
 import time
@@ -73,38 +75,56 @@ class KvMoves:
             self._cache = KvCache(self.scheduler)
         return self._cache
 
-    # ---- destination -------------------------------------------------------------------------------------------------------------------
+    # ---- destination ---------------------------------------------------------------------------------------
 
     def reserve(self, request: protocol.KvReserve) -> Steps:
         cache = self.cache
         if request.move_id in self.moves:
             raise KvRefused(f"KV move refused: {request.move_id} is under way here already")
         if request.weight_id != (served := kv_cache.served_weight_id()):
-            raise KvRefused(f"KV move refused: it is of weight id {request.weight_id}, this engine serves {served}")
+            raise KvRefused(
+                f"KV move refused: it is of weight id {request.weight_id}, this engine serves {served}"
+            )
         if request.tokens < cache.page_size:
-            raise KvRefused(f"KV move refused: {request.tokens} tokens do not fill a page of {cache.page_size}")
+            raise KvRefused(
+                f"KV move refused: {request.tokens} tokens do not fill a page of {cache.page_size}"
+            )
         pages = cache.reserve(request.tokens)
         try:
             slots = pages.to(device="cpu", dtype=torch.int64)
-            expected = Expected(cache.fingerprint, request.weight_id, cache.pool, slots, torch.get_num_threads())
+            expected = Expected(
+                cache.fingerprint, request.weight_id, cache.pool, slots, torch.get_num_threads()
+            )
             inbox = Inbox(expected, request.host, machine_name(request.folder), self.wake)
         except Exception:
             cache.give_back(pages)
             raise
-        self.moves[request.move_id] = Incoming(request.weight_id, _after(request.seconds), request.seconds, inbox, pages)
+        self.moves[request.move_id] = Incoming(
+            request.weight_id, _after(request.seconds), request.seconds, inbox, pages
+        )
         yield protocol.KvReserved(inbox.address)
 
     def take(self, request: protocol.KvImport) -> Steps:
         move = self.moves.get(request.move_id)
         if not isinstance(move, Incoming) or move.pages is None:
-            raise KvRefused(f"KV import refused: {request.move_id} is not reserved here, has been imported, or has run out of time")
+            raise KvRefused(
+                f"KV import refused: {request.move_id} is not reserved here, has been imported, or has run "
+                "out of time"
+            )
         tokens = move.inbox.tokens
         if not move.inbox.complete:
-            raise KvRefused(f"KV import refused: {request.move_id} is not all here, only {len(tokens)} tokens")
+            raise KvRefused(
+                f"KV import refused: {request.move_id} is not all here, only {len(tokens)} tokens"
+            )
         if request.tokens[: len(tokens)] != tokens:
-            raise KvRefused(f"KV import refused: the {len(tokens)} tokens that came are no prefix of the {len(request.tokens)} expected")
+            raise KvRefused(
+                f"KV import refused: the {len(tokens)} tokens that came are no prefix of the "
+                f"{len(request.tokens)} expected"
+            )
         if move.weight_id != (served := kv_cache.served_weight_id()):
-            raise KvRefused(f"KV import refused: it is of weight id {move.weight_id}, this engine serves {served}")
+            raise KvRefused(
+                f"KV import refused: it is of weight id {move.weight_id}, this engine serves {served}"
+            )
         move.inbox.close()
         move.hold, move.pages = self.cache.insert(tokens, str(move.weight_id), move.pages), None
         move.expires = _after(move.seconds)
@@ -113,7 +133,7 @@ class KvMoves:
             raise KvRefused(f"KV import failed: the prefix cache kept {len(tokens)} tokens in part only")
         yield protocol.KvDone(len(tokens))
 
-    # ---- source ------------------------------------------------------------------------------------------------------------------------
+    # ---- source --------------------------------------------------------------------------------------------
 
     def send(self, request: protocol.KvSend) -> Steps:
         if request.move_id in self.moves:
@@ -121,7 +141,9 @@ class KvMoves:
         running = self.cache.running(request.request_id)
         tokens = self.cache.computed(running)
         if not tokens:
-            raise KvRefused(f"KV move refused: request {request.request_id} fills no page of {self.cache.page_size} yet")
+            raise KvRefused(
+                f"KV move refused: request {request.request_id} fills no page of {self.cache.page_size} yet"
+            )
         move = Outgoing(running, request.address, request.folder, request.seconds, _after(request.seconds))
         self.moves[request.move_id] = move
         slots, move.retractions = self.cache.slots(running, tokens), running.retraction_count
@@ -133,13 +155,17 @@ class KvMoves:
         move.sent = tokens if self._same(move, slots) else 0
         if not move.sent:
             self._end(request.move_id)
-            raise KvRefused(f"KV move failed: request {request.request_id} ended or was retracted while its KV was sent")
+            raise KvRefused(
+                f"KV move failed: request {request.request_id} ended or was retracted while its KV was sent"
+            )
         yield protocol.KvDone(tokens)
 
     def detach(self, request: protocol.KvDetach) -> Steps:
         move = self.moves.get(request.move_id)
         if not isinstance(move, Outgoing) or move.sending is not None or move.hold is not None:
-            raise KvRefused(f"KV detach refused: nothing of {request.move_id} was sent from here, or it is being sent now")
+            raise KvRefused(
+                f"KV detach refused: nothing of {request.move_id} was sent from here, or it is being sent now"
+            )
         running = self.cache.running(request.request_id)
         if running is not move.request:
             raise KvRefused(f"KV detach refused: {request.move_id} is of request {move.request.rid}")
@@ -161,7 +187,10 @@ class KvMoves:
         first = min(sent, there - self.cache.page_size)
         if first < 0:
             self._end(request.move_id)
-            raise KvRefused(f"KV detach failed: the KV of request {request.request_id} is not in the prefix cache any more")
+            raise KvRefused(
+                f"KV detach failed: the KV of request {request.request_id} is not in the prefix cache any "
+                "more"
+            )
         yield from self._transfer(move, there, move.hold.slots, last=True, first=first)
         if request.move_id not in self.moves:
             raise KvRefused(f"KV detach failed: {request.move_id} was ended meanwhile")
@@ -174,19 +203,31 @@ class KvMoves:
             return False
         return torch.equal(self.cache.slots(request, len(slots)), slots)
 
-    def _transfer(self, move: Outgoing, tokens: int, slots: torch.Tensor, *, last: bool, first: int = 0) -> Steps:
+    def _transfer(
+        self, move: Outgoing, tokens: int, slots: torch.Tensor, *, last: bool, first: int = 0
+    ) -> Steps:
         """Tokens [first, tokens) of the request, sent in a thread."""
         request, cache, machine = move.request, self.cache, machine_name(move.folder)
         namespace = str(request.extra_key)
         if not namespace.isdigit():
-            raise KvRefused(f"KV move refused: request {request.rid} has extra_key {namespace[:20]!r}, which is no weight id")
+            raise KvRefused(
+                f"KV move refused: request {request.rid} has extra_key {namespace[:20]!r}, which is no "
+                "weight id"
+            )
         ids = (request.origin_input_ids + request.output_ids)[first:tokens]
         size = chunk_bytes(move.address, machine)
         header = Header.of(cache.fingerprint, int(namespace), cache.pool.shape, ids, size, first, last)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MOST_THREADS, "kv-send")
-        options = {"machine": machine, "folder": move.folder, "threads": torch.get_num_threads(), "seconds": move.seconds}
-        move.sending = self._threads.submit(send_part, move.address, header, cache.pool, slots[first:tokens], **options)
+        options = {
+            "machine": machine,
+            "folder": move.folder,
+            "threads": torch.get_num_threads(),
+            "seconds": move.seconds,
+        }
+        move.sending = self._threads.submit(
+            send_part, move.address, header, cache.pool, slots[first:tokens], **options
+        )
         move.sending.add_done_callback(lambda _: self.wake())
         try:
             while not move.sending.done():
@@ -196,7 +237,7 @@ class KvMoves:
             move.sending = None
         move.expires = _after(move.seconds)
 
-    # ---- the end -----------------------------------------------------------------------------------------------------------------------
+    # ---- the end -------------------------------------------------------------------------------------------
 
     def end(self, request: protocol.KvEnd) -> Steps:
         move = self.moves.get(request.move_id)
@@ -218,7 +259,11 @@ class KvMoves:
     def tidy(self) -> None:
         """Each turn: moves whose time is over, and pages that no thread writes to any more."""
         now = time.monotonic()
-        for move_id in [key for key, move in self.moves.items() if move.expires < now and getattr(move, "sending", None) is None]:
+        for move_id in [
+            key
+            for key, move in self.moves.items()
+            if move.expires < now and getattr(move, "sending", None) is None
+        ]:
             self._end(move_id)
         for move in [move for move in self.leaving if move.inbox.ended()]:
             self.leaving.remove(move)

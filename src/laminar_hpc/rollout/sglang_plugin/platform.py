@@ -1,6 +1,8 @@
-"""SGLang's entry point for platforms (group `sglang.srt.platforms`): the CPU platform where there is no CUDA, nothing where there is.
+"""SGLang's entry point for platforms (group `sglang.srt.platforms`): the CPU platform where there is no CUDA,
+nothing where there is.
 
-SGLang calls `activate` once in each of its processes, before it imports a model. On a GPU it returns None: plain SGLang.
+SGLang calls `activate` once in each of its processes, before it imports a model. On a GPU it returns None:
+plain SGLang.
 """
 
 import torch

@@ -1,9 +1,12 @@
-"""The engine port: a Unix socket into each of SGLang's schedulers, for what its HTTP interface cannot do (sums of live weights, KV moves).
+"""The engine port: a Unix socket into each of SGLang's schedulers, for what its HTTP interface cannot do
+(sums of live weights, KV moves).
 
-SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). A hook runs the port in the scheduler's own
-thread at each turn of its loop, also while nothing is being generated, so an operation sees the engine between two steps and needs no lock.
-An operation that waits for threads or for the engine is a generator: it goes on one step per turn, and its reply comes when it has ended.
-The socket's path comes from the environment, its folder is private to the user, frames are msgspec structs: nothing is unpickled.
+SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). A hook runs the
+port in the scheduler's own thread at each turn of its loop, also while nothing is being generated, so an
+operation sees the engine between two steps and needs no lock. An operation that waits for threads or for the
+engine is a generator: it goes on one step per turn, and its reply comes when it has ended. The socket's path
+comes from the environment, its folder is private to the user, frames are msgspec structs: nothing is
+unpickled.
 """
 
 import contextlib
@@ -99,7 +102,9 @@ class EnginePort:
         self.kv = KvMoves(scheduler, lambda: os.eventfd_write(self.wake, 1))
         self.pending: list[Pending] = []
         sleeper = getattr(scheduler, "idle_sleeper", None)
-        if sleeper is not None:  # --sleep-on-idle: the first rank wakes up for the port too, and the others take each turn with it
+        if (
+            sleeper is not None
+        ):  # --sleep-on-idle: the first rank wakes up for the port too, and the others take each turn with it
             sleeper.poller.register(self.socket, zmq.POLLIN)
             sleeper.poller.register(self.wake, zmq.POLLIN)
 
@@ -114,7 +119,8 @@ class EnginePort:
 
     def turn(self) -> None:
         """One step of each operation under way."""
-        self.kv.tidy()  # first: an operation may wait for what it gives back, and an idle scheduler's next turn may be far
+        # first: an operation may wait for what it gives back, and an idle scheduler's next turn may be far
+        self.kv.tidy()
         before, self.pending = self.pending, []
         for operation in before:
             self.step(operation)
@@ -134,7 +140,9 @@ class EnginePort:
             return
         try:
             self.reply(client, OPERATIONS[type(request)](self.scheduler, request))
-        except Exception as error:  # a failed operation must not end the engine; the caller decides what it means
+        except (
+            Exception
+        ) as error:  # a failed operation must not end the engine; the caller decides what it means
             self.reply(client, refusal(name, error))
 
     def step(self, operation: Pending) -> None:
@@ -178,24 +186,37 @@ def before_flush(scheduler: object, *_: object, **__: object) -> None:
 
 
 def load_snapshot_path(instance: str) -> str:
-    """Hook: where the scheduler leaves its load figures; in /dev/shm a killed engine's would stay for ever."""
+    """Hook: where the scheduler leaves its load figures; in /dev/shm a killed engine's would stay for
+    ever."""
     return os.path.join(
-        os.path.dirname(os.environ[protocol.SOCKET_VARIABLE]), f"loads_{hashlib.sha256(instance.encode()).hexdigest()[:12]}"
+        os.path.dirname(os.environ[protocol.SOCKET_VARIABLE]),
+        f"loads_{hashlib.sha256(instance.encode()).hexdigest()[:12]}",
     )
 
 
 def register() -> None:
-    """Entry point: hooks the port into the scheduler where the environment names a socket; a plain SGLang is left alone."""
+    """Entry point: hooks the port into the scheduler where the environment names a socket; a plain SGLang is
+    left alone."""
     if not os.environ.get(protocol.SOCKET_VARIABLE):
         return
-    leave_out("megatron")  # SGLang's debugging dumper would import it, and Weights & Biases with it, in every scheduler
+    leave_out(
+        "megatron"
+    )  # SGLang's debugging dumper would import it, and Weights & Biases with it, in every scheduler
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.process_input_requests", before_requests, HookType.BEFORE)
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", before_flush, HookType.BEFORE)
-    if importlib.util.find_spec("sglang.srt.managers.scheduler_components.invariant_checker"):  # not in 0.5.17
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.process_input_requests", before_requests, HookType.BEFORE
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.flush_cache", before_flush, HookType.BEFORE
+    )
+    if importlib.util.find_spec(
+        "sglang.srt.managers.scheduler_components.invariant_checker"
+    ):  # not in 0.5.17
         target = "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_all_pools"
         HookRegistry.register(target, kv_cache.account, HookType.AROUND)
     if importlib.util.find_spec("sglang.srt.managers.load_snapshot"):  # not in 0.5.17
-        HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", load_snapshot_path, HookType.REPLACE)
+        HookRegistry.register(
+            "sglang.srt.managers.load_snapshot.shm_path_for", load_snapshot_path, HookType.REPLACE
+        )
     cpu_hooks.register()

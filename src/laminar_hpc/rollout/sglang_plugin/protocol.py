@@ -1,11 +1,14 @@
-"""What crosses the engine port: one request, one reply, as msgspec structs. Spoken by `port.EnginePort` and `port_client.PortClient`.
+"""What crosses the engine port: one request, one reply, as msgspec structs. Spoken by `port.EnginePort` and
+`port_client.PortClient`.
 
 A new operation is a request struct and a reply struct here, and one handler in `port.OPERATIONS`.
 """
 
 import msgspec
 
-SOCKET_VARIABLE = "LAMINAR_ENGINE_PORT"  # path of the Unix sockets, without the tensor-parallel rank that each ends with
+SOCKET_VARIABLE = (
+    "LAMINAR_ENGINE_PORT"  # path of the Unix sockets, without the tensor-parallel rank that each ends with
+)
 
 
 class Request(msgspec.Struct, tag=True):
@@ -29,7 +32,8 @@ class Layout(Request):
 
 
 class TensorLayout(msgspec.Struct):
-    """A live shard of a tensor under its Hugging Face name: elements [start, start + length) along `dim` of the whole, of `shape`."""
+    """A live shard of a tensor under its Hugging Face name: elements [start, start + length) along `dim` of
+    the whole, of `shape`."""
 
     name: str
     shape: list[int]
@@ -48,14 +52,15 @@ class Sums(Request):
 
 
 class LiveSums(Reply):
-    """Hugging Face name -> what this rank adds to (sum_words, sum_indexed) of the whole tensor, see weights/sums.py."""
+    """Hugging Face name -> what this rank adds to (sum_words, sum_indexed) of the whole tensor, see
+    weights/sums.py."""
 
     sums: dict[str, tuple[int, int]]
 
 
 class Load(Request):
-    """The weights of a slot into the live parameters of this rank, while no request runs, or all are paused; answered with LiveSums, taken
-    after the copy."""
+    """The weights of a slot into the live parameters of this rank, while no request runs, or all are paused;
+    answered with LiveSums, taken after the copy."""
 
     directory: str
     paused: bool = False
@@ -107,7 +112,8 @@ class KvEnd(Request):
 
 
 class KvDone(Reply):
-    """`tokens`: whose KV was sent, or is held. `stalled`: seconds that the scheduler stood still for the operation."""
+    """`tokens`: whose KV was sent, or is held. `stalled`: seconds that the scheduler stood still for the
+    operation."""
 
     tokens: int
     stalled: float = 0.0

@@ -1,7 +1,9 @@
-"""The engine process: `python -m laminar_hpc.rollout.sglang_plugin.serve <SGLang's server arguments>`, started by engine_process.py.
+"""The engine process: `python -m laminar_hpc.rollout.sglang_plugin.serve <SGLang's server arguments>`,
+started by engine_process.py.
 
-It is SGLang's own launcher, but: it dies with its parent; the API key comes from the environment (an argument would stand in the process
-list); and a missing installation of our entry points is said in one line instead of by a crash deep inside SGLang.
+It is SGLang's own launcher, but: it dies with its parent; the API key comes from the environment (an argument
+would stand in the process list); and a missing installation of our entry points is said in one line instead
+of by a crash deep inside SGLang.
 """
 
 import os
@@ -15,14 +17,18 @@ PARENT_VARIABLE = "LAMINAR_ENGINE_PARENT"
 
 
 def check_plugins() -> None:
-    """SGLang's processes find our plugins through the installed package's entry points only; ends the process when they are not there."""
+    """SGLang's processes find our plugins through the installed package's entry points only; ends the process
+    when they are not there."""
     for group, name in (("sglang.srt.platforms", "laminar_cpu"), ("sglang.srt.plugins", "laminar_port")):
         if name not in entry_points(group=group).names:
-            sys.exit(f"SGLang does not find the plugin {name}: install this package in {sys.prefix} (make setup)")
+            sys.exit(
+                f"SGLang does not find the plugin {name}: install this package in {sys.prefix} (make setup)"
+            )
 
 
 def leave_freeze_gc_to_us() -> None:
-    """SGLang's own call of /freeze_gc comes before its server listens, and its failure fills the log; sglang_server.py calls it later."""
+    """SGLang's own call of /freeze_gc comes before its server listens, and its failure fills the log;
+    sglang_server.py calls it later."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -33,7 +39,8 @@ def leave_freeze_gc_to_us() -> None:
 
 
 def main() -> None:
-    die_with_parent()  # SGLang asks the kernel the same for the processes that it starts, so none is left behind
+    # SGLang asks the kernel the same for the processes that it starts, so none is left behind
+    die_with_parent()
     if os.environ.pop(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):
         sys.exit("the parent of this engine died before the engine was up")
     check_plugins()

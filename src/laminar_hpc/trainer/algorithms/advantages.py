@@ -1,5 +1,5 @@
-"""Advantages of a step's whole batch. Pure; called by trainer/learner.py on every rank with the same batch, so all ranks get the same
-numbers."""
+"""Advantages of a step's whole batch. Pure; called by trainer/learner.py on every rank with the same batch,
+so all ranks get the same numbers."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,23 @@ import torch
 from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.groups import by_group, estimated_advantages
 
-EPSILON = 1e-4  # added to a standard deviation; rewards are of the order of 1, so it only tames groups that are almost equal
+# added to a standard deviation; rewards are of the order of 1, so it only tames groups that are almost equal
+EPSILON = 1e-4
 
 
 def token_advantages(
-    a: AlgorithmConfig, rewards: torch.Tensor, sizes: Sequence[int], tokens: torch.Tensor, penalties: torch.Tensor
+    a: AlgorithmConfig,
+    rewards: torch.Tensor,
+    sizes: Sequence[int],
+    tokens: torch.Tensor,
+    penalties: torch.Tensor,
 ) -> torch.Tensor:
     """The advantage of every trained token, float64 [sum of tokens], trajectory after trajectory.
 
-    rewards [trajectories] float64, ordered by group; sizes: trajectories of each group; tokens [trajectories] int64:
-    trained tokens of each; penalties [sum of tokens] float64: kl_coefficient times the KL estimate where it belongs into the reward, else
-    zeros. Raises ValueError for a reward that is not
-    finite: it would silently poison its whole group or batch.
+    rewards [trajectories] float64, ordered by group; sizes: trajectories of each group; tokens [trajectories]
+    int64: trained tokens of each; penalties [sum of tokens] float64: kl_coefficient times the KL estimate
+    where it belongs into the reward, else zeros. Raises ValueError for a reward that is not finite: it would
+    silently poison its whole group or batch.
     """
     if not torch.isfinite(rewards).all():
         raise ValueError("a reward is not finite")
@@ -42,8 +47,9 @@ def _relative(a: AlgorithmConfig, rewards: torch.Tensor) -> torch.Tensor:
 
 
 def group_advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor:
-    """GRPO, arXiv 2402.03300 section 4.1.2: A_i = (r_i - mean(r)) / (std(r) + EPSILON), std with n - 1; without the division Dr. GRPO's,
-    arXiv 2503.20783 section 3.2. rewards [groups, samples] -> the same shape. A group of equal rewards gets zeros."""
+    """GRPO, arXiv 2402.03300 section 4.1.2: A_i = (r_i - mean(r)) / (std(r) + EPSILON), std with n - 1;
+    without the division Dr. GRPO's, arXiv 2503.20783 section 3.2. rewards [groups, samples] -> the same
+    shape. A group of equal rewards gets zeros."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     if not normalize_std or rewards.shape[1] == 1:
         return centred
@@ -51,23 +57,24 @@ def group_advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor
 
 
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
-    """RLOO, arXiv 2402.14740: A_i = r_i - the mean of the other k - 1 rewards of its group, which equals k / (k - 1) (r_i -
-    mean(r)). rewards [groups, samples], at least 2 samples -> the same shape."""
+    """RLOO, arXiv 2402.14740: A_i = r_i - the mean of the other k - 1 rewards of its group, which equals k /
+    (k - 1) (r_i - mean(r)). rewards [groups, samples], at least 2 samples -> the same shape."""
     samples = rewards.shape[1]
     return (rewards - rewards.mean(dim=1, keepdim=True)) * (samples / (samples - 1))
 
 
 def whitened(returns: torch.Tensor) -> torch.Tensor:
-    """REINFORCE++, arXiv 2501.03262: (A - mean) / (std + EPSILON) over all tokens of the global batch, std with n. Its variant
-    with a baseline takes the group's mean reward off before. returns [tokens] -> the same shape; equal returns get zeros."""
+    """REINFORCE++, arXiv 2501.03262: (A - mean) / (std + EPSILON) over all tokens of the global batch, std
+    with n. Its variant with a baseline takes the group's mean reward off before. returns [tokens] -> the same
+    shape; equal returns get zeros."""
     if len(returns) == 0:
         return returns
     return (returns - returns.mean()) / (returns.std(correction=0) + EPSILON)
 
 
 def _still_to_come(penalties: torch.Tensor, spent: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-    """REINFORCE++'s undiscounted return has the penalties of a token and of those behind it: their sum to the trajectory's end,
-    [tokens]."""
+    """REINFORCE++'s undiscounted return has the penalties of a token and of those behind it: their sum to the
+    trajectory's end, [tokens]."""
     before = torch.cumsum(penalties, 0) - penalties  # of all tokens before, also of other trajectories
     starts = torch.cumsum(spent, 0) - spent
     return spent[owner] - (before - starts[owner])

@@ -1,8 +1,9 @@
 """Estimates of the KL divergence KL(policy || reference) from one sampled token. Pure.
 
-J. Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html), with q the policy, p the reference and r = p / q:
-k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r. k3 as a loss is GRPO's, arXiv 2402.03300 equation 4. As a loss the gradient of k2
-is that of the reverse KL on policy, that of k1 has mean 0, arXiv 2506.09477. No importance weights correct for tokens of older policies.
+J. Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html), with q the policy, p the
+reference and r = p / q: k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r. k3 as a loss is GRPO's, arXiv
+2402.03300 equation 4. As a loss the gradient of k2 is that of the reverse KL on policy, that of k1 has mean
+0, arXiv 2506.09477. No importance weights correct for tokens of older policies.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""The whole objective of one micro-batch: policy loss x behaviour weight over the trajectories kept, + KL. Pure; called by
-trainer/learner.py.
+"""The whole objective of one micro-batch: policy loss x behaviour weight over the trajectories kept, + KL.
+Pure; called by trainer/learner.py.
 
     loss_t = kept_t * min(q / mu, importance_weight_cap)_t * policy_loss(pi / q, A)_t + kl_coefficient * KL(pi || reference)_t
 """
@@ -21,8 +21,9 @@ SUMS = ("loss", "count", "tokens", "kept", "ratio", "clipped", "entropy", "kl", 
 
 @dataclass(frozen=True)
 class Objective:
-    """`total` (with gradient) is the weighted sum of the token losses, `count` (int32) its part of the denominator. `sums` float32
-    [len(SUMS)]; `ratio` is current / behaviour and, like `clipped` and `truncated`, of the tokens kept; `largest_ratio` is theirs."""
+    """`total` (with gradient) is the weighted sum of the token losses, `count` (int32) its part of the
+    denominator. `sums` float32 [len(SUMS)]; `ratio` is current / behaviour and, like `clipped` and
+    `truncated`, of the tokens kept; `largest_ratio` is theirs."""
 
     total: torch.Tensor
     count: torch.Tensor
@@ -30,11 +31,19 @@ class Objective:
     largest_ratio: torch.Tensor
 
 
-def objective(a: AlgorithmConfig, max_response_tokens: int, tokens: Tokens, logprobs: torch.Tensor, entropies: torch.Tensor) -> Objective:
+def objective(
+    a: AlgorithmConfig,
+    max_response_tokens: int,
+    tokens: Tokens,
+    logprobs: torch.Tensor,
+    entropies: torch.Tensor,
+) -> Objective:
     """logprobs (with gradient) and entropies: of the policy as it is, float32 [tokens]."""
     now = logprobs.detach()
     recomputed = a.proximal == "recomputed"
-    kept = kept_sequences(tokens, tokens.proximal if recomputed else now, a.sequence_ratio_min, a.sequence_ratio_max)
+    kept = kept_sequences(
+        tokens, tokens.proximal if recomputed else now, a.sequence_ratio_min, a.sequence_ratio_max
+    )
     # A trajectory left out gets ratios of 1, since even one that overflows must not reach the gradient.
     proximal, behaviour = torch.where(kept, tokens.proximal, now), torch.where(kept, tokens.behaviour, now)
     policy = policy_loss(a, logprobs, proximal, tokens)
@@ -52,7 +61,16 @@ def objective(a: AlgorithmConfig, max_response_tokens: int, tokens: Tokens, logp
     total = (losses * weights).sum()
     with torch.no_grad():
         mask, ratio = tokens.real * kept, torch.exp(now - behaviour)
-        each = torch.stack([mask, ratio * mask, policy.clipped * mask, entropies * tokens.real, kl * tokens.real, truncated * mask])
+        each = torch.stack(
+            [
+                mask,
+                ratio * mask,
+                policy.clipped * mask,
+                entropies * tokens.real,
+                kl * tokens.real,
+                truncated * mask,
+            ]
+        )
         sums = torch.cat([torch.stack([total, count.to(total.dtype), tokens.real.sum()]), each.sum(1)])
         largest = (ratio * mask).max() if len(ratio) else total.new_zeros(())
     return Objective(total, count, sums, largest)

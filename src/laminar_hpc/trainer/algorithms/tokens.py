@@ -1,4 +1,5 @@
-"""The trained tokens of a micro-batch, flat, with what the objective needs of each. Made by trainer/microbatch.py."""
+"""The trained tokens of a micro-batch, flat, with what the objective needs of each. Made by
+trainer/microbatch.py."""
 
 from dataclasses import dataclass
 
@@ -7,11 +8,12 @@ import torch
 
 @dataclass(frozen=True)
 class Tokens:
-    """float32 [tokens] each, but `sequence` [tokens] int64: which of the micro-batch's `sequences` trajectories a token belongs to.
+    """float32 [tokens] each, but `sequence` [tokens] int64: which of the micro-batch's `sequences`
+    trajectories a token belongs to.
 
-    `behaviour`, `proximal`, `reference`: log-probs by the engine, by the policy that ratios are taken to (the behaviour policy unless
-    config.algorithm.proximal=recomputed), by the reference model (None without one). An empty micro-batch has one token that is not
-    `real`, of no trajectory; elsewhere `real` is 1.
+    `behaviour`, `proximal`, `reference`: log-probs by the engine, by the policy that ratios are taken to (the
+    behaviour policy unless config.algorithm.proximal=recomputed), by the reference model (None without one).
+    An empty micro-batch has one token that is not `real`, of no trajectory; elsewhere `real` is 1.
     """
 
     behaviour: torch.Tensor
