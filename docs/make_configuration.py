@@ -109,8 +109,7 @@ MEANING = {
     "sampling.repetition_penalty": "refused for training unless 1.0",
     "algorithm.prompts_per_step": "prompt groups in the global batch of a trainer step",
     "algorithm.samples_per_prompt": "trajectories per prompt (the most, with `algorithm.first_samples`): the "
-    "group over which "
-    "advantages are taken",
+    "group over which advantages are taken",
     "algorithm.advantage": "how rewards become advantages",
     "algorithm.more_samples": "samples that a group gets at a time after its first, up to "
     "`algorithm.samples_per_prompt`",
@@ -206,8 +205,8 @@ def rows(cls: type, prefix: str, known: dict[tuple[str, str], str]) -> list[str]
         meaning = "; ".join(text for text in (MEANING.get(key), comment) if text)
         if not meaning:
             raise SystemExit(
-                f"{key} has no meaning: write a comment behind it in {schema.__file__}, or an entry of "
-                "MEANING here"
+                f"{key} has no meaning: write a comment behind it "
+                f"in {schema.__file__}, or an entry of MEANING here"
             )
         kind = (
             field.type.__name__

@@ -200,8 +200,8 @@ def cure(error: Exception) -> str:
     """What to do about an error of a library, where that is known. By name: torch is not imported for it."""
     if type(error).__name__ == "OutOfMemoryError":
         return (
-            "; lower trainer.tokens_per_microbatch, set trainer.recompute_activations=true or use more "
-            "trainer ranks"
+            "; lower trainer.tokens_per_microbatch, set "
+            "trainer.recompute_activations=true or use more trainer ranks"
         )
     return ""
 

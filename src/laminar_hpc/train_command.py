@@ -17,10 +17,9 @@ def main(arguments: list[str]) -> int:
     """Refuses, or shows, or starts what the words ask for."""
     if not arguments:
         raise LaminarError(
-            "laminar train needs a model, prompts and a reward: try `laminar train experiment=demo`, or name "
-            "your "
-            "own with model.path=DIR data.train=FILE reward.function=MODULE.NAME; `laminar train --help` "
-            "shows more"
+            "laminar train needs a model, prompts and a reward: try `laminar train "
+            "experiment=demo`, or name your own with model.path=DIR data.train=FILE "
+            "reward.function=MODULE.NAME; `laminar train --help` shows more"
         )
     from laminar_hpc.emulation.constants import unknown_constants
     from laminar_hpc.pretrained import pinned_words, resolve_model
@@ -55,8 +54,8 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
     """Runs the job to its end; its exit code. `words` make every rank compose the same configuration."""
     if config.role != "all":
         raise LaminarError(
-            "laminar train starts all roles; for one role use torchrun -m laminar_hpc role=..., as the "
-            "scripts in launch/ do"
+            "laminar train starts all roles; for one role use torchrun "
+            "-m laminar_hpc role=..., as the scripts in launch/ do"
         )
     from laminar_hpc import supervisor
     from laminar_hpc.controller.rewards import check_rewards

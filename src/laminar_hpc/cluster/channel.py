@@ -187,9 +187,8 @@ class Channel:
                     continue
                 self._deliver(
                     ControllerLost(
-                        f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, then go on "
-                        "with the same "
-                        "command and resume=auto"
+                        f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, "
+                        "then go on with the same command and resume=auto"
                     )
                 )
         self._dealer.close()
@@ -271,8 +270,8 @@ class Channel:
         message = self.wait(*wanted, timeout=timeout)
         if message is None:
             raise LaminarError(
-                f"{self._hello.role} {self._hello.index} waited {timeout:.0f} s for {what} from the "
-                "controller and gave up"
+                f"{self._hello.role} {self._hello.index} waited "
+                f"{timeout:.0f} s for {what} from the controller and gave up"
             )
         return message
 

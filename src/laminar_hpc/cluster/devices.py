@@ -42,8 +42,8 @@ def devices_of(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank, 
         trainers = list(range(len(order["trainer"])))
         if len(trainers) > count:
             raise LaminarError(
-                f"{len(trainers)} trainer ranks on a machine with {count} GPUs: start fewer, or on more "
-                "machines"
+                f"{len(trainers)} trainer ranks on a machine with "
+                f"{count} GPUs: start fewer, or on more machines"
             )
     if rollouts is None:
         left = [device for device in range(count) if device not in trainers]

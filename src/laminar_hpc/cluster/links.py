@@ -137,8 +137,8 @@ class Link:
         except (dist.DistError, RuntimeError) as error:
             self._leave()
             raise LinkBroken(
-                f"no link to {peer} within {limit:.0f} s: it did not join epoch {epoch} "
-                f"({_first_line(error)})"
+                f"no link to {peer} within {limit:.0f} s: "
+                f"it did not join epoch {epoch} ({_first_line(error)})"
             ) from None
 
     # ---- tensors -------------------------------------------------------------------------------------------
@@ -205,8 +205,8 @@ class Link:
         first, size = work.note.tolist()
         if size != target.nbytes or not 0 <= first <= self._there.numel() - size:
             raise LinkBroken(
-                f"{self.peer} gave bytes {first} to {first + size} of its window in place of a chunk of "
-                f"{target.nbytes}"
+                f"{self.peer} gave bytes {first} to {first + size} "
+                f"of its window in place of a chunk of {target.nbytes}"
             )
         yield self._there[first : first + size]
         self._finish(self._start(self._frames, True, work.answer), work.answer)

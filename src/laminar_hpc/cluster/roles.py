@@ -32,9 +32,9 @@ def assign_roles(
         )
         wanted = f"{trainers} trainer + 1 controller{others}"
         raise LaminarError(
-            f"a world of {world} ranks ({nodes} x {ranks_per_node}) does not fit {wanted}: start "
-            f"{_fitting(trainers, rollouts, nodes, lanes)}, or change trainer.data_parallel or "
-            "rollout.replicas"
+            f"a world of {world} ranks ({nodes} x {ranks_per_node}) does not "
+            f"fit {wanted}: start {_fitting(trainers, rollouts, nodes, lanes)}, "
+            "or change trainer.data_parallel or rollout.replicas"
         )
     roles = [*(RoleOfRank("trainer", i) for i in range(trainers)), RoleOfRank("controller", 0)]
     relay = rollout = 0

@@ -33,9 +33,8 @@ def request_stop(run_dir: Path, reason: str, seconds: float = 5.0) -> None:
         while not dealer.poll(100, zmq.POLLOUT):
             if time.monotonic() > deadline:
                 raise LaminarError(
-                    f"the controller at {address.host}:{address.port} was not reached within {seconds:.0f} "
-                    "s; is the job of "
-                    f"{run_dir} still running?"
+                    f"the controller at {address.host}:{address.port} was not reached "
+                    f"within {seconds:.0f} s; is the job of {run_dir} still running?"
                 )
         dealer.send(encode(StopRequest(reason)))
     finally:

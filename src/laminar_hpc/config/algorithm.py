@@ -21,8 +21,8 @@ def algorithm_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
         ),
         (
             a.loss == "gspo" and a.loss_aggregation != "sequences",
-            "loss=gspo has one ratio per sequence: set algorithm.loss_aggregation=sequences, not "
-            f"{a.loss_aggregation}",
+            "loss=gspo has one ratio per sequence: set "
+            f"algorithm.loss_aggregation=sequences, not {a.loss_aggregation}",
         ),
         (
             a.loss == "aipo" and a.importance_weight_cap is None,
@@ -30,8 +30,8 @@ def algorithm_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
         ),
         (
             a.loss == "aipo" and a.proximal != "behaviour",
-            "loss=aipo weighs against the behaviour policy itself: set algorithm.proximal=behaviour, not "
-            f"{a.proximal}",
+            "loss=aipo weighs against the behaviour policy itself: "
+            f"set algorithm.proximal=behaviour, not {a.proximal}",
         ),
         (
             a.importance_weight_cap is not None and a.proximal == "behaviour" and a.loss != "aipo",
@@ -48,9 +48,8 @@ def algorithm_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
         (
             a.zero_variance == "estimate"
             and (a.advantage != "grpo" or a.kl_in_reward or a.overlong_buffer_tokens > 0),
-            "zero_variance=estimate takes rewards as probabilities: it goes with advantage=grpo, without "
-            "kl_in_reward and without "
-            "overlong_buffer_tokens; use keep or filter",
+            "zero_variance=estimate takes rewards as probabilities: it goes with advantage=grpo, "
+            "without kl_in_reward and without overlong_buffer_tokens; use keep or filter",
         ),
         (
             a.kl_in_reward and a.kl_coefficient == 0,
@@ -63,8 +62,8 @@ def algorithm_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
         ),
         (
             a.loss == "gspo" and a.kl_in_reward and a.advantage.startswith("reinforce_pp"),
-            f"loss=gspo has one advantage per sequence, {a.advantage} with kl_in_reward one per token: use "
-            "another loss",
+            f"loss=gspo has one advantage per sequence, {a.advantage} "
+            "with kl_in_reward one per token: use another loss",
         ),
         (
             a.overlong_buffer_tokens > config.sampling.max_response_tokens,

@@ -150,13 +150,13 @@ def pipeline_text(config: RunConfig) -> str:
     limit = "staleness without a bound" if bound is None else f"at most {bound} steps stale"
     if config.pipeline.refresh == "interrupt":
         return (
-            f"{name}: asynchronous; new weights come into running trajectories, whose tokens are of "
-            f"several policies; {limit}"
+            f"{name}: asynchronous; new weights come into running "
+            f"trajectories, whose tokens are of several policies; {limit}"
         )
     if config.pipeline.refresh == "barrier":
         return (
-            f"{name}: asynchronous; replicas generate a batch together while the trainer trains on an "
-            f"earlier one; {limit}"
+            f"{name}: asynchronous; replicas generate a batch together "
+            f"while the trainer trains on an earlier one; {limit}"
         )
     return f"{name}: asynchronous; trainer and replicas work at the same time; {limit}"
 
@@ -328,7 +328,6 @@ def check_store_directory(directory: Path) -> None:
     kind = file_system(directory)
     _refuse(
         kind in _NETWORK_FILE_SYSTEMS,
-        f"{directory} is on {kind}: the store must not be on a network file system; set store_dir to a local "
-        "folder of the "
-        "controller's machine",
+        f"{directory} is on {kind}: the store must not be on a network file system; "
+        "set store_dir to a local folder of the controller's machine",
     )

@@ -34,8 +34,8 @@ def _entry(key: str, value: object) -> RewardFunction:
     known = [field.name for field in dataclasses.fields(RewardFunction)]
     if not isinstance(value, dict):
         raise LaminarError(
-            f"{key}={value!r:.60}: must be {{function: MODULE.FUNCTION, weight: NUMBER}}, or url in place of "
-            f"function"
+            f"{key}={value!r:.60}: must be {{function: MODULE.FUNCTION, "
+            "weight: NUMBER}, or url in place of function"
         )
     if unknown := [str(name) for name in value if name not in known]:
         raise LaminarError(f"{key}.{unknown[0]}: no such key; an entry has {', '.join(known)}")

@@ -78,8 +78,8 @@ def _sampling(config: RunConfig) -> Iterator[Rule]:
 def _relay(config: RunConfig) -> Iterator[Rule]:
     yield (
         config.relay.lanes > 1 and config.relay.slots < 3,
-        f"relay.slots={config.relay.slots}: relay.lanes={config.relay.lanes} needs at least 3, as lanes may "
-        "be on two ids at a time",
+        f"relay.slots={config.relay.slots}: relay.lanes={config.relay.lanes} "
+        "needs at least 3, as lanes may be on two ids at a time",
     )
 
 
@@ -155,8 +155,8 @@ def _model(config: RunConfig, model: dict) -> Iterator[Rule]:
     undivided = _first(f"{name}={value}" for name, value in parts.items() if value % tensor != 0)
     yield (
         bool(undivided),
-        f"trainer.tensor_parallel={tensor} does not divide the model's {undivided}; choose another, or scale "
-        "with data_parallel",
+        f"trainer.tensor_parallel={tensor} does not divide the model's "
+        f"{undivided}; choose another, or scale with data_parallel",
     )
     yield (
         not undivided and _VOCABULARY_MULTIPLE % tensor != 0,
@@ -165,8 +165,8 @@ def _model(config: RunConfig, model: dict) -> Iterator[Rule]:
     )
     yield (
         layers < stages,
-        f"trainer.pipeline_parallel={stages} exceeds the model's num_hidden_layers={layers}; use fewer "
-        "stages",
+        f"trainer.pipeline_parallel={stages} exceeds the "
+        f"model's num_hidden_layers={layers}; use fewer stages",
     )
     # SGLang gives each rank whole query heads, whole KV heads (or several ranks the same one), and whole
     # columns of the MLP.

@@ -535,8 +535,8 @@ class Controller:
     def on_TakeBatch(self, member: Member, take: m.TakeBatch) -> None:
         if take.step != self.trainer_step:
             raise LaminarError(
-                f"the trainer asks for step {take.step}, the run is at step {self.trainer_step}; go on with "
-                "resume=auto"
+                f"the trainer asks for step {take.step}, the run is "
+                f"at step {self.trainer_step}; go on with resume=auto"
             )
         if self.last_step_time == 0.0:
             self.last_step_time = time.time()

@@ -53,10 +53,9 @@ class Probes:
                 self._say(
                     console.line(
                         "warning",
-                        f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}, above the "
-                        f"{limit:.1e} that rounding to "
-                        f"{self._dtype} explains: engine and trainer do not compute the same model; look at "
-                        "rollout.engine_arguments "
+                        f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}, "
+                        f"above the {limit:.1e} that rounding to {self._dtype} explains: engine and "
+                        "trainer do not compute the same model; look at rollout.engine_arguments "
                         "(quantization, KV cache dtype), model.dtype and model.float32_head",
                     )
                 )

@@ -48,8 +48,8 @@ def load_tokenizer(model_path: str) -> Tokenizer:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise LaminarError(
-            f"{file} cannot be read as a tokenizer ({error}); the model directory needs a fast tokenizer's "
-            "tokenizer.json"
+            f"{file} cannot be read as a tokenizer ({error}); "
+            "the model directory needs a fast tokenizer's tokenizer.json"
         ) from None
 
 
@@ -100,8 +100,8 @@ def load_prompts(
     if not found.prompts:
         if found.too_long:
             raise LaminarError(
-                f"{source.path}: all {found.too_long} prompts have more than {most} tokens; raise what "
-                "bounds them"
+                f"{source.path}: all {found.too_long} prompts have "
+                f"more than {most} tokens; raise what bounds them"
             )
         raise LaminarError(f"{source.path} has no rows; one row per prompt is needed")
     return found
@@ -113,15 +113,15 @@ def _text(value: object, render: Render | None, name: str, where: str) -> str:
     messages = as_messages(value) if value else None
     if messages is None:
         raise LaminarError(
-            f"{where}: field '{name}' must be a non-empty string or a list of chat messages, not "
-            f"{value!r:.60}"
+            f"{where}: field '{name}' must be a non-empty string "
+            f"or a list of chat messages, not {value!r:.60}"
         )
     if render is not None:
         return render(messages, where)
     if not isinstance(value, str):
         raise LaminarError(
-            f"{where}: field '{name}' holds chat messages; set data.chat_template=true, or name a field with "
-            "plain text"
+            f"{where}: field '{name}' holds chat messages; "
+            "set data.chat_template=true, or name a field with plain text"
         )
     return value
 
@@ -130,8 +130,8 @@ def _answer(row: dict, names: str, where: str) -> str | int | float:
     value = field_of(row, names, where, "data.answer_field")
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
         raise LaminarError(
-            f"{where}: field '{names}' must be a text or a number, not {value!r:.60}; mend the row or set "
-            "data.answer_field"
+            f"{where}: field '{names}' must be a text or a number, "
+            f"not {value!r:.60}; mend the row or set data.answer_field"
         )
     return value
 
@@ -142,8 +142,8 @@ def _check_sendable(text: str, row: dict, where: str) -> None:
         msgspec.msgpack.encode([text, row])
     except (TypeError, ValueError, OverflowError) as error:  # ValueError: also half of a surrogate pair
         raise LaminarError(
-            f"{where}: a value cannot be sent to a rollout ({str(error)[:120]}); mend the row or drop the "
-            "field"
+            f"{where}: a value cannot be sent to a rollout "
+            f"({str(error)[:120]}); mend the row or drop the field"
         ) from None
 
 

@@ -75,7 +75,7 @@ class RewardErrors:
             return ""
         which = "first" if self.in_a_row == self.scored else "last"
         return (
-            f"the rewards of the {which} {self.in_a_row} responses, a whole batch, all failed, the last "
-            f"with: {scored.error}; mend {self._keys} (docs/rewards.md; its output is in "
-            f"{self._logs}/rollout*.log)"
+            f"the rewards of the {which} {self.in_a_row} responses, a whole batch, "
+            f"all failed, the last with: {scored.error}; mend {self._keys} "
+            f"(docs/rewards.md; its output is in {self._logs}/rollout*.log)"
         )

@@ -108,8 +108,8 @@ def _jsonl(source: Source) -> Iterator[tuple[str, dict]]:
     except (OSError, EOFError, zlib.error) as error:
         what = "read" if not source.path.endswith(COMPRESSED) else "unpacked"
         raise LaminarError(
-            f"{source.path}, row {number + 1}: cannot be {what} ({_first_line(error)}); write or download "
-            "the file again"
+            f"{source.path}, row {number + 1}: cannot be {what} "
+            f"({_first_line(error)}); write or download the file again"
         ) from None
 
 
@@ -145,8 +145,8 @@ def _parquet(source: Source) -> Iterator[tuple[str, dict]]:
                     yield f"{source.path}, row {number}", row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise LaminarError(
-            f"{source.path}, row {number + 1}: cannot be read as Parquet ({_first_line(error)}); write or "
-            "download the file again"
+            f"{source.path}, row {number + 1}: cannot be read as Parquet "
+            f"({_first_line(error)}); write or download the file again"
         ) from None
 
 
@@ -166,10 +166,9 @@ def _dataset(source: Source) -> Iterator[tuple[str, dict]]:
             found = datasets.load_dataset(source.path, source.subset, split=source.split)
     except Exception as error:  # the library raises what its parts raise
         raise LaminarError(
-            f"{source.path} cannot be loaded as a Hugging Face dataset, subset {source.subset or '(none)'}, "
-            f"split {source.split} "
-            f"({type(error).__name__}: {_first_line(error)}); check name and network, or download it and "
-            "name its folder or file"
+            f"{source.path} cannot be loaded as a Hugging Face dataset, subset "
+            f"{source.subset or '(none)'}, split {source.split} ({type(error).__name__}: "
+            f"{_first_line(error)}); check name and network, or download it and name its folder or file"
         ) from None
     number = 0
     for first in range(0, len(found), _BATCH):

@@ -284,9 +284,9 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
             stop_until = stop_until or time.monotonic() + config.cluster.stop_timeout_seconds
             if time.monotonic() > stop_until:
                 raise LaminarError(
-                    f"{controller.stopping}: the trainer did not finish step {controller.trainer_step + 1} "
-                    "and its checkpoint "
-                    f"within {config.cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
+                    f"{controller.stopping}: the trainer did not finish step "
+                    f"{controller.trainer_step + 1} and its checkpoint within "
+                    f"{config.cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
                 )
         missing = [
             f"{number - len(controller.members.all(role))} {role}"

@@ -113,9 +113,8 @@ class Store:
         weight_step: int,
     ) -> None:
         self._db.execute(
-            "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, replica, weight_id, "
-            "weight_step) VALUES(?, ?, "
-            "?, 0, 'granted', ?, ?, ?)",
+            "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, "
+            "replica, weight_id, weight_step) VALUES(?, ?, ?, 0, 'granted', ?, ?, ?)",
             (trajectory_id, group_id, sample_index, replica, weight_id, weight_step),
         )
 
@@ -123,8 +122,8 @@ class Store:
         self, trajectory_id: int, attempt: int, replica: int, weight_id: int, weight_step: int
     ) -> None:
         self._db.execute(
-            "UPDATE trajectories SET attempt = ?, replica = ?, weight_id = ?, weight_step = ?, state = "
-            "'granted' WHERE id = ?",
+            "UPDATE trajectories SET attempt = ?, replica = ?, "
+            "weight_id = ?, weight_step = ?, state = 'granted' WHERE id = ?",
             (attempt, replica, weight_id, weight_step, trajectory_id),
         )
 
@@ -133,11 +132,10 @@ class Store:
 
     def finish_trajectory(self, t: Trajectory, accuracy: float) -> None:
         self._db.execute(
-            "UPDATE trajectories SET state = 'finished', attempt = ?, replica = ?, weight_id = ?, "
-            "weight_step = ?, step_finished "
-            "= ?, response_length = ?, reward = ?, accuracy = ?,"
-            " finish_reason = ?, reward_error = ?, time_started = ?, time_finished = ?, time_scored = ?, "
-            "payload = ? WHERE id = ?",
+            "UPDATE trajectories SET state = 'finished', attempt = ?, replica = ?, "
+            "weight_id = ?, weight_step = ?, step_finished = ?, response_length = ?, "
+            "reward = ?, accuracy = ?, finish_reason = ?, reward_error = ?, "
+            "time_started = ?, time_finished = ?, time_scored = ?, payload = ? WHERE id = ?",
             (
                 t.attempt,
                 t.replica,
@@ -159,8 +157,8 @@ class Store:
 
     def finish_group(self, group_id: int, weight_step: int, order: int, time: float) -> None:
         self._db.execute(
-            "UPDATE groups SET state = 'finished', weight_step = ?, finish_order = ?, finished_at = ? WHERE "
-            "id = ?",
+            "UPDATE groups SET state = 'finished', weight_step = ?, "
+            "finish_order = ?, finished_at = ? WHERE id = ?",
             (weight_step, order, time, group_id),
         )
 
@@ -194,8 +192,8 @@ class Store:
         found: list[bytes] = []
         for group_id in group_ids:
             rows = self._db.execute(
-                "SELECT payload FROM trajectories WHERE group_id = ? AND payload IS NOT NULL ORDER BY "
-                "sample_index",
+                "SELECT payload FROM trajectories WHERE group_id "
+                "= ? AND payload IS NOT NULL ORDER BY sample_index",
                 (group_id,),
             )
             found += [blob for (blob,) in rows]
@@ -209,22 +207,21 @@ class Store:
         A step's number is that of the version before it.
         """
         self._db.execute(
-            "UPDATE trajectories SET state = 'finished', consumed_step = NULL WHERE state = 'consumed' AND "
-            "consumed_step >= ?",
+            "UPDATE trajectories SET state = 'finished', consumed_step "
+            "= NULL WHERE state = 'consumed' AND consumed_step >= ?",
             (step,),
         )
         self._db.execute(
-            "UPDATE groups SET state = 'finished', consumed_step = NULL WHERE state = 'consumed' AND "
-            "consumed_step >= ?",
+            "UPDATE groups SET state = 'finished', consumed_step "
+            "= NULL WHERE state = 'consumed' AND consumed_step >= ?",
             (step,),
         )
 
     def live_groups(self) -> list[tuple[int, int, str, int, int, int]]:
         """(id, prompt_index, state, weight_step, number, finish_order) of all granted and finished groups."""
         return self._db.execute(
-            "SELECT id, prompt_index, state, weight_step, number, COALESCE(finish_order, 0) FROM groups "
-            "WHERE state IN "
-            "('granted', 'finished') ORDER BY id"
+            "SELECT id, prompt_index, state, weight_step, number, COALESCE(finish_order, "
+            "0) FROM groups WHERE state IN ('granted', 'finished') ORDER BY id"
         ).fetchall()
 
     def samples_of(self, group_id: int) -> list[tuple[int, int, str, int, float, float, int]]:

@@ -77,7 +77,6 @@ def _refusal(path: Path, what: str, run_dir: Path, restored_step: int) -> str:
     weights = checkpoint_path(run_dir, restored_step) / "hf"
     return (
         f"{path} {what}; nothing was changed: restore it from a copy that is not older than the checkpoint "
-        "of "
-        f"step {restored_step}, or begin another run with that checkpoint's weights: model.path={weights} "
+        f"of step {restored_step}, or begin another run with that checkpoint's weights: model.path={weights} "
         "run_dir=ANOTHER (the optimizer's state and the trajectories not yet trained are left behind)"
     )

@@ -11,8 +11,8 @@ def unknown_constants(config: RunConfig) -> list[str]:
     """One line for each entry that is no field of simulator/constants.py."""
     names = [field.name for field in dataclasses.fields(Constants)]
     return [
-        f"emulation.constants.{name}: no such constant{did_you_mean(name, names)}; they are in "
-        "simulator/constants.py"
+        f"emulation.constants.{name}: no such constant{did_you_mean(name, names)}; "
+        "they are in simulator/constants.py"
         for name in config.emulation.constants
         if name not in names
     ]

@@ -333,8 +333,8 @@ class EmulatedEngine:
         self._settle()
         if weight_id != self.weight_id:
             raise KvRefused(
-                f"KV move {move_id} refused: it is of weight id {weight_id}, {self.name} serves "
-                f"{self.weight_id}"
+                f"KV move {move_id} refused: it is of weight id "
+                f"{weight_id}, {self.name} serves {self.weight_id}"
             )
         if self._replica.kv + sum(self._reserved.values()) + tokens > self._replica.capacity:
             raise KvRefused(f"KV move {move_id} refused: {self.name} has no room for {tokens} tokens")

@@ -103,8 +103,8 @@ class HttpReward:
             values = reply.get("embedding") if isinstance(reply, dict) else None
             if not isinstance(values, list) or len(values) != 1:
                 raise NotAReward(
-                    f"{shown_url(self._url)}: no single score in its reply{_quoted(text)}; is it a reward "
-                    "model?"
+                    f"{shown_url(self._url)}: no single score in "
+                    f"its reply{_quoted(text)}; is it a reward model?"
                 )
             return {"reward": values[0]}
         if not isinstance(reply, dict) or "reward" not in reply:

@@ -34,8 +34,8 @@ def place(bucket: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.
     end = offset + torch.Size(shape).numel() * dtype.itemsize
     if end > bucket.numel() or offset % dtype.itemsize:
         raise LaminarError(
-            f"bytes [{offset}, {end}) are no {dtype} in a bucket of {bucket.numel()} bytes; lay it out with "
-            "manifest.layout"
+            f"bytes [{offset}, {end}) are no {dtype} in a bucket of "
+            f"{bucket.numel()} bytes; lay it out with manifest.layout"
         )
     return bucket[offset:end].view(dtype).view(tuple(shape))
 
@@ -110,16 +110,16 @@ def delta_apply(image: torch.Tensor, delta: Delta) -> None:
     """
     if image.dim() != 1 or image.dtype != delta.values.dtype or delta.indices.shape != delta.values.shape:
         raise LaminarError(
-            f"a delta of {delta.values.dtype} does not fit an image {tuple(image.shape)} of {image.dtype}; "
-            "send a full copy"
+            f"a delta of {delta.values.dtype} does not fit an image "
+            f"{tuple(image.shape)} of {image.dtype}; send a full copy"
         )
     if not delta.indices.numel():
         return
     low, high = (int(end) for end in delta.indices.aminmax())
     if low < 0 or high >= image.numel():
         raise LaminarError(
-            f"a delta with indices from {low} to {high} is not one of {image.numel()} elements; send a full "
-            "copy"
+            f"a delta with indices from {low} to {high} is not "
+            f"one of {image.numel()} elements; send a full copy"
         )
     if image.is_cuda:
         from laminar_hpc.kernels.triton_delta import apply as on_gpu
@@ -136,8 +136,7 @@ def _check_target(piece: Piece, target: torch.Tensor) -> None:
     )
     if not known or tuple(target.shape) != piece.slice_shape or target.device != piece.view.device:
         raise LaminarError(
-            f"cannot pack {piece.name} {piece.slice_shape} {piece.view.dtype} on {piece.view.device} into "
-            f"{tuple(target.shape)} "
-            f"{target.dtype} on {target.device}; a target has the slice's shape and device, and a float32 or "
-            "equal dtype as source"
+            f"cannot pack {piece.name} {piece.slice_shape} {piece.view.dtype} on "
+            f"{piece.view.device} into {tuple(target.shape)} {target.dtype} on {target.device}; "
+            "a target has the slice's shape and device, and a float32 or equal dtype as source"
         )

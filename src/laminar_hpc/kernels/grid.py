@@ -32,8 +32,8 @@ def common_grid(layouts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Grid:
     for own_rows, own_columns, stride in merged:
         if own_rows != 1 and (own_rows, own_columns) != (rows, columns):
             raise LaminarError(
-                f"a slice of {own_rows} rows of {own_columns} cannot be packed as {rows} rows of {columns}; "
-                "copy it first"
+                f"a slice of {own_rows} rows of {own_columns} cannot "
+                f"be packed as {rows} rows of {columns}; copy it first"
             )
         strides.append(columns if own_rows == 1 else stride)
     return Grid(rows, columns, tuple(strides))

@@ -142,8 +142,8 @@ def check_fits(header: Header, *, fingerprint: str, weight_id: int, shape: Shape
     """Raises KvRefused unless the KV cache is of this engine's model, weights and pool shape."""
     if header.fingerprint != fingerprint:
         raise KvRefused(
-            f"KV cache refused: it is of model {header.fingerprint[:12]}, this engine serves "
-            f"{fingerprint[:12]}"
+            f"KV cache refused: it is of model {header.fingerprint[:12]}, "
+            f"this engine serves {fingerprint[:12]}"
         )
     if header.weight_id != weight_id:
         raise KvRefused(
@@ -162,13 +162,13 @@ def _check(header: Header) -> None:
         raise KvRefused(f"KV header refused: dtype {shape.dtype[:32]!r} is none of {', '.join(DTYPES)}")
     if len(header.token_ids) % 4 or not 1 <= header.tokens <= MAX_TOKENS:
         raise KvRefused(
-            f"KV header refused: {len(header.token_ids)} bytes of token ids; 1 to {MAX_TOKENS} tokens of 4 "
-            "bytes are allowed"
+            f"KV header refused: {len(header.token_ids)} bytes of token ids; "
+            f"1 to {MAX_TOKENS} tokens of 4 bytes are allowed"
         )
     if not 0 <= header.first <= MAX_TOKENS - header.tokens:
         raise KvRefused(
-            f"KV header refused: {header.tokens} tokens from place {header.first} on; a request has "
-            f"{MAX_TOKENS} at most"
+            f"KV header refused: {header.tokens} tokens from place "
+            f"{header.first} on; a request has {MAX_TOKENS} at most"
         )
     if (
         not 4096 <= header.chunk_bytes <= 1 << 26

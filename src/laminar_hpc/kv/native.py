@@ -11,7 +11,7 @@ def extension() -> ModuleType:
         from laminar_hpc import _kv
     except ImportError as error:
         raise KvRefused(
-            f"KV migration needs laminar_hpc._kv, which cannot be loaded ({error}): apt-get install g++, "
-            "make setup"
+            "KV migration needs laminar_hpc._kv, which cannot "
+            f"be loaded ({error}): apt-get install g++, make setup"
         ) from None
     return _kv

@@ -31,8 +31,8 @@ class Pool:
         1 to 64 slots."""
         if not keys or len(keys) != len(values):
             raise KvRefused(
-                f"KV pool refused: {len(keys)} key and {len(values)} value tensors; MHA and GQA pools have "
-                "one each per layer"
+                f"KV pool refused: {len(keys)} key and {len(values)} "
+                "value tensors; MHA and GQA pools have one each per layer"
             )
         tensors = tuple(tensor for pair in zip(keys, values, strict=True) for tensor in pair)
         first = tensors[0]
@@ -40,8 +40,8 @@ class Pool:
         if first.dim() != 3 or first.dtype not in names or first.device.type not in ("cpu", "cuda"):
             kind = f"{list(first.shape)} in {first.dtype} on {first.device}"
             raise KvRefused(
-                f"KV pool refused: {kind}; it must be [slots, heads, head_dim] in fp32, bf16 or fp16 on the "
-                "CPU or CUDA"
+                f"KV pool refused: {kind}; it must be [slots, heads, "
+                "head_dim] in fp32, bf16 or fp16 on the CPU or CUDA"
             )
         if any(
             (t.shape, t.dtype, t.stride(), t.device)
@@ -56,8 +56,8 @@ class Pool:
         slots, heads, dim = first.shape
         if not slots or first.stride()[1:] != (dim, 1) or first.stride(0) < heads * dim:
             raise KvRefused(
-                f"KV pool refused: strides {first.stride()} of {list(first.shape)}; a slot's heads must lie "
-                "together"
+                f"KV pool refused: strides {first.stride()} of "
+                f"{list(first.shape)}; a slot's heads must lie together"
             )
         return cls(tensors, Shape(names[first.dtype], len(keys), heads, dim, page_size))
 
@@ -77,8 +77,8 @@ class Pool:
         """
         if slots.dtype != torch.int64 or slots.dim() != 1 or not len(slots) or slots.device.type != "cpu":
             raise KvRefused(
-                f"slots refused: {list(slots.shape)} in {slots.dtype} on {slots.device}; int64 [tokens] on "
-                "the CPU is needed"
+                f"slots refused: {list(slots.shape)} in {slots.dtype} "
+                f"on {slots.device}; int64 [tokens] on the CPU is needed"
             )
         first, places = self.tensors[0], slots.contiguous().numpy()
         if first.device.type != "cpu":
@@ -88,9 +88,8 @@ class Pool:
         bad = extension().misfit(places, len(first), self.shape.page_size, distinct)
         if bad >= 0:
             raise KvRefused(
-                f"slots refused: number {bad} is slot {places[bad]}, outside the pool of {len(first)}, named "
-                "twice, "
-                f"or not where a page of {self.shape.page_size} slots has it"
+                f"slots refused: number {bad} is slot {places[bad]}, outside the pool of {len(first)}, "
+                f"named twice, or not where a page of {self.shape.page_size} slots has it"
             )
         planes = np.array([tensor.data_ptr() for tensor in self.tensors], dtype=np.uint64)
         stride, rows = first.stride(0) * first.element_size(), self.shape.rows_per_chunk(chunk_bytes)

@@ -202,6 +202,6 @@ def _read_head(fd: int, size: int) -> tuple[Header, int, int]:
 def _same(header: Header, pool: Pool, slots: torch.Tensor) -> None:
     if header.shape != pool.shape or header.tokens != len(slots):
         raise KvRefused(
-            f"KV move refused: {header.tokens} tokens of {header.shape} against {len(slots)} slots of "
-            f"{pool.shape}"
+            f"KV move refused: {header.tokens} tokens of "
+            f"{header.shape} against {len(slots)} slots of {pool.shape}"
         )

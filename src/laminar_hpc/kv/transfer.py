@@ -182,6 +182,6 @@ def _stream(
             return
         if time.monotonic() - start > 10 * seconds:
             raise KvRefused(
-                f"KV move failed: it took the destination at {place.host}:{place.port} more than "
-                f"{10 * seconds:g} s"
+                "KV move failed: it took the destination at "
+                f"{place.host}:{place.port} more than {10 * seconds:g} s"
             )

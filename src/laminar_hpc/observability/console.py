@@ -212,8 +212,8 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
         lines.append(
             line(
                 "discarded",
-                f"{count(summary['tokens_discarded'])} response tokens of trajectories that were lost and "
-                "redone",
+                f"{count(summary['tokens_discarded'])} response "
+                "tokens of trajectories that were lost and redone",
             )
         )
     if summary["tokens_saved"]:

@@ -321,8 +321,8 @@ def sampling(run: Run) -> str:
                 svg.lines(tokens, "trainer step", y_range=(0.0, 0.0)),
             ),
         ),
-        "Saved: the samples that groups did without, against always the most, at the mean length of their "
-        "own responses.",
+        "Saved: the samples that groups did without, against "
+        "always the most, at the mean length of their own responses.",
     )
 
 
@@ -394,8 +394,8 @@ def weights(run: Run) -> str:
                 "seconds of a replica's pull", svg.lines(pulled, "weight id", width=380, y_range=(0.0, 0.0))
             ),
         ),
-        "The gap is |engine − trainer| over a fixed probe of 124 tokens, with the same weights on both "
-        "sides.",
+        "The gap is |engine − trainer| over a fixed probe "
+        "of 124 tokens, with the same weights on both sides.",
     )
 
 

@@ -209,9 +209,9 @@ def _moves(view: View) -> Text | None:
             if rescued
             else []
         ),
-        f"last {'a dead one' if move['source'] < 0 else move['source']} to {move['destination']} on id "
-        f"{move['weight_id']} "
-        f"in {move['seconds']:.2f} s: {move['tokens']} tokens, {move['prefix_tokens']} of prefill saved",
+        f"last {'a dead one' if move['source'] < 0 else move['source']} to "
+        f"{move['destination']} on id {move['weight_id']} in {move['seconds']:.2f} s: "
+        f"{move['tokens']} tokens, {move['prefix_tokens']} of prefill saved",
     ]
     if plan:
         parts.append(f"last plan emptied {len(plan['sources'])} of {plan['replicas']} replicas")
@@ -221,8 +221,8 @@ def _moves(view: View) -> Text | None:
 def _last_evaluations(view: View) -> Text | None:
     several = len(view.evaluations) > 1
     parts = [
-        f"{file if several else 'accuracy'} {number(e['accuracy'])} ({e['name']}, {e['label']}, step "
-        f"{e['step']})"
+        f"{file if several else 'accuracy'} {number(e['accuracy'])} "
+        f"({e['name']}, {e['label']}, step {e['step']})"
         for file, e in view.evaluations.items()
     ]
     return _line("held-out", *parts) if parts else None

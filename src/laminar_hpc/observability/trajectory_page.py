@@ -63,8 +63,8 @@ def shortened(value: str, characters: int) -> str:
 def page(row: Consumed, trajectory: Trajectory, known: Facts, decode: Callable[[list[int]], str]) -> str:
     """A card that opens on a click."""
     title = (
-        f"trajectory {row.id}: reward {row.reward:g}, {row.response_length} tokens, trained in step "
-        f"{row.consumed_step + 1}"
+        f"trajectory {row.id}: reward {row.reward:g}, "
+        f"{row.response_length} tokens, trained in step {row.consumed_step + 1}"
     )
     body = tag("h3", "prompt") + tag(
         "p", tag("code", text(shortened(decode(trajectory.prompt_tokens), MAX_CHARACTERS)))

@@ -32,9 +32,8 @@ def check_wandb(mode: str) -> None:
         return
     if importlib.util.find_spec("wandb") is None:
         raise LaminarError(
-            f"observability.wandb={mode} needs the package wandb, which is not installed here: pip install "
-            "wandb, or set "
-            "observability.wandb=off"
+            f"observability.wandb={mode} needs the package wandb, which is not "
+            "installed here: pip install wandb, or set observability.wandb=off"
         )
     if mode == "online" and not _has_key():
         raise LaminarError(
@@ -117,8 +116,8 @@ class WandbMirror:
         sender.join(FINISH_SECONDS)
         if sender.is_alive():
             log.warning(
-                "Weights & Biases did not get all of this run within %.0f s: `wandb sync` sends the rest of "
-                "wandb/",
+                "Weights & Biases did not get all of this run "
+                "within %.0f s: `wandb sync` sends the rest of wandb/",
                 FINISH_SECONDS,
             )
 

@@ -121,7 +121,7 @@ def choose(
         if position + 1 > groups_per_step * (due - step) + left and unfinished:
             return Choice(
                 [],
-                f"{unfinished} unfinished groups of weight step {group.weight_step} or older are needed by "
-                f"step {due}",
+                f"{unfinished} unfinished groups of weight step "
+                f"{group.weight_step} or older are needed by step {due}",
             )
     return Choice([g.group_id for g in finished[:size]])

@@ -86,8 +86,8 @@ def download(name: HubName, folder: Path, say: Say | None) -> None:
     sizes = _sizes(name)
     if absent := [file for file in wanted if file not in sizes]:
         raise LaminarError(
-            f"model.path={name.short}: it has no {absent[0]}; only models with safetensors weights can be "
-            "trained"
+            f"model.path={name.short}: it has no {absent[0]}; "
+            "only models with safetensors weights can be trained"
         )
     left = sum(sizes[file] for file in wanted if not (folder / file).is_file())
     _check_room(name, folder, left)
@@ -96,8 +96,8 @@ def download(name: HubName, folder: Path, say: Say | None) -> None:
     _snapshot(name, [*SIDE_FILES, INDEX_FILE, *wanted], say)
     if gone := missing_files(folder):
         raise LaminarError(
-            f"model.path={name.short}: {folder} lacks {', '.join(gone)} after the download; delete it, start "
-            "again"
+            f"model.path={name.short}: {folder} lacks {', '.join(gone)} "
+            "after the download; delete it, start again"
         )
     if say and left:
         say(line("model", f"{name.short}: downloaded in {time.monotonic() - begun:.0f} s"))
@@ -228,9 +228,8 @@ def _check_room(name: HubName, folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise LaminarError(
-            f"model.path={name.short}: {size(needed)} are to be downloaded, {folder.parents[2]} has "
-            f"{size(free)} free; "
-            "make room there, or name another folder with HF_HOME"
+            f"model.path={name.short}: {size(needed)} are to be downloaded, {folder.parents[2]} "
+            f"has {size(free)} free; make room there, or name another folder with HF_HOME"
         )
 
 

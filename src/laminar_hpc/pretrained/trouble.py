@@ -76,9 +76,9 @@ def explained(name: HubName, error: Exception, broke_off: bool = False) -> Lamin
             f"{key}: the download broke off, as {reason}; start again, finished files are kept"
         )
     return LaminarError(
-        f"{key}: no such folder here, not complete in the cache {constants.HF_HUB_CACHE}, and {reason}; give "
-        f"this machine access to the hub, or run hf download {name.repo} on one that has it and name the "
-        "folder"
+        f"{key}: no such folder here, not complete in the cache {constants.HF_HUB_CACHE}, "
+        f"and {reason}; give this machine access to the hub, or run hf "
+        f"download {name.repo} on one that has it and name the folder"
     )
 
 

@@ -146,10 +146,9 @@ def receive_stream(link: Link, stream: Stream) -> None:
         ]
         if wrong:
             raise SumsDiffer(
-                f"{len(wrong)} tensors of weight id {manifest.weight_id}, first {wrong[0]}, came from "
-                f"{link.peer} with other sums "
-                "than they were made with; check the network and memory of this machine and of those before "
-                "it in the chain"
+                f"{len(wrong)} tensors of weight id {manifest.weight_id}, first {wrong[0]}, "
+                f"came from {link.peer} with other sums than they were made with; "
+                "check the network and memory of this machine and of those before it in the chain"
             )
     except LaminarError as error:
         stream.broke(str(error))

@@ -273,8 +273,8 @@ class Relay:
         base = self._writer.keep(base_id)
         if base is None:
             raise LinkBroken(
-                f"weight id {manifest.weight_id} came as changes to weight id {base_id}, which is not here: "
-                "it is due in full"
+                f"weight id {manifest.weight_id} came as changes to "
+                f"weight id {base_id}, which is not here: it is due in full"
             )
         self._base_slot, data = base
         return data

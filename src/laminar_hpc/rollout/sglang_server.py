@@ -103,8 +103,8 @@ def parse_generation(reply: dict) -> Generation:
     tokens = [entry[1] for entry in pairs]
     if tokens != list(reply["output_ids"]):
         raise RequestFailed(
-            f"the engine returned {len(reply['output_ids'])} tokens with {len(pairs)} log-probs of other "
-            "tokens"
+            f"the engine returned {len(reply['output_ids'])} "
+            f"tokens with {len(pairs)} log-probs of other tokens"
         )
     spans = meta.get("weight_versions") if REPORTS_SPANS else None
     if not spans:
@@ -194,8 +194,8 @@ class SglangServer(KvEngine):
             if time.monotonic() - t0 > limit:
                 words = self.process.last_words()
                 raise LaminarError(
-                    f"{self.name} did not answer within rollout.engine_start_seconds={limit:g}: {words} "
-                    f"(log: {self.log})"
+                    f"{self.name} did not answer within "
+                    f"rollout.engine_start_seconds={limit:g}: {words} (log: {self.log})"
                 )
             self.process.note_shared_memory(every=1.0)
             await asyncio.sleep(0.05)

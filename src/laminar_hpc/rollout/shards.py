@@ -21,8 +21,8 @@ def whole_tensors(ranks: list[list[TensorLayout]]) -> list[TensorLayout]:
     for name, held in shards.items():
         if len(held) != len(ranks) or len({(tuple(s.shape), s.dtype, s.dim) for s in held}) != 1:
             raise LaminarError(
-                f"tensor {name}: the engine's tensor-parallel ranks do not agree on its shape, dtype and "
-                "split"
+                f"tensor {name}: the engine's tensor-parallel "
+                "ranks do not agree on its shape, dtype and split"
             )
         covered = 0
         for shard in sorted({(s.start, s.length) for s in held}):
@@ -31,8 +31,8 @@ def whole_tensors(ranks: list[list[TensorLayout]]) -> list[TensorLayout]:
             covered += shard[1]
         if covered != held[0].shape[held[0].dim]:
             raise LaminarError(
-                f"tensor {name}: the engine's tensor-parallel ranks hold it only in part, or parts of it "
-                "twice"
+                f"tensor {name}: the engine's tensor-parallel "
+                "ranks hold it only in part, or parts of it twice"
             )
     return [TensorLayout(s.name, s.shape, s.dtype, s.dim, 0, s.shape[s.dim]) for s in ranks[0]]
 

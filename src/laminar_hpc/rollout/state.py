@@ -45,8 +45,8 @@ class ReplicaState:
     def _require(self, allowed: bool, step: str) -> None:
         if not allowed:
             raise WrongState(
-                f"{step} is not allowed in {self.phase.value} (weight id {self.weight_id}, {self.in_flight} "
-                "in flight)"
+                f"{step} is not allowed in {self.phase.value} (weight "
+                f"id {self.weight_id}, {self.in_flight} in flight)"
             )
 
     # ---- weights -------------------------------------------------------------------------------------------

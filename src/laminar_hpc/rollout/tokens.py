@@ -27,8 +27,8 @@ def stop_token_ids(model: Path) -> list[int]:
         if ids is not None:
             return sorted({ids} if isinstance(ids, int) else set(ids))
     raise LaminarError(
-        f"model.path={model} names no eos_token_id in generation_config.json or config.json, so no response "
-        "would ever end"
+        f"model.path={model} names no eos_token_id in generation_config.json "
+        "or config.json, so no response would ever end"
     )
 
 

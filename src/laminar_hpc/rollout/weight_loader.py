@@ -77,8 +77,8 @@ def check_layout(engine: list[TensorLayout], manifest: Manifest) -> None:
         if have.get(name) != want.get(name):
             in_slot, in_engine = want.get(name, "missing"), have.get(name, "missing")
             raise SlotRefused(
-                f"weight id {manifest.weight_id}: tensor {name} is {in_slot} in the slot and {in_engine} in "
-                "the engine"
+                f"weight id {manifest.weight_id}: tensor {name} is "
+                f"{in_slot} in the slot and {in_engine} in the engine"
             )
 
 
@@ -105,8 +105,8 @@ def check_sums(live: dict[str, tuple[int, int]], manifest: Manifest) -> None:
     if wrong:
         count = f"{len(wrong)} of {len(manifest.tensors)} tensors"
         raise SumsDiffer(
-            f"weight id {manifest.weight_id}: {count} in the engine differ from the manifest, first "
-            f"{wrong[0]}"
+            f"weight id {manifest.weight_id}: {count} in the "
+            f"engine differ from the manifest, first {wrong[0]}"
         )
 
 
@@ -167,9 +167,9 @@ class WeightLoader:
                 clock.lap("probe")
                 if not all(math.isfinite(value) for sequence in values for value in sequence):
                     raise EngineOverflows(
-                        f"{self.engine.name} holds the trainer's weights of step {handle.step} bit for bit "
-                        "and they are finite, but "
-                        f"its log-probs of the fixed probe are not: {OVERFLOW_CURE}; see {self.engine.log}"
+                        f"{self.engine.name} holds the trainer's weights of step "
+                        f"{handle.step} bit for bit and they are finite, but its log-probs "
+                        f"of the fixed probe are not: {OVERFLOW_CURE}; see {self.engine.log}"
                     )
                 break
             except SlotGone as gone:

@@ -233,8 +233,8 @@ class RolloutWorker:
                         f"rollout {self.context.index} waited {limit:g} s for the first weights of its relay"
                     )
                     raise LaminarError(
-                        f"{who} under {self.reader.root} and gave up: see the logs of the relay and of "
-                        "trainer 0"
+                        f"{who} under {self.reader.root} and gave up: "
+                        "see the logs of the relay and of trainer 0"
                     )
                 await asyncio.sleep(0.05)
 
@@ -352,9 +352,8 @@ class RolloutWorker:
         )
         if self.lost_batches_in_a_row == MAX_LOST_BATCHES_IN_A_ROW:
             raise LaminarError(
-                f"rollout {self.context.index} lost all trajectories of {MAX_LOST_BATCHES_IN_A_ROW} local "
-                "batches in a row: "
-                f"see its log and {self.weight_loader.engine.log}"
+                f"rollout {self.context.index} lost all trajectories of {MAX_LOST_BATCHES_IN_A_ROW} "
+                f"local batches in a row: see its log and {self.weight_loader.engine.log}"
             )
         return None
 

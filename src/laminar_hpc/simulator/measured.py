@@ -86,8 +86,8 @@ def setup_of(run_dir: Path) -> Setup:
     batches = local_batches(run)
     if len(batches) < _LEAST_BATCHES or len(steps) <= WARMUP_STEPS + 2:
         raise LaminarError(
-            f"{run_dir}: {len(batches)} traced local batches and {len(steps)} steps are too few; let it run "
-            "for longer"
+            f"{run_dir}: {len(batches)} traced local batches and "
+            f"{len(steps)} steps are too few; let it run for longer"
         )
     curve = decode_curve(batches)
     replicas, groups, samples = (

@@ -256,8 +256,8 @@ def search(
         judge(config, planned)
         tried.append(planned)
         say(
-            f"{describe(config, planned.candidate)}: {planned.figures['tokens_per_second']:,.0f} tokens/s "
-            f"{planned.why_not}"
+            f"{describe(config, planned.candidate)}: "
+            f"{planned.figures['tokens_per_second']:,.0f} tokens/s {planned.why_not}"
         )
         if planned.score > (best.score if best else -math.inf):
             best = planned

@@ -68,8 +68,8 @@ def split(config: SimulationConfig, pipeline: str, gpus: int) -> int:
         trainer = round(gpus * share / tensor_parallel) * tensor_parallel
         if not 0 < trainer <= gpus - tensor_parallel:
             raise LaminarError(
-                f"{pipeline} at {gpus} GPUs: a trainer share of {share:g} leaves no GPUs to train or to "
-                "generate"
+                f"{pipeline} at {gpus} GPUs: a trainer share of "
+                f"{share:g} leaves no GPUs to train or to generate"
             )
         return trainer
     steps = min(config.steps, config.warmup_steps + _SEARCH_STEPS)

@@ -121,8 +121,8 @@ def read_lengths(path: Path) -> list[list[int]]:
             database = sqlite3.connect(f"file:{store}?mode=ro", uri=True)
             with database:
                 rows = database.execute(
-                    "SELECT group_id, response_length FROM trajectories WHERE state IN ('finished', "
-                    "'consumed') ORDER BY id"
+                    "SELECT group_id, response_length FROM trajectories "
+                    "WHERE state IN ('finished', 'consumed') ORDER BY id"
                 ).fetchall()
             database.close()
             groups: dict[int, list[int]] = {}
@@ -135,8 +135,8 @@ def read_lengths(path: Path) -> list[list[int]]:
             ]
     except (OSError, sqlite3.Error, ValueError, TypeError) as error:
         raise LaminarError(
-            f"workload.lengths_file={path}: neither a run directory nor lines of JSON lists of lengths "
-            f"({error})"
+            f"workload.lengths_file={path}: neither a run "
+            f"directory nor lines of JSON lists of lengths ({error})"
         ) from None
     found = [row for row in found if row]
     if not found:

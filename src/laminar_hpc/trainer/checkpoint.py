@@ -57,8 +57,8 @@ class Checkpointer:
         self._meet(f"the folder of checkpoint {target}")
         if not (partial / "rng").is_dir():
             raise LaminarError(
-                f"trainer {self._rank} does not see {partial}: run_dir must be on a file system that all "
-                "trainers share"
+                f"trainer {self._rank} does not see {partial}: "
+                "run_dir must be on a file system that all trainers share"
             )
         with cuda_as_cpu():
             dist_checkpointing.save(
@@ -87,8 +87,8 @@ class Checkpointer:
         path = checkpoint_path(self._run_dir, step)
         if not (path / STATE_FILE).is_file():
             raise LaminarError(
-                f"there is no complete checkpoint {path}; every trainer machine must see run_dir, or start "
-                "anew with resume=never"
+                f"there is no complete checkpoint {path}; every trainer "
+                "machine must see run_dir, or start anew with resume=never"
             )
         state, mine = read_state(path), self._layout()
         if (
@@ -96,9 +96,8 @@ class Checkpointer:
         ):  # the one keeps its parameters as state, the other does not
             raise LaminarError(
                 f"{path} was saved with "
-                f"trainer.distributed_optimizer={str(state['distributed_optimizer']).lower()}; go on with "
-                "that, "
-                "the tensor, pipeline and data parallelism may be others"
+                f"trainer.distributed_optimizer={str(state['distributed_optimizer']).lower()}; "
+                "go on with that, the tensor, pipeline and data parallelism may be others"
             )
         with cuda_as_cpu():
             loaded = self._read(path)
@@ -126,8 +125,8 @@ class Checkpointer:
                 f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
             )
             raise LaminarError(
-                f"{path} is damaged and cannot be read ({reason}); delete the folder to go on from the one "
-                "before"
+                f"{path} is damaged and cannot be read ({reason}); "
+                "delete the folder to go on from the one before"
             ) from error
 
     def state_hash(self) -> str:

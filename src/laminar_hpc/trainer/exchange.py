@@ -55,7 +55,6 @@ class Exchange:
             operation()
         except (dist.DistError, RuntimeError) as error:
             raise LaminarError(
-                f"trainer {dist.get_rank()} waited at most {self._seconds:.0f} s for trainer {peer} to pass "
-                f"{what} along "
-                f"({str(error).splitlines()[0][:120]}); see that rank's log"
+                f"trainer {dist.get_rank()} waited at most {self._seconds:.0f} s for trainer {peer} "
+                f"to pass {what} along ({str(error).splitlines()[0][:120]}); see that rank's log"
             ) from None

@@ -157,8 +157,8 @@ class Learner:
         if wrong:
             wanted = f"{most} each" if least == most else f"{least} to {most} each"
             raise LaminarError(
-                f"the batch of step {step} has incomplete groups (group: trajectories) {wrong}; {wanted} are "
-                "needed"
+                f"the batch of step {step} has incomplete groups (group: "
+                f"trajectories) {wrong}; {wanted} are needed"
             )
         return list(sizes.values())
 

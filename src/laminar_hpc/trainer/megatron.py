@@ -250,15 +250,14 @@ class MegatronPolicy:
             for piece in local:
                 if (there := tensors.shape(piece.name)) != piece.shape:
                     raise LaminarError(
-                        f"{directory}: {piece.name} is {there}, config.json says {piece.shape}; download the "
-                        "model again"
+                        f"{directory}: {piece.name} is {there}, "
+                        f"config.json says {piece.shape}; download the model again"
                     )
                 part = tensors.narrow(piece.name, piece.dim, piece.start, piece.length)
                 if not all_finite([part]):
                     raise LaminarError(
                         f"{directory}: {culprits([(piece.name, part)])} is NaN or infinite, so the model "
-                        "cannot be trained; "
-                        "download it again, or repair the checkpoint that it comes from"
+                        "cannot be trained; download it again, or repair the checkpoint that it comes from"
                     )
                 piece.load(part)
 
@@ -269,10 +268,9 @@ class MegatronPolicy:
         if not all_finite(self.gpt.parameters()):
             wrong = culprits([(piece.name, piece.value()) for piece in self.pieces])
             raise LaminarError(
-                f"after step {step} the weights are not finite: {wrong}; they were neither published nor "
-                "saved. Lower optimizer.lr "
-                f"(it is {self.config.optimizer.lr:g}), then go on from the newest checkpoint with "
-                "resume=auto"
+                f"after step {step} the weights are not finite: {wrong}; they were neither "
+                f"published nor saved. Lower optimizer.lr (it is {self.config.optimizer.lr:g}), "
+                "then go on from the newest checkpoint with resume=auto"
             )
 
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:

@@ -39,8 +39,8 @@ def pack(lengths: list[int], members: list[int], budget: int) -> list[list[int]]
     for i in sorted(members, key=lambda i: (-lengths[i], i)):
         if lengths[i] > budget:
             raise LaminarError(
-                f"a trajectory of {lengths[i]} tokens exceeds trainer.tokens_per_microbatch={budget}; raise "
-                "it"
+                f"a trajectory of {lengths[i]} tokens exceeds "
+                f"trainer.tokens_per_microbatch={budget}; raise it"
             )
         at = next((p for p, left in enumerate(room) if left >= lengths[i]), len(packs))
         if at == len(packs):

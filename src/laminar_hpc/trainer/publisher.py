@@ -122,11 +122,9 @@ class Publisher:
         handed = time.monotonic()
         if not all(map(math.isfinite, probe)):
             raise LaminarError(
-                f"the weights of step {step} are finite, but the log-probs that they give to the fixed probe "
-                "are not: they are too "
-                "large to compute with, and were not published; lower optimizer.lr, then go on from the "
-                "newest checkpoint with "
-                "resume=auto"
+                f"the weights of step {step} are finite, but the log-probs that they give to the "
+                "fixed probe are not: they are too large to compute with, and were not published; "
+                "lower optimizer.lr, then go on from the newest checkpoint with resume=auto"
             )
         if not self._holder:
             return
@@ -158,8 +156,8 @@ class Publisher:
             live = self._live
             if self._lead and live is not None and not self._wait_until(lambda: live.sent, 2 * self._seconds):
                 raise LaminarError(
-                    f"the last weights were not with the master relay after {2 * self._seconds:.0f} s; it "
-                    f"waits for {self._doing}"
+                    "the last weights were not with the master relay after "
+                    f"{2 * self._seconds:.0f} s; it waits for {self._doing}"
                 )
         self._await_release(3 * self._seconds)
         with self._changed:
@@ -196,8 +194,8 @@ class Publisher:
             if not self._wait_until(lambda: self._live is not live, self._seconds):
                 who = self._doing if self._lead else "trainer 0"
                 raise LaminarError(
-                    f"publishing has not let go of the weights of step {live.step} for {seconds:.0f} s: it "
-                    f"waits for {who}"
+                    "publishing has not let go of the weights of step "
+                    f"{live.step} for {seconds:.0f} s: it waits for {who}"
                 )
 
     def _wait_until(self, reached: Callable[[], bool], seconds: float) -> bool:
@@ -487,8 +485,8 @@ class Publisher:
         """With the lock: the weights may change."""
         if not live.read:
             log.warning(
-                "the weights of step %d were not published: no link to a relay took them; the next ones go "
-                "out",
+                "the weights of step %d were not published: "
+                "no link to a relay took them; the next ones go out",
                 live.step,
             )
         if self._live is live:

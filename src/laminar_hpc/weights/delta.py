@@ -52,8 +52,8 @@ def payload_bytes(kind: int, changed: int, units: int, width: int) -> int:
     """Of a chunk of `units` of `width` bytes. Raises FrameWrong when there is no such chunk."""
     if kind not in (FULL, MASK, OFFSETS) or not 0 <= changed <= units:
         raise FrameWrong(
-            f"a chunk of {units} units came as kind {kind} with {changed} changed ones; run the same version "
-            "everywhere"
+            f"a chunk of {units} units came as kind {kind} with "
+            f"{changed} changed ones; run the same version everywhere"
         )
     if kind == FULL:
         return units * width
@@ -217,8 +217,8 @@ def apply(frame: Frame, base: torch.Tensor, target: torch.Tensor, width: int) ->
         fits = extension.apply(base.data_ptr(), target.data_ptr(), units, width, start, changed, *places)
     if not fits:
         raise FrameWrong(
-            f"a chunk of {changed} changed units has not as many places inside it; check the network and "
-            "memory"
+            f"a chunk of {changed} changed units has not as "
+            "many places inside it; check the network and memory"
         )
 
 

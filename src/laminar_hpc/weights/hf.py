@@ -91,8 +91,8 @@ def read_shape(directory: str | Path) -> ModelShape:
         or c.get("attention_dropout", 0.0)
     ):
         raise LaminarError(
-            f"{file}: sliding windows, dropout and activations other than silu are not supported; use "
-            "another model"
+            f"{file}: sliding windows, dropout and activations "
+            "other than silu are not supported; use another model"
         )
     if (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get(
         "mlp_bias"

@@ -64,8 +64,8 @@ class LaneWriter(SlotWriter):
             while not _locked(descriptor, fcntl.LOCK_EX):
                 if time.monotonic() > until:
                     raise LaminarError(
-                        f"another relay of this machine has kept {self.root}/turn for {_TURN_SECONDS:.0f} s; "
-                        "see its log"
+                        "another relay of this machine has kept "
+                        f"{self.root}/turn for {_TURN_SECONDS:.0f} s; see its log"
                     )
                 time.sleep(_POLL_SECONDS)
             yield

@@ -187,6 +187,5 @@ def check_names(wanted: Iterable[str], there: set[str], tied: bool, where: str) 
     if wanted - there or surplus:
         raise LaminarError(
             f"{where} does not fit its config.json: missing {sorted(wanted - there)[:3]}, not known "
-            f"{sorted(surplus)[:3]}; "
-            "check tie_word_embeddings and model_type, or download the model again"
+            f"{sorted(surplus)[:3]}; check tie_word_embeddings and model_type, or download the model again"
         )

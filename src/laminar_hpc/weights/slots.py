@@ -169,9 +169,9 @@ class SlotWriter:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError:
                 raise LaminarError(
-                    f"{self.root.parent} has no room for one of {self.count} weight slots ({size / 1e6:.0f} "
-                    "MB each): "
-                    f"give it {self.count * size / 1e9:.1f} GB (containers: --shm-size) or set relay.shm_dir"
+                    f"{self.root.parent} has no room for one of {self.count} weight slots "
+                    f"({size / 1e6:.0f} MB each): give it {self.count * size / 1e9:.1f} "
+                    "GB (containers: --shm-size) or set relay.shm_dir"
                 ) from None
             file.write(header)
         (directory / LOCK_FILE).touch(mode=0o600)

@@ -45,8 +45,8 @@ def decode_header(frame: bytes) -> tuple[Manifest, int, int]:
         return decode_manifest(frame[16:]), chunk, base_id
     except (struct.error, msgspec.MsgspecError, LaminarError) as error:
         raise LaminarError(
-            f"a stream of weights began with no header ({error}); run the same version of laminar_hpc "
-            "everywhere"
+            f"a stream of weights began with no header ({error}); "
+            "run the same version of laminar_hpc everywhere"
         ) from None
 
 

@@ -47,8 +47,8 @@ def pool_of(buffers: object, page_size: int) -> Pool:
     keys, values = getattr(buffers, "k_buffer", None), getattr(buffers, "v_buffer", None)
     if not isinstance(keys, list) or not isinstance(values, list):
         raise KvRefused(
-            f"KV move refused: the engine's pool is a {type(buffers).__name__}; those of MHA and GQA models "
-            "can be moved, MLA's not"
+            f"KV move refused: the engine's pool is a {type(buffers).__name__}; "
+            "those of MHA and GQA models can be moved, MLA's not"
         )
     return Pool.of(keys, values, page_size)
 
@@ -70,15 +70,15 @@ class KvCache:
         self.tree, self.allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
         if tensor_parallel()[1] > 1:
             raise KvRefused(
-                "KV move refused: an engine with rollout.tensor_parallel above 1 takes no part; its requests "
-                "are prefilled anew"
+                "KV move refused: an engine with rollout.tensor_parallel "
+                "above 1 takes no part; its requests are prefilled anew"
             )
         try:
             from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
         except ImportError:
             raise KvRefused(
-                "KV move refused: this SGLang has no unified radix cache; install the version of "
-                "requirements/"
+                "KV move refused: this SGLang has no unified "
+                "radix cache; install the version of requirements/"
             ) from None
         if (
             not isinstance(self.tree, UnifiedRadixCache)
@@ -89,8 +89,8 @@ class KvCache:
                 f"{type(self.tree).__name__} of {len(getattr(self.tree, 'tree_components', ()))} components"
             )
             raise KvRefused(
-                f"KV move refused: the engine's prefix cache is {kind}, or off; a plain unified radix cache "
-                "is needed"
+                f"KV move refused: the engine's prefix cache is {kind}, "
+                "or off; a plain unified radix cache is needed"
             )
         self.page_size = self.allocator.page_size
         self.pool = pool_of(self.allocator.get_kvcache(), self.page_size)

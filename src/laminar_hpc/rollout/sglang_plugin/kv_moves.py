@@ -108,8 +108,8 @@ class KvMoves:
         move = self.moves.get(request.move_id)
         if not isinstance(move, Incoming) or move.pages is None:
             raise KvRefused(
-                f"KV import refused: {request.move_id} is not reserved here, has been imported, or has run "
-                "out of time"
+                f"KV import refused: {request.move_id} is not reserved here, "
+                "has been imported, or has run out of time"
             )
         tokens = move.inbox.tokens
         if not move.inbox.complete:
@@ -188,8 +188,8 @@ class KvMoves:
         if first < 0:
             self._end(request.move_id)
             raise KvRefused(
-                f"KV detach failed: the KV of request {request.request_id} is not in the prefix cache any "
-                "more"
+                "KV detach failed: the KV of request "
+                f"{request.request_id} is not in the prefix cache any more"
             )
         yield from self._transfer(move, there, move.hold.slots, last=True, first=first)
         if request.move_id not in self.moves:
@@ -211,8 +211,8 @@ class KvMoves:
         namespace = str(request.extra_key)
         if not namespace.isdigit():
             raise KvRefused(
-                f"KV move refused: request {request.rid} has extra_key {namespace[:20]!r}, which is no "
-                "weight id"
+                f"KV move refused: request {request.rid} has "
+                f"extra_key {namespace[:20]!r}, which is no weight id"
             )
         ids = (request.origin_input_ids + request.output_ids)[first:tokens]
         size = chunk_bytes(move.address, machine)

@@ -84,8 +84,8 @@ def sources(views: Sequence[View], data: torch.Tensor, manifest: Manifest) -> li
             str(view.tensor.dtype).removeprefix("torch."),
         ):
             raise LaminarError(
-                f"tensor {view.name} is {entry.shape} {entry.dtype} in weight id {manifest.weight_id} and "
-                f"{view.shape} here"
+                f"tensor {view.name} is {entry.shape} {entry.dtype} in "
+                f"weight id {manifest.weight_id} and {view.shape} here"
             )
         begin = len(header) + entry.offset
         whole = data[begin : begin + entry.nbytes].view(view.tensor.dtype).view(tuple(entry.shape))

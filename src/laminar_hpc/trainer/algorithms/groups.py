@@ -33,8 +33,8 @@ def estimated_advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Te
     """
     if bool((rewards < 0).any()) or bool((rewards > 1).any()):
         raise LaminarError(
-            "algorithm.zero_variance=estimate needs rewards from 0 to 1; scale the rewards, or use keep or "
-            "filter"
+            "algorithm.zero_variance=estimate needs rewards from "
+            "0 to 1; scale the rewards, or use keep or filter"
         )
     p = (rewards.sum(1, keepdim=True) + 1) / (rewards.shape[1] + 2)
     centred = rewards - p
