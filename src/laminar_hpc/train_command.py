@@ -21,11 +21,12 @@ def main(arguments: list[str]) -> int:
             "experiment=demo`, or name your own with model.path=DIR data.train=FILE "
             "reward.function=MODULE.NAME; `laminar train --help` shows more"
         )
+    loaded = load_config(arguments)
+
     from laminar_hpc.emulation.constants import unknown_constants
     from laminar_hpc.pretrained import pinned_words, resolve_model
     from laminar_hpc.rollout.engine_arguments import unknown_arguments
 
-    loaded = load_config(arguments)
     config = resolve_model(loaded, print)
     derived = check(config)
     if lines := [*unknown_arguments(config), *unknown_constants(config)]:

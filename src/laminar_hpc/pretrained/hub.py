@@ -21,8 +21,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability.console import LABEL_WIDTH, line, size
 from laminar_hpc.pretrained.names import HubName
 from laminar_hpc.pretrained.trouble import explained, reason_of, silence
-from laminar_hpc.weights.manifest import WEIGHTS_FILE
-from laminar_hpc.weights.slots import SIDE_FILES
+from laminar_hpc.weights.manifest import SIDE_FILES, WEIGHTS_FILE
 
 Say = Callable[[str], None]
 INDEX_FILE = "model.safetensors.index.json"
