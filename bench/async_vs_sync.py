@@ -1,7 +1,7 @@
 """Laminar against the synchronous pipeline, on the example unchanged, each with its best thread settings;
 then with rewards that wait.
 
-    python bench/async_vs_sync.py --json async.json                        measures thread settings first, then 3 pairs of each comparison
+    python bench/async_vs_sync.py --json async.json     thread settings first, then 3 pairs of each comparison
     python bench/async_vs_sync.py --laminar-threads 1,1 --sync-threads 2,2 --steps 20 --repeats 1
 
 Runs alternate (sync, laminar, sync, laminar ...). Evaluations are left out, as they are outside the measured

@@ -1,8 +1,8 @@
 """What each idea brings: the ladder from synchronous training to Laminar with moving KV caches, all at the
 same resources, in one run.
 
-    python bench/attribution.py --json attribution.json            emulated (about 10 minutes) and real (about 20)
-    python bench/attribution.py --only emulated --scale 30         shorter, where the machine has cores to spare
+    python bench/attribution.py --json attribution.json       emulated (about 10 minutes) and real (about 20)
+    python bench/attribution.py --only emulated --scale 30    shorter, where the machine has cores to spare
 
 EMULATED: 4 replicas of Qwen2.5-32B on 4 H800 each, 16 H800 that train (trainer and rollouts never share GPUs,
 in `sync` neither), 64 x 16 trajectories per step, 4 optimizer updates per step, log-normal lengths of median
@@ -10,10 +10,11 @@ in `sync` neither), 64 x 16 trajectories per step, 4 optimizer updates per step,
 messages and moves are real. REAL: the example unchanged but for two replicas and no evaluation, on SGLang and
 Megatron; its responses are short, so there is little for repack to move.
 
-tokens/s        prompt and response tokens of trained batches between updates, without the first SKIP steps; emulated seconds where emulated
+tokens/s        prompt and response tokens of trained batches between updates, without the first SKIP steps;
+                emulated seconds where emulated
 over sync       the same, over the first row's; `over last`: over the row above
-trainer idle    share of the time in which no batch is trained on; rollout idle: in which a replica neither generates nor pulls, a tail
-                of one request counts as generating
+trainer idle    share of the time in which no batch is trained on
+rollout idle    in which a replica neither generates nor pulls; a tail of one request counts as generating
 s to 0.70       as in bench/async_vs_sync.py; nothing can be learned from emulated engines
 """
 
@@ -96,8 +97,8 @@ def emulate(options: argparse.Namespace, folder: Path, name: str) -> Run:
         emulation.stop()
     if code != 0:
         raise SystemExit(
-            f"{name} ended with {code} (None: still running after {options.run_seconds:.0f} s); see "
-            f"{folder}/run.log"
+            f"{name} ended with {code} (None: still running after {options.run_seconds:.0f} s); "
+            f"see {folder}/run.log"
         )
     return rundata.load(emulation.run_dir)
 

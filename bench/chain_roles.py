@@ -317,8 +317,8 @@ class ChainRun:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGUSR1)
                 raise AssertionError(
-                    f"after {seconds:.0f} s relays hold steps {steps} instead of {step}; chain "
-                    f"{self.chains()[-1:]}"
+                    f"after {seconds:.0f} s relays hold steps {steps} instead of {step}; "
+                    f"chain {self.chains()[-1:]}"
                 )
             time.sleep(0.02)
 

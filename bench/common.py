@@ -31,7 +31,9 @@ STOP_SECONDS = 60.0  # for an orderly stop of a run that took too long
 def parser(about: str) -> argparse.ArgumentParser:
     """The options that every bench has."""
     options = argparse.ArgumentParser(
-        description=about.splitlines()[0], epilog=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about.partition("\n\n")[0],
+        epilog=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_argument(
         "--json", type=Path, metavar="PATH", help="write figures, raw rows and machine facts there"

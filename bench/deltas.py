@@ -1,12 +1,12 @@
 """What of the weights changes from one step to the next, and what sending only that costs, at several
 learning rates.
 
-    python bench/deltas.py --json deltas.json                           the shipped task in bfloat16 at its learning rate and at 1e-6
-    python bench/deltas.py --replay runs/demo --steps 20 --rates 1e-5   on the batches of a finished run
+    python bench/deltas.py --json deltas.json     the shipped task, bfloat16, at its learning rate and 1e-6
+    python bench/deltas.py --replay runs/demo --steps 20 --rates 1e-5     on the batches of a finished run
 
-One run of the experiment makes the batches, unless --replay names one. For each learning rate a real Megatron trainer trains on them again
-and publishes every step with relay.delta=auto to a chain of two real relay processes, which check the sums of
-what they make of it.
+One run of the experiment makes the batches, unless --replay names one. For each learning rate a real Megatron
+trainer trains on them again and publishes every step with relay.delta=auto to a chain of two real relay
+processes, which check the sums of what they make of it.
 
 Figures: `changed_LR`, the fraction of elements whose bits changed in a step (mean over steps), and
 `bytes_over_full_LR`, what left the trainer over what full copies would have been, layout, sums and heads of

@@ -1,7 +1,7 @@
 """Decoding on the CPU: an engine with our plugin's hooks (batched attention and the rest) against SGLang's
 stock torch_native backend.
 
-    python bench/engine.py --json engine.json                       5 pairs of runs at 32 and at 128 concurrent requests
+    python bench/engine.py --json engine.json       5 pairs of runs at 32 and at 128 concurrent requests
     python bench/engine.py --repeats 1 rollout.threads=2
 
 Both engines stay up; the runs of a pair follow one another directly, and the figures are medians of the

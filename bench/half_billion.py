@@ -1,8 +1,9 @@
 """Half a billion parameters through the whole system on this machine: loaded, published, pulled, generated
 from, trained one step.
 
-    python bench/half_billion.py --json half.json           the shape of Qwen2.5-0.5B, bfloat16, one run (21 GB of free memory)
-    python bench/half_billion.py --layers 2                 a third of it: fewer layers behind the same embedding
+    python bench/half_billion.py --json half.json     Qwen2.5-0.5B's shape, bfloat16, one run; needs
+                                                      21 GB of free memory
+    python bench/half_billion.py --layers 2           a third of it: fewer layers behind the same embedding
 
 The weights are random and made on the fly, the tokenizer is the example's (its ids are the first of the
 vocabulary), prompts and responses are a few tokens. It is about room and time limits, not about learning. The
@@ -101,8 +102,8 @@ def check_room(parameters: int) -> None:
     needed, free = ROOM[0] + ROOM[1] * parameters / 1e9, psutil.virtual_memory().available / 1e9
     if free < needed:
         raise SystemExit(
-            f"{parameters / 1e6:.0f} M parameters need about {needed:.0f} GB of free memory, {free:.0f} are; "
-            "lower --layers"
+            f"{parameters / 1e6:.0f} M parameters need about {needed:.0f} GB of free memory, "
+            f"{free:.0f} are; lower --layers"
         )
 
 

@@ -1,8 +1,10 @@
 """Weights of a 7B's shape from a GPU to a relay in another process and from its slot back to a GPU, and a
 relay that is killed meanwhile.
 
-    python bench/hand_over.py --json hand_over.json         Qwen2.5-7B in bf16, 15.2 GB; `make bench-gpu` does the same
-    python bench/hand_over.py --device cpu --layers 1       the same way over gloo, to try it
+    python bench/hand_over.py --json hand_over.json       Qwen2.5-7B in bf16, 15.2 GB
+    python bench/hand_over.py --device cpu --layers 1     the same way over gloo, to try it
+
+`make bench-gpu` does the same as the first.
 
 Link, stream, slot and load are those of a run; sums are compared at either end. On one GPU each process has
 its own NCCL_HOSTID, so that NCCL takes them for two hosts. In the second part the relay is killed when a
@@ -177,8 +179,8 @@ def main() -> None:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
-            "bench/hand_over.py needs an NVIDIA GPU, and torch sees none here; --device cpu tries the same "
-            "way over gloo"
+            "bench/hand_over.py needs an NVIDIA GPU, and torch sees none here; "
+            "--device cpu tries the same way over gloo"
         )
     os.environ["NCCL_HOSTID"] = "trainer"
     manifest = layout(tensors(options.layers), 0, 0)

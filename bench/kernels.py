@@ -1,8 +1,10 @@
 """The resharding kernels on a GPU: pack, delta encode and delta apply against a plain copy, torch eager and
 torch.compile.
 
-    python bench/kernels.py --json kernels.json                  layers of Qwen2.5-7B's shape, 10 repeats; `make bench-gpu` does the same
+    python bench/kernels.py --json kernels.json     layers of Qwen2.5-7B's shape, 10 repeats
     python bench/kernels.py --layers 4 --repeats 30
+
+`make bench-gpu` does the same as the first.
 
 Rates are bytes that must move (read once, written once) per second: of a delta two images, read, and the
 changed elements, written. The copy is torch's, on the device, of as many bytes, measured beside each kernel.

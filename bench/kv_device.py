@@ -1,7 +1,9 @@
 """A request's KV on a GPU: gather and scatter of all layers against a device copy of as many bytes, and the
 whole way to and from the host.
 
-    python bench/kv_device.py --json kv_device.json      28 layers, 4 KV heads of 128 in bf16, 4,096 tokens; `make bench-gpu` does the same
+    python bench/kv_device.py --json kv_device.json     28 layers, 4 KV heads of 128 in bf16, 4,096 tokens
+
+`make bench-gpu` does the same.
 
 The tokens lie in random slots. `stage` is gathering into pinned host memory, or scattering from it, against a
 copy of the same bytes between pinned memory and the GPU. Checksums are included. Figures are medians of the
@@ -41,8 +43,8 @@ def main() -> None:
     options = options.parse_args()
     if not torch.cuda.is_available():
         sys.exit(
-            "bench/kv_device.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has "
-            "one"
+            "bench/kv_device.py needs an NVIDIA GPU, and torch sees none here; "
+            "run it on a machine that has one"
         )
     if not hasattr(_kv, "device_gather"):
         sys.exit("bench/kv_device.py needs the extension's GPU part: install nvcc, then run make setup again")

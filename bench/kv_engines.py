@@ -1,9 +1,9 @@
-"""ReplicaMigration a running request between two real engines, against prefilling its tokens anew on the
-destination.
+"""Moving a running request between two real engines, against prefilling its tokens anew on the destination.
 
     python bench/kv_engines.py --json kv_engines.json       prompts of 512 to 4,096 tokens, 3 repeats each
     python bench/kv_engines.py --lengths 1024,4096
-    python bench/kv_engines.py --model 7b --lengths 1024,8192      all of Qwen2.5-7B's weights, at random, twice on one GPU of 80 GB or more
+    python bench/kv_engines.py --model 7b --lengths 1024,8192     all of Qwen2.5-7B's weights, at random,
+                                                                  twice on one GPU of 80 GB or more
 
 The model has the KV cache of Qwen2.5-7B (28 layers, 4 heads of 128, bf16) but a hundredth of its weights, so
 that two cores can serve it: a real 7B's prefill takes far longer, its move as long. A move is all from the

@@ -1,7 +1,8 @@
-"""ReplicaMigration one request's KV cache: gather, scatter, shared memory and loopback TCP against memcpy of
-the same bytes, and SGLang's own copies.
+"""Moving one request's KV cache: gather, scatter, shared memory and loopback TCP against memcpy of the same
+bytes, and SGLang's own copies.
 
-    python bench/kv_migration.py --json kv.json              28 layers, 4 KV heads of 128 in bf16, 4,096 tokens, 1 and 2 threads
+    python bench/kv_migration.py --json kv.json                 28 layers, 4 KV heads of 128 in bf16,
+                                                                4,096 tokens, 1 and 2 threads
     python bench/kv_migration.py --tokens 16384 --threads 8     another length; as many threads on either side
 
 The pages lie in random slots of two pools (page size 1). All kinds take turns in every repeat, a row each;

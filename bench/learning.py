@@ -1,7 +1,8 @@
 """Does it learn, and only from its rewards? The example against the same run with its rewards shuffled over
 each batch.
 
-    python bench/learning.py --json learning.json               3 repeats of both, with seeds 0, 1, 2: about 20 minutes on two cores
+    python bench/learning.py --json learning.json     3 repeats of both, with seeds 0, 1, 2: about 20 minutes
+                                                      on two cores
     python bench/learning.py --repeats 1
 
 Figures: `gain` = held-out greedy accuracy after minus before, of the example; `gain_shuffled` the same of the

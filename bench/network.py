@@ -21,8 +21,8 @@ def ip(*words: object) -> None:
     done = subprocess.run(["ip", *map(str, words)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise LaminarError(
-            f"ip {' '.join(map(str, words))}: {done.stderr.strip()}; network namespaces need root and "
-            "iproute2"
+            f"ip {' '.join(map(str, words))}: {done.stderr.strip()}; "
+            "network namespaces need root and iproute2"
         )
 
 
@@ -86,8 +86,8 @@ class Network:
                 )
                 if done.returncode != 0:
                     raise LaminarError(
-                        f"tc {' '.join(words)}: {done.stderr.strip()}; the kernel needs the tbf scheduler "
-                        "(sch_tbf)"
+                        f"tc {' '.join(words)}: {done.stderr.strip()}; "
+                        "the kernel needs the tbf scheduler (sch_tbf)"
                     )
 
     @staticmethod

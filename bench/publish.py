@@ -1,7 +1,7 @@
 """The way of a weight: publishing from a real Megatron trainer to real relay processes, and a real SGLang
 engine's pull.
 
-    python bench/publish.py --json publish.json                      random Qwen2 models of 100 MB and 1 GB in float32, 3 repeats
+    python bench/publish.py --json publish.json     random Qwen2 models of 100 MB and 1 GB, float32, 3 repeats
     python bench/publish.py --sizes 100MB --repeats 5 --parts publish
 
 Publishing: steps of the trainer in turns, with a publication behind them and without, all relays idle again

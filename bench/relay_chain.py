@@ -1,12 +1,13 @@
 """Time until the last of p relays has the weights, over links of a given rate: the chain, beside its formula,
 a binary tree and a star.
 
-- Hosts are network namespaces behind cables limited by tc; needs root and iproute2. Everything is taken away afterwards.
-- chain: the real relays, controller and publisher of a run (chain_roles.py); from the trainer's request for a weight id to the last sums.
+- Hosts are network namespaces behind cables limited by tc; needs root and iproute2. Everything is taken away
+  afterwards.
+- chain: the real relays, controller and publisher of a run (chain_roles.py); from the trainer's request for a
+  weight id to the last sums.
 - formula: Laminar (arXiv 2510.12633), section on the relay tier, T = (p + k - 2) (M / k Tb + Ts), with the
-chunks that were used and the Ts and
-  Tb that the trainer measured on its link.
-- tree, star: the same links and streams, each host sending to two others (tree) or the trainer's to all (star).
+  chunks that were used and the Ts and Tb that the trainer measured on its link.
+- tree, star: same links and streams; each host sends to two others (tree), or the trainer's to all (star).
 
     python bench/relay_chain.py                       # 8 relays, 128 MB, 400 Mbit/s; about three minutes
     python bench/relay_chain.py --mbit 1000 --megabytes 200 --json chain.json
@@ -47,7 +48,9 @@ COLUMNS = ["shape", "relays", "seconds", "formula", "over formula", "over one", 
 def options() -> argparse.Namespace:
     about = __doc__ or ""
     parser = argparse.ArgumentParser(
-        description=about.splitlines()[0], epilog=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about.partition("\n\n")[0],
+        epilog=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write figures, raw rows and machine facts there"

@@ -1,8 +1,8 @@
 """Dynamic repack on 16 emulated replicas of Qwen2.5-32B, against the same run without it; and how long the
 planner takes.
 
-    python bench/repack.py --json repack.json                       two runs of 3,600 emulated seconds at five times real time
-    python bench/repack.py --emulated-seconds 1800 --scale 20       shorter, where the machine has cores to spare
+    python bench/repack.py --json repack.json     two runs of 3,600 emulated seconds at five times real time
+    python bench/repack.py --emulated-seconds 1800 --scale 20     shorter, where there are cores to spare
 
 EMULATED: the engines (laminar_hpc/emulation) generate nothing. Real: controller, store, rollout workers,
 sockets, messages, moves. Lengths and constants are those of docs/simulator.md, unchanged: log-normal lengths
@@ -11,11 +11,13 @@ replica; 40 GB/s between replicas, charged for every byte of KV (one in 10,000 r
 16 trajectories per step, 256 requests per replica, 64 GPUs that train, no bound on staleness, a look every 5
 emulated seconds.
 
-throughput_gain      response tokens of trajectories that end, per second, with repack over without; goal >= 1.15
+throughput_gain      response tokens of trajectories that end, per second, with repack over without;
+                     goal >= 1.15
 kv_use_*             mean share of the KV cache in use, by the replicas' own reports
 mean_latency_ratio   of a trajectory from first to last token, with over without; goal <= 1.03
 planner_ms_1000      policies.repack.plan on 1,000 replicas, worst of 20; goal < 10
-sensitivity          the same gain in the simulator, which runs the same policies, with each constant 20% lower and higher
+sensitivity          the same gain in the simulator, which runs the same policies, with each constant 20%
+                     lower and higher
 """
 
 import argparse
@@ -150,8 +152,8 @@ def first_grant(emulation: Emulation) -> float:
 def row(config, repack: str, start: float, end: float, kv: list[float], scale: float) -> dict:
     database = sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True)
     ended = database.execute(
-        "SELECT response_length, time_finished - time_started FROM trajectories WHERE time_finished BETWEEN "
-        "? AND ?",
+        "SELECT response_length, time_finished - time_started FROM trajectories "
+        "WHERE time_finished BETWEEN ? AND ?",
         (start, end),
     ).fetchall()
     database.close()

@@ -1,18 +1,23 @@
 """The simulator against published figures, and how fast it is.
 
-    python bench/simulator.py --json simulator.json                  everything: some ten minutes on one core
-    python bench/simulator.py --only dora,repack --json simulator.json   parts of it, the others are kept; `sensitivity` only when named
+    python bench/simulator.py --json simulator.json     everything: some ten minutes on one core
+    python bench/simulator.py --only dora,repack --json simulator.json     parts of it; the others are kept
 
-dora      eight rows of DORA's table (arXiv 2604.26256), Qwen2.5-32B. Fitted on one of them: 64 GPUs, sync. Goal: tokens/s within 20%, and
-          partial and consistent asynchrony at 128 GPUs within 15% (`dora_128_async_error`).
-repack    Laminar's ablation (arXiv 2510.12633), 64 + 64 GPUs. Goal: gain 1.26 within 0.08, KV use 71.6% and 82.2% within 6 points.
-headline  Laminar's speed-ups on math, 7B, 32B, 72B at three scales each; published splits where there are
-any, else the best of a few.
-tools     the same over sync for tool calling, 7B.
-speed     `laminar`, 20 steps: 1,024 GPUs with 8,192 trajectories (20 s), 16,384 GPUs with 131,072 (300 s). CPU seconds of one core.
-plan      `laminar plan` for 64 H800 + 64 H20 (120 s), and a coarse grid of splits that it must not fall behind. sensitivity: each constant
-          20% down and up.
-live      the demo, run --repeats times, each beside its simulation with the decode curve measured in it. Goal: tokens/s within 30%.
+dora         eight rows of DORA's table (arXiv 2604.26256), Qwen2.5-32B. Fitted on one of them: 64 GPUs, sync.
+             Goal: tokens/s within 20%, and partial and consistent asynchrony at 128 GPUs within 15%
+             (`dora_128_async_error`).
+repack       Laminar's ablation (arXiv 2510.12633), 64 + 64 GPUs. Goal: gain 1.26 within 0.08, KV use 71.6%
+             and 82.2% within 6 points.
+headline     Laminar's speed-ups on math, 7B, 32B, 72B at three scales each; published splits where there are
+             any, else the best of a few.
+tools        the same over sync for tool calling, 7B.
+speed        `laminar`, 20 steps: 1,024 GPUs with 8,192 trajectories (20 s), 16,384 GPUs with 131,072 (300 s).
+             CPU seconds of one core.
+plan         `laminar plan` for 64 H800 + 64 H20 (120 s), and a coarse grid of splits that it must not fall
+             behind.
+sensitivity  each constant 20% down and up; only when named.
+live         the demo, run --repeats times, each beside its simulation with the decode curve measured in it.
+             Goal: tokens/s within 30%.
 """
 
 import argparse

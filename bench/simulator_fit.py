@@ -1,10 +1,10 @@
 """The three fitted constants, on DORA's synchronous row at 64 GPUs (22.91 min per step, 14,143 tokens/s, 65%
 rollout only).
 
-python bench/simulator_fit.py [ENGINE]          prints them; they stand in src/laminar_hpc/simulator/constants.py
+    python bench/simulator_fit.py [ENGINE]     prints them
 
-They were fitted with SGLang's admission, the default; with that of the row's own engine, vllm, the first is
-0.7% lower and the others are equal.
+They stand in src/laminar_hpc/simulator/constants.py and were fitted with SGLang's admission, the default;
+with that of the row's own engine, vllm, the first is 0.7% lower and the others are equal.
 """
 
 import dataclasses

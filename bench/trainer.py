@@ -1,7 +1,7 @@
 """The trainer against plain transformers and torch: the same model, batches, loss and optimizer on the same
 cores.
 
-    python bench/trainer.py --json trainer.json                 the example's model, 1 and 2 threads, 5 repeats of 3 steps each
+    python bench/trainer.py --json trainer.json     the example's model, 1 and 2 threads, 5 repeats of 3 steps
     python bench/trainer.py --model /models/Qwen2.5-0.5B --threads 8 --repeats 3
 
 Both take whole batches of trajectories of uneven length through GRPO with clip-higher to an AdamW update.

@@ -4,9 +4,11 @@ Run by hand (`python examples/arithmetic/train_base.py`, about 9 minutes on one 
 transformers:
 
 - a Qwen2 of 448,128 parameters, one token per character;
-- supervised on correct examples only, drawn on the fly from the training side of make_data.py's partition of the numbers;
-- first mostly worked answers of all lengths, so that the model can work a sum out; then mostly answers given at once, so that
-  this is what it prefers although it is often wrong. What is left for RL to find out is that working pays.
+- supervised on correct examples only, drawn on the fly from the training side of make_data.py's partition of
+  the numbers;
+- first mostly worked answers of all lengths, so that the model can work a sum out; then mostly answers given
+  at once, so that this is what it prefers although it is often wrong. What is left for RL to find out is that
+  working pays.
 """
 
 import laminar_hpc.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)

@@ -218,8 +218,7 @@ def test_the_holder_renews_its_lock_and_notices_its_loss(tmp_path, quick):
     lock = RunLock([tmp_path], print)
     path = tmp_path / LOCK_FILE
     os.utime(path, (1, 1))
-    path_was_renewed = lambda: path.exists() and path.stat().st_mtime > 1  # noqa: E731
-    assert _soon(path_was_renewed)
+    assert _soon(lambda: path.exists() and path.stat().st_mtime > 1)
     path.unlink()
     assert _soon(path.exists) and not lock.lost
     lock_of_another_host(tmp_path, age=0)

@@ -217,8 +217,7 @@ BAD = [
     ("algorithm.kl_in_reward=true", "does nothing while algorithm.kl_coefficient=0"),
     (
         "algorithm.loss=gspo algorithm.loss_aggregation=sequences algorithm.advantage=reinforce_pp "
-        "algorithm.kl_coefficient=0.1 "
-        "algorithm.kl_in_reward=true",
+        "algorithm.kl_coefficient=0.1 algorithm.kl_in_reward=true",
         "gspo has one advantage per sequence, reinforce_pp with kl_in_reward one per token",
     ),
     ("algorithm.overlong_buffer_tokens=300", "must be at most sampling.max_response_tokens=256"),

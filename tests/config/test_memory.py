@@ -109,10 +109,8 @@ def test_without_a_size_and_a_gpu_nothing_is_refused():
 
 def test_a_shared_gpu_holds_both():
     """Promise: trainer.devices and rollout.devices that overlap are added up."""
-    with pytest.raises(
-        LaminarError,
-        match=r"a GPU shared by trainer and rollouts needs .*: set trainer.recompute_activations=true, or lower",
-    ):
+    words = r"a GPU shared by trainer and rollouts needs .*: set trainer.recompute_activations=true, or lower"
+    with pytest.raises(LaminarError, match=words):
         check(load_config(["experiment=one_gpu", "dry_run=true", "trainer.recompute_activations=false"]))
 
 

@@ -117,8 +117,8 @@ SHAPES = {
     "steps": "write steps=VALUE",
     "pipline": "not key=value (did you mean pipeline?)",
     "~steps": "a setting cannot be removed",
-    "experiment=dmeo": "use one of cluster_1024gpu_72b, cluster_64gpu_32b, demo, node_8gpu_7b, one_gpu (did "
-    "you mean demo?)",
+    "experiment=dmeo": "use one of cluster_1024gpu_72b, cluster_64gpu_32b, demo, node_8gpu_7b, one_gpu "
+    "(did you mean demo?)",
     "pipeline=laminarr": "use one of laminar, one_step, partial, stream, sync (did you mean laminar?)",
     "experiment=demo,one_gpu": "use one of",
 }
@@ -228,8 +228,8 @@ def test_tables_take_entries_as_written():
         "rollout={replicaz: 2}": "rollout.replicaz: no such key (did you mean rollout.replicas?)",
         "rollout={replicas: x}": "rollout.replicas=x: must be a whole number",
         "evaluation.files=[a=b]": "quote an entry that has spaces or any of",
-        "data.train=${HOME}/x": "data.train: Interpolation key 'HOME' not found; a reference is ${KEY}, or "
-        "${oc.env:NAME}",
+        "data.train=${HOME}/x": "data.train: Interpolation key 'HOME' not found; "
+        "a reference is ${KEY}, or ${oc.env:NAME}",
     }
     lines = refusal("train", *wrong)
     assert len(lines) == len(wrong) and all(any(text in line for line in lines) for text in wrong.values())
@@ -258,8 +258,8 @@ def test_every_number_has_bounds_and_every_default_keeps_them():
         if {int, float} & {kind, *getattr(kind, "__args__", ())} and not isinstance(allowed(field), Bounds):
             bare.append(key)
     assert not bare, (
-        "write number(default, at_least=..., above=..., at_most=..., below=...) or seconds(default) in "
-        "config/schema.py"
+        "write number(default, at_least=..., above=..., at_most=..., below=...) or seconds(default) "
+        "in config/schema.py"
     )
     assert not wrong_values(RunConfig())
     choices = {
@@ -336,8 +336,7 @@ def test_a_kv_cache_that_serialises_a_batch_is_warned_of():
     assert warnings(config, check(config)) == []
 
 
-# ---- data files
-# ------------------------------------------------------------------------------------------------------------------
+# ---- data files --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -376,8 +375,7 @@ def test_a_large_file_is_looked_at_quickly(tmp_path):
     assert time.process_time() - started < 2 and "before a run" not in out.getvalue()
 
 
-# ---- as a user does it
-# -----------------------------------------------------------------------------------------------------------
+# ---- as a user does it -------------------------------------------------------------------------------------
 
 
 def laminar(*words: str, **environment: str) -> tuple[list[str], list[str], int]:
@@ -467,7 +465,8 @@ def test_what_the_controller_refuses_ends_laminar_train_with_2(tmp_path, monkeyp
     """Promise: a refusal that only a rank can give, far down in a data file, has exit code 2 too; others have
     1.
 
-    torchrun itself (exit code 1 for whatever its ranks say) is stood in for by a shell script of its two lines."""
+    torchrun itself (exit code 1 for whatever its ranks say) is stood in for by a shell script of its two
+    lines."""
     program = tmp_path / "python"
     program.write_text(
         '#!/bin/sh\necho "$WORDS" >&2\necho "laminar: error: trainer 0: told to end" >&2\nexit 1\n'

@@ -191,7 +191,11 @@ def test_too_long_prompts_are_refused_or_dropped_and_counted(tmp_path):
 
 
 def test_duplicates_are_dropped_where_asked(tmp_path):
-    rows = b'{"prompt": "1+2=", "answer": 3}\n{"prompt": "1+2=", "answer": 3, "id": 7}\n{"prompt": "1+2=", "answer": 4}\n'
+    rows = (
+        b'{"prompt": "1+2=", "answer": 3}\n'
+        b'{"prompt": "1+2=", "answer": 3, "id": 7}\n'
+        b'{"prompt": "1+2=", "answer": 4}\n'
+    )
     assert len(load(jsonl(tmp_path, rows)).prompts) == 3
     found = load(jsonl(tmp_path, rows), drop_duplicates=True)
     assert len(found.prompts) == 2 and found.words().endswith("2 prompts, 1 duplicates dropped")

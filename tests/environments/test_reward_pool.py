@@ -76,7 +76,8 @@ def score(*, prompt, response, row):
 TORCH = """
 import torch
 torch.ones(256, 256) @ torch.ones(256, 256)
-def score(*, prompt, response, row): return (torch.ones(256, 256) @ torch.ones(256, 256)).mean() / 256 * row["n"]
+def score(*, prompt, response, row):
+    return (torch.ones(256, 256) @ torch.ones(256, 256)).mean() / 256 * row["n"]
 """
 MODULE = "functions_for_pool_test"
 

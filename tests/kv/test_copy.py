@@ -158,14 +158,14 @@ def test_pools_of_another_kind_are_refused(keys, values, page):
 def test_huge_pages_change_where_rows_lie_and_nothing_else():
     """Where Linux gives huge pages most of the pool is on them; anywhere its bits and the next copies are the
     same."""
-    huge = lambda: (
-        int(re.search(r"AnonHugePages:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024
-    )
+
+    def huge() -> int:
+        text = Path("/proc/self/smaps_rollup").read_text()
+        return int(re.search(r"AnonHugePages:\s+(\d+)", text)[1]) * 1024
+
     source, target = (make(heads=4, head_dim=128, layers=4, pages=8193, seed=seed) for seed in (0, 1))
-    before, size = (
-        [bits(tensor).clone() for tensor in source.tensors],
-        sum(tensor.nbytes for tensor in source.tensors),
-    )
+    before = [bits(tensor).clone() for tensor in source.tensors]
+    size = sum(tensor.nbytes for tensor in source.tensors)
     had = huge()
     use_huge_pages(source)
     allowed = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -125,7 +125,8 @@ from laminar_hpc.kv.device import Ticket, take_shared
 pool, slots = on_gpu(make(layers=3, seed=2)), slots_of(40, seed=4)
 take_shared(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Ticket), pool, slots)
 source, ours = make(layers=3, seed=1), slots_of(40, seed=3)
-print(all(torch.equal(a.view(torch.int16)[ours], b.cpu().view(torch.int16)[slots]) for a, b in zip(source.tensors, pool.tensors)))
+pairs = [(a.view(torch.int16), b.cpu().view(torch.int16)) for a, b in zip(source.tensors, pool.tensors)]
+print(all(torch.equal(a[ours], b[slots]) for a, b in pairs))
 """
 
 
@@ -142,7 +143,8 @@ else:
     device.can_share = lambda pool: False
 pool, slots, address = on_gpu(make(layers=3, seed=1)), slots_of(40, seed=3), sys.stdin.read()
 for first, end in ((0, 30), (30, 40)):
-    header = Header.of("model", 3, pool.shape, list(range(first, end)), chunk_bytes(address, "here"), first, end == 40)
+    tokens, size = list(range(first, end)), chunk_bytes(address, "here")
+    header = Header.of("model", 3, pool.shape, tokens, size, first, end == 40)
     send_part(address, header, pool, slots[first:end], machine="here", folder="/dev/shm")
 """
 

@@ -172,9 +172,9 @@ def test_the_work_of_a_killed_engine_goes_on_with_older_weights(tmp_path, monkey
     figures = summary.build(tmp_path / "run")
     tokens = sum(move["tokens"] for move in by_load)
     print(
-        f"killed {[(w, len(known), sum(known.values())) for w, known in killer.killed]}, rescued "
-        f"{len(moves)}, of these by a load "
-        f"{len(by_load)} with {tokens} tokens, {figures['tokens_discarded']} tokens discarded"
+        f"killed {[(w, len(known), sum(known.values())) for w, known in killer.killed]}, "
+        f"rescued {len(moves)}, of these by a load {len(by_load)} with {tokens} tokens, "
+        f"{figures['tokens_discarded']} tokens discarded"
     )
     assert killer.killed and by_load
     whole = [

@@ -101,10 +101,10 @@ def test_metrics_are_lines_and_curves(tmp_path):
 def test_metrics_import_no_torch():
     """Promise: the controller, which writes the metrics, runs without torch."""
     code = (
-        "import sys, tempfile, pathlib; from laminar_hpc.observability import console, report, summary, "
-        "trace;"
-        "from laminar_hpc.observability.metrics import MetricsWriter; w = "
-        "MetricsWriter(pathlib.Path(tempfile.mkdtemp()));"
+        "import sys, tempfile, pathlib;"
+        "from laminar_hpc.observability import console, report, summary, trace;"
+        "from laminar_hpc.observability.metrics import MetricsWriter;"
+        "w = MetricsWriter(pathlib.Path(tempfile.mkdtemp()));"
         "w.write('step', step=1, loss=1.0); w.close(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -24,7 +24,8 @@ from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.wandb_mirror import WandbMirror
 
 run_dir = Path(sys.argv[1])
-writer = MetricsWriter(run_dir, WandbMirror(run_dir, "offline", "laminar", {"steps": 3, "model": {"path": "m"}}))
+config = {"steps": 3, "model": {"path": "m"}}
+writer = MetricsWriter(run_dir, WandbMirror(run_dir, "offline", "laminar", config))
 writer.write("start", restored_step=-1, pipeline="laminar", derived={})
 for step in range(1, 4):
     writer.write("step", step=step, reward_mean=step / 4, parts={"load": 0.5})
@@ -63,7 +64,8 @@ for path in sorted(Path(sys.argv[1]).glob("wandb/offline-run-*/*.wandb")):
     while (data := store.scan_data()) is not None:
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
-        print(json.dumps({record.WhichOneof("record_type"): MessageToDict(record, preserving_proto_field_name=True)}))
+        content = MessageToDict(record, preserving_proto_field_name=True)
+        print(json.dumps({record.WhichOneof("record_type"): content}))
 """
 
 

@@ -11,9 +11,8 @@ import pytest
 from laminar_hpc import doctor
 
 TOPICS = (
-    "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|KV "
-    "migration|apex|transformer-engine|"
-    "left behind|cores|memory|/dev/shm|disk|loopback|Slurm|demo"
+    "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|KV migration|apex|"
+    "transformer-engine|left behind|cores|memory|/dev/shm|disk|loopback|Slurm|demo"
 )
 
 

@@ -52,9 +52,9 @@ def test_the_death_of_a_role_is_one_line(tmp_path: Path) -> None:
     os.kill(address.pid, signal.SIGKILL)
     _, error = script.communicate(timeout=30)
     assert script.returncode == 1 and error == (
-        f"laminar: error: controller 0 was killed by SIGKILL; see {run_dir}/logs/controller0.log; the run "
-        "ends without it; start all "
-        "roles again with resume=auto: it goes on from its newest checkpoint\n"
+        f"laminar: error: controller 0 was killed by SIGKILL; see {run_dir}/logs/controller0.log; "
+        "the run ends without it; start all roles again with resume=auto: "
+        "it goes on from its newest checkpoint\n"
     )
     assert "SIGKILL" in (run_dir / "logs/torchrun-controller0.log").read_text()
 

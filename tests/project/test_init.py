@@ -82,20 +82,11 @@ def test_its_reward_pays_for_the_working(made: Path):
     def reward(response: str) -> float:
         return score(prompt="12+79=", response=response, row={"answer": "91"})["reward"]
 
-    assert [reward(r) for r in ("2+9+0=11;1+7+1=091;>91", ">91", "2+9+0=11;1+7+1=091;>92", "", "91;;>")] == [
-        1,
-        0.5,
-        0,
-        0,
-        0,
-    ]
+    responses = ("2+9+0=11;1+7+1=091;>91", ">91", "2+9+0=11;1+7+1=091;>92", "", "91;;>")
+    assert [reward(response) for response in responses] == [1, 0.5, 0, 0, 0]
     line = re.search(r"python -c '(.*)'", (made / "rewards.py").read_text())[1]
-    assert (
-        eval(line.split("print")[1], {"rewards": type("Module", (), {"score": staticmethod(score)})})[
-            "reward"
-        ]
-        == 0.5
-    )
+    module = type("Module", (), {"score": staticmethod(score)})
+    assert eval(line.split("print")[1], {"rewards": module})["reward"] == 0.5
 
 
 def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

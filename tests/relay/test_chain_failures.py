@@ -176,8 +176,8 @@ def test_a_hundred_random_kills_standstills_and_cuts(tmp_path):
                 back = run.wait(list(range(relays)), run.step, SURVIVORS_SECONDS + 5 * (kind == "kill"))
                 order = run.chains()[-1]["chain"]
                 print(
-                    f"{number}: {kind} {index} after {after:.2f} s: survivors {took:.2f} s, all {back:.2f} "
-                    f"s, chain {order}"
+                    f"{number}: {kind} {index} after {after:.2f} s: survivors {took:.2f} s, "
+                    f"all {back:.2f} s, chain {order}"
                 )
         finally:
             run.close()

@@ -223,9 +223,8 @@ def test_the_engine_is_private(pair):
     process = pair.engines[0].process
     everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     assert len(everyone) == 3 and not any(process.key in " ".join(p.cmdline()) for p in everyone)
-    assert {c.laddr.ip for p in everyone for c in p.net_connections() if c.status == psutil.CONN_LISTEN} == {
-        "127.0.0.1"
-    }
+    listening = [c for p in everyone for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
     assert stat.S_IMODE(pair.engines[0].log.stat().st_mode) == 0o600
 
     async def without_key() -> int:
@@ -264,10 +263,8 @@ def test_a_flipped_bit_is_found_after_the_load(pair, slots, tmp_path, monkeypatc
     blob = bytearray(path.read_bytes())
     blob[len(blob) - manifest.data_bytes + entry.offset] ^= 1
     path.write_bytes(blob)
-    with pytest.raises(
-        Exception,
-        match=r"weight id 4: 1 of \d+ tensors in the engine differ .* first model.layers.1.mlp.up_proj.weight",
-    ):
+    refusal = r"weight id 4: 1 of \d+ tensors in the engine differ .* first model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(Exception, match=refusal):
         pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())
     fill_slot(slots, pair.models[0], 5, 3)
     pulled = pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())

@@ -131,9 +131,8 @@ def test_all_processes_of_a_plan_are_started_once(tmp_path, monkeypatch):
     trainers, replicas, relays = set(), set(), set()
     for machine in range(trainer_machines(best).count):
         (line,) = start("trainer", str(machine), "seed=3")
-        assert f"--config-dir {tmp_path} experiment=two cluster.host=10.0.0.1" in line and line.endswith(
-            "seed=3"
-        )
+        assert f"--config-dir {tmp_path} experiment=two cluster.host=10.0.0.1" in line
+        assert line.endswith("seed=3")
         first = int(line.partition("first_index=")[2].split()[0])
         trainers |= set(range(first, first + int(line.split()[1])))
     machines = sum(part.count for part in rollout_machines(config, best))

@@ -106,9 +106,8 @@ def _obstacle() -> str:
     """Why no Slurm can be started here, empty if it can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "the Slurm tests start a Slurm and so need root on Linux"
-    if not shutil.which("slurmctld", path=os.environ.get("PATH", "") + ":/usr/sbin") and not shutil.which(
-        "apt-get"
-    ):
+    path = os.environ.get("PATH", "") + ":/usr/sbin"
+    if not shutil.which("slurmctld", path=path) and not shutil.which("apt-get"):
         return "the Slurm tests need Slurm's daemons or apt-get to install them"
     return ""
 

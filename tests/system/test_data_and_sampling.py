@@ -94,8 +94,8 @@ def test_parquet_two_evaluations_filter_and_rounds(tmp_path, monkeypatch):
     groups: dict[str, list[tuple]] = {}
     for state, *group in database.execute(
         "SELECT g.state, COUNT(*), COUNT(DISTINCT t.reward), MAX(t.accuracy), MIN(t.weight_step), "
-        "g.weight_step FROM groups g JOIN "
-        "trajectories t ON t.group_id = g.id WHERE g.state IN ('consumed', 'given_up') GROUP BY g.id"
+        "g.weight_step FROM groups g JOIN trajectories t ON t.group_id = g.id "
+        "WHERE g.state IN ('consumed', 'given_up') GROUP BY g.id"
     ):
         groups.setdefault(state, []).append(tuple(group))
     database.close()

@@ -90,9 +90,8 @@ def test_a_rollout_and_a_relay_die_and_come_back(tmp_path):
         line for line in (tmp_path / "out").read_text().splitlines() if "error" in line or "Traceback" in line
     ]
     assert errors == [
-        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; the others go on; "
-        "start it again with "
-        f"launch/{role}.sh and the same arguments"
+        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; "
+        f"the others go on; start it again with launch/{role}.sh and the same arguments"
         for role in ("rollout", "relay")
     ]
 
@@ -120,9 +119,9 @@ def test_a_run_without_its_controller_or_trainer_ends_with_one_line_and_goes_on(
         line for line in (tmp_path / "out").read_text().splitlines() if "error" in line or "Traceback" in line
     ]
     assert errors == [
-        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; the run ends "
-        "without it; start all roles "
-        "again with resume=auto: it goes on from its newest checkpoint"
+        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; "
+        "the run ends without it; start all roles again with resume=auto: "
+        "it goes on from its newest checkpoint"
     ]
     assert not list(Path("/dev/shm").glob(f"laminar-{run_dir.name}-*"))
     again = subprocess.run(

@@ -132,9 +132,8 @@ def test_a_half_written_checkpoint_is_never_seen(
         with pytest.raises(OSError, match="disk full"):
             trainer.checkpointer.save(2, weight_id=2)
     assert latest(tmp_path) == checkpoint_path(tmp_path, 1)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")] == [
-        ".step_000002"
-    ]
+    hidden = [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert hidden == [".step_000002"]
     for step in (2, 3, 3):
         trainer.checkpointer.save(step, weight_id=step)
     assert steps(tmp_path) == [2, 3] and latest(tmp_path) == checkpoint_path(tmp_path, 3)

@@ -254,9 +254,8 @@ def test_rloo_advantages_equal_trls(beta: float) -> None:
     from trl import RLOOTrainer
 
     trainer = stand_in(trl_trainer="rloo", beta=beta)
-    theirs = RLOOTrainer._generate_and_score_completions(trainer, [{"prompt": "p"}] * len(LENGTHS))[
-        "advantages"
-    ]
+    scored = RLOOTrainer._generate_and_score_completions(trainer, [{"prompt": "p"}] * len(LENGTHS))
+    theirs = scored["advantages"]
     kl = {"kl_coefficient": beta, "kl_estimator": "k1", "kl_in_reward": True} if beta else {}
     assert torch.allclose(here(advantage="rloo", **kl)[0], theirs, atol=1e-6, rtol=1e-6)
 
