@@ -490,7 +490,7 @@ def test_what_the_controller_refuses_ends_laminar_train_with_2(tmp_path, monkeyp
 @pytest.mark.parametrize(("earlier", "now"), RENAMED.items())
 def test_a_renamed_key_is_refused_with_its_new_name(earlier, now, tmp_path):
     """Promise: who comes from an earlier version is told the new name; an earlier run's own file is read."""
-    (line,) = refusal("train", f"{earlier}=1")
+    (line,) = refusal("train", "experiment=demo", f"{earlier}=1")
     assert f"{earlier} is called {now} now" in line
     section, _, name = earlier.partition(".")
     value = {"algorithm.denominator": "constant"}.get(earlier, 3)
