@@ -1,8 +1,9 @@
 """Packaging of laminar_hpc: the command, the two SGLang entry points, the configuration files, and the exact
 pins.
 
-`make setup` installs this with --no-deps after requirements/*.txt, which is the environment the tests run in. A plain
-`pip install laminar_hpc[cuda13]` takes the same pins from the same files. Pins are read, never written twice.
+`make setup` installs this with --no-deps after requirements/*.txt, which is the environment the tests run in.
+A plain `pip install laminar_hpc[cuda13]` takes the same pins from the same files. Pins are read, never
+written twice.
 """
 
 import os
@@ -35,8 +36,8 @@ def kernels(name: str) -> list[str]:
     package."""
     chosen = {line.split("==")[0]: line for line in [*pins("nodeps"), *pins(name)]}
     # A resolver would refuse two of them beside SGLang's own metadata, which names a candidate of cuda-tile,
-    # and CUDA 13 packages even
-    # for 0.5.19, the last release that runs on CUDA 12. `make setup` installs both with --no-deps.
+    # and CUDA 13 packages even for 0.5.19, the last release that runs on CUDA 12. `make setup` installs both
+    # with --no-deps.
     return [
         line for line in chosen.values() if line != "sglang==0.5.19" and not line.startswith("cuda-tile==")
     ]
@@ -151,9 +152,8 @@ def folders(*patterns: str) -> list[str]:
 
 
 conf, slurm = folders("conf/**/*.yaml"), folders("slurm/*.sbatch")
-examples = folders(
-    "examples/*/data/*.jsonl", "examples/*/base/config.json"
-)  # for experiment=demo and laminar init
+# for experiment=demo and laminar init
+examples = folders("examples/*/data/*.jsonl", "examples/*/base/config.json")
 
 setup(
     name="laminar_hpc",
@@ -168,6 +168,7 @@ setup(
         **{name: ["*.yaml"] for name in conf},
         **{name: ["*.json", "*.jsonl", "*.safetensors"] for name in examples},
         **{name: ["*.sbatch"] for name in slurm},
+        "laminar_hpc.observability": ["*.css", "*.js"],
         "laminar_hpc.project": ["template/**/*"],
     },
     include_package_data=False,

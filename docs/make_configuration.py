@@ -2,7 +2,7 @@
 conf/pipeline.
 
     python docs/make_configuration.py          write the page
-    python docs/make_configuration.py --check  exit 1 if the page on disk is not what would be written (a test runs this)
+    python docs/make_configuration.py --check  exit 1 if the page on disk is another one (a test runs this)
 
 Meanings are the comments of the schema, behind a key or above it; MEANING holds those of keys whose name says
 most of it. A key with neither is an error. Bounds and choices are those that the checker has.
@@ -10,6 +10,7 @@ most of it. A key with neither is an error. Bounds and choices are those that th
 
 import ast
 import dataclasses
+import inspect
 import itertools
 import json
 import re
@@ -25,15 +26,16 @@ PAGE = Path(__file__).with_name("configuration.md")
 
 INTRO = """# Configuration
 
-Every key of a run, written `key=value` on the command line (`laminar train experiment=demo steps=20 sampling.temperature=0.9`) or in a
-file under `conf/experiment/`. Unknown keys, wrong types and values that are not allowed are refused before
-anything starts, one line for each, all at once. A finished run keeps its resolved configuration in
-`config.yaml`. `dry_run=true` prints what follows from a configuration and stops.
+Every key of a run, written `key=value` on the command line, as in
+`laminar train experiment=demo steps=20 sampling.temperature=0.9`, or in a file under `conf/experiment/`.
+Unknown keys, wrong types and values that are not allowed are refused before anything starts, one line for
+each, all at once. A finished run keeps its resolved configuration in `config.yaml`. `dry_run=true` prints
+what follows from a configuration and stops.
 
 - A text stands as it is, whatever signs it has: `data.train=/data/lr=1,b.jsonl`. For a space quote the whole
-word.
+  word.
 - A list: `'evaluation.files=[a.jsonl,b.jsonl]'`. A table: `rollout.engine_arguments.mem-fraction-static=0.3`,
-entry by entry.
+  entry by entry.
 - `null` is a value where the type says `None`. `${oc.env:NAME}` is a variable of the environment.
 - Every number has to be finite, and every whole number below 2^31.
 
@@ -51,7 +53,8 @@ dry run). What cannot fit is refused with its cure: in a dry run by `trainer.gpu
 ranks of a machine put on each of its GPUs as well. 5% are left to CUDA, NCCL and fragmentation. Without a
 GPU only a warning is given, when the host's memory is too small.
 
-This page is made by `python docs/make_configuration.py` from `src/laminar_hpc/config/schema.py`; a test keeps the two together.
+This page is made by `python docs/make_configuration.py` from `src/laminar_hpc/config/schema.py`; a test keeps
+the two together.
 """
 
 # By the ending of a key's name, else by the whole key.
@@ -249,10 +252,9 @@ def page() -> str:
     for field in dataclasses.fields(schema.RunConfig):
         if dataclasses.is_dataclass(field.type):
             assert isinstance(field.type, type)
-            written = (field.type.__doc__ or "").strip()
-            about = (
-                "" if written.startswith(f"{field.type.__name__}(") else written
-            )  # what dataclass writes where there is none
+            written = inspect.cleandoc(field.type.__doc__ or "")
+            # what dataclass writes where there is none
+            about = "" if written.startswith(f"{field.type.__name__}(") else written
             text += [
                 f"## {field.name}",
                 "",

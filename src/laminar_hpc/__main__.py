@@ -248,9 +248,8 @@ def main(overrides: list[str]) -> int:
         if str(error) == "a worker has failed":  # it has said itself why
             return terminal.FAILED_ELSEWHERE
         if mine is None and os.environ.get("RANK", "0") != "0":
-            time.sleep(
-                10
-            )  # all ranks see this error: rank 0 says it, and its exit makes torchrun end the others
+            # all ranks see this error: rank 0 says it, and its exit makes torchrun end the others
+            time.sleep(10)
         if mine is not None or int(os.environ.get("RANK", "0")) == 0:
             user.print_error(
                 f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error)

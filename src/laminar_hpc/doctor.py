@@ -2,9 +2,9 @@
 something is wrong.
 
 It reads package metadata and /proc instead of importing torch or SGLang, so it answers in a second and also
-where an import
-would crash. Each line is `ok|warn|FAIL  what: value  (cure)`; the exit code is 1 when a line says FAIL. With --clean it
-removes what killed runs have left in shared memory and in the folder for temporary files.
+where an import would crash. Each line is `ok|warn|FAIL  what: value  (cure)`; the exit code is 1 when a line
+says FAIL. With --clean it removes what killed runs have left in shared memory and in the folder for temporary
+files.
 """
 
 import importlib.metadata
@@ -22,9 +22,8 @@ from pathlib import Path
 from laminar_hpc.cluster import leftovers
 
 GIB = 2**30
-DEMO_MEMORY = (
-    5 * GIB
-)  # controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
+# controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
+DEMO_MEMORY = 5 * GIB
 DEMO_SHM = 32 * 2**20  # three weight slots of about 1 MB, SGLang's and gloo's own segments
 DEMO_DISK = GIB
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "lustre", "gpfs", "beegfs", "ceph", "fuse.sshfs", "9p")

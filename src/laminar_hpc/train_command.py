@@ -110,7 +110,8 @@ examples
   laminar train --config-dir conf experiment=mine      conf/experiment/mine.yaml, of a folder of your own
 
 settings: key=value, without dashes. Every key, its bounds and its default are in docs/configuration.md.
-  text    stands as it is: data.train=/data/lr=1,b.jsonl; for a space quote the word: 'data.train=my file.jsonl'
+  text    stands as it is: data.train=/data/lr=1,b.jsonl; for a space quote the word: \
+'data.train=my file.jsonl'
   list    'evaluation.files=[a.jsonl,b.jsonl]'
   table   rollout.engine_arguments.mem-fraction-static=0.3
 

@@ -83,9 +83,8 @@ def own_address(host: str) -> str:
     target = socket.gethostbyname(host)
     if target.startswith("127."):
         return target
-    with socket.socket(
-        socket.AF_INET, socket.SOCK_DGRAM
-    ) as probe:  # a datagram socket picks the route and sends nothing
+    # a datagram socket picks the route and sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((target, 9))
         return probe.getsockname()[0]
 

@@ -31,9 +31,8 @@ class Hub:
 
     def __init__(self, run_dir: Path, run_id: str, host: str, port: int, machine: str) -> None:
         self._context = zmq.Context()
-        self._zap = self._context.socket(
-            zmq.REP
-        )  # ZeroMQ asks here (RFC 27) whether a client's key is welcome
+        # ZeroMQ asks here (RFC 27) whether a client's key is welcome
+        self._zap = self._context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")
         self._address, secret = new_address(run_id, host, machine)
         self._client_key = self._address.client_public

@@ -49,9 +49,8 @@ class Launch:
         self._stops, self._asked = 0, 0.0
         self._chatter: deque[str] = deque(maxlen=2000)
         self._refused = False
-        self._meeting = os.memfd_create(
-            "torchrun"
-        )  # torchrun's own store in place of a TCP one, which listens on all interfaces
+        # torchrun's own store in place of a TCP one, which listens on all interfaces
+        self._meeting = os.memfd_create("torchrun")
         command = [
             sys.executable,
             "-m",

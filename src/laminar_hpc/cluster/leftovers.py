@@ -1,9 +1,9 @@
 """What killed runs have left on this machine: weight slots, engines' files and shared memory, KV caches on
 the move.
 
-Every start of a relay or an engine removes it; `laminar doctor` lists it, and removes it with --clean. Only what provably
-belonged to dead processes of this user, container and boot counts (folders.py, shared_memory.py,
-kv/offers.py).
+Every start of a relay or an engine removes it; `laminar doctor` lists it, and removes it with --clean. Only
+what provably belonged to dead processes of this user, container and boot counts (folders.py,
+shared_memory.py, kv/offers.py).
 """
 
 import os

@@ -127,9 +127,8 @@ class Link:
                 nccl = dist.ProcessGroupNCCL.Options()
                 nccl._timeout = timedelta(seconds=seconds)
                 self._data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", prefix), self._me, 2, nccl)
-            self._measure(
-                limit if self._data is self._frames else seconds
-            )  # NCCL gets ready at the first use
+            # NCCL gets ready at the first use
+            self._measure(limit if self._data is self._frames else seconds)
             self._window, self._there = self._meet_window(sender, window, limit)
         except LinkBroken:
             self._leave()
@@ -259,9 +258,8 @@ class Link:
         with contextlib.suppress(dist.DistError, RuntimeError):
             if self._data is not self._frames:
                 self._data.abort()
-        with contextlib.suppress(
-            dist.DistError, RuntimeError
-        ):  # gloo's abort() does not wake a waiter; a wait that runs out closes all
+        # gloo's abort() does not wake a waiter; a wait that runs out closes all
+        with contextlib.suppress(dist.DistError, RuntimeError):
             self._frames.recv([torch.zeros(1)], self._other, _NEVER_SENT).wait(timedelta(milliseconds=1))
         self._leave()
 

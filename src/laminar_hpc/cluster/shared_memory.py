@@ -71,9 +71,8 @@ class Note:
     folder: Path
     before: set[Segment] = field(default_factory=present)
     noted: set[Segment] = field(default_factory=set)
-    doubtful: set[Segment] = field(
-        default_factory=set
-    )  # new, but nobody of the session had it at the last look
+    # new, but nobody of the session had it at the last look
+    doubtful: set[Segment] = field(default_factory=set)
 
     def update(self, leader: int) -> None:
         """Adds what the session of `leader` holds by now. Looks into its processes only if /dev/shm has
@@ -83,9 +82,8 @@ class Note:
             return
         inodes = held(session(leader))
         ours = {segment for segment in new if segment.inode in inodes}
-        self.before |= self.doubtful & (
-            new - ours
-        )  # seen twice with others: who makes a segment maps it at once
+        # seen twice with others: who makes a segment maps it at once
+        self.before |= self.doubtful & (new - ours)
         self.doubtful = new - ours
         if ours:
             self.noted |= ours

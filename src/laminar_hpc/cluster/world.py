@@ -25,9 +25,8 @@ def init_trainer_world(context: RoleContext) -> None:
     )
     seconds = timedelta(seconds=config.cluster.join_timeout_seconds)
     if torch.cuda.is_available():
-        torch.cuda.set_device(
-            int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
-        )  # one where cluster/devices.py has chosen
+        # one where cluster/devices.py has chosen
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     try:
         dist.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo",

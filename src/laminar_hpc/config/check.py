@@ -227,9 +227,8 @@ def supported_model(config: RunConfig) -> dict:
 def _derived_rules(config: RunConfig, derived: Derived) -> Iterator[tuple[bool, str]]:
     yield (
         config.relay.lanes > 1 and derived.publish_bytes < config.relay.lanes * _LEAST_LANE,
-        f"relay.lanes={config.relay.lanes}: a publication of {derived.publish_bytes} bytes is too small for "
-        "lanes of at "
-        f"least {_LEAST_LANE} bytes each; lower it",
+        f"relay.lanes={config.relay.lanes}: a publication of {derived.publish_bytes} "
+        f"bytes is too small for lanes of at least {_LEAST_LANE} bytes each; lower it",
     )
 
 
@@ -259,10 +258,8 @@ def warnings(config: RunConfig, derived: Derived) -> list[str]:
         return []
     return [
         f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} holds {derived.responses_in_kv_cache} "
-        "responses of "
-        f"sampling.max_response_tokens={config.sampling.max_response_tokens} at once, and a replica is given "
-        f"{at_once}: "
-        f"most of them will wait for room; set it to {needed} or more"
+        f"responses of sampling.max_response_tokens={config.sampling.max_response_tokens} at once, "
+        f"and a replica is given {at_once}: most of them will wait for room; set it to {needed} or more"
     ]
 
 
@@ -304,9 +301,8 @@ def check_machine(config: RunConfig, derived: Derived) -> None:
         except (OSError, UnicodeError) as error:
             if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
                 raise LaminarError(
-                    f"cluster.host={config.cluster.host}: not an address of this machine; use 127.0.0.1 for "
-                    "one machine, "
-                    "or the address at which the others reach this one"
+                    f"cluster.host={config.cluster.host}: not an address of this machine; "
+                    "use 127.0.0.1 for one machine, or the address at which the others reach this one"
                 ) from None
             raise LaminarError(
                 f"cluster.port={config.cluster.port} at {config.cluster.host} cannot be used "

@@ -153,9 +153,8 @@ def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Key
     """What is wrong with a setting of the command line."""
     if isinstance(error, GrammarParseError):
         return f"{key}={shown(value)}: its ${{...}} cannot be read; {_REFERENCE}"
-    inner = (
-        key if key not in keys.sections else str(error.full_key or key)
-    )  # of a section's table: the key in it
+    # of a section's table: the key in it
+    inner = key if key not in keys.sections else str(error.full_key or key)
     if keys.kind_of(inner) is None:
         return keys.unknown(inner)
     for name in inner.removeprefix(key).strip(".").split("."):

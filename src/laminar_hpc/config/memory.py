@@ -77,10 +77,9 @@ def shared_misfit(config: RunConfig, need: Need, engines: int, gigabytes: float)
     trainer = _trainer_cure(config, usable - engines * need.rollout) if need.trainer else ""
     rollout = _rollout_cure(config, (usable - need.trainer) / engines) if engines else ""
     return (
-        f"a GPU shared by trainer and rollouts needs {total / 1e9:.1f} GB ({need.trainer / 1e9:.1f} + "
-        f"{engines} x "
-        f"{need.rollout / 1e9:.1f}), of {gigabytes:g} GB {USABLE:.0%} can be used: "
-        f"{', or '.join(filter(None, (trainer, rollout)))}"
+        f"a GPU shared by trainer and rollouts needs {total / 1e9:.1f} GB "
+        f"({need.trainer / 1e9:.1f} + {engines} x {need.rollout / 1e9:.1f}), of {gigabytes:g} "
+        f"GB {USABLE:.0%} can be used: {', or '.join(filter(None, (trainer, rollout)))}"
     )
 
 

@@ -69,9 +69,8 @@ def _sampling(config: RunConfig) -> Iterator[Rule]:
         value = getattr(config.sampling, name)
         yield (
             value != neutral,
-            f"sampling.{name}={value} is refused for training: the engine's log-probs would not be those of "
-            "the "
-            f"sampled distribution; leave it at {neutral}",
+            f"sampling.{name}={value} is refused for training: the engine's log-probs "
+            f"would not be those of the sampled distribution; leave it at {neutral}",
         )
 
 
@@ -118,17 +117,15 @@ def _batch(config: RunConfig) -> Iterator[Rule]:
     )
     yield (
         first is not None and least < updates * ranks,
-        f"algorithm.prompts_per_step={prompts} x algorithm.first_samples={first} = {least} trajectories are "
-        "fewer than "
-        f"algorithm.minibatches_per_step={updates} x trainer.data_parallel={ranks}; raise first_samples",
+        f"algorithm.prompts_per_step={prompts} x algorithm.first_samples={first} = "
+        f"{least} trajectories are fewer than algorithm.minibatches_per_step={updates} "
+        f"x trainer.data_parallel={ranks}; raise first_samples",
     )
     yield (
         (first is None and most % updates != 0) or most // updates < ranks,
-        f"algorithm.prompts_per_step={prompts} x algorithm.samples_per_prompt={a.samples_per_prompt} = "
-        f"{most} "
-        f"trajectories do not divide into algorithm.minibatches_per_step={updates} x "
-        f"trainer.data_parallel={ranks}; "
-        "change one of them",
+        f"algorithm.prompts_per_step={prompts} x algorithm.samples_per_prompt={a.samples_per_prompt} "
+        f"= {most} trajectories do not divide into algorithm.minibatches_per_step={updates} "
+        f"x trainer.data_parallel={ranks}; change one of them",
     )
     longest = config.sampling.max_response_tokens
     yield (
@@ -173,16 +170,14 @@ def _model(config: RunConfig, model: dict) -> Iterator[Rule]:
     ranks = config.rollout.tensor_parallel
     yield (
         heads % ranks != 0 or max(kv_heads, ranks) % min(kv_heads, ranks) != 0 or width % ranks != 0,
-        f"rollout.tensor_parallel={ranks} does not divide the model's {heads} heads, {kv_heads} key-value "
-        "heads and "
-        f"intermediate size {width}; choose another, and scale with rollout.replicas",
+        f"rollout.tensor_parallel={ranks} does not divide the model's {heads} heads, {kv_heads} "
+        f"key-value heads and intermediate size {width}; choose another, and scale with rollout.replicas",
     )
     positions = model.get("max_position_embeddings", math.inf)
     yield (
         config.sampling.max_response_tokens >= positions,
-        f"sampling.max_response_tokens={config.sampling.max_response_tokens} does not leave room for a "
-        "prompt in the "
-        f"model's {positions} positions; lower it",
+        f"sampling.max_response_tokens={config.sampling.max_response_tokens} does "
+        f"not leave room for a prompt in the model's {positions} positions; lower it",
     )
 
 

@@ -36,9 +36,8 @@ class DataConfig:
     see docs/data.md."""
 
     train: str = ""
-    prompt_field: str = (
-        "prompt"  # a text or chat messages; `a.b` is a field within a field, `a|b` the first that a row has
-    )
+    # a text or chat messages; `a.b` is a field within a field, `a|b` the first that a row has
+    prompt_field: str = "prompt"
     answer_field: str = ""  # given to the reward as row["answer"]; empty = rows as they are
     chat_template: bool = False  # render prompts with the model's chat template; false = text as it is
     max_prompt_tokens: int | None = number(None, at_least=1)  # null = what fits beside a response
@@ -127,9 +126,8 @@ class AlgorithmConfig:
     kl_in_reward: bool = False  # taken off the reward instead of added to the loss
     # the last so many below sampling.max_response_tokens cost up to 1 of reward; 0 = none
     overlong_buffer_tokens: int = number(0, at_least=0)
-    shuffle_rewards: bool = (
-        False  # negative control: rewards are permuted over the batch, so there is nothing to learn
-    )
+    # negative control: rewards are permuted over the batch, so there is nothing to learn
+    shuffle_rewards: bool = False
 
 
 @dataclass
@@ -154,9 +152,8 @@ class TrainerConfig:
     distributed_optimizer: bool = False  # its state is split over the data-parallel ranks
     # GPUs of each machine that trainer ranks use, one each in order; null = the first ones
     devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
-    recompute_activations: bool = (
-        False  # keep each layer's input only and compute the layer anew in the backward pass: less memory
-    )
+    # keep each layer's input only and compute the layer anew in the backward pass: less memory
+    recompute_activations: bool = False
     threads: int = number(1, at_least=1, at_most=_MOST_THREADS)  # CPU threads per rank
     # of each GPU, 10^9 bytes; what cannot fit is refused; null = this machine's, if it has any
     gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
@@ -228,9 +225,8 @@ class PipelineConfig:
     consumption: str = choice("batch", "stream")
     # prompt groups per local batch; null = ceil(prompts_per_step / replicas)
     local_batch_groups: int | None = number(None, at_least=1)
-    keep_kv: bool = (
-        False  # of interrupt: go on with the KV cache of the earlier weights; false = prefill again
-    )
+    # of interrupt: go on with the KV cache of the earlier weights; false = prefill again
+    keep_kv: bool = False
     # the tail of a local batch moves to another replica on the same weights, with its KV cache (kv) or
     # without (reprefill)
     repack: str = choice("off", "reprefill", "kv")
@@ -245,9 +241,8 @@ class EvaluationConfig:
     """Accuracy on held-out rows: greedy (pass@1) and sampled at the training temperature (mean@k), each a
     local batch on one weight id."""
 
-    files: list[str] = field(
-        default_factory=list
-    )  # named as data.train; the first is that of accuracy_before and _after; [] = none
+    # named as data.train; the first is that of accuracy_before and _after; [] = none
+    files: list[str] = field(default_factory=list)
     problems: int | None = number(None, at_least=1)  # the first so many of each file; null = all
     # responses per problem of the sampled evaluation (k); 0 = greedy only
     samples: int = number(1, at_least=0)

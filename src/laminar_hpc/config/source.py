@@ -32,7 +32,8 @@ class Source:
     @property
     def longer_label(self) -> str:
         """The same behind the name of its folder or owner."""
-        return f"{Path(self.path).resolve().parent.name if self.kind != 'hub' else self.path.partition('/')[0]}-{self.label}"
+        owner = self.path.partition("/")[0] if self.kind == "hub" else Path(self.path).resolve().parent.name
+        return f"{owner}-{self.label}"
 
 
 def _plain(path: Path) -> Path:
@@ -58,9 +59,8 @@ def parse_source(key: str, text: str) -> Source:
     if _plain(path).suffix in FILES or path.is_file():
         if not path.is_file():
             raise LaminarError(
-                f"{key}={text}: {'a folder, not a file' if path.is_dir() else 'no such file'}; name a JSONL "
-                "(also .gz, "
-                ".zst) or Parquet file, a folder or a Hugging Face dataset"
+                f"{key}={text}: {'a folder, not a file' if path.is_dir() else 'no such file'}; "
+                "name a JSONL (also .gz, .zst) or Parquet file, a folder or a Hugging Face dataset"
             )
         return Source("parquet" if path.suffix == ".parquet" else "jsonl", text)
     rest, _, split = text.partition("@")

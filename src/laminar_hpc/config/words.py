@@ -146,9 +146,8 @@ class Keys:
         key, _, text = word.partition("=")
         key = key.lstrip("+")
         kind = self.kind_of(key)
-        if key in self.groups and not text.startswith(
-            "{"
-        ):  # pipeline={...} sets keys of the section of that name
+        # pipeline={...} sets keys of the section of that name
+        if key in self.groups and not text.startswith("{"):
             names = self.groups[key]
             if text in names:
                 found.groups[key] = text

@@ -17,9 +17,8 @@ from laminar_hpc.policies.chain import chain_order, missing
 
 TRAINER = -1
 QUIET_SECONDS = 0.5  # newcomers wait for one another, so that a run starts with one chain
-SETTLE_SECONDS = (
-    0.2  # from a broken link to a new one: by then both ends, and those behind them, have said what they know
-)
+# from a broken link to a new one: by then both ends, and those behind them, have said what they know
+SETTLE_SECONDS = 0.2
 SILENT_SECONDS = 3.0  # a relay says something once a second
 _STRIKES = 3  # links in a row over which a relay received nothing
 _EXILE_SECONDS = 10.0
@@ -53,9 +52,8 @@ class Chain:
     _changed: float = 0.0
     _settled: float = 0.0
     _formed: bool = False
-    _blamed: dict[int, float] = field(
-        default_factory=dict
-    )  # when a neighbour said that it does not reach this relay
+    # when a neighbour said that it does not reach this relay
+    _blamed: dict[int, float] = field(default_factory=dict)
     _strikes: dict[int, int] = field(default_factory=dict)
     _exiled: dict[int, float] = field(default_factory=dict)  # until when
 

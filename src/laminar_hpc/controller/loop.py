@@ -1,12 +1,15 @@
 """The controller's loop: receive or tick, decide by the policies, one transaction, then send.
 
     rollouts --Generated, Scored--> [tracker] --choose--> Batch --> trainer --StepDone--> version + 1
-    trainer --NewWeightId--> id; relays --RelayHas--> WeightsAvailable --> rollouts pull, RequestWork --> [admission] --> Grant
+    trainer --NewWeightId--> id; relays --RelayHas--> WeightsAvailable --> rollouts pull
+    rollouts --RequestWork--> [admission] --> Grant
 
-    waits                  for                                   bounded by
-    trainer (TakeBatch)    groups that `admission.choose` takes  cluster.batch_timeout_seconds, reason once a second
-    replica (RequestWork)  quota of `admission.quota`            the next weights, which the trainer makes from what is there
-    end of a run           Goodbye of all                        cluster.stop_timeout_seconds
+    waits                  for                               bounded by
+    trainer (TakeBatch)    groups that admission.choose      cluster.batch_timeout_seconds; it says why once
+                           takes                             a second
+    replica (RequestWork)  quota of admission.quota          the next weights, which the trainer makes from
+                                                             what is there
+    end of a run           Goodbye of all                    cluster.stop_timeout_seconds
 
 One thread. Handlers only change state and fill the outbox; `turn` commits, then sends. Nothing is sent before
 its transaction commits.
@@ -396,9 +399,8 @@ class Controller:
         for replica, request in list(self.waiting.items()):
             member = self.members.at("rollout", replica)
             step = self.weights.steps.get(request.weight_id)
-            if (
-                member is None or step is None or (self.stopping and not self.taken)
-            ):  # a step that has begun shall end
+            # a step that has begun shall end
+            if member is None or step is None or (self.stopping and not self.taken):
                 continue
             if self.weights.of_machine.get(member.hello.machine, (-1, -1))[0] > request.weight_id:
                 del self.waiting[replica]  # it has been told of newer weights: it pulls and asks again
@@ -565,9 +567,8 @@ class Controller:
             choice = admission.Choice([-1])
         else:
             ready = self.tracker.ready_groups
-            few = admission.Choice(
-                [], f"{ready} of {size} groups are finished"
-            )  # no need to look at them all, turn after turn
+            # no need to look at them all, turn after turn
+            few = admission.Choice([], f"{ready} of {size} groups are finished")
             choice = few if ready < size else self.choose(step, whole, size)
             payloads = self.tracker.consume(sorted(choice.group_ids), step) if choice.group_ids else []
         if choice.group_ids:

@@ -1,8 +1,10 @@
 """Moves of trajectories: repack's plan and the rescue of a dead replica's work, carried out side by side as
 policies/moves.py says.
 
-    tick, publication -> [repack.plan] -> Reserve ... Imported -> tracker.move (one transaction) -> MoveCommit to both
-    a replica is gone -> what the partial-response pool holds -> [failover.redirect] -> the same, without a source; or rescuer.py, or again
+    tick, publication -> [repack.plan] -> Reserve ... Imported -> tracker.move (one transaction)
+        -> MoveCommit to both
+    a replica is gone -> what the partial-response pool holds -> [failover.redirect]
+        -> the same, without a source; or rescuer.py, or again
 
 Owns the moves and the pool; the controller's loop owns everything else. A side that says its last word again
 is answered again.
@@ -44,9 +46,8 @@ class Migration:
         self._prefix: dict[str, int] = {}
         self._numbers = itertools.count()
         self._loads: dict[int, m.ReplicaLoad] = {}  # replica -> its newest report
-        self._looked: dict[
-            int, tuple[m.ReplicaLoad, float]
-        ] = {}  # replica -> (the report at the last look, KV at the look before)
+        # replica -> (the report at the last look, KV at the look before)
+        self._looked: dict[int, tuple[m.ReplicaLoad, float]] = {}
         self._next_look = 0.0
         self._tries: dict[int, int] = {}  # of rescues, by trajectory
         self.counts = {
@@ -212,9 +213,8 @@ class Migration:
             self._act(move, move.imported(), replica)
         else:
             if move.phase is Phase.RESERVE and move.source == NOBODY:
-                self._loads.pop(
-                    replica, None
-                )  # its report was out of date: nothing more for it before the next one
+                # its report was out of date: nothing more for it before the next one
+                self._loads.pop(replica, None)
             self._act(move, move.call_off(message.reason), replica)
 
     def _act(self, move: Move, actions: list[Action], asker: int = NOBODY) -> None:

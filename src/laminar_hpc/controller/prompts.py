@@ -152,7 +152,6 @@ def check_token_ids(found: PromptSet, vocab_size: int) -> None:
     worst = max(max(p.tokens) for p in found.prompts)
     if worst >= vocab_size:
         raise LaminarError(
-            f"{found.source.path}: the tokenizer gives token {worst}, the model has {vocab_size}; model.path "
-            "holds a tokenizer of another "
-            "model"
+            f"{found.source.path}: the tokenizer gives token {worst}, "
+            f"the model has {vocab_size}; model.path holds a tokenizer of another model"
         )

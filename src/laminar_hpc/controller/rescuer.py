@@ -2,7 +2,8 @@
 their weights.
 
     migration: a replica is gone, nobody generates with its weights -> `wait`
-    dispatch -> [failover.load] -> Grant with parts -> WeightsOpened: they go on there; NotLoaded: the next one; or back to the prompt
+    dispatch -> [failover.load] -> Grant with parts -> WeightsOpened: they go on there
+                                                    -> NotLoaded: the next one, or back to the prompt
 
 Owns those that wait and those whose weights are being loaded; the latter belong to their new replica from its
 grant on, as in any grant.
@@ -39,9 +40,8 @@ class _Rescue:
 class Rescuer:
     def __init__(self, controller: "Controller", pool: PartialPool) -> None:
         self.c, self.pool = controller, pool
-        self._waiting: dict[
-            int, tuple[int, float]
-        ] = {}  # trajectory -> attempt, monotonic seconds since when
+        # trajectory -> attempt, monotonic seconds since when
+        self._waiting: dict[int, tuple[int, float]] = {}
         self._loading: dict[int, _Rescue] = {}  # by replica
         self.rescued = 0
 

@@ -255,9 +255,8 @@ def run_locked(
         raise
     finally:
         close(controller, hub, run_dir)
-        shutil.rmtree(
-            slots_root(config.relay.shm_dir, run_id), ignore_errors=True
-        )  # a relay that was killed could not
+        # a relay that was killed could not
+        shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)
     finish(run_dir, controller.stopping, say)
     if controller.failure:
         raise PermanentFailure(controller.failure)

@@ -16,14 +16,19 @@ from laminar_hpc.messages import Trajectory, encode
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS weights(id INTEGER PRIMARY KEY, restore_epoch INTEGER, step INTEGER, published_at REAL);
+CREATE TABLE IF NOT EXISTS weights(
+  id INTEGER PRIMARY KEY, restore_epoch INTEGER, step INTEGER, published_at REAL);
 CREATE TABLE IF NOT EXISTS groups(
-  id INTEGER PRIMARY KEY, prompt_index INTEGER, state TEXT, weight_id INTEGER, weight_step INTEGER, number INTEGER,
-  granted_at REAL, finished_at REAL, finish_order INTEGER, consumed_step INTEGER, reason TEXT);
+  id INTEGER PRIMARY KEY, prompt_index INTEGER, state TEXT,
+  weight_id INTEGER, weight_step INTEGER, number INTEGER,
+  granted_at REAL, finished_at REAL, finish_order INTEGER,
+  consumed_step INTEGER, reason TEXT);
 CREATE TABLE IF NOT EXISTS trajectories(
-  id INTEGER PRIMARY KEY, group_id INTEGER, sample_index INTEGER, attempt INTEGER, state TEXT, replica INTEGER, weight_id INTEGER,
-  weight_step INTEGER, step_finished INTEGER, consumed_step INTEGER, response_length INTEGER, reward REAL, accuracy REAL,
-  finish_reason TEXT, reward_error TEXT, time_started REAL, time_finished REAL, time_scored REAL, payload BLOB);
+  id INTEGER PRIMARY KEY, group_id INTEGER, sample_index INTEGER, attempt INTEGER, state TEXT,
+  replica INTEGER, weight_id INTEGER, weight_step INTEGER, step_finished INTEGER, consumed_step INTEGER,
+  response_length INTEGER, reward REAL, accuracy REAL, finish_reason TEXT, reward_error TEXT,
+  time_started REAL, time_finished REAL, time_scored REAL,
+  payload BLOB);
 CREATE TABLE IF NOT EXISTS gaps(trajectory_id INTEGER PRIMARY KEY, mean REAL, minibatches_ahead INTEGER);
 CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories(group_id);
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
@@ -83,10 +88,10 @@ class Store:
 
     def next_ids(self) -> tuple[int, int, int]:
         """The next free weight, group and trajectory ids; none is ever used twice."""
-        return tuple(
+        return tuple(  # type: ignore[return-value]
             self._db.execute(f"SELECT COALESCE(MAX(id) + 1, 0) FROM {table}").fetchone()[0]
             for table in ("weights", "groups", "trajectories")
-        )  # type: ignore[return-value]
+        )
 
     # ---- weights -------------------------------------------------------------------------------------------
 
@@ -122,8 +127,8 @@ class Store:
         self, trajectory_id: int, attempt: int, replica: int, weight_id: int, weight_step: int
     ) -> None:
         self._db.execute(
-            "UPDATE trajectories SET attempt = ?, replica = ?, "
-            "weight_id = ?, weight_step = ?, state = 'granted' WHERE id = ?",
+            "UPDATE trajectories SET attempt = ?, replica = ?, weight_id = ?, weight_step = ?, "
+            "state = 'granted' WHERE id = ?",
             (attempt, replica, weight_id, weight_step, trajectory_id),
         )
 
@@ -192,8 +197,8 @@ class Store:
         found: list[bytes] = []
         for group_id in group_ids:
             rows = self._db.execute(
-                "SELECT payload FROM trajectories WHERE group_id "
-                "= ? AND payload IS NOT NULL ORDER BY sample_index",
+                "SELECT payload FROM trajectories "
+                "WHERE group_id = ? AND payload IS NOT NULL ORDER BY sample_index",
                 (group_id,),
             )
             found += [blob for (blob,) in rows]
@@ -207,21 +212,21 @@ class Store:
         A step's number is that of the version before it.
         """
         self._db.execute(
-            "UPDATE trajectories SET state = 'finished', consumed_step "
-            "= NULL WHERE state = 'consumed' AND consumed_step >= ?",
+            "UPDATE trajectories SET state = 'finished', consumed_step = NULL "
+            "WHERE state = 'consumed' AND consumed_step >= ?",
             (step,),
         )
         self._db.execute(
-            "UPDATE groups SET state = 'finished', consumed_step "
-            "= NULL WHERE state = 'consumed' AND consumed_step >= ?",
+            "UPDATE groups SET state = 'finished', consumed_step = NULL "
+            "WHERE state = 'consumed' AND consumed_step >= ?",
             (step,),
         )
 
     def live_groups(self) -> list[tuple[int, int, str, int, int, int]]:
         """(id, prompt_index, state, weight_step, number, finish_order) of all granted and finished groups."""
         return self._db.execute(
-            "SELECT id, prompt_index, state, weight_step, number, COALESCE(finish_order, "
-            "0) FROM groups WHERE state IN ('granted', 'finished') ORDER BY id"
+            "SELECT id, prompt_index, state, weight_step, number, COALESCE(finish_order, 0) "
+            "FROM groups WHERE state IN ('granted', 'finished') ORDER BY id"
         ).fetchall()
 
     def samples_of(self, group_id: int) -> list[tuple[int, int, str, int, float, float, int]]:

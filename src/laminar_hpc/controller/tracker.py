@@ -95,9 +95,8 @@ class TrajectoryTracker:
         self.ready_groups = 0  # finished, not consumed
         self.filtered_in_a_row = 0
         self.counts = Counts()
-        self.may_change = (
-            filters or size.first < size.most
-        )  # a score can make room for other groups, or for more samples
+        # a score can make room for other groups, or for more samples
+        self.may_change = filters or size.first < size.most
 
     def load(self) -> None:
         """After a restart: finished work is there again, work in progress starts again from its prompt under

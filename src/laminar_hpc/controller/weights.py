@@ -1,7 +1,9 @@
 """The way of the weights as the controller sees it: ids, each lane's chain of relays, and which machine holds
 what.
 
-    trainer --NewWeightId--> id; controller/chain.py says who links to whom and who sends again; RelayHas --> WeightsAvailable to rollouts
+    trainer --NewWeightId--> id
+    controller/chain.py: who links to whom, and who sends again
+    relay --RelayHas--> WeightsAvailable to rollouts
 
 Its handlers are called by the controller's loop, which owns members and outbox.
 """
@@ -31,9 +33,8 @@ class Weights:
         self.newest = (-1, -1)  # (id, step) that some relay holds
         self.steps: dict[int, int] = {}  # by id
         self.of_machine: dict[str, tuple[int, int]] = {}
-        self._held: dict[
-            str, list[int]
-        ] = {}  # by machine, oldest first: what its slots hold, if the oldest has not just been given up
+        # by machine, oldest first: what its slots hold, if the oldest has not just been given up
+        self._held: dict[str, list[int]] = {}
 
     # ---- chains --------------------------------------------------------------------------------------------
 

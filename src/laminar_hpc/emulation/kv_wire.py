@@ -1,7 +1,9 @@
 """How KV caches travel between emulated engines: over TCP, in frames with a checksum, each charged at its
 real size.
 
-    offer = await endpoint.open(move_id)  ->  address  ->  await send(address, first, tokens, ...)  ->  offer.tokens
+    offer = await endpoint.open(move_id)          destination: its address goes to the source
+    await send(address, first, tokens, ...)       source
+    offer.tokens                                  destination: what has arrived
 
 A frame is a header (move id, first token, tokens, CRC-32 of the body) and a body of as many bytes as the
 configuration lets cross.

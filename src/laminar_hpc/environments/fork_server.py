@@ -34,9 +34,8 @@ from laminar_hpc.environments.reward_protocol import (
 )
 
 IMPORT_SECONDS = 60.0  # longest import of the user's modules
-MAX_OUTPUT = (
-    4 << 20
-)  # bytes of what reward functions print that go into the rollout's log; the rest is dropped
+# bytes of what reward functions print that go into the rollout's log; the rest is dropped
+MAX_OUTPUT = 4 << 20
 _MAX_PACKET = 1 << 16
 
 

@@ -1,8 +1,9 @@
 """What passes between a rollout (reward_pool.py), its fork server and its reward workers: frames of msgpack,
 nothing pickled.
 
-    rollout <-> fork server, one message per packet   Setup | Fork with a socket | Reap   Ready | Forked
-    rollout <-> worker, length before each message    Setup, then Calls                   Ready, Results, Ticks
+    rollout <->     framing                     there                               back
+    fork server     one message per packet      Setup | Fork with a socket | Reap   Ready | Forked
+    reward worker   length before each message  Setup, then Calls                   Ready, Results, Ticks
 """
 
 import asyncio

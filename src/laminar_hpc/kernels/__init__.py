@@ -19,9 +19,8 @@ from laminar_hpc.weights.sums import shifted
 __all__ = ["LONGEST", "Delta", "Sums", "delta_apply", "delta_encode", "pack", "place"]
 
 Sums = Callable[[], list[tuple[int, int]]]
-LONGEST = (
-    2**31 - 2**16
-)  # elements per delta: an index has 32 bits, and a kernel's last block may reach beyond the end
+# elements per delta: an index has 32 bits, and a kernel's last block may reach beyond the end
+LONGEST = 2**31 - 2**16
 _MODULUS = 1 << 64
 
 

@@ -44,7 +44,6 @@ def move(
         number % 4 for number in (width, to_stride, from_stride, apart, target.data_ptr(), source.data_ptr())
     ):
         return None
-    to = (
-        0 if target.data_ptr() == source.data_ptr() else target.data_ptr()
-    )  # what was received in place has sums only
+    # what was received in place has sums only
+    to = 0 if target.data_ptr() == source.data_ptr() else target.data_ptr()
     return extension.move(to, to_stride, source.data_ptr(), from_stride, grid.rows, width // 4, apart // 4)

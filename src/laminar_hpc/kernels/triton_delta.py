@@ -58,9 +58,8 @@ def compact_kernel(new, marks, ends, indices, values, BLOCK: tl.constexpr):
         there = left != 0
         others = left & (left - 1)
         lowest = left ^ others
-        index = lane * 32 + (
-            (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-        )  # a power of two is its float's exponent
+        # a power of two is its float's exponent
+        index = lane * 32 + ((lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127)
         tl.store(indices + place, index, mask=there)
         tl.store(values + place, tl.load(new + index, mask=there), mask=there)
         place += there.to(tl.int32)

@@ -1,12 +1,14 @@
 """Pools in a GPU's memory: their rows go straight into another process's pool, else through pinned host
 memory.
 
-    with Shared(pool, slots) as shared: ...           source: gathered into memory that another process of this machine may map (CUDA IPC)
-    take_shared(shared.ticket, pool, slots)           destination: scattered from there, checked chunk by chunk
+    with Shared(pool, slots) as shared: ...  source: gathered into memory that another process of this machine
+                                             may map (CUDA IPC)
+    take_shared(shared.ticket, pool, slots)  destination: scattered from there, checked chunk by chunk
 
-    stage = Stage.of(pool, tokens)                    a pool of `tokens` slots in host memory; stage.slots are all of them, in order
-    stage.fill(pool, slots)                           source: one kernel for all layers, then one copy
-    stage.empty(pool, slots)                          destination: the reverse
+    stage = Stage.of(pool, tokens)           a pool of `tokens` slots in host memory; stage.slots are all of
+                                             them, in order
+    stage.fill(pool, slots)                  source: one kernel for all layers, then one copy
+    stage.empty(pool, slots)                 destination: the reverse
 
 Everything runs in a CUDA stream of its own and has ended on return. Where the extension was built without
 csrc/device.cu, torch's indexing does the same as Stage, a layer at a time; Shared needs the extension.

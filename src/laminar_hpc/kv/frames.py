@@ -1,7 +1,9 @@
 """The frames of a move: a header that says what the KV cache is of, then chunk records.
 
-    header   "LMNRKV01", u32 body length, u32 zero, u64 u64 sums of the body (weights/sums.py), body: a msgpack map, fields of Header
-    record   u32 "KCVK", u32 number, u64 payload bytes, u64 u64 sums of the payload, 32 zero bytes; payload, to whole 64 bytes
+    header   "LMNRKV01", u32 body length, u32 zero, u64 u64 sums of the body (weights/sums.py);
+             body: a msgpack map, fields of Header
+    record   u32 "KCVK", u32 number, u64 payload bytes, u64 u64 sums of the payload, 32 zero bytes;
+             payload, to whole 64 bytes
 
 Little-endian. Rows are [layers, K and V, tokens] of heads * head_dim items each; chunk n holds the rows from
 n * rows_per_chunk on. The decoder takes any bytes: what is not exactly such a header is refused.

@@ -178,10 +178,8 @@ class Inbox:
         if header.first > len(self.tokens) or end > len(expected.slots):
             there = f"{len(self.tokens)} tokens are there and {len(expected.slots)} reserved"
             raise KvRefused(f"KV part refused: tokens {header.first} to {end} do not fit where {there}")
-        self.tokens, self.complete = (
-            self.tokens[: header.first],
-            False,
-        )  # a part sent anew replaces the old one
+        # a part sent anew replaces the old one
+        self.tokens, self.complete = self.tokens[: header.first], False
         chunks = expected.shape.chunks(header.tokens, header.chunk_bytes)
         self._part = _Part(sender, header, expected.slots[header.first : end], set(range(chunks)))
         self._router.send_multipart([sender, b"go"])

@@ -1,12 +1,13 @@
 """A move through shared memory on one machine: the source gathers into a ring of chunks while the destination
 scatters out of it.
 
-    offer = Offer(header, "/dev/shm")               source: the file, mode 0600; its path goes to the destination
-    taken = Taken(path)                             destination: maps and unlinks it; taken.header says what comes
-    offer.send(pool, slots)                         gathers; returns when the destination has accepted, raises when it has not
-    taken.receive(pool, slots); taken.accept()      scatters and checks each chunk; or taken.refuse()
+    offer = Offer(header, "/dev/shm")           source: the file, mode 0600; its path is sent there
+    taken = Taken(path)                         destination: maps, unlinks it; taken.header says what comes
+    offer.send(pool, slots)                     gathers; returns when the destination has accepted, or raises
+    taken.receive(pool, slots); taken.accept()  scatters and checks each chunk; or taken.refuse()
 
-    file     u64 magic, u64 ring slots | 64: source's state | 128: destination's | 192: sequence words, a line each | header | records
+    file     u64 magic, u64 ring slots | 64: source's state | 128: destination's state
+             | 192: sequence words, a cache line each | header | records
 
 Each side holds a lock on its byte of the file (source 0, destination 1), which the kernel drops with the
 process: so death is seen. Every wait for the other side is bounded. The same user on the same machine is
@@ -28,9 +29,8 @@ from laminar_hpc.kv.native import extension
 from laminar_hpc.kv.offers import PREFIX, held, hold, remove_abandoned
 from laminar_hpc.kv.pool import Pool
 
-CHUNK_BYTES = (
-    1 << 17
-)  # the ring stays in the second-level cache, and a chunk's turn costs little beside its copy
+# the ring stays in the second-level cache, and a chunk's turn costs little beside its copy
+CHUNK_BYTES = 1 << 17
 RING_SLOTS = 8
 WAIT_SECONDS = 30.0  # of one wait for the other side
 THERE, DONE, GONE = 1, 2, 3  # a side's states, as in csrc/ring.h

@@ -1,16 +1,20 @@
 """One part of a move, from a source's pool to a destination's inbox: between GPUs of one machine without the
 host, through shared memory where both see the same, else over TCP.
 
-    inbox = Inbox(...)                                      destination: listens, in a thread of its own; inbox.address goes to the source
-    send_part(inbox.address, header, pool, slots, ...)      source: returns when all of the part is there and checked, else raises KvRefused
+    inbox = Inbox(...)                                  destination: listens, in a thread of its own;
+                                                        inbox.address goes to the source
+    send_part(inbox.address, header, pool, slots, ...)  source: returns when all of the part is there and
+                                                        checked, else raises KvRefused
 
 Both sides first meet over TCP: a ROUTER here, DEALERs there, with CURVE keys made for this one move (ZeroMQ's
 authenticated encryption, as between the roles), of which the address holds the source's pair. So whoever
 holds the address may send, and nobody else.
 
     source -> "part", header        "go" or "no", reason <- destination
-    source -> "gpu", ticket         rows that it shares on its GPU; "host" if they cannot be mapped: the source goes on with one of the next
-    source -> "shm", path           the file of shm.py; or for each chunk, over the streams in turn: "rows", record as of frames.py
+    source -> "gpu", ticket         rows that it shares on its GPU; "host" if they cannot be mapped: then the
+                                    source goes on with one of the next two
+    source -> "shm", path           the file of shm.py
+    source -> "rows", record        for each chunk, over the streams in turn; a record is that of frames.py
                                     "ok" or "no", reason <- destination
 """
 
@@ -29,9 +33,8 @@ from laminar_hpc.kv.pool import NATIVE_PLAN, Pool, aligned
 from laminar_hpc.kv.shm import CHUNK_BYTES, WAIT_SECONDS, Offer
 
 log = logging.getLogger(__name__)
-STREAMS = (
-    4  # TCP connections of a move; one seldom fills a fast network, and each is encrypted by another thread
-)
+# TCP connections of a move; one seldom fills a fast network, and each is encrypted by another thread
+STREAMS = 4
 TCP_CHUNK_BYTES = 1 << 19  # a message's overhead is small beside it
 QUEUED = 8  # chunks on their way per stream: bounds the memory of a move
 

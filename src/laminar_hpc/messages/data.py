@@ -87,6 +87,5 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     kv_tokens: int = 0  # of the KV cache in use
     kv_capacity: int = 0  # 0 = the engine has not said yet
     tokens_per_second: float = 0.0  # response tokens of the trajectories that ended in the last half minute
-    batch_max: int = (
-        0  # requests at which decode stops being memory-bound (B of policies/repack.py); 0 = not measured
-    )
+    # requests at which decode stops being memory-bound (B of policies/repack.py); 0 = not measured
+    batch_max: int = 0

@@ -8,9 +8,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ETA_STEPS = (
-    10  # recent steps whose median gives the time left: long enough to ride out an evaluation or a checkpoint
-)
+# recent steps whose median gives the time left: long enough to ride out an evaluation or a checkpoint
+ETA_STEPS = 10
 LABEL_WIDTH = 12
 
 

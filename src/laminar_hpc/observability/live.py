@@ -72,9 +72,8 @@ class Follower:
         for record in self._new_records():
             self._take(record)
         found = status.read(view.run_dir)
-        view.status = (
-            found if found and found.time >= view.started - 1.0 else None
-        )  # not that of an earlier launch
+        # not that of an earlier launch
+        view.status = found if found and found.time >= view.started - 1.0 else None
         if view.status:
             view.wanted_steps = view.status.steps
             view.last_sign = max(view.last_sign, view.status.time)

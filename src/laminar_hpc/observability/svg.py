@@ -12,17 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-LEFT, RIGHT, TOP, BOTTOM = (
-    52,
-    14,
-    12,
-    40,
-)  # margins around the plot, for tick labels and the name of the x axis
+# margins around the plot, for tick labels and the name of the x axis
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
 
 
-SHAPES = frozenset(
-    {"rect", "line", "circle", "polyline", "use"}
-)  # what may be closed at once; HTML's elements may not
+# what may be closed at once; HTML's elements may not
+SHAPES = frozenset({"rect", "line", "circle", "polyline", "use"})
 
 
 @dataclass

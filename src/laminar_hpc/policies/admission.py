@@ -8,15 +8,18 @@ no longer all be trained by its due step.
 
 Proof that no group is trained after its due step. Let due(t) be the number of groups granted, not yet trained
 and due by step t. Invariant, at the start of step s: due(t) <= G * (t - s + 1) for all t >= s.
-  - Training step s takes G groups. `choose` lets it go on only if the rest satisfies due(t) <= G * (t - s) for all t >= s, which is the
-    invariant at s + 1. Waiting until all granted groups have finished always makes that possible: taking the G earliest due lowers
-    due(t) to at most max(0, due(t) - G).
-  - A grant at number n to weights of step p: the batches of steps before s are trained, so at most n - G * s groups remain with it, and
-    n <= G * (p + b + 1) by admission. So due(t) <= G * (p + b + 1 - s) <= G * (t - s + 1) for all t >= p + b; smaller t do not count it.
-  - A group given up, or redone on newer weights, only lowers due(t). A group whose samples are granted in several rounds counts from its
-    first grant to its last score as one unfinished group whose p is the least of its samples'.
-  - Samples of a granted group that go to older weights (lost ones, later rounds, or all of them after a restore) lower its p, which raises
-    due(t) between the new due step and the old one. `may_go_on` allows it only where the invariant still holds.
+  - Training step s takes G groups. `choose` lets it go on only if the rest satisfies due(t) <= G * (t - s)
+    for all t >= s, which is the invariant at s + 1. Waiting until all granted groups have finished always
+    makes that possible: taking the G earliest due lowers due(t) to at most max(0, due(t) - G).
+  - A grant at number n to weights of step p: the batches of steps before s are trained, so at most n - G * s
+    groups remain with it, and n <= G * (p + b + 1) by admission. So due(t) <= G * (p + b + 1 - s)
+    <= G * (t - s + 1) for all t >= p + b; smaller t do not count it.
+  - A group given up, or redone on newer weights, only lowers due(t). A group whose samples are granted in
+    several rounds counts from its first grant to its last score as one unfinished group whose p is the least
+    of its samples'.
+  - Samples of a granted group that go to older weights (lost ones, later rounds, or all of them after a
+    restore) lower its p, which raises due(t) between the new due step and the old one. `may_go_on` allows it
+    only where the invariant still holds.
 At step s the invariant gives due(s) <= G, all of which are taken: none is late.
 
 Giving up starves nobody. A given-up group lowers the number of groups counted, so n and the bound above stay

@@ -1,7 +1,9 @@
 """Where the unfinished trajectories of a dead replica go on: always on the weights that they began with.
 
     redirect   to a replica that generates with them and has room
-    load       to a replica without work that loads them from a relay's slot; what nobody takes starts again from its prompt
+    load       to a replica without work that loads them from a relay's slot
+
+What nobody takes starts again from its prompt.
 
 Pure; the partial responses are known (partial-response pool), so that a trajectory is prefilled again and
 goes on.

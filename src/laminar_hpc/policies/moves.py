@@ -1,8 +1,10 @@
 """The life of one move as a pure state machine: what the controller does next, whatever happens to source,
 destination or network.
 
-    RESERVE --reserved--> DETACH --ready--> IMPORT --imported--> COMMITTED       a move without a source (its owner is dead) begins with
-       '--------------------'------------------'--failed, gone, late--> ABORTED  its response already known, so it skips DETACH
+    RESERVE --reserved--> DETACH --ready--> IMPORT --imported--> COMMITTED
+       '--------------------'------------------'--failed, gone, late--> ABORTED
+
+A move without a source (its owner is dead) begins with its response already known, so it skips DETACH.
 
 The owner changes in the one step from IMPORT to COMMITTED, after the destination has said that it holds the
 trajectory; until then the source has it and goes on with it when the move is off. If the source dies once its
@@ -10,18 +12,18 @@ response so far is known (IMPORT), the move goes on; when such a move is called 
 owner any more. Every step gives the actions for the controller, in order.
 
     >>> move = Move("m", 7, 0, source=1, destination=2, weight_id=3, deadline=9.0)
-    >>> move.reserved("tcp"), move.ready(), move.imported(), move.phase
-    ([<Action.ORDER: 'order'>], [<Action.IMPORT: 'import'>], [<Action.CHANGE_OWNER: 'change owner'>], <Phase.COMMITTED: 'committed'>)
+    >>> move.reserved("tcp"), move.ready(), move.imported()
+    ([<Action.ORDER: 'order'>], [<Action.IMPORT: 'import'>], [<Action.CHANGE_OWNER: 'change owner'>])
+    >>> move.phase
+    <Phase.COMMITTED: 'committed'>
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
 NOBODY = -1
-MORE_THAN_MEAN, DECODED_MEANWHILE = (
-    1.25,
-    512,
-)  # of one trajectory: over the mean of its replica; tokens until its last KV has arrived
+# of one trajectory: over the mean of its replica; tokens until its last KV has arrived
+MORE_THAN_MEAN, DECODED_MEANWHILE = 1.25, 512
 
 
 class Phase(Enum):

@@ -65,9 +65,8 @@ def _plan_group(candidates: list[ReplicaLoad], kv_tokens_max: float, requests_ma
     kv = [load.kv_tokens for load in order]
     requests = [load.requests for load in order]
     least_requests = list(accumulate(reversed(requests), min))[::-1]  # among this source and all later ones
-    destinations = list(
-        range(len(order))
-    )  # by KV, fullest last; what one receives keeps it the fullest that fits
+    # by KV, fullest last; what one receives keeps it the fullest that fits
+    destinations = list(range(len(order)))
     moves: list[Move] = []
     filled: set[int] = set()
     emptied: set[int] = set()

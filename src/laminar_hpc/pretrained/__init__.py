@@ -1,7 +1,7 @@
 """Models by name: `model.path=OWNER/NAME[@REVISION]` is a model of the Hugging Face hub.
 
-    resolve_model(config, say)     the name becomes one commit, and its config.json is there: all checks can run
-    download_model(config, say)    the files that a run needs, whole or not at all; none where they are cached
+    resolve_model(config, say)   the name becomes one commit, and its config.json is there: all checks can run
+    download_model(config, say)  the files that a run needs, whole or not at all; none where they are cached
 
 After `resolve_model` the path in the configuration is the commit's folder in the hub's cache (HF_HOME,
 HF_HUB_CACHE). It is a plain Hugging Face directory: nothing else in this package knows of the hub. The

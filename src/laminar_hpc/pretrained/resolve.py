@@ -56,9 +56,8 @@ def prepare_rank(config: RunConfig, say: Say, print_error: Say) -> RunConfig:
             download_model(resolved, say if first else None)
         return resolved
     except LaminarError as error:
-        if (
-            first and not head
-        ):  # the first rank of all says it by itself; another machine may have trouble of its own
+        # the first rank of all says it by itself; another machine may have trouble of its own
+        if first and not head:
             print_error(f"on {socket.gethostname()}: {error}")
         raise
 

@@ -49,12 +49,8 @@ class Stream:
     def __init__(
         self, manifest: Manifest, data: torch.Tensor, chunk: int, slot: int = 0, complete: bool = False
     ) -> None:
-        self.manifest, self.data, self.chunk, self.slot = (
-            manifest,
-            data,
-            chunk,
-            slot,
-        )  # a chunk of 0 bytes: the sender decides
+        # a chunk of 0 bytes: the sender decides
+        self.manifest, self.data, self.chunk, self.slot = manifest, data, chunk, slot
         self.there = data.numel() if complete else 0
         self.complete = complete  # the sums are in the manifest
         self.changes: Changes | None = None

@@ -57,9 +57,8 @@ class End:
     def break_off(self, why: str) -> None:
         """Closes the link because what it should carry will not come, and says so."""
         if not self._closing:
-            self._down(
-                self.epoch, why
-            )  # first, so that the controller knows who is alive when the other end complains
+            # first, so that the controller knows who is alive when the other end complains
+            self._down(self.epoch, why)
             self.close()
 
 

@@ -31,9 +31,8 @@ from laminar_hpc.weights.stream import decode_header
 
 log = logging.getLogger(__name__)
 _WAIT_SECONDS = 1.0
-_IDLE_SECONDS = (
-    30 * 86400.0
-)  # a publication may be long in coming; a neighbour that dies, or `close`, ends the wait at once
+# a publication may be long in coming; a neighbour that dies, or `close`, ends the wait at once
+_IDLE_SECONDS = 30 * 86400.0
 _POLL_SECONDS = 0.02  # between two looks for a slot that nobody reads
 _MOST_WRONG = 2  # receptions in a row whose sums differ
 

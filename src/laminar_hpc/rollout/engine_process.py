@@ -33,11 +33,12 @@ MODEL_PACKAGE = "laminar_hpc.rollout.sglang_plugin.models"
 FOREIGN_VARIABLES = re.compile(
     r"^(TORCHELASTIC_|GROUP_|ROLE_|LOCAL_(RANK|WORLD_SIZE)$|RANK$|WORLD_SIZE$|MASTER_|TORCH_NCCL_|SLURM_)"
 )
-DYING_SECONDS = (
-    5.0  # the kernel frees a large process's memory for so long; later, the next start removes what it had
-)
+# the kernel frees a large process's memory for so long; later, the next start removes what it had
+DYING_SECONDS = 5.0
 _ERROR_LINE = re.compile(
-    r"^(\w+\.)*\w*(Error|Exception|Killed)\b.*|.*\b(ERROR|error:|Fatal|SIGKILL|crashed with)\b.*|SGLang does not find .*"
+    r"^(\w+\.)*\w*(Error|Exception|Killed)\b.*"
+    r"|.*\b(ERROR|error:|Fatal|SIGKILL|crashed with)\b.*"
+    r"|SGLang does not find .*"
 )
 
 
@@ -100,9 +101,8 @@ class EngineProcess:
         self.port = 0
         self._held_port: socket.socket | None = None
         self.key = ""
-        self.folder: Path | None = (
-            None  # temporary files and the ports' sockets; made by `start`, removed by `stop`
-        )
+        # temporary files and the ports' sockets; made by `start`, removed by `stop`
+        self.folder: Path | None = None
         self.dead = asyncio.Event()
         self._child: subprocess.Popen | None = None
         self._note: shared_memory.Note | None = None
@@ -132,9 +132,8 @@ class EngineProcess:
         self._held_port, self.key = hold_port(), secrets.token_hex(24)
         self.port = self._held_port.getsockname()[1]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(
-            self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
-        )  # SGLang logs its arguments, the key too
+        # SGLang logs its arguments, the key too
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._log_begin = os.fstat(descriptor).st_size
         try:
             self._child = subprocess.Popen(
@@ -197,9 +196,8 @@ class EngineProcess:
     def watch_members(self) -> None:
         """Watches SGLang's own processes too, once they run: the server would notice the end of one only
         after seconds."""
-        with contextlib.suppress(
-            psutil.NoSuchProcess, ProcessLookupError
-        ):  # the server itself is gone: that is seen already
+        # the server itself is gone: that is seen already
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             for member in psutil.Process(self.pid).children(recursive=True):
                 title = " ".join(member.cmdline()[:1])
                 if title.startswith("sglang::"):

@@ -1,10 +1,14 @@
 """One engine's part in moving a running request's KV cache to another engine of the same weights.
 
-    address = await destination.kv_reserve(move, weight_id, tokens)     room is made; tokens: all that it may have when it arrives
-    await source.kv_send(move, request, address)                        while the request decodes on
-    await source.kv_detach(move, request)                               its generate(...) returns what it has, finish_reason "moved"
-    await destination.kv_import(move, prompt + response)                held against eviction
-    ... generate(prompt + response, ...) on the destination; then kv_commit(move) on both, or kv_abort(move) wherever it fails
+    address = await destination.kv_reserve(move, weight_id, tokens)
+                                                            room is made; tokens: all that it may have when it
+                                                            arrives
+    await source.kv_send(move, request, address)            while the request decodes on
+    await source.kv_detach(move, request)                   its generate(...) returns what it has,
+                                                            finish_reason "moved"
+    await destination.kv_import(move, prompt + response)    held against eviction
+    ... generate(prompt + response, ...) on the destination
+    kv_commit(move)                                         then, on both; or kv_abort(move) wherever it fails
 
 Every failure is a KvRefused of one line, and the trajectory goes on by re-prefill from its tokens. A move
 that nobody ends is given up by either engine after MOVE_SECONDS.

@@ -1,8 +1,10 @@
 """A replica's side of moves, as source and as destination; policies/moves.py is what the controller makes of
 both.
 
-    source        MoveOrder -> send KV while decoding goes on, stop the request, send the rest -> MoveReady ... MoveCommit | MoveAbort
-    destination   Reserve -> room -> Reserved ... Import -> hold -> Imported ... MoveCommit: it goes on here | MoveAbort
+    source        MoveOrder -> send KV while decoding goes on, stop the request, send the rest -> MoveReady
+                  ... MoveCommit | MoveAbort
+    destination   Reserve -> room -> Reserved ... Import -> hold -> Imported
+                  ... MoveCommit: it goes on here | MoveAbort
 
 Where "..." stands the replica waits and says its last word again every AGAIN_SECONDS; the controller answers
 each time, a move that it does not know with MoveAbort. So no message may be lost for good, and no wait is

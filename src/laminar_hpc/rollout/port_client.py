@@ -28,9 +28,8 @@ class PortClient:
             if not self._sockets:
                 self._connect()
             deadline = time.monotonic() + timeout
-            for socket in reversed(
-                self._sockets
-            ):  # the first rank wakes the others up, so they must have theirs by then
+            # the first rank wakes the others up, so they must have theirs by then
+            for socket in reversed(self._sockets):
                 await socket.send(protocol.encode(request))
             return [await self._reply(rank, request, deadline, timeout) for rank in range(len(self.paths))]
 

@@ -27,19 +27,14 @@ from laminar_hpc.rollout.sglang_plugin import protocol
 from laminar_hpc.rollout.shards import Sums, whole_sums, whole_tensors
 
 SGLANG_VERSION = tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())
-REPORTS_SPANS = SGLANG_VERSION >= (
-    0,
-    5,
-    20,
-)  # meta_info.weight_versions; older ones report the version at the end only
-CONTROL_SECONDS = (
-    120.0  # longest wait for a control request; a load from shared memory moves some GB per second
-)
+# meta_info.weight_versions; older ones report the version at the end only
+REPORTS_SPANS = SGLANG_VERSION >= (0, 5, 20)
+# longest wait for a control request; a load from shared memory moves some GB per second
+CONTROL_SECONDS = 120.0
 LOAD_SECONDS = 2.0  # a look at the load is worth no longer wait
 CURVE_STEPS = 16  # decode steps of one point of the decode curve
-FLUSH_SECONDS = (
-    10.0  # the scheduler needs a turn of its loop, some milliseconds, to put a finished request away
-)
+# the scheduler needs a turn of its loop, some milliseconds, to put a finished request away
+FLUSH_SECONDS = 10.0
 
 
 class RequestFailed(LaminarError):
@@ -130,9 +125,8 @@ class SglangServer(KvEngine):
         )
         self._http: aiohttp.ClientSession | None = None
         self._port: PortClient | None = None
-        self._shards: list[list[protocol.TensorLayout]] | None = (
-            None  # what each tensor-parallel rank holds; as long as the engine lives
-        )
+        # what each tensor-parallel rank holds; as long as the engine lives
+        self._shards: list[list[protocol.TensorLayout]] | None = None
 
     # ---- life ----------------------------------------------------------------------------------------------
 
@@ -166,9 +160,8 @@ class SglangServer(KvEngine):
                 "max-prefill-tokens": "16384",
                 "mem-fraction-static": "0.8",
             }
-            values["disable-overlap-schedule"] = (
-                "true"  # nothing overlaps on the same cores: it costs a wasted row per response
-            )
+            # nothing overlaps on the same cores: it costs a wasted row per response
+            values["disable-overlap-schedule"] = "true"
         values |= {key.replace("_", "-"): value for key, value in rollout.engine_arguments.items()}
         flat = [
             (f"--{key}",) if value == "true" else (f"--{key}", value)
@@ -202,9 +195,8 @@ class SglangServer(KvEngine):
         self.process.watch_members()
         await self.ping()
         self.process.note_shared_memory()
-        await self._post(
-            "/freeze_gc", {}, CONTROL_SECONDS
-        )  # objects made at the start are never collected: shorter pauses later
+        # objects made at the start are never collected: shorter pauses later
+        await self._post("/freeze_gc", {}, CONTROL_SECONDS)
         return time.monotonic() - t0
 
     async def _answers(self) -> bool:

@@ -1,9 +1,9 @@
 """The state of one replica as a pure machine: which weights it serves, and what it may do next. Owns no
 engine, no task and no clock.
 
-    UNVERIFIED --begin_pull--> PULLING --verified--> VERIFIED --open--> OPEN(id) --grant--> DRAINING --last token--> OPEN(id)
-                   ^              ^                                     |
-                   '--- failed ---+--------------- begin_pull ----------+
+    UNVERIFIED --begin_pull--> PULLING --verified--> VERIFIED --open--> OPEN(id) --grant--> DRAINING
+         ^                      |  ^                                     |   ^                  |
+         '------- failed -------'  '------------- begin_pull ------------'   '--- last token ---'
 
 A reservation counts as a request in flight, so that a reserved replica cannot pull. An interrupted batch
 stays in flight over a pull. Invariants: a request is admitted only for the id that it names and that is open;
@@ -100,9 +100,8 @@ class ReplicaState:
 
     def finished(self) -> None:
         """A request of the batch has its last token, is lost, or has moved away."""
-        interrupted = (
-            self.phase in (Phase.PULLING, Phase.VERIFIED) and self.in_flight > 0
-        )  # it went on before all was done
+        # it went on before all was done
+        interrupted = self.phase in (Phase.PULLING, Phase.VERIFIED) and self.in_flight > 0
         self._require(self.phase is Phase.DRAINING or interrupted, "the end of a request")
         self.in_flight -= 1
         if self.in_flight == 0 and not interrupted:

@@ -2,10 +2,13 @@
 its rank executes.
 
     start the engine from model.path (unverified) | wait for the first slot
-    forever: a newer slot is there   -> pull, verify, WeightsOpened (refresh=interrupt: also in the middle of a local batch)
-             RequestWork -> wait for a Grant, or for newer weights (then pull and ask again)
-             Grant -> all its requests at once; Generated as each ends; scores go out behind and delay nothing
-             Grant with parts -> the same, of trajectories whose replica has died; on their weights, which are pulled from an older slot
+    forever: a newer slot is there -> pull, verify, WeightsOpened
+                                      (refresh=interrupt: also in the middle of a local batch)
+             RequestWork           -> wait for a Grant, or for newer weights (then pull and ask again)
+             Grant                 -> all its requests at once; Generated as each ends; scores go out behind
+                                      and delay nothing
+             Grant with parts      -> the same, of trajectories whose replica has died; on their weights,
+                                      which are pulled from an older slot
 
 What is allowed when stands in state.py, how weights are replaced in weight_loader.py, how a local batch is
 generated in batch.py, and how parts of it go to other replicas in migration.py. Waits for: the relay's first
@@ -57,9 +60,8 @@ LOAD_SECONDS = 1.0
 CURVE_MOST, CURVE_CONTEXT = 256, 64  # requests and tokens of each, up to which the decode curve is measured
 RATE_SECONDS = 30.0  # over which tokens per second are counted
 MOST_OVERFLOWS = 3  # of one trajectory on one replica, see batch.objection
-MAX_LOST_BATCHES_IN_A_ROW = (
-    3  # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
-)
+# one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
+MAX_LOST_BATCHES_IN_A_ROW = 3
 
 
 def run(context: RoleContext) -> None:
@@ -97,12 +99,10 @@ class RolloutWorker:
         self.wake = asyncio.Event()  # a grant or newer weights
         self.ask_again = False
         self.scoring: set[asyncio.Task] = set()
-        self.ended: deque[tuple[float, int]] = (
-            deque()
-        )  # (when, response tokens) of the trajectories of the last RATE_SECONDS
-        self.overflows: Counter[tuple[str, int]] = (
-            Counter()
-        )  # responses with log-probs that are not finite, by trajectory
+        # (when, response tokens) of the trajectories of the last RATE_SECONDS
+        self.ended: deque[tuple[float, int]] = deque()
+        # responses with log-probs that are not finite, by trajectory
+        self.overflows: Counter[tuple[str, int]] = Counter()
         self.overflowed = 0  # of this local batch
         self.lost_batches_in_a_row = 0  # local batches in a row of which everything was lost
 
@@ -117,7 +117,8 @@ class RolloutWorker:
         """Another seed for each start of each engine, so that nothing is drawn twice; the same ones for the
         same run.seed."""
         self.engine_starts += 1
-        name = f"{self.config.seed}/{self.context.index}/{self.context.welcome.restored_step}/{self.engine_starts}"
+        replica, restored_step = self.context.index, self.context.welcome.restored_step
+        name = f"{self.config.seed}/{replica}/{restored_step}/{self.engine_starts}"
         return random.Random(name).randrange(2**31)
 
     # ---- life ----------------------------------------------------------------------------------------------
@@ -175,9 +176,8 @@ class RolloutWorker:
             self.wake.set()
         elif isinstance(item, WeightsAvailable):
             self.wake.set()
-        elif isinstance(
-            item, Welcome
-        ):  # the controller had taken this replica for dead: it knows of no request
+        elif isinstance(item, Welcome):
+            # the controller had taken this replica for dead: it knows of no request
             self.ask_again = True
             self.wake.set()
         else:
@@ -437,9 +437,8 @@ class RolloutWorker:
     def _scored(self, task: asyncio.Task) -> None:
         self.scoring.discard(task)
         if not task.cancelled() and task.exception() is not None and not self.leaving.done():
-            self.leaving.set_exception(
-                task.exception()
-            )  # no reward worker can be started any more: the replica cannot go on
+            # no reward worker can be started any more: the replica cannot go on
+            self.leaving.set_exception(task.exception())
 
     def _lost(self, work: Work, reason: str) -> None:
         logger.warning("trajectory %d (attempt %d) is lost: %s", work.trajectory_id, work.attempt, reason)

@@ -70,15 +70,12 @@ class Constants:
     """Efficiencies, overheads and times. Times in seconds, rates in bytes/s, shares of 1."""
 
     # FITTED on DORA's sync row at 64 GPUs, in this order (see bench/simulator_fit.py).
-    decode_overhead_per_layer: float = (
-        0.1864e-3  # FITTED to the rollout time (65% of the step): launches and all-reduces of a decode step
-    )
-    train_mfu: float = (
-        0.303  # FITTED to the rest of the step; 10-20% is usual for ragged batches of 8-16K, 30-40% packed
-    )
-    mean_response_tokens_dora: float = (
-        2246.0  # FITTED to tokens/s x step time / 8,192 trajectories, less the prompt
-    )
+    # FITTED to the rollout time (65% of the step): launches and all-reduces of a decode step
+    decode_overhead_per_layer: float = 0.1864e-3
+    # FITTED to the rest of the step; 10-20% is usual for ragged batches of 8-16K, 30-40% packed
+    train_mfu: float = 0.303
+    # FITTED to tokens/s x step time / 8,192 trajectories, less the prompt
+    mean_response_tokens_dora: float = 2246.0
 
     # Decode, roofline: t = overhead + max((weights + sum KV) / (eff x HBM), 2 P N / (eff_c x FLOPS)).
     decode_hbm_efficiency: float = 0.80  # 7B on one H100: 15.2 GB in 5.75 ms of 3.35 TB/s = 0.79
@@ -90,23 +87,19 @@ class Constants:
     # Admission to an engine and preemption: SGLang 0.5.21, srt/managers/schedule_policy.py,
     # new_token_ratio_tracker.py and srt/environ.py.
     admission_clip_tokens: float = 4096.0  # a request is expected to grow by no more than this ...
-    new_token_ratio: float = (
-        0.7  # ... of which this share is kept free for each running request when an engine starts from idle,
-    )
+    # ... of which this share is kept free for each running request when an engine starts from idle,
+    new_token_ratio: float = 0.7
     new_token_ratio_least: float = 0.098  # falling to this (0.7 x 0.14)
     new_token_ratio_steps: float = 600.0  # within so many decode steps
-    retract_steps: float = (
-        20.0  # after a preemption the share is the one generated so far, and so many tokens per request
-    )
+    # after a preemption the share is the one generated so far, and so many tokens per request
+    retract_steps: float = 20.0
 
     # Training: 6 P T per update and 2 P T per extra log-prob pass.
     logprob_passes: float = 1.0  # log-probs of the old policy; DAPO has no reference model
-    gradient_bytes_per_parameter: float = (
-        6.0  # per update: reduce-scatter of fp32 gradients, all-gather of bf16 parameters, over the NICs
-    )
-    trainer_bytes_per_parameter: float = (
-        18.0  # 6 on each model-parallel rank (bf16 weights, fp32 gradients), 12 spread over all GPUs
-    )
+    # per update: reduce-scatter of fp32 gradients, all-gather of bf16 parameters, over the NICs
+    gradient_bytes_per_parameter: float = 6.0
+    # 6 on each model-parallel rank (bf16 weights, fp32 gradients), 12 spread over all GPUs
+    trainer_bytes_per_parameter: float = 18.0
     trainer_memory_share: float = 0.60  # assumption: of GPU memory for these; the rest is for activations
     # What one process does with a padded batch per pass, per trajectory and token of the longest response
     # allowed. verl, docs/advance/ fully_async.md: the log-prob pass over 8,192 of at most 28K takes 107.7,
@@ -117,21 +110,18 @@ class Constants:
     # Weights (Laminar, relay tier).
     publish_bytes_per_second: float = 103e9  # 0.64 s for 32B, 1.40 s for 72B
     chain_bytes_per_second: float = 103e9  # 72B to 127 relays in less than 1.6 s ...
-    chain_chunk_seconds: float = (
-        5e-5  # ... which leaves this start-up per chunk in T* = (sqrt(M Tb) + sqrt((p - 2) Ts))^2
-    )
+    # ... which leaves this start-up per chunk in T* = (sqrt(M Tb) + sqrt((p - 2) Ts))^2
+    chain_chunk_seconds: float = 5e-5
     pull_overhead: float = 0.3  # assumption: flush, load in place, verification
-    global_sync_factor: float = (
-        1 / 0.63
-    )  # rollouts wait up to 37% less with relays than with a global NCCL synchronisation
+    # rollouts wait up to 37% less with relays than with a global NCCL synchronisation
+    global_sync_factor: float = 1 / 0.63
     kv_move_bytes_per_second: float = 40e9  # one 400G NIC: 8K tokens of 32B in 52 ms
     kv_move_latency: float = 0.05  # assumption: export, import and acknowledgement
 
     # Policies.
     repack_period: float = 5.0  # Laminar, dynamic repack: about 5 s
-    repack_kv_share: float = (
-        0.90  # C_max as a share of capacity; the paper gives no value: room for growth without preemption
-    )
+    # C_max as a share of capacity; the paper gives no value: room for growth without preemption
+    repack_kv_share: float = 0.90
 
     # Failures: published restart times of a 32B replica and of whole jobs; an asynchronous checkpoint's
     # stall.

@@ -70,9 +70,8 @@ class Repacker:
         source.state = "move"
         self.rollouts.schedule(source)
         self.rollouts.clock.after(seconds, self.arrived, source, destination, moved)
-        for (
-            request
-        ) in parked:  # its KV is with the destination when the answer comes; waits are longer than moves
+        # its KV is with the destination when the answer comes; waits are longer than moves
+        for request in parked:
             if ship:
                 destination.park(request)
 
@@ -83,9 +82,8 @@ class Repacker:
             source.state = "generate"
             self.rollouts.settle(source)
         destination.advance(now)
-        mine = [
-            request for request in moved if request.home is destination
-        ]  # others were lost with the destination meanwhile
+        # others were lost with the destination meanwhile
+        mine = [request for request in moved if request.home is destination]
         destination.waiting.extendleft(reversed(mine))
         self.rollouts.settle(destination)
 
@@ -97,9 +95,8 @@ class Failures:
         self.rollouts, self.random = rollouts, random.Random(f"failures:{seed}")
         self.trainer_mtbf = trainer_mtbf
         self.replica_deaths = self.trainer_deaths = self.redirected = self.restarted = self.loaded = 0
-        self.stranded: dict[
-            int, Request
-        ] = {}  # nobody generates with their weights: they wait for a replica to ask
+        # nobody generates with their weights: they wait for a replica to ask
+        self.stranded: dict[int, Request] = {}
         rollouts.rescue = self.rescue
         for replica in rollouts.replicas:
             self._next(replica)

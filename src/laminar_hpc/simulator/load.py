@@ -183,8 +183,8 @@ def _replicas(config: SimulationConfig) -> Iterator[str]:
     for gpus in config.gpus:
         if gpus < 2 * tensor_parallel:
             yield (
-                f"gpus={gpus}: at least {2 * tensor_parallel}, one replica of {tensor_parallel} and as many "
-                "to train"
+                f"gpus={gpus}: at least {2 * tensor_parallel}, "
+                f"one replica of {tensor_parallel} and as many to train"
             )
 
 
@@ -210,8 +210,8 @@ def _plannable(config: PlanConfig) -> Iterator[str]:
         )
     if config.name in {path.stem for path in (conf_directory() / "experiment").glob("*.yaml")}:
         yield (
-            f"name={config.name}: conf/experiment has one of that name, which would go before the plan's; "
-            "choose another"
+            f"name={config.name}: conf/experiment has one of that name, "
+            "which would go before the plan's; choose another"
         )
     for i, pool in enumerate(config.pools):
         if pool.count > GPUS_PER_MACHINE and pool.count % GPUS_PER_MACHINE:

@@ -149,7 +149,8 @@ here=$(cd "$(dirname "$0")" && pwd)
 [ $# -ge 2 ] || {{ sed -n '2,/^[^#]/{{/^#/s/^# \{{0,1\}}//p}}' "$0"; exit 2; }}
 role=$1 machine=$2; shift 2
 refuse() {{ echo "{name}.sh: $1" >&2; exit 2; }}
-LAUNCH=${{LAUNCH:-{launch}}} RUN_DIR=${{RUN_DIR:-runs/{name}}} HOST=${{HOST:-$(hostname -I | awk '{{print $1}}')}}
+LAUNCH=${{LAUNCH:-{launch}}} RUN_DIR=${{RUN_DIR:-runs/{name}}}
+HOST=${{HOST:-$(hostname -I | awk '{{print $1}}')}}
 [ -f "$LAUNCH/common.sh" ] || refuse "LAUNCH=$LAUNCH is not the project's launch/ folder"
 replicas=({replicas})         # of each rollout machine
 declare -A machines=([controller]=1 [stop]=1 [trainer]={trainer_machines} [rollout]=${{#replicas[@]}})
@@ -159,7 +160,9 @@ declare -A machines=([controller]=1 [stop]=1 [trainer]={trainer_machines} [rollo
 common=("$RUN_DIR" --config-dir "$here" experiment={name} cluster.host="$HOST" ${{STORE:+store_dir="$STORE"}})
 case $role in
   controller) exec "$LAUNCH/controller.sh" "${{common[@]}}" "$@" ;;
-  trainer) TRAINERS={trainers} exec "$LAUNCH/trainer.sh" "${{common[@]}}" first_index=$((machine * {trainers})) "$@" ;;
+  trainer)
+    first=$((machine * {trainers}))
+    TRAINERS={trainers} exec "$LAUNCH/trainer.sh" "${{common[@]}}" first_index=$first "$@" ;;
   rollout)
     first=0; for ((i = 0; i < machine; i++)); do first=$((first + replicas[i])); done
     LANES={lanes} "$LAUNCH/relay.sh" "${{common[@]}}" first_index=$((machine * {lanes})) "$@" & relay=$!

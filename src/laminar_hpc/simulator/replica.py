@@ -232,9 +232,10 @@ class Replica:
                 request = self.running[next(reversed(self.running))]
                 self.waiting.appendleft(request)
             else:
+                # last: generated least
                 order = order or sorted(
                     self.running.values(), key=lambda r: (r.end - r.turns[r.turn], r.ticket)
-                )  # last: generated least
+                )
                 request = order.pop()
                 self.waiting.append(request)
             self.stop(request)

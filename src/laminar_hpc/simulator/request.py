@@ -92,9 +92,8 @@ class Request:
         self.ticket = -1
         self.away = False  # with the environment
         self.moves, self.versions, self.granted, self.started = 0, 1, 0.0, 0.0
-        self.home: Any = (
-            None  # the replica that it belongs to; None = with nobody, waits to be given out again
-        )
+        # the replica that it belongs to; None = with nobody, waits to be given out again
+        self.home: Any = None
 
     def restart(self, prompt_tokens: int, weight_step: int) -> float:
         """Back to the prompt, on other weights; gives the generated tokens that are thrown away."""

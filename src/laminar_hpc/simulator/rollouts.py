@@ -54,9 +54,8 @@ class Rollouts:
         self.down: set[int] = set()
         self.paused = False
         self.global_sync_seconds = max(replica.costs.global_sync for replica in replicas)
-        self.rescue: Callable[[Replica], bool] = lambda replica: (
-            False
-        )  # whether one that asks goes on with a dead one's trajectories
+        # whether one that asks goes on with a dead one's trajectories
+        self.rescue: Callable[[Replica], bool] = lambda replica: False
         self.latencies = array("d")  # seconds from grant to end of each trajectory, in order
         self.admitted_latencies = array("d")  # the same from its first admission to an engine
         trainer.rollouts = self

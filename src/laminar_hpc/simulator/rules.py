@@ -27,9 +27,8 @@ PIPELINES = {
     "stream": Rules("barrier", 1, consumption="stream"),
     "partial": Rules("interrupt", 4),  # AReaL: staleness 4, prefill again
     "partial_stale_kv": Rules("interrupt", 4, interrupted_kv="stale"),
-    "partial_colocated": Rules(
-        "interrupt", 1, placement="colocated"
-    ),  # generation stops when a batch is full, the rest goes on later
+    # generation stops when a batch is full, the rest goes on later
+    "partial_colocated": Rules("interrupt", 1, placement="colocated"),
     "laminar": Rules("drained", 2, repack="kv", relays=True, isolated=True),
     "laminar_reprefill": Rules("drained", 2, repack="reprefill", relays=True, isolated=True),
     "laminar_no_repack": Rules("drained", 2, relays=True, isolated=True),

@@ -66,9 +66,8 @@ class Setup:
     repack_kv_share: float = 0.9
     checkpoint_every: int = 20
     trainer_mtbf: float | None = None
-    equal_batches: bool = (
-        False  # local batches of all replicas are equal, as in a live run; else each is by its replica's rate
-    )
+    # local batches of all replicas are equal, as in a live run; else each is by its replica's rate
+    equal_batches: bool = False
     watch: bool = False  # keep time lines and samples for the report
 
     def faster(self, factor: float) -> "Setup":
@@ -140,8 +139,8 @@ def setup(
         workload,
         admission=Admission.of(workload.max_response_tokens, c, engine),
         repack_kv_share=c.repack_kv_share,
-        **settings,
-    )  # type: ignore[arg-type]
+        **settings,  # type: ignore[arg-type]
+    )
 
 
 class _Window:

@@ -25,9 +25,8 @@ class WorkloadConfig:
     sigma: float = SIGMA_LAMINAR  # of the log-lengths
     group_correlation: float = GROUP_CORRELATION  # of the log-lengths inside a group
     growth: float = 0.0  # the median grows by this share over the run
-    lengths_file: str = (
-        ""  # a run directory (its store is replayed), or lines of JSON lists: lengths of one group each
-    )
+    # a run directory (its store is replayed), or lines of JSON lists: lengths of one group each
+    lengths_file: str = ""
     turns: int = 1  # most turns of a trajectory; evenly distributed from 1
     turn_seconds: float = 0.0  # median wait for the environment after a turn
     turn_sigma: float = 0.0  # of its log
@@ -55,9 +54,8 @@ class SimulationConfig:
     engine: str = "sglang"  # whose admission and preemption: sglang or vllm
     tensor_parallel: int | None = None  # GPUs of a replica; null = the model's own
     trainer_share: float | None = None  # of the GPUs, for pipelines that split them; null = the best of a few
-    splits: dict[str, float] = field(
-        default_factory=dict
-    )  # known trainer shares by PIPELINE or PIPELINE@GPUS; they go before the search
+    # known trainer shares by PIPELINE or PIPELINE@GPUS; they go before the search
+    splits: dict[str, float] = field(default_factory=dict)
     pipelines: list[str] = field(default_factory=lambda: ["sync", "one_step", "stream", "partial", "laminar"])
     max_staleness: int | None = None  # of laminar and partial; null = the preset's
     max_concurrent: int = 256  # requests per replica
@@ -65,9 +63,8 @@ class SimulationConfig:
     rollout_mtbf_hours: float | None = None  # mean time between failures of a replica; null = never
     trainer_mtbf_hours: float | None = None  # of the trainer as a whole
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    constants: dict[str, float] = field(
-        default_factory=dict
-    )  # other values for fields of constants.Constants
+    # other values for fields of constants.Constants
+    constants: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

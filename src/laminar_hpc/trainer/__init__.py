@@ -6,9 +6,8 @@ import torch
 
 from laminar_hpc.compat.optional import left_out
 
-if (
-    not torch.cuda.is_available()
-):  # Megatron's jit_fuser is torch.compile at import, of no use here and slow to start
+# Megatron's jit_fuser is torch.compile at import, of no use here and slow to start
+if not torch.cuda.is_available():
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 with left_out("wandb"):  # Megatron's dynamic inference would import it: 20 s of a processor

@@ -186,9 +186,8 @@ class PackedCausalAttention(MegatronModule):
         parts = zip(*(_Pad.apply(t, buckets).split(sizes) for t in (query, key, value)), strict=True)
         outputs = []
         for (sequences, length), qkv in zip(buckets.shapes, parts, strict=True):
-            q, k, v = (
-                t.view(sequences, length, *t.shape[1:]).transpose(1, 2) for t in qkv
-            )  # [sequences, heads, length, d]
+            # [sequences, heads, length, d]
+            q, k, v = (t.view(sequences, length, *t.shape[1:]).transpose(1, 2) for t in qkv)
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
             )

@@ -325,9 +325,8 @@ def _pack_span(
         else:
             rows, row = len(view), place_in_whole - s.start
             block = target.as_strided((rows, s.length), (columns, 1), target.storage_offset() + at)
-            if (
-                row * target.element_size() % 4
-            ):  # the sums of a block count words from the beginning of its first row
+            # the sums of a block count words from the beginning of its first row
+            if row * target.element_size() % 4:
                 return [*taken, *_pack_span(s, first, [*view, *views[len(taken) + 1 :]], target, begin)]
             read = pack([Piece(s.name, (rows, columns), 1, s.start, s.length, view)], [block])
             taken.append(functools.partial(_shifted_by, row * target.element_size() // 4, read))

@@ -91,9 +91,8 @@ class Checkpointer:
                 "machine must see run_dir, or start anew with resume=never"
             )
         state, mine = read_state(path), self._layout()
-        if (
-            state["distributed_optimizer"] != mine["distributed_optimizer"]
-        ):  # the one keeps its parameters as state, the other does not
+        # the one keeps its parameters as state, the other does not
+        if state["distributed_optimizer"] != mine["distributed_optimizer"]:
             raise LaminarError(
                 f"{path} was saved with "
                 f"trainer.distributed_optimizer={str(state['distributed_optimizer']).lower()}; "

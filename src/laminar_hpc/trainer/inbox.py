@@ -28,9 +28,8 @@ from laminar_hpc.messages import (
 )
 
 log = logging.getLogger(__name__)
-_MARGIN_SECONDS = (
-    60.0  # the other ranks wait so much longer than rank 0, so that rank 0's error is the one that is seen
-)
+# the other ranks wait so much longer than rank 0, so that rank 0's error is the one that is seen
+_MARGIN_SECONDS = 60.0
 
 
 class Inbox:

@@ -63,9 +63,8 @@ class LaneSender:
         self._on_the_way: deque[list[tuple[Posted, torch.Tensor]]] = deque()  # of the last two buckets
         self._watch = contextlib.ExitStack()
         self.sent = False  # the publication, whole
-        self.bytes_sent = self.full_bytes = (
-            0  # of the publication, layout and sums included; and what it would have been in full
-        )
+        # of the publication, layout and sums included; and what it would have been in full
+        self.bytes_sent = self.full_bytes = 0
         self.bytes_changed = (False, 0)  # whether that is known, and those of changed elements
 
     @property

@@ -65,9 +65,8 @@ class Learner:
         Raises LaminarError for an incomplete group, and when too many updates in a row had gradients that are
         not finite.
         """
-        trajectories = sorted(
-            trajectories, key=lambda t: (t.group_id, t.trajectory_id)
-        )  # the order of arrival must not matter
+        # the order of arrival must not matter
+        trajectories = sorted(trajectories, key=lambda t: (t.group_id, t.trajectory_id))
         examples = self._examples(trajectories, step)
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -82,9 +81,8 @@ class Learner:
         ):
             lengths = [length(trajectories[i]) for i in members]
             plan = plan_microbatches(lengths, ranks, self.config.trainer.tokens_per_microbatch)[rank]
-            size = (
-                max(sum(lengths[j] for j in part) for part in plan) if stages > 1 else 0
-            )  # the stages pass on tensors of one shape
+            # the stages pass on tensors of one shape
+            size = max(sum(lengths[j] for j in part) for part in plan) if stages > 1 else 0
             micro_batches = [
                 make_microbatch([examples[members[j]] for j in part], self.policy.device, size)
                 for part in plan
@@ -240,9 +238,8 @@ def merged(parts: list[dict[str, float]]) -> dict[str, float]:
         return parts[0]
     found = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        having = [
-            part for part in parts if name in part
-        ]  # a reward function may have given none to a mini-batch
+        # a reward function may have given none to a mini-batch
+        having = [part for part in parts if name in part]
         values = [part[name] for part in having]
         if name in _COUNTS:
             found[name] = sum(values)

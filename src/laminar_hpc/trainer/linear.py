@@ -2,9 +2,8 @@
 trainer/building.py.
 
 The output layer gives float32 logits: a logit of 20 rounded to bfloat16 is off by up to 1/16, and so are
-log-probs. SGLang's counterpart is
---enable-fp32-lm-head. A bias is added before the one rounding, as in torch's linear; Megatron's own layer rounds the product first.
-Gradients are Megatron's own.
+log-probs. SGLang's counterpart is --enable-fp32-lm-head. A bias is added before the one rounding, as in
+torch's linear; Megatron's own layer rounds the product first. Gradients are Megatron's own.
 """
 
 from collections.abc import Callable
@@ -45,9 +44,8 @@ class _Linear(MegatronLinear):
         product: Product,
         *options: object,
     ) -> torch.Tensor:
-        MegatronLinear.forward(
-            ctx, x[:0], weight, bias, *options
-        )  # of no rows: it notes what its backward needs
+        # of no rows: it notes what its backward needs
+        MegatronLinear.forward(ctx, x[:0], weight, bias, *options)
         ctx.save_for_backward(x, weight)
         return product(x, weight, bias)
 

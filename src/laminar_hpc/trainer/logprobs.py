@@ -37,9 +37,8 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
         shifted = part - top
         weights = shifted.exp()
-        sums = torch.stack(
-            [weights.sum(-1), (weights * shifted.clamp_(min=-1e4)).sum(-1)]
-        )  # 0 * -inf would be nan
+        # 0 * -inf would be nan
+        sums = torch.stack([weights.sum(-1), (weights * shifted.clamp_(min=-1e4)).sum(-1)])
         if split:
             dist.all_reduce(sums, group=group)
         rows.append(sums[0].log() - sums[1] / sums[0])

@@ -98,9 +98,8 @@ class MegatronPolicy:
         )
         self._load_hf(Path(self.config.model.path), local)
         self.model = wrap(self.transformer, self.gpt, self.config.trainer.distributed_optimizer)
-        self.pieces = (
-            self._pieces()
-        )  # anew, because the distributed optimizer moves parameters into its buffers
+        # anew, because the distributed optimizer moves parameters into its buffers
+        self.pieces = self._pieces()
 
     def _build_optimizer(self) -> None:
         self.optimizer, self.scheduler = build_optimizer(self.config, self.model, self.dtype)
@@ -124,9 +123,8 @@ class MegatronPolicy:
     def _logprobs(
         self, output: torch.Tensor, pack: Pack, temperature: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = mask_padding(
-            output[0].div_(temperature), self.shape.vocab
-        )  # in place: with a real vocabulary these are gigabytes
+        # in place: with a real vocabulary these are gigabytes
+        logits = mask_padding(output[0].div_(temperature), self.shape.vocab)
         entropies = entropy(logits) if with_entropy else None
         return token_logprobs(logits, pack.targets), entropies
 

@@ -1,14 +1,14 @@
 """Publishing: the trainer's live weights leave for the master relay while the trainer goes on.
 
-    trainer's thread     publish(s) | forward, backward of step s ......... | fence() | optimizer.step | publish(s + 1) | ...
-    publisher's thread              | id, then bucket by bucket: pack, send | tail: the last buckets, the sums |
+    trainer    publish(s) | forward, backward of step s ......... | fence() | optimizer.step | publish(s + 1)
+    publisher             | id, then bucket by bucket: pack, send | tail: the last buckets, the sums |
 
-`publish` only hands over; the publisher's thread reads the live parameters into two buckets in turn, of
-relay.chunk_megabytes at most, on the sending device: one is packed while the other is on its way. `fence`,
-before the parameters change, waits until they are all read. With a relay that does not take them it waits
-relay.publish_timeout_seconds at most; then, or without a link, these weights are given up: skipping an id is
-legal, the next ones go out. Until the fence, a broken link's weights are sent again as soon as there is a new
-epoch.
+Each is a thread. `publish` only hands over; the publisher's thread reads the live parameters into two buckets
+in turn, of relay.chunk_megabytes at most, on the sending device: one is packed while the other is on its way.
+`fence`, before the parameters change, waits until they are all read. With a relay that does not take them it
+waits relay.publish_timeout_seconds at most; then, or without a link, these weights are given up: skipping an
+id is legal, the next ones go out. Until the fence, a broken link's weights are sent again as soon as there is
+a new epoch.
 
 Every trainer rank that holds slices, or sends a lane, has such a thread. Rank 0's decides, and says by one
 word per bucket what the others do: all lanes' buckets of one number are packed and sent before those of the

@@ -44,9 +44,8 @@ def batch_logprobs(policy: MegatronPolicy, trajectories: list[Trajectory]) -> to
     lengths = [length(t) for t in trajectories]
     plan = plan_microbatches(lengths, ranks, policy.config.trainer.tokens_per_microbatch)[rank]
     stages = parallel_state.get_pipeline_model_parallel_world_size()
-    size = (
-        max(sum(lengths[i] for i in part) for part in plan) if stages > 1 else 0
-    )  # the stages pass on tensors of one shape
+    # the stages pass on tensors of one shape
+    size = max(sum(lengths[i] for i in part) for part in plan) if stages > 1 else 0
     counts = [len(trained(t)) for t in trajectories]
     found = [torch.zeros(n, device=policy.device) for n in counts]
     scored = policy.score(

@@ -6,7 +6,8 @@ payload, whichever is the smallest of
 
     FULL       the units as they are
     MASK       the changed units | a bit for every unit, 32 to a word
-    OFFSETS    the changed units | 32 bits per block of BLOCK units: how many changed in it | of each its place in the block, 16 bits
+    OFFSETS    the changed units | 32 bits per block of BLOCK units: how many changed in it
+               | of each its place in the block, 16 bits
 
 Units have 2 bytes, or 4 where all tensors are float32, and are compared bit by bit. The changed ones ascend
 and are padded to whole words. MASK costs 1/8 byte per unit and OFFSETS 2 per changed one, so the latter is

@@ -94,9 +94,8 @@ def read_shape(directory: str | Path) -> ModelShape:
             f"{file}: sliding windows, dropout and activations "
             "other than silu are not supported; use another model"
         )
-    if (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get(
-        "mlp_bias"
-    ):  # Qwen2 has no such key, and its own biases
+    # Qwen2 has no such key, and its own biases
+    if (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get("mlp_bias"):
         raise LaminarError(f"{file}: attention_bias and mlp_bias are not supported; use a model without them")
     family, heads = FAMILIES[c["model_type"]], c["num_attention_heads"]
     return ModelShape(
@@ -198,9 +197,8 @@ def save_directory(source: str | Path, target: Path, tensors: Iterable[tuple[str
     """
     target.mkdir(parents=True, exist_ok=True)
     on_cpu = [(name, tensor.detach().to("cpu").contiguous()) for name, tensor in tensors]
-    with open(
-        target / WEIGHTS_FILE, "wb"
-    ) as file:  # safetensors' own writer would hold all bytes a second time
+    # safetensors' own writer would hold all bytes a second time
+    with open(target / WEIGHTS_FILE, "wb") as file:
         file.write(
             safetensors_header(layout(((name, tensor.shape, tensor.dtype) for name, tensor in on_cpu), 0, 0))
         )

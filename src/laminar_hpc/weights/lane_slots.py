@@ -7,7 +7,9 @@ decisions are made one at a time, under the machine's `turn`. All locks are free
 holder, so a relay that dies leaves at most a slot without a manifest, which nobody sees and the next id may
 take.
 
-    slot0/{writing: the id that it is for, lane0.json, lane1.json: manifests of the parts that are complete}, turn, present
+    slot0/writing                   the id that it is for
+    slot0/lane0.json, lane1.json    manifests of the parts that are complete
+    turn, present                   of all slots
 """
 
 import contextlib

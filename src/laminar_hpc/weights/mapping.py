@@ -54,9 +54,8 @@ class Piece:
         return self.view.reshape(self.slice_shape)
 
 
-Part = Callable[
-    [torch.Tensor, ModelShape, Shard], tuple[int, int, int, torch.Tensor]
-]  # -> dim, start, length in all, view
+# -> dim, start, length in all, view
+Part = Callable[[torch.Tensor, ModelShape, Shard], tuple[int, int, int, torch.Tensor]]
 
 
 def whole(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:

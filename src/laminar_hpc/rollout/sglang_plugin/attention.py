@@ -27,9 +27,8 @@ class Bucket:
     """Requests attended together. b requests, Lq queries and Lk keys each (padded), G query heads per KV
     head."""
 
-    queries: (
-        torch.Tensor
-    )  # [b * Lq] rows of `query`; where Lq is 1 these are the requests' positions in the batch
+    # [b * Lq] rows of `query`; where Lq is 1 these are the requests' positions in the batch
+    queries: torch.Tensor
     # [b * Lk] rows of the KV cache; padding repeats a slot of the same request, so that no other one is
     # touched
     slots: torch.Tensor
@@ -130,9 +129,8 @@ class Decoding:
         for bucket in buckets:
             b, _, _, keys = bucket.bias.shape
             slots = bucket.slots.view(b, keys)
-            self.slots.append(
-                torch.cat([slots, slots[:, :1].expand(b, ROOM)], dim=1)
-            )  # a padding that is the request's own
+            # a padding that is the request's own
+            self.slots.append(torch.cat([slots, slots[:, :1].expand(b, ROOM)], dim=1))
             self.biases.append(
                 torch.cat([bucket.bias, bucket.bias.new_full((b, 1, 1, ROOM), float("-inf"))], dim=3)
             )

@@ -53,9 +53,8 @@ def rotate(
 
 def rotation(rope: Any, positions: torch.Tensor) -> torch.Tensor:
     """float32 [tokens, 1, 2 * head_size]: the two factors of each position."""
-    if len(getattr(rope, "laminar_factors", ())) != len(
-        rope.cos_sin_cache
-    ):  # made at first, and when SGLang lengthens its cache
+    # made at first, and when SGLang lengthens its cache
+    if len(getattr(rope, "laminar_factors", ())) != len(rope.cos_sin_cache):
         cos, sin = rope.cos_sin_cache.float().chunk(2, dim=-1)
         rope.laminar_factors = torch.cat((cos, cos, -sin, sin), dim=-1)
     return rope.laminar_factors.index_select(0, positions.flatten())[:, None]

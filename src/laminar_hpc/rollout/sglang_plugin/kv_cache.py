@@ -169,9 +169,8 @@ class KvCache:
         if len(pages) > len(tokens):
             self.allocator.free(pages[len(tokens) :])
         _reserved -= len(pages)
-        self.tree.insert(
-            InsertParams(key=_key(tokens, namespace), value=filled)
-        )  # frees those whose tokens it held already
+        # frees those whose tokens it held already
+        self.tree.insert(InsertParams(key=_key(tokens, namespace), value=filled))
         return self.hold(tokens, namespace)
 
     def hold(self, tokens: list[int], namespace: str) -> Hold:

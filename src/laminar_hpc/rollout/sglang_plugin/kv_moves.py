@@ -1,8 +1,12 @@
 """The port's KV operations: a request's cache goes to another engine while the request decodes, then the
 request itself stops.
 
-    destination   reserve(pages, a listening thread) ... import (into the radix tree, locked) ... end (unlocked)
-    source        send (full pages so far) ... detach (the request ends as "moved"; the rest is sent) ... end (unlocked)
+    destination   reserve  pages, a listening thread
+                  import   into the radix tree, locked
+                  end      unlocked
+    source        send     full pages so far
+                  detach   the request ends as "moved"; the rest is sent
+                  end      unlocked
 
 An operation is a generator: it runs in the scheduler's thread, and each `yield` lets the scheduler take a
 turn. Gathering, scattering and the network are in threads of their own beside it. They need no copy of the

@@ -32,9 +32,8 @@ def canonical_views(model: torch.nn.Module, config: object, rank: int = 0, size:
     head is left out."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_rank, kv_size = (
-        (rank, size) if kv_heads >= size else (rank * kv_heads // size, kv_heads)
-    )  # few KV heads are held more than once
+    # few KV heads are held more than once
+    kv_rank, kv_size = (rank, size) if kv_heads >= size else (rank * kv_heads // size, kv_heads)
     qkv = {
         "q": (heads * head_dim, rank, size),
         "k": (kv_heads * head_dim, kv_rank, kv_size),

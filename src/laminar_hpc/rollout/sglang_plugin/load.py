@@ -31,9 +31,8 @@ from laminar_hpc.weights.mapping import Piece
 
 logger = logging.getLogger(__name__)
 _READ_ONLY = 0x08  # cudaHostRegisterReadOnly: the mapping cannot be written through
-_mapped: dict[
-    Path, tuple[tuple[int, int, int], torch.Tensor]
-] = {}  # file -> (device, inode, size), its bytes
+# file -> (device, inode, size), its bytes
+_mapped: dict[Path, tuple[tuple[int, int, int], torch.Tensor]] = {}
 
 
 def map_file(path: Path, pinned: bool) -> torch.Tensor:
@@ -108,7 +107,6 @@ def load_slot(views: Sequence[View], directory: Path) -> dict[str, tuple[int, in
         Piece(v.name, tuple(v.shape), v.dim, v.start, v.tensor.shape[v.dim], s)
         for v, s in zip(views, found, strict=True)
     ]
-    sums = pack(
-        pieces, [view.tensor for view in views]
-    )()  # on a GPU onto themselves: one pass over the parameters
+    # on a GPU onto themselves: one pass over the parameters
+    sums = pack(pieces, [view.tensor for view in views])()
     return {view.name: both for view, both in zip(views, sums, strict=True)}

@@ -102,9 +102,8 @@ class EnginePort:
         self.kv = KvMoves(scheduler, lambda: os.eventfd_write(self.wake, 1))
         self.pending: list[Pending] = []
         sleeper = getattr(scheduler, "idle_sleeper", None)
-        if (
-            sleeper is not None
-        ):  # --sleep-on-idle: the first rank wakes up for the port too, and the others take each turn with it
+        # --sleep-on-idle: the first rank wakes up for the port too, and the others take each turn with it
+        if sleeper is not None:
             sleeper.poller.register(self.socket, zmq.POLLIN)
             sleeper.poller.register(self.wake, zmq.POLLIN)
 
@@ -140,9 +139,8 @@ class EnginePort:
             return
         try:
             self.reply(client, OPERATIONS[type(request)](self.scheduler, request))
-        except (
-            Exception
-        ) as error:  # a failed operation must not end the engine; the caller decides what it means
+        except Exception as error:
+            # a failed operation must not end the engine; the caller decides what it means
             self.reply(client, refusal(name, error))
 
     def step(self, operation: Pending) -> None:
@@ -199,9 +197,8 @@ def register() -> None:
     left alone."""
     if not os.environ.get(protocol.SOCKET_VARIABLE):
         return
-    leave_out(
-        "megatron"
-    )  # SGLang's debugging dumper would import it, and Weights & Biases with it, in every scheduler
+    # SGLang's debugging dumper would import it, and Weights & Biases with it, in every scheduler
+    leave_out("megatron")
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
@@ -210,10 +207,9 @@ def register() -> None:
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.flush_cache", before_flush, HookType.BEFORE
     )
-    if importlib.util.find_spec(
-        "sglang.srt.managers.scheduler_components.invariant_checker"
-    ):  # not in 0.5.17
-        target = "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._check_all_pools"
+    checker = "sglang.srt.managers.scheduler_components.invariant_checker"
+    if importlib.util.find_spec(checker):  # not in 0.5.17
+        target = f"{checker}.SchedulerInvariantChecker._check_all_pools"
         HookRegistry.register(target, kv_cache.account, HookType.AROUND)
     if importlib.util.find_spec("sglang.srt.managers.load_snapshot"):  # not in 0.5.17
         HookRegistry.register(

@@ -6,9 +6,8 @@ A new operation is a request struct and a reply struct here, and one handler in 
 
 import msgspec
 
-SOCKET_VARIABLE = (
-    "LAMINAR_ENGINE_PORT"  # path of the Unix sockets, without the tensor-parallel rank that each ends with
-)
+# path of the Unix sockets, without the tensor-parallel rank that each ends with
+SOCKET_VARIABLE = "LAMINAR_ENGINE_PORT"
 
 
 class Request(msgspec.Struct, tag=True):

@@ -15,9 +15,8 @@ def by_group(
     -> the same shape, rows apart from each other. Gives [trajectories]. Groups of one size are computed
     together."""
     found = torch.empty_like(rewards)
-    owner = torch.repeat_interleave(
-        torch.tensor(sizes), torch.tensor(sizes)
-    )  # the size of each trajectory's group
+    # the size of each trajectory's group
+    owner = torch.repeat_interleave(torch.tensor(sizes), torch.tensor(sizes))
     for size in sorted(set(sizes)):
         found[owner == size] = advantages(rewards[owner == size].view(-1, size)).flatten()
     return found

@@ -14,9 +14,8 @@ TRAIN, HELDOUT = 1024, 64
 
 def main() -> None:
     draw = random.Random(0)
-    pairs: dict[
-        tuple[int, int], None
-    ] = {}  # in the order of drawing, each once: no held-out problem is in the training data
+    # in the order of drawing, each once: no held-out problem is in the training data
+    pairs: dict[tuple[int, int], None] = {}
     while len(pairs) < TRAIN + HELDOUT:
         digits = draw.choice((3, 4))
         low, high = 10 ** (digits - 1), 10**digits - 1
