@@ -69,7 +69,7 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
     slowest = math.ceil(_PATIENCE * max(figures["latency_max"], figures["step_seconds"], 450.0) / 600) * 600
     ready = 600 if on_one_machine(config) else 1800
     sections: dict[str, dict[str, object]] = {
-        "model": {"path": f"models/{MODELS[config.model].hf}", "dtype": "bfloat16"},
+        "model": {"path": f"Qwen/{MODELS[config.model].hf}", "dtype": "bfloat16"},
         "sampling": {"max_response_tokens": w.max_response_tokens},
         "algorithm": {
             "prompts_per_step": w.prompts_per_step,
