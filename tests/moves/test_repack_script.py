@@ -11,7 +11,7 @@ from laminar_hpc import messages as m
 def script(tmp_path) -> Script:
     """Two replicas generate with the same weights; only the test looks."""
     config = small_config(tmp_path, replicas=2, steps=8, repack="kv")
-    config.pipeline.repack_seconds = 1e9
+    config.pipeline.repack_seconds = 1e6
     script = Script(config)
     script.publish(0, 0)
     for index in (0, 1):
