@@ -44,17 +44,22 @@ class WorkerLost(Exception):
 
 
 class Worker:
-    """One process and the calls that it has. `retired`: it gets no more of them."""
+    """One process and the calls that it has."""
 
     def __init__(
         self, pid: int, server: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self.pid, self.began, self.slowed, self.retired = pid, 0.0, False, False
+        self.pid, self.began, self.slowed, self._lost = pid, 0.0, False, False
         self._server = server  # while it lives, the pid is this worker's, also when it is dead
         self.frames = 0  # that it has sent
         self.calls: dict[int, asyncio.Future[Result]] = {}
         self._writer = writer
         self._listener = asyncio.create_task(self._listen(reader))
+
+    @property
+    def retired(self) -> bool:
+        """It gets no more calls: it is lost, or dies with its server."""
+        return self._lost or self._server.poll() is not None
 
     async def ask(self, call: Call, limit: float | None = None) -> Result:
         """Raises WorkerLost, and TimeoutError after `limit` seconds."""
@@ -88,7 +93,7 @@ class Worker:
 
     def lose(self) -> None:
         """Everything in flight is lost with it."""
-        self.retired = True
+        self._lost = True
         for waiter in self.calls.values():
             if not waiter.done():
                 waiter.set_exception(WorkerLost())

@@ -25,16 +25,12 @@ from laminar_hpc.environments.reward_protocol import Call, Result
 
 LOOK_SECONDS = 0.02  # between two looks at the queue
 GROWTH = 3
-MAX_HOG_SECONDS, HOG_SHARE_OF_LIMIT = (
-    0.5,
-    0.05,
-)  # computing for longer makes way: the sooner, the less others wait
+# A call that computes for longer makes way: the sooner, the less others wait.
+MAX_HOG_SECONDS, HOG_SHARE_OF_LIMIT = 0.5, 0.05
 SLOW_SHARE_OF_LIMIT, LOWEST_PRIORITY = 0.25, 19
 IDLE_SECONDS = 60.0  # workers that the crew has grown by leave after it
-FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT = (
-    1.0,
-    0.2,
-)  # an event loop that is silent for so long, whichever is longer, is stuck
+# An event loop that is silent for so long, whichever is longer, is stuck.
+FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT = 1.0, 0.2
 
 
 class Crew:

@@ -1,9 +1,11 @@
 """The rewards of a rollout rank, computed in worker processes, so that nothing a reward function does can
 stop a rollout.
 
-score(response) -> one call per reward --plain--> Crew: a process to itself; ended at its time limit
---async--> SharedCrew: many on one loop; if that is lost, again in a process to itself -> the sum of weight x
-reward
+    score(response)
+      one call per reward
+        plain    Crew: a process to itself, ended at its time limit
+        async    SharedCrew: many on one loop; if that is lost, again in a process to itself
+      the sum of weight x reward
 
 A rollout worker owns one RewardPool and awaits `score` per trajectory, with up to reward.slots calls in
 flight. A call that raises, hangs or returns something else than a reward counts as reward.score_on_failure,
