@@ -1,7 +1,7 @@
 """What a batch's rewards come to, function by function."""
 
 from laminar_hpc.messages import Trajectory
-from laminar_hpc.policies.rewards import reward_means
+from laminar_hpc.policies.metrics import reward_means
 
 
 def trajectory(**parts: float) -> Trajectory:

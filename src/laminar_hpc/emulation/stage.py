@@ -20,7 +20,7 @@ from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.weights import weights_file
-from laminar_hpc.policies.rewards import reward_means
+from laminar_hpc.policies.metrics import batch_metrics, reward_means
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 
@@ -126,30 +126,6 @@ def _publish(channel: Channel, step: int, handed: "queue.SimpleQueue[m.WeightId]
     now = time.time()
     channel.send(m.Published(given.weight_id, step, 0.0, 0.0, now - began, 0, [], now))
     return given.weight_id
-
-
-def batch_metrics(trajectories: list[m.Trajectory], step: int) -> dict[str, float]:
-    """What a step's line and the run's summary need of a batch."""
-    n, lengths = len(trajectories), [len(t.response_tokens) for t in trajectories]
-    generation, training = (
-        [t.step_finished - t.weight_step for t in trajectories],
-        [step - t.weight_step for t in trajectories],
-    )
-    return {
-        "trajectories": n,
-        "reward_mean": sum(t.reward for t in trajectories) / n,
-        "reward_error_count": sum(bool(t.reward_error) for t in trajectories),
-        "accuracy_mean": sum(t.reward_parts.get("accuracy", 0.0) for t in trajectories) / n,
-        "prompt_tokens": sum(len(t.prompt_tokens) for t in trajectories),
-        "response_tokens": sum(lengths),
-        "response_length_mean": sum(lengths) / n,
-        "response_length_max": max(lengths),
-        "staleness_generation_mean": sum(generation) / n,
-        "staleness_generation_max": max(generation),
-        "staleness_training_mean": sum(training) / n,
-        "staleness_training_max": max(training),
-        "versions_per_trajectory_max": max(len({s.weight_id for s in t.version_spans}) for t in trajectories),
-    }
 
 
 def run(config: RunConfig, seconds_per_token: float) -> None:

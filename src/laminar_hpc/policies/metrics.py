@@ -1,0 +1,60 @@
+"""What can be said of a batch of trajectories without the policy. Pure."""
+
+from collections.abc import Iterable, Sequence
+
+from laminar_hpc.messages import Trajectory
+
+_COUNTS = frozenset(
+    {"trajectories", "reward_error_count", "prompt_tokens", "response_tokens", "skipped_updates"}
+)
+
+
+def batch_metrics(trajectories: list[Trajectory], step: int) -> dict[str, float]:
+    """What can be said of a batch without the policy. Staleness is in trainer steps: at generation, finished
+    minus weights; at training, `step` minus weights."""
+    n, lengths = len(trajectories), [len(t.response_tokens) for t in trajectories]
+    generation = [t.step_finished - t.weight_step for t in trajectories]
+    training = [step - t.weight_step for t in trajectories]
+    return {
+        "trajectories": n,
+        "reward_mean": sum(t.reward for t in trajectories) / n,
+        "accuracy_mean": sum(t.reward_parts.get("accuracy", float(t.reward > 0)) for t in trajectories) / n,
+        "reward_error_count": sum(bool(t.reward_error) for t in trajectories),
+        "truncated_fraction": sum(t.finish_reason == "length" for t in trajectories) / n,
+        "prompt_tokens": sum(len(t.prompt_tokens) for t in trajectories),
+        "response_tokens": sum(lengths),
+        "response_length_mean": sum(lengths) / n,
+        "response_length_max": max(lengths),
+        "staleness_generation_mean": sum(generation) / n,
+        "staleness_generation_max": max(generation),
+        "staleness_training_mean": sum(training) / n,
+        "staleness_training_max": max(training),
+        "versions_per_trajectory_max": max(len({s.weight_id for s in t.version_spans}) for t in trajectories),
+    }
+
+
+def reward_means(trajectories: Sequence[Trajectory], names: Iterable[str]) -> dict[str, float]:
+    """Mean of each reward function over the trajectories that it gave a reward to; nothing for one that
+    gave none."""
+    given = {name: [t.reward_parts[name] for t in trajectories if name in t.reward_parts] for name in names}
+    return {f"reward_mean/{name}": sum(values) / len(values) for name, values in given.items() if values}
+
+
+def merged(parts: list[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its mini-batches: sums of counts, largest values, means over
+    trajectories."""
+    if len(parts) == 1:
+        return parts[0]
+    found = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        # a reward function may have given none to a mini-batch
+        having = [part for part in parts if name in part]
+        values = [part[name] for part in having]
+        if name in _COUNTS:
+            found[name] = sum(values)
+        elif name.endswith("_max"):
+            found[name] = max(values)
+        else:
+            weight = sum(part["trajectories"] for part in having)
+            found[name] = sum(part[name] * part["trajectories"] for part in having) / weight
+    return found
