@@ -30,6 +30,7 @@ def gsm8k(path: Path, name: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_parquet_two_evaluations_filter_and_rounds(tmp_path, monkeypatch):
     """Everything at once on real parts. What is trained has an advantage and as many samples as the rounds

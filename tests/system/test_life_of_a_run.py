@@ -99,6 +99,7 @@ def test_replay_and_resume_are_bit_exact(run_dir, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_sync_with_two_trainers_and_two_replicas(tmp_path):
     """pipeline=sync: every trajectory is on-policy. Data parallel 2 and two replicas; Ctrl-C ends it in

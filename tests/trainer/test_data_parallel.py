@@ -127,7 +127,7 @@ def test_two_ranks_train_what_one_trains(one_rank: Finished, tied_model: Path, t
 
 CORRECTED = {
     "algorithm__proximal": "recomputed",
-    "algorithm__weight_max": 1.5,
+    "algorithm__importance_weight_cap": 1.5,
     "algorithm__advantage": "reinforce_pp",
     "algorithm__kl_coefficient": 0.05,
     "algorithm__kl_in_reward": True,

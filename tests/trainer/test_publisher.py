@@ -209,7 +209,7 @@ def test_200_steps_of_training_against_full_copies(rate: float, world: None, tmp
     settings = {
         "model__dtype": "bfloat16",
         "relay__delta": "auto",
-        "relay__anchor_every": 50,
+        "relay__full_every": 50,
         "optimizer__lr": rate,
         "steps": STEPS,
     }

@@ -109,7 +109,7 @@ class Image:
     def __init__(self, size: int, width: int, device: torch.device, full_every: int) -> None:
         """`full_every`: of so many publications one goes in full, whatever has changed."""
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._width, self._anchor_every = width, full_every
+        self._width, self._full_every = width, full_every
         self.weight_id = -1
         self._as_changes = 0  # publications in a row
         self._known, self._changed = False, 0  # units of the publication on its way
@@ -117,7 +117,7 @@ class Image:
     def begin(self, held: int) -> int:
         """A publication begins, to a relay that holds weight id `held`: returns the id on top of which it may
         go as changes, else -1."""
-        due = self._as_changes + 1 >= self._anchor_every
+        due = self._as_changes + 1 >= self._full_every
         base = self.weight_id if self.weight_id == held and not due else -1
         self._known, self._changed, self.weight_id = self.weight_id >= 0, 0, -1
         self._as_changes = self._as_changes + 1 if base >= 0 else 0
