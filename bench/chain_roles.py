@@ -45,7 +45,7 @@ from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.trainer.exchange import Exchange
-from laminar_hpc.trainer.publisher import Publisher
+from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 from laminar_hpc.weights.stream import Part
@@ -174,7 +174,7 @@ def trainer(words: list[str], size: int, commands: Connection, namespace: str | 
             began = time.monotonic()
             publisher.publish(step)
             stall = time.monotonic() - began
-            link = publisher._mine[0].link
+            link = publisher.lanes.mine[0].link
             commands.send((stall, (link.start_seconds, link.seconds_per_byte) if link else None))
     except (StopReceived, EOFError):
         pass

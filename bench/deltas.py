@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     from laminar_hpc.controller.store import Store
     from laminar_hpc.trainer.learner import Learner
     from laminar_hpc.trainer.megatron import MegatronPolicy
-    from laminar_hpc.trainer.publisher import Publisher
+    from laminar_hpc.trainer.publishing.publisher import Publisher
 
     words = [
         f"experiment={options.experiment}",

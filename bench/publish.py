@@ -329,7 +329,7 @@ def measure_publish(options: argparse.Namespace, size: str) -> dict:
     from laminar_hpc import messages as m
     from laminar_hpc.trainer.learner import Learner
     from laminar_hpc.trainer.megatron import MegatronPolicy
-    from laminar_hpc.trainer.publisher import Publisher
+    from laminar_hpc.trainer.publishing.publisher import Publisher
     from laminar_hpc.weights.manifest import layout
 
     config = settings(options, size)

@@ -15,7 +15,7 @@ from laminar_hpc.cluster.links import Link, reach_store
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.relay import run as relay
-from laminar_hpc.trainer.publisher import Publisher
+from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.weights.slots import SlotHandle, SlotReader
 
 
@@ -160,7 +160,7 @@ def start(config: RunConfig, folder: Path, policy: object, rank: int = 0) -> tup
 def linked(publisher: Publisher) -> None:
     """Waits until the trainer's link is there."""
     until = time.monotonic() + 20
-    while not publisher._linked:
+    while not publisher.lanes.linked:
         assert time.monotonic() < until, "no link"
         time.sleep(0.01)
 

@@ -122,9 +122,9 @@ def test_changes_in_two_lanes(world: None, tmp_path: Path) -> None:
     linked(publisher)
     for step in range(4):
         if step == 3:
-            before = publisher._mine[1].link
+            before = publisher.lanes.mine[1].link
             controller.link(1, 3)
-            while publisher._mine[1].link in (None, before):
+            while publisher.lanes.mine[1].link in (None, before):
                 time.sleep(0.01)
         publisher.publish(step)
         expected = whole(policy)

@@ -174,7 +174,7 @@ def test_changes_to_weights_that_are_not_there_are_refused(
     publisher.publish(0)
     controller.wait_for(m.RelayHas)
     publisher.fence()
-    (lane,) = publisher._mine
+    (lane,) = publisher.lanes.mine
     before = lane.link
     controller.link(controller.add_relay())
     controller.wait_for(m.StoreOpened, 2)

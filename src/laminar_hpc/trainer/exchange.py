@@ -32,13 +32,13 @@ class Exchange:
         self._bounded(lambda: dist.recv(tensor, peer, group=self._slices), peer, what)
         return tensor
 
-    def word(self, value: int = 0) -> int:
-        """Rank 0's `value`, on all ranks."""
+    def from_first(self, values: Sequence[int]) -> list[int]:
+        """Rank 0's `values` on all ranks, which bring as many."""
         if len(self.ranks) == 1:
-            return value
-        box = torch.tensor([value])
-        self._bounded(lambda: dist.broadcast(box, 0, group=self._words), 0, "a word")
-        return int(box)
+            return list(values)
+        box = torch.tensor(values, dtype=torch.long)
+        self._bounded(lambda: dist.broadcast(box, 0, group=self._words), 0, "a command")
+        return box.tolist()
 
     def all_say(self, values: Sequence[int]) -> list[list[int]]:
         """What each rank brought, in the order of `ranks`; as many values of all."""

@@ -20,13 +20,13 @@ from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.inbox import Inbox
 from laminar_hpc.trainer.learner import Learner
 from laminar_hpc.trainer.megatron import MegatronPolicy
-from laminar_hpc.trainer.publisher import Publisher
+from laminar_hpc.trainer.publishing.publisher import Publisher
 
 
 class _NoPublisher:
     """In a replay nobody takes the weights."""
 
-    weight_id = 0
+    weight_id: int | None = 0
 
     def publish(self, step: int) -> None: ...
     def fence(self) -> None: ...
@@ -71,7 +71,7 @@ def run(context: RoleContext) -> None:
         step += 1
         _publish(context, policy, publisher, step)
         if step % config.checkpoint.every == 0 or step == config.steps:
-            _checkpoint(context, checkpointer, step, publisher.weight_id)
+            _checkpoint(context, checkpointer, step, _wire_id(publisher))
             saved = step
         metrics |= {
             "wait_seconds": waited,
@@ -83,10 +83,10 @@ def run(context: RoleContext) -> None:
             break
 
     if saved != step:
-        _checkpoint(context, checkpointer, step, publisher.weight_id)
+        _checkpoint(context, checkpointer, step, _wire_id(publisher))
     publisher.close()
     if dist.get_rank() == 0:
-        context.channel.send(TrainerDone(step, publisher.weight_id))
+        context.channel.send(TrainerDone(step, _wire_id(publisher)))
     dist.destroy_process_group()
 
 
@@ -96,6 +96,11 @@ def _publish(
     policy.check_finite(step)
     with context.trace.span("publish", step=step):
         publisher.publish(step)
+
+
+def _wire_id(publisher: Publisher | _NoPublisher) -> int:
+    """For messages and state.json, which say -1 where no weights were published."""
+    return -1 if publisher.weight_id is None else publisher.weight_id
 
 
 def _checkpoint(context: RoleContext, checkpointer: Checkpointer, step: int, weight_id: int) -> None:

@@ -1,7 +1,7 @@
 """The one adapter of Megatron-core: builds the policy with its DDP and optimizer from a Hugging Face
 directory, runs it, and writes it back.
 
-trainer/learner.py trains through it, trainer/publisher.py packs its canonical tensors, trainer/checkpoint.py
+trainer/learner.py trains through it, trainer/publishing/ packs its canonical tensors, trainer/checkpoint.py
 reads its state. The same code runs on GPUs and, under trainer/cpu.py's shim, on the CPU. Needs the trainer
 world (cluster/world.py) to be there.
 """

@@ -5,7 +5,7 @@ known only then.
 
 A chunk is its data bytes, or in a stream of changes a frame of weights/delta.py.
 
-Used by trainer/publisher.py, which packs chunk by chunk, and by the relay, which passes on and checks.
+Used by trainer/publishing/, which packs chunk by chunk, and by the relay, which passes on and checks.
 Imports no torch.
 """
 
