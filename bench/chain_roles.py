@@ -44,7 +44,7 @@ from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies.sampling import GroupSize
-from laminar_hpc.trainer.exchange import Exchange
+from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.slots import SlotGone, SlotReader

@@ -95,9 +95,9 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     from laminar_hpc import messages as m
     from laminar_hpc.config.load import load_config
     from laminar_hpc.controller.store import Store
-    from laminar_hpc.trainer.learner import Learner
-    from laminar_hpc.trainer.megatron import MegatronPolicy
+    from laminar_hpc.trainer.megatron.policy import MegatronPolicy
     from laminar_hpc.trainer.publishing.publisher import Publisher
+    from laminar_hpc.trainer.step.learner import Learner
 
     words = [
         f"experiment={options.experiment}",

@@ -327,9 +327,9 @@ def measure_publish(options: argparse.Namespace, size: str) -> dict:
     import torch.distributed as dist
 
     from laminar_hpc import messages as m
-    from laminar_hpc.trainer.learner import Learner
-    from laminar_hpc.trainer.megatron import MegatronPolicy
+    from laminar_hpc.trainer.megatron.policy import MegatronPolicy
     from laminar_hpc.trainer.publishing.publisher import Publisher
+    from laminar_hpc.trainer.step.learner import Learner
     from laminar_hpc.weights.manifest import layout
 
     config = settings(options, size)

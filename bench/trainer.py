@@ -5,10 +5,10 @@ cores.
     python bench/trainer.py --model /models/Qwen2.5-0.5B --threads 8 --repeats 3
 
 Both take whole batches of trajectories of uneven length through GRPO with clip-higher to an AdamW update.
-Ours is trainer/learner.py on Megatron-core: packed micro-batches of at most trainer.tokens_per_microbatch
-tokens. The other sorts by length and pads, with micro-batches of at most as many tokens, padding included,
-and attention by torch's fused kernels. A process per number of threads; in it the two take turns. Only real
-tokens count.
+Ours is trainer/step/learner.py on Megatron-core: packed micro-batches of at most
+trainer.tokens_per_microbatch tokens. The other sorts by length and pads, with micro-batches of at most as
+many tokens, padding included, and attention by torch's fused kernels. A process per number of threads; in it
+the two take turns. Only real tokens count.
 
 Figure: `throughput_over_transformers` = our tokens per second over theirs: the median of the ratios of
 neighbouring measurements, and of the numbers of threads the one that is lower. Goal: at least 0.9.
@@ -165,8 +165,8 @@ def our_step(config: object) -> tuple[Callable[[list], None], int]:
     import torch
     import torch.distributed as dist
 
-    from laminar_hpc.trainer.learner import Learner
-    from laminar_hpc.trainer.megatron import MegatronPolicy
+    from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+    from laminar_hpc.trainer.step.learner import Learner
 
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1

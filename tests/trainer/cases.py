@@ -15,9 +15,9 @@ from megatron.core import parallel_state as ps
 from laminar_hpc import messages as m
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.checkpoint import Checkpointer
-from laminar_hpc.trainer.learner import Learner
-from laminar_hpc.trainer.megatron import MegatronPolicy
-from laminar_hpc.trainer.microbatch import Example, MicroBatch, make_microbatch, trained
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.learner import Learner
+from laminar_hpc.trainer.step.microbatch import Example, MicroBatch, make_microbatch, trained
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import chunks
 from laminar_hpc.weights.sums import add_sums, tensor_sums

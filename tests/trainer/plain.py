@@ -9,7 +9,7 @@ from tiny import token_logprobs
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages import Trajectory
-from laminar_hpc.trainer.packing import split_minibatches
+from laminar_hpc.trainer.step.packing import split_minibatches
 
 
 def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:

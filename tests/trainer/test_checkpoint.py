@@ -14,8 +14,8 @@ import torch
 from laminar_hpc.cluster.full_disk import NO_ROOM, full_disk_text
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.checkpoint import Checkpointer
-from laminar_hpc.trainer.learner import Learner
-from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.weights.checkpoints import checkpoint_path, latest, read_state, steps
 
 

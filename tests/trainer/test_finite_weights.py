@@ -15,7 +15,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages import Welcome
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.trainer import loop
-from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.weights.finite import all_finite, culprits
 

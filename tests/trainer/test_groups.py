@@ -10,8 +10,8 @@ import torch
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.algorithms.advantages import group_advantages
 from laminar_hpc.trainer.algorithms.groups import by_group, estimated_advantages
-from laminar_hpc.trainer.learner import Learner
-from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.learner import Learner
 
 SIZES = [4, 2, 3, 2]
 

@@ -12,7 +12,7 @@ from ranks import Ranks
 
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.channel import StopReceived
-from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 
 LARGE = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}  # 4.4 MB
 TRAINERS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "dp2": (1, 1, 2), "tp2-pp2": (2, 2, 1), "tp2-dp2": (2, 1, 2)}

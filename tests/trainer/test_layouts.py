@@ -16,8 +16,8 @@ from ranks import Ranks
 from safetensors.torch import load_file
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.trainer.building import first_stage_layers
-from laminar_hpc.trainer.canonical import Slice, plan
+from laminar_hpc.trainer.canonical.gather import Slice, plan
+from laminar_hpc.trainer.megatron.building import first_stage_layers
 from laminar_hpc.weights.checkpoints import checkpoint_path
 
 STEPS = 20

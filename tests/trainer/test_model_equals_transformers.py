@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.trainer.learner import Learner
-from laminar_hpc.trainer.megatron import MegatronPolicy
-from laminar_hpc.trainer.microbatch import make_microbatch
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.learner import Learner
+from laminar_hpc.trainer.step.microbatch import make_microbatch
 from laminar_hpc.weights.probe import probe_sequences
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "arithmetic" / "base"

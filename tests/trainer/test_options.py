@@ -11,8 +11,8 @@ import torch
 
 from laminar_hpc.config.bounds import Choices, allowed
 from laminar_hpc.config.schema import AlgorithmConfig
-from laminar_hpc.trainer.learner import Learner
-from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.learner import Learner
 
 NARROW = {"clip_low": 0.02, "clip_high": 0.03}  # two mini-batches do not lead far from the proximal policy
 OPTIONS = {

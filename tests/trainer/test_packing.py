@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.trainer.attention import make_buckets
-from laminar_hpc.trainer.packing import pack, plan_microbatches, split_minibatches, split_ranks
+from laminar_hpc.trainer.megatron.attention import make_buckets
+from laminar_hpc.trainer.step.packing import pack, plan_microbatches, split_minibatches, split_ranks
 
 lengths_within = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 

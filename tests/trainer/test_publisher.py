@@ -11,8 +11,8 @@ from publishing import Controller, Publisher, linked, scratch, slot_bytes, spoil
 from ranks import Ranks
 
 from laminar_hpc import messages as m
-from laminar_hpc.trainer.learner import Learner
-from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.learner import Learner
 
 LARGE = {
     "vocab_size": 3000,

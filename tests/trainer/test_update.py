@@ -13,9 +13,9 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages import VersionSpan
 from laminar_hpc.policies.metrics import batch_metrics, merged
 from laminar_hpc.trainer.algorithms.objective import SUMS
-from laminar_hpc.trainer.learner import Learner
-from laminar_hpc.trainer.megatron import MegatronPolicy
-from laminar_hpc.trainer.microbatch import make_microbatch
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.learner import Learner
+from laminar_hpc.trainer.step.microbatch import make_microbatch
 
 
 def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.trainer import logprobs
-from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.megatron import logprobs
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 
 
 @pytest.mark.parametrize(

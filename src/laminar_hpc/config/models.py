@@ -136,12 +136,12 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
 
     Activations, per token and layer, after Korthikanti et al., arXiv 2205.05198, equation 2, without sequence
     parallelism and with attention that keeps no scores. Whole on every tensor-parallel rank: the residual
-    before each of the two norms, in float32 (trainer/residual.py), and the output of each norm. Split over
-    the tensor-parallel ranks: queries, keys and values repeated to as many heads, and attention's output; and
-    four values of the feed-forward width. With recomputation only the float32 input of a layer stays. Either
-    way one more layer is on the GPU: recomputed, or as the gradients of the backward pass. The first of p
-    pipeline stages keeps p micro-batches, so stages don't make activations fewer. The last stage has the
-    logits and their gradient in float32.
+    before each of the two norms, in float32 (trainer/megatron/residual.py), and the output of each norm.
+    Split over the tensor-parallel ranks: queries, keys and values repeated to as many heads, and attention's
+    output; and four values of the feed-forward width. With recomputation only the float32 input of a layer
+    stays. Either way one more layer is on the GPU: recomputed, or as the gradients of the backward pass. The
+    first of p pipeline stages keeps p micro-batches, so stages don't make activations fewer. The last stage
+    has the logits and their gradient in float32.
 
     These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need
     less.

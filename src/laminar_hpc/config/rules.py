@@ -21,7 +21,7 @@ _NEUTRAL = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-_VOCABULARY_MULTIPLE = 32  # trainer/building.py pads to it
+_VOCABULARY_MULTIPLE = 32  # trainer/megatron/building.py pads to it
 
 
 def broken_rules(config: RunConfig, model: dict | None) -> list[str]:

@@ -24,10 +24,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.trainer.adam import named_state, unshare_steps
-from laminar_hpc.trainer.cpu import cuda_as_cpu
-from laminar_hpc.trainer.learner import Learner
-from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.megatron.adam import named_state, unshare_steps
+from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.weights.checkpoints import STATE_FILE, checkpoint_path, prune, read_state
 
 

@@ -18,9 +18,9 @@ from laminar_hpc.messages import Checkpointed, TrainerDone
 from laminar_hpc.policies.metrics import merged
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.inbox import Inbox
-from laminar_hpc.trainer.learner import Learner
-from laminar_hpc.trainer.megatron import MegatronPolicy
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.publishing.publisher import Publisher
+from laminar_hpc.trainer.step.learner import Learner
 
 
 class _NoPublisher:

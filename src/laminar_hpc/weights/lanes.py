@@ -3,7 +3,7 @@ own.
 
 A lane's manifest lists flat parts of tensors, so whatever moves and checks streams need not know of lanes. A
 border may cut a tensor between two of its 32-bit words; the sums of its parts add up. Used by
-trainer/canonical.py, trainer/publishing/ and weights/lane_slots.py.
+trainer/canonical/gather.py, trainer/publishing/ and weights/lane_slots.py.
 """
 
 import itertools

@@ -1,9 +1,9 @@
 """Megatron parameters <-> Hugging Face tensors, as one table: each row says where a Hugging Face tensor lies
 inside a Megatron parameter.
 
-Used by trainer/megatron.py, both to load and to write or publish. A row gives a *view* of the local shard, so
-one table serves both ways: loading copies into the views, writing copies out of them. Knows nothing of
-torch.distributed; a tensor-parallel shard is (rank, size).
+Used by trainer/megatron/policy.py, both to load and to write or publish. A row gives a *view* of the local
+shard, so one table serves both ways: loading copies into the views, writing copies out of them. Knows nothing
+of torch.distributed; a tensor-parallel shard is (rank, size).
 """
 
 from collections.abc import Callable, Iterable

@@ -1,8 +1,8 @@
 """The fixed probe: a few token sequences whose log-probs trainer and engine both compute, so that their gap
 is measured at every weight id.
 
-Used by trainer/megatron.py and rollout/worker.py. Depends on the vocabulary's size alone; imports nothing
-heavy.
+Used by trainer/megatron/policy.py and rollout/worker.py. Depends on the vocabulary's size alone; imports
+nothing heavy.
 """
 
 import random

@@ -1,5 +1,5 @@
-"""Advantages of a step's whole batch. Pure; called by trainer/learner.py on every rank with the same batch,
-so all ranks get the same numbers."""
+"""Advantages of a step's whole batch. Pure; called by trainer/step/learner.py on every rank with the same
+batch, so all ranks get the same numbers."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,5 @@
 """The whole objective of one micro-batch: policy loss x behaviour weight over the trajectories kept, + KL.
-Pure; called by trainer/learner.py.
+Pure; called by trainer/step/learner.py.
 
     loss_t = kept_t * min(q / mu, importance_weight_cap)_t * policy_loss(pi / q, A)_t
              + kl_coefficient * KL(pi || reference)_t

@@ -1,5 +1,5 @@
-"""Rewards before advantages are taken of them. Pure; called by trainer/learner.py on every rank with the same
-batch."""
+"""Rewards before advantages are taken of them. Pure; called by trainer/step/learner.py on every rank with the
+same batch."""
 
 import random
 

@@ -1,5 +1,5 @@
 """The trained tokens of a micro-batch, flat, with what the objective needs of each. Made by
-trainer/microbatch.py."""
+trainer/step/microbatch.py."""
 
 from dataclasses import dataclass
 

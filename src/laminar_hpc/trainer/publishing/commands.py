@@ -3,7 +3,7 @@
 from enum import IntEnum
 from typing import NamedTuple
 
-from laminar_hpc.trainer.exchange import Exchange
+from laminar_hpc.trainer.canonical.exchange import Exchange
 
 
 class Command(IntEnum):

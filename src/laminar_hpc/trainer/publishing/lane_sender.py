@@ -19,7 +19,7 @@ from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link, LinkBroken, Posted, host_store, made_unless
 from laminar_hpc.cluster.window import Window
-from laminar_hpc.trainer.canonical import TensorSums
+from laminar_hpc.trainer.canonical.gather import TensorSums
 from laminar_hpc.weights.delta import Image, unit_bytes
 from laminar_hpc.weights.lanes import Lane, lane_manifest, lane_sums
 from laminar_hpc.weights.manifest import Manifest

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.trainer.canonical import TensorSums
-from laminar_hpc.trainer.exchange import Exchange
+from laminar_hpc.trainer.canonical.exchange import Exchange
+from laminar_hpc.trainer.canonical.gather import TensorSums
 from laminar_hpc.trainer.publishing.handover import Handover
 from laminar_hpc.trainer.publishing.lane_sender import LaneSender
 from laminar_hpc.trainer.publishing.publication import Claim, Publication

@@ -3,8 +3,8 @@ rounded only to be added to.
 
 Megatron rounds the sum first and normalizes what is left; the two differ by a rounding per norm, which is
 most of what engine and trainer would then differ by. Between layers and pipeline stages goes the sum in
-float32. Plugged in by trainer/building.py, for Megatron's own layers; Transformer Engine's take their input
-in the parameters' dtype only.
+float32. Plugged in by trainer/megatron/building.py, for Megatron's own layers; Transformer Engine's take
+their input in the parameters' dtype only.
 """
 
 from collections.abc import Callable

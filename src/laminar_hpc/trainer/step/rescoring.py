@@ -1,5 +1,5 @@
 """Log-probs of a step's whole batch by other weights than those that generated it. Called by
-trainer/learner.py before the updates."""
+trainer/step/learner.py before the updates."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from laminar_hpc.messages import Trajectory
-from laminar_hpc.trainer.megatron import MegatronPolicy
-from laminar_hpc.trainer.microbatch import length, trained, trajectory_pack
-from laminar_hpc.trainer.packing import plan_microbatches
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.microbatch import length, trained, trajectory_pack
+from laminar_hpc.trainer.step.packing import plan_microbatches
 
 
 class ReferenceWeights:

@@ -1,9 +1,9 @@
 """The live weights under Hugging Face names, put together from the shards that all trainer ranks hold.
 
-Used by trainer/megatron.py: `pack` for publishing, on the rank that sends a lane; `tensors` for checkpoints,
-on rank 0. At the start every rank says which slices it holds; of those that several ranks hold (replicas,
-norms, the copy of a tied embedding) only one is taken: that of the rank where they are put together, else the
-first rank's. So each byte comes there once.
+Used by trainer/megatron/policy.py: `pack` for publishing, on the rank that sends a lane; `tensors` for
+checkpoints, on rank 0. At the start every rank says which slices it holds; of those that several ranks hold
+(replicas, norms, the copy of a tied embedding) only one is taken: that of the rank where they are put
+together, else the first rank's. So each byte comes there once.
 """
 
 import functools
@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels import pack, place
-from laminar_hpc.trainer.exchange import Exchange
+from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.weights.lanes import Lane, borders
 from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest, layout
 from laminar_hpc.weights.mapping import Piece

@@ -1,9 +1,9 @@
 """Which trajectory goes into which mini-batch, data-parallel rank and micro-batch. Pure functions of lengths
 and seeds.
 
-Called by trainer/learner.py on every rank with the same batch; all ranks get the same plan and each takes its
-own part of it. Guarantees: every trajectory is in exactly one place, no micro-batch exceeds the token budget,
-all ranks have the same number of micro-batches.
+Called by trainer/step/learner.py on every rank with the same batch; all ranks get the same plan and each
+takes its own part of it. Guarantees: every trajectory is in exactly one place, no micro-batch exceeds the
+token budget, all ranks have the same number of micro-batches.
 """
 
 import random

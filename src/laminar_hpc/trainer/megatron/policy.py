@@ -1,9 +1,9 @@
 """The one adapter of Megatron-core: builds the policy with its DDP and optimizer from a Hugging Face
 directory, runs it, and writes it back.
 
-trainer/learner.py trains through it, trainer/publishing/ packs its canonical tensors, trainer/checkpoint.py
-reads its state. The same code runs on GPUs and, under trainer/cpu.py's shim, on the CPU. Needs the trainer
-world (cluster/world.py) to be there.
+trainer/step/learner.py trains through it, trainer/publishing/ packs its canonical tensors,
+trainer/checkpoint.py reads its state. The same code runs on GPUs and, under trainer/megatron/cpu.py's shim,
+on the CPU. Needs the trainer world (cluster/world.py) to be there.
 """
 
 import functools
@@ -22,19 +22,19 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.trainer.attention import rotation_of
-from laminar_hpc.trainer.building import (
+from laminar_hpc.trainer.canonical.exchange import Exchange
+from laminar_hpc.trainer.canonical.gather import Canonical, TensorSums
+from laminar_hpc.trainer.megatron.attention import rotation_of
+from laminar_hpc.trainer.megatron.building import (
     build_gpt,
     build_optimizer,
     rope_frequencies,
     transformer_config,
     wrap,
 )
-from laminar_hpc.trainer.canonical import Canonical, TensorSums
-from laminar_hpc.trainer.cpu import cuda_as_cpu, native_calls
-from laminar_hpc.trainer.exchange import Exchange
-from laminar_hpc.trainer.logprobs import entropy, mask_padding, token_logprobs
-from laminar_hpc.trainer.microbatch import MicroBatch, Pack, make_pack
+from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
+from laminar_hpc.trainer.megatron.logprobs import entropy, mask_padding, token_logprobs
+from laminar_hpc.trainer.step.microbatch import MicroBatch, Pack, make_pack
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import TensorReader, read_shape, save_directory
 from laminar_hpc.weights.lanes import Lane

@@ -1,4 +1,4 @@
-"""Runs an unmodified megatron-core on a machine without CUDA; used by trainer/megatron.py and
+"""Runs an unmodified megatron-core on a machine without CUDA; used by trainer/megatron/policy.py and
 trainer/checkpoint.py around Megatron's calls.
 
 `with cuda_as_cpu():` is a no-op where CUDA is, so the same code trains on GPUs. Elsewhere it turns three

@@ -8,7 +8,7 @@ import torch
 
 from laminar_hpc.messages import Trajectory
 from laminar_hpc.trainer.algorithms.tokens import Tokens
-from laminar_hpc.trainer.attention import PackLayout, pack_layout
+from laminar_hpc.trainer.megatron.attention import PackLayout, pack_layout
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Slices and short words between the trainer ranks that hold slices of the canonical tensors, over process
 groups of their own.
 
-Used by trainer/canonical.py. One for checkpoints, in the trainer's thread, and one for publishing, in a
-thread beside it: collectives of two threads on one group would come in no fixed order. Every wait is bounded,
-and names the rank that did not come.
+Used by trainer/canonical/gather.py. One for checkpoints, in the trainer's thread, and one for publishing, in
+a thread beside it: collectives of two threads on one group would come in no fixed order. Every wait is
+bounded, and names the rank that did not come.
 """
 
 from collections.abc import Callable, Sequence

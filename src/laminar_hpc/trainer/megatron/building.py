@@ -1,9 +1,9 @@
 """What Megatron-core is told: the model's configuration and layers, its wrapper and its optimizer. Called by
-trainer/megatron.py alone.
+trainer/megatron/policy.py alone.
 
 On a GPU the layers are Transformer Engine's where that is installed, and apex's fused weight gradient is used
 where it is built; else, and on the CPU, they are Megatron's own. Either way the attention takes packs
-(trainer/attention.py).
+(trainer/megatron/attention.py).
 """
 
 import importlib.util
@@ -25,10 +25,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.trainer.adam import fuse_on_cpu, prime
-from laminar_hpc.trainer.attention import PackedCausalAttention
-from laminar_hpc.trainer.linear import bias_before_rounding, float32_output
-from laminar_hpc.trainer.residual import normalize_last_sum, sum_in_float32
+from laminar_hpc.trainer.megatron.adam import fuse_on_cpu, prime
+from laminar_hpc.trainer.megatron.attention import PackedCausalAttention
+from laminar_hpc.trainer.megatron.linear import bias_before_rounding, float32_output
+from laminar_hpc.trainer.megatron.residual import normalize_last_sum, sum_in_float32
 from laminar_hpc.weights.hf import ModelShape, RopeScaling
 
 # The padded vocabulary is a multiple of this at every tensor-parallel size that divides it, so a checkpoint
@@ -102,7 +102,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
 
 def _layer_spec(shape: ModelShape, dtype: torch.dtype) -> ModuleSpec:
     if _installed("transformer_engine"):
-        from laminar_hpc.trainer.te_attention import TransformerEngineAttention
+        from laminar_hpc.trainer.megatron.te_attention import TransformerEngineAttention
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
         spec.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
@@ -116,7 +116,7 @@ def _layer_spec(shape: ModelShape, dtype: torch.dtype) -> ModuleSpec:
 
 def build_gpt(transformer: TransformerConfig, shape: ModelShape, float32_head: bool) -> GPTModel:
     """This rank's part of the model, its weights yet to be loaded. It has no RoPE of its own:
-    trainer/attention.py's is used."""
+    trainer/megatron/attention.py's is used."""
     gpt = GPTModel(
         transformer,
         _layer_spec(shape, transformer.params_dtype),

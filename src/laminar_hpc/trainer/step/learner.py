@@ -21,8 +21,8 @@ from laminar_hpc.trainer.algorithms.advantages import token_advantages
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
-from laminar_hpc.trainer.megatron import MegatronPolicy
-from laminar_hpc.trainer.microbatch import (
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.microbatch import (
     Example,
     MicroBatch,
     behaviour_logprobs,
@@ -30,8 +30,8 @@ from laminar_hpc.trainer.microbatch import (
     make_microbatch,
     trained,
 )
-from laminar_hpc.trainer.packing import plan_microbatches, split_minibatches
-from laminar_hpc.trainer.rescoring import ReferenceWeights, batch_logprobs
+from laminar_hpc.trainer.step.packing import plan_microbatches, split_minibatches
+from laminar_hpc.trainer.step.rescoring import ReferenceWeights, batch_logprobs
 
 
 class Learner:

@@ -1,5 +1,5 @@
 """Products of bfloat16 models, rounded where SGLang rounds them and nowhere else. Called by
-trainer/building.py.
+trainer/megatron/building.py.
 
 The output layer gives float32 logits: a logit of 20 rounded to bfloat16 is off by up to 1/16, and so are
 log-probs. SGLang's counterpart is --enable-fp32-lm-head. A bias is added before the one rounding, as in

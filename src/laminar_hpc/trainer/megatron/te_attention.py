@@ -1,5 +1,5 @@
-"""Transformer Engine's attention for our packs; imported by trainer/building.py where Transformer Engine is
-installed (GPUs)."""
+"""Transformer Engine's attention for our packs; imported by trainer/megatron/building.py where Transformer
+Engine is installed (GPUs)."""
 
 from dataclasses import fields
 
@@ -7,7 +7,7 @@ import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from laminar_hpc.trainer.attention import PackLayout, rotated
+from laminar_hpc.trainer.megatron.attention import PackLayout, rotated
 
 
 class TransformerEngineAttention(TEDotProductAttention):

@@ -1,5 +1,5 @@
 """Log-probs and entropy from logits whose vocabulary is padded and split over tensor-parallel ranks. Called
-by trainer/megatron.py."""
+by trainer/megatron/policy.py."""
 
 import torch
 import torch.distributed as dist

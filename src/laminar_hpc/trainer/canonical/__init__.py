@@ -1,0 +1,1 @@
+"""The live weights under Hugging Face names, put together from the shards of all trainer ranks."""

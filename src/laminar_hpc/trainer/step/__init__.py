@@ -1,0 +1,1 @@
+"""One trainer step: from a batch of trajectories to optimizer updates and metrics."""
