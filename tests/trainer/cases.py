@@ -63,7 +63,7 @@ def train(
     return {
         "place": place(),
         "metrics": metrics,
-        "gaps": learner.gaps,
+        "mismatches": learner.mismatches,
         "before": before,
         "after": read_logits(policy, texts),
         "probe": policy.probe_logprobs(),

@@ -8,8 +8,8 @@ import torch
 
 from laminar_hpc.config.models import trainer_bytes
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
+from laminar_hpc.trainer.megatron.packs import make_pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
-from laminar_hpc.trainer.step.microbatch import make_pack
 
 HIDDEN, FFN, TOKENS = 128, 512, 256
 

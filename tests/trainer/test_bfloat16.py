@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
 from laminar_hpc.trainer.megatron.attention import rotated, rotation_of
 from laminar_hpc.trainer.megatron.linear import float32_product
+from laminar_hpc.trainer.megatron.packs import make_pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
-from laminar_hpc.trainer.step.microbatch import make_pack
 from laminar_hpc.weights.probe import probe_sequences
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

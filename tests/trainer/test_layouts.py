@@ -128,9 +128,11 @@ def check_layout(
     for result in results:  # on every rank the numbers of the whole batch
         assert [m["loss"] for m in result["metrics"]] == pytest.approx(losses, abs=1e-5)
         assert [m["grad_norm"] for m in result["metrics"]] == pytest.approx(norms, rel=1e-5, abs=1e-5)
-        assert all(result[key] == results[0][key] for key in ("metrics", "hash", "gaps"))
-    gaps = list(results[0]["gaps"].values())
-    assert all(gap > 0 and ahead == STEPS - 1 for gap, ahead in gaps) and len(gaps) == 16
+        assert all(result[key] == results[0][key] for key in ("metrics", "hash", "mismatches"))
+    mismatches = list(results[0]["mismatches"].values())
+    assert (
+        all(mismatch > 0 and ahead == STEPS - 1 for mismatch, ahead in mismatches) and len(mismatches) == 16
+    )
     assert (whole_logits(results, "before") - before).abs().max() < 1e-4
     assert (whole_logits(results, "after") - after).abs().max() < 1e-4
     assert (after - before).abs().max() > 1e-2, (

@@ -12,7 +12,6 @@ import torch
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages import VersionSpan
 from laminar_hpc.policies.metrics import batch_metrics, merged
-from laminar_hpc.trainer.algorithms.objective import SUMS
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.trainer.step.microbatch import make_microbatch
@@ -172,7 +171,7 @@ def test_empty_micro_batches_and_untrained_trajectories_add_nothing(tied_model: 
     ]
 
     def gradient(micro_batches: list) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.stack([row[: len(SUMS)] for row in policy.accumulate(micro_batches, learner._loss)])
+        rows = torch.stack([each.sums for each in policy.accumulate(micro_batches, learner._loss)])
         return torch.cat([p.main_grad.flatten().cpu() for p in policy.gpt.parameters()]), rows.sum(0)
 
     alone, beside = gradient([real]), gradient([idle[0], real, *idle])
@@ -236,7 +235,7 @@ def test_each_trajectorys_gap_is_that_of_the_moment_it_was_trained(untied_model:
     learner.train(batch, 3, lambda: None)
     differ = 0
     for t in batch:
-        gap, ahead = learner.gaps[t.trajectory_id]
+        gap, ahead = learner.mismatches[t.trajectory_id]
         mask = torch.tensor(t.loss_mask, dtype=torch.bool)
         with torch.no_grad():
             expected = float(
@@ -244,4 +243,4 @@ def test_each_trajectorys_gap_is_that_of_the_moment_it_was_trained(untied_model:
             )
         assert ahead in (4, 5) and (ahead == 5 or gap == pytest.approx(expected, abs=1e-5))
         differ += abs(gap - expected) > 1e-3
-    assert sorted(ahead for _, ahead in learner.gaps.values()) == [4] * 8 + [5] * 8 and differ > 4
+    assert sorted(ahead for _, ahead in learner.mismatches.values()) == [4] * 8 + [5] * 8 and differ > 4

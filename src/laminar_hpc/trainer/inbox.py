@@ -51,9 +51,9 @@ class Inbox:
             return None
         return answer
 
-    def report(self, step: int, metrics: dict[str, float], gaps: dict[int, tuple[float, int]]) -> bool:
+    def report(self, step: int, metrics: dict[str, float], mismatches: dict[int, tuple[float, int]]) -> bool:
         """Says that `step` is in the weights; False when the run is to end here."""
-        answer = self._ask(StepDone(step, metrics, gaps), Continue, f"the answer to step {step}")
+        answer = self._ask(StepDone(step, metrics, mismatches), Continue, f"the answer to step {step}")
         if isinstance(answer, Leave):
             log.info("leaving after step %d: %s", step, answer.reason)
         return isinstance(answer, Continue)

@@ -36,50 +36,53 @@ class _NoPublisher:
 def run(context: RoleContext) -> None:
     """The whole life of a trainer rank. Raises LaminarError for whatever ends the run, StopReceived when the
     controller ends it."""
-    config, trace, restored = context.config, context.trace, context.welcome.restored_step
+    config, trace = context.config, context.trace
+    restored = context.welcome.restored_step if context.welcome.restored_step >= 0 else None
+    minibatches = config.algorithm.minibatches_per_step
+    parts = minibatches if config.pipeline.consumption == "stream" else 1
     with trace.span("load"):
         init_trainer_world(context)
         policy = MegatronPolicy(config)
         learner = Learner(config, policy)
         checkpointer = Checkpointer(context.run_dir, policy, learner)
-        if restored >= 0:
+        if restored is not None:
             checkpointer.load(restored)
         inbox = Inbox(context)
         publisher = _NoPublisher() if config.source.startswith("replay:") else Publisher(context, policy)
-    step, saved = max(0, restored), restored
+    step, saved = (0, None) if restored is None else (restored, restored)
     _publish(context, policy, publisher, step)
 
-    ended, minibatches = time.time(), config.algorithm.minibatches_per_step
+    ended = time.time()
     while step < config.steps:
-        gaps: dict[int, tuple[float, int]] = {}
-        found, waited, parts = [], 0.0, minibatches if config.pipeline.consumption == "stream" else 1
+        mismatches: dict[int, tuple[float, int]] = {}
+        of_parts, wait_seconds = [], 0.0
         for part in range(parts):
             asked = time.time()
             with trace.span("wait", step=step):
                 batch = inbox.take(step, part)
             if batch is None:
                 break
-            waited += time.time() - asked
+            wait_seconds += time.time() - asked
             with trace.span("train", step=step):
-                found.append(
+                of_parts.append(
                     learner.train(batch.trajectories, step, publisher.fence, minibatches // parts, part)
                 )
-            gaps |= learner.gaps
-        if not found:
+            mismatches |= learner.mismatches
+        if not of_parts:
             break
-        metrics, trained = merged(found), time.time()
+        metrics, trained = merged(of_parts), time.time()
         step += 1
         _publish(context, policy, publisher, step)
         if step % config.checkpoint.every == 0 or step == config.steps:
             _checkpoint(context, checkpointer, step, _wire_id(publisher))
             saved = step
         metrics |= {
-            "wait_seconds": waited,
-            "train_seconds": trained - ended - waited,
+            "wait_seconds": wait_seconds,
+            "train_seconds": trained - ended - wait_seconds,
             "seconds": time.time() - ended,
         }
         ended = time.time()
-        if not inbox.report(step - 1, metrics, gaps):
+        if not inbox.report(step - 1, metrics, mismatches):
             break
 
     if saved != step:

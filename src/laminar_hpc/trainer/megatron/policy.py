@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from laminar_hpc.trainer.megatron.building import (
 )
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
 from laminar_hpc.trainer.megatron.logprobs import entropy, mask_padding, token_logprobs
-from laminar_hpc.trainer.step.microbatch import MicroBatch, Pack, make_pack
+from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import TensorReader, read_shape, save_directory
 from laminar_hpc.weights.lanes import Lane
@@ -42,9 +43,16 @@ from laminar_hpc.weights.mapping import Piece, Shard, check_names, pieces
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.stream import Part
 
-# (micro-batch, log-probs with gradient, entropies), each [trained] -> the summed loss, what it counts for in
-# the denominator (int32), and whatever is to be collected
-Loss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+class Packed(Protocol):
+    """A micro-batch, for whoever runs it."""
+
+    @property
+    def pack(self) -> Pack: ...
+
+
+Batch = TypeVar("Batch", bound=Packed)
+Collected = TypeVar("Collected")
 
 
 def local_device() -> torch.device:
@@ -143,18 +151,24 @@ class MegatronPolicy:
                 collect_non_loss_data=forward_only,
             )
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> list[torch.Tensor]:
+    def accumulate(
+        self,
+        micro_batches: Sequence[Batch],
+        loss: Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Collected]],
+    ) -> list[Collected]:
         """Gradients of the summed loss over the summed count, of all micro-batches of all data-parallel
-        ranks; returns what `loss` collected on this rank, which is nothing but on the last pipeline stage.
-        All ranks bring as many; with pipeline stages, of equal size in tokens."""
+        ranks. All ranks bring as many; with pipeline stages, of equal size in tokens.
 
-        def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        `loss` of a micro-batch, its log-probs with gradient and its entropies, each [trained], gives the
+        summed loss, its part of the denominator (int32), and what is to be collected. Returns what was
+        collected on this rank, which is nothing but on the last pipeline stage.
+        """
+
+        def step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(batches)
             return self._forward(batch.pack), functools.partial(finish, batch)
 
-        def finish(
-            batch: MicroBatch, output: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def finish(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Collected]:
             with native_calls():
                 logprobs, entropies = self._logprobs(
                     output, batch.pack, self.config.sampling.temperature, with_entropy=True

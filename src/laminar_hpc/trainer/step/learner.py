@@ -8,10 +8,10 @@ whose update was skipped.
 
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
@@ -30,20 +30,34 @@ from laminar_hpc.trainer.step.microbatch import (
     make_microbatch,
     trained,
 )
-from laminar_hpc.trainer.step.packing import plan_microbatches, split_minibatches
+from laminar_hpc.trainer.step.packing import split_minibatches
+from laminar_hpc.trainer.step.parallel import own_microbatches, reduced
 from laminar_hpc.trainer.step.rescoring import ReferenceWeights, batch_logprobs
+
+
+class Collected(NamedTuple):
+    """Of one micro-batch: the objective's sums [len(SUMS)] and largest ratio, and of each trajectory the mean
+    |log-prob by the trainer - by the engine| over its trained tokens [trajectories, at least 1]."""
+
+    sums: torch.Tensor
+    largest_ratio: torch.Tensor
+    mismatch: torch.Tensor
 
 
 class Learner:
     """The algorithm of config.algorithm on a MegatronPolicy. `skipped_in_a_row` is part of a checkpoint's
-    state."""
+    state.
+
+    `mismatches`, of the last step and on every rank: trajectory id -> its log-prob mismatch, and the number
+    of optimizer updates between the weights that generated it and those that it met.
+    """
 
     def __init__(self, config: RunConfig, policy: MegatronPolicy) -> None:
         """`policy` still has the weights of config.model.path, which are those of the reference model: a
         checkpoint is loaded later."""
         self.config, self.policy = config, policy
         self.skipped_in_a_row = 0
-        self.gaps: dict[int, tuple[float, int]] = {}  # of the last step, see messages.StepDone; on every rank
+        self.mismatches: dict[int, tuple[float, int]] = {}
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
 
     def train(
@@ -63,58 +77,55 @@ class Learner:
         """
         # the order of arrival must not matter
         trajectories = sorted(trajectories, key=lambda t: (t.group_id, t.trajectory_id))
-        examples = self._examples(trajectories, step)
-        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        rate, norms, collected, skipped = self.policy.learning_rate, [], [], 0
-        updates, count = (
-            minibatches or self.config.algorithm.minibatches_per_step,
-            self.config.algorithm.minibatches_per_step,
-        )
-        gaps, ahead = torch.zeros(len(trajectories), device=self.policy.device), {}
+        examples, learning_rate = self._examples(trajectories, step), self.policy.learning_rate
+        updates = minibatches or self.config.algorithm.minibatches_per_step
+        mismatch = torch.zeros(len(trajectories), device=self.policy.device)
+        update_of, norms, collected = dict[int, int](), list[float](), list[Collected]()
         for number, members in enumerate(
-            split_minibatches(len(trajectories), updates, self.config.seed, step), earlier
+            split_minibatches(len(trajectories), updates, self.config.seed, step)
         ):
-            lengths = [length(trajectories[i]) for i in members]
-            plan = plan_microbatches(lengths, ranks, self.config.trainer.tokens_per_microbatch)[rank]
-            # the stages pass on tensors of one shape
-            size = max(sum(lengths[j] for j in part) for part in plan) if stages > 1 else 0
-            micro_batches = [
-                make_microbatch([examples[members[j]] for j in part], self.policy.device, size)
-                for part in plan
-            ]
-            of_tokens, of_trajectories = [], self.policy.accumulate(micro_batches, self._loss)
-            for part, row in zip(plan, of_trajectories, strict=False):  # a stage before the last has none
-                gaps[[members[j] for j in part]] = row[len(SUMS) + 1 :][: len(part)]
-                of_tokens.append(row[: len(SUMS) + 1])
-            ahead |= {i: (step - trajectories[i].weight_step) * count + number for i in members}
-            before_update()
-            before_update = _nothing
+            of_minibatch, mismatch[members] = self._accumulate([examples[i] for i in members])
+            update_of |= dict.fromkeys(members, earlier + number)
+            if number == 0:
+                before_update()
             norm = self.policy.update()
-            if norm is None:
-                skipped += 1
-            else:
-                norms.append(norm)
-                collected += of_tokens
             self._count_skipped(norm is None, step)
-        for group in (
-            parallel_state.get_data_parallel_group(),
-            parallel_state.get_pipeline_model_parallel_group(),
-        ):
-            dist.all_reduce(gaps, group=group)
-        self.gaps = {
-            t.trajectory_id: (gap, ahead[i])
-            for i, (t, gap) in enumerate(zip(trajectories, gaps.tolist(), strict=True))
-        }
+            if norm is not None:
+                norms.append(norm)
+                collected += of_minibatch
+        self._note_mismatches(trajectories, step, reduced(mismatch).tolist(), update_of)
         metrics = {
             **batch_metrics(trajectories, step),
             **reward_means(trajectories, self.config.reward.functions),
             **self._token_metrics(collected),
             "grad_norm": sum(norms) / max(1, len(norms)),
-            "learning_rate": rate,
-            "skipped_updates": float(skipped),
+            "learning_rate": learning_rate,
+            "skipped_updates": updates - len(norms),
         }
         return {name: float(value) for name, value in metrics.items()}
+
+    def _accumulate(self, examples: list[Example]) -> tuple[list[Collected], torch.Tensor]:
+        """The gradients of one mini-batch. Returns what this rank's micro-batches collected, and the mismatch
+        of all its trajectories [examples], which is 0 where another rank has it."""
+        lengths = [length(example.trajectory) for example in examples]
+        plan, size = own_microbatches(lengths, self.config.trainer.tokens_per_microbatch)
+        micro_batches = [
+            make_microbatch([examples[i] for i in part], self.policy.device, size) for part in plan
+        ]
+        collected = self.policy.accumulate(micro_batches, self._loss)
+        mismatch = torch.zeros(len(examples), device=self.policy.device)
+        for part, of_part in zip(plan, collected, strict=False):  # a stage before the last has none
+            mismatch[part] = of_part.mismatch[: len(part)]
+        return collected, mismatch
+
+    def _note_mismatches(
+        self, trajectories: list[Trajectory], step: int, mismatch: list[float], update_of: dict[int, int]
+    ) -> None:
+        per_step = self.config.algorithm.minibatches_per_step
+        self.mismatches = {
+            t.trajectory_id: (mismatch[i], (step - t.weight_step) * per_step + update_of[i])
+            for i, t in enumerate(trajectories)
+        }
 
     def _examples(self, trajectories: list[Trajectory], step: int) -> list[Example]:
         """The trajectories, which are ordered by group, with what is computed of them before the first
@@ -146,10 +157,11 @@ class Learner:
     def _group_sizes(self, trajectories: list[Trajectory], step: int) -> list[int]:
         """Trajectories per group, in order; groups may differ in size when sampling is adaptive."""
         algorithm, sizes = self.config.algorithm, Counter(t.group_id for t in trajectories)
-        least, most = algorithm.first_samples or algorithm.samples_per_prompt, algorithm.samples_per_prompt
-        wrong = {group: size for group, size in sizes.items() if not least <= size <= most}
+        largest = algorithm.samples_per_prompt
+        smallest = algorithm.first_samples or largest
+        wrong = {group: size for group, size in sizes.items() if not smallest <= size <= largest}
         if wrong:
-            wanted = f"{most} each" if least == most else f"{least} to {most} each"
+            wanted = f"{largest} each" if smallest == largest else f"{smallest} to {largest} each"
             raise LaminarError(
                 f"the batch of step {step} has incomplete groups (group: "
                 f"trajectories) {wrong}; {wanted} are needed"
@@ -169,32 +181,21 @@ class Learner:
 
     def _loss(
         self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The micro-batch's summed loss; its count; and the objective's sums, the largest ratio, and each
-        trajectory's gap."""
-        tokens = batch.tokens
-        found = objective(
-            self.config.algorithm, self.config.sampling.max_response_tokens, tokens, logprobs, entropies
-        )
-        gaps = tokens.sequence_sums((logprobs.detach() - tokens.behaviour).abs()) / tokens.sequence_sums(
-            tokens.real
-        ).clamp(min=1)
-        return found.total, found.count, torch.cat([found.sums, found.largest_ratio[None], gaps])
+    ) -> tuple[torch.Tensor, torch.Tensor, Collected]:
+        """As `MegatronPolicy.accumulate` wants it."""
+        tokens, longest = batch.tokens, self.config.sampling.max_response_tokens
+        micro = objective(self.config.algorithm, longest, tokens, logprobs, entropies)
+        distance, count = (logprobs.detach() - tokens.behaviour).abs(), tokens.sequence_sums(tokens.real)
+        mismatch = tokens.sequence_sums(distance) / count.clamp(min=1)
+        return micro.total, micro.count, Collected(micro.sums, micro.largest_ratio, mismatch)
 
-    def _token_metrics(self, collected: list[torch.Tensor]) -> dict[str, float]:
+    def _token_metrics(self, collected: list[Collected]) -> dict[str, float]:
         """Of all micro-batches of all data-parallel ranks: the loss over its denominator, means over tokens,
         the largest ratio."""
-        a = self.config.algorithm
-        rows = torch.stack(collected or [torch.zeros(len(SUMS) + 1, device=self.policy.device)]).double()
-        sums, largest = rows[:, :-1].sum(0), rows[:, -1].max()
-        # Tensor-parallel ranks have the same numbers; of the pipeline's stages only the last has any, the
-        # others bring zeros.
-        for group in (
-            parallel_state.get_data_parallel_group(),
-            parallel_state.get_pipeline_model_parallel_group(),
-        ):
-            dist.all_reduce(sums, group=group)
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        a, none = self.config.algorithm, torch.zeros(len(SUMS), device=self.policy.device)
+        sums = reduced(torch.stack([c.sums for c in collected] or [none]).double().sum(0))
+        ratios = torch.stack([c.largest_ratio for c in collected] or [none[0]])
+        largest = reduced(ratios.double().max(), dist.ReduceOp.MAX)
         of = dict(zip(SUMS, sums.tolist(), strict=True))
         tokens, kept = max(of["tokens"], 1.0), max(of["kept"], 1.0)
         metrics = {
@@ -221,7 +222,3 @@ class Learner:
                 f"{step}: lower optimizer.lr, "
                 "or look for non-finite log-probs of the engine; optimizer.max_skipped_updates allows more"
             )
-
-
-def _nothing() -> None:
-    pass

@@ -5,13 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from laminar_hpc.messages import Trajectory
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.microbatch import length, trained, trajectory_pack
-from laminar_hpc.trainer.step.packing import plan_microbatches
+from laminar_hpc.trainer.step.parallel import own_microbatches, reduced
 
 
 class ReferenceWeights:
@@ -40,25 +38,15 @@ def batch_logprobs(policy: MegatronPolicy, trajectories: list[Trajectory]) -> to
     """By the weights in place, at the sampling temperature: float32 [trained tokens] on the CPU, trajectory
     after trajectory, the whole batch on every rank. Collective; each data-parallel rank computes its
     share."""
-    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    lengths = [length(t) for t in trajectories]
-    plan = plan_microbatches(lengths, ranks, policy.config.trainer.tokens_per_microbatch)[rank]
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    # the stages pass on tensors of one shape
-    size = max(sum(lengths[i] for i in part) for part in plan) if stages > 1 else 0
+    lengths, budget = [length(t) for t in trajectories], policy.config.trainer.tokens_per_microbatch
+    plan, size = own_microbatches(lengths, budget)
     counts = [len(trained(t)) for t in trajectories]
-    found = [torch.zeros(n, device=policy.device) for n in counts]
+    logprobs = [torch.zeros(n, device=policy.device) for n in counts]
     scored = policy.score(
         [trajectory_pack([trajectories[i] for i in part], policy.device, size) for part in plan]
     )
-    for part, logprobs in zip(plan, scored, strict=False):  # another stage has none
+    for part, of_pack in zip(plan, scored, strict=False):  # another stage has none
         if part:
-            for i, own in zip(part, logprobs.split([counts[i] for i in part]), strict=True):
-                found[i] = own
-    flat = torch.cat(found)
-    for group in (
-        parallel_state.get_data_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    ):
-        dist.all_reduce(flat, group=group)
-    return flat.cpu()
+            for i, own in zip(part, of_pack.split([counts[i] for i in part]), strict=True):
+                logprobs[i] = own
+    return reduced(torch.cat(logprobs)).cpu()
