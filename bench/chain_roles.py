@@ -39,6 +39,7 @@ from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.messages import Hello
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.metrics import MetricsWriter
@@ -48,8 +49,7 @@ from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.slots import SlotGone, SlotReader
-from laminar_hpc.weights.stream import Part
-from laminar_hpc.weights.sums import add_sums, tensor_sums
+from laminar_hpc.weights.stream import Span
 
 CLONE_NEWNET = 0x40000000
 RUN_ID = "chain"
@@ -118,26 +118,26 @@ class RandomModel:
         return [(name, shape, torch.float32) for name, shape in self._shapes]
 
     def pack(
-        self, parts: Sequence[Part], bucket: torch.Tensor, lane: int
+        self, spans: Sequence[Span], bucket: torch.Tensor, lane: int
     ) -> Callable[[], list[tuple[int, int]]]:
         """Bytes that follow from the step alone, and their sums; those of whole tensors go to
         sums/<step>.json with the last bucket."""
         factor = np.uint32(
             2654435761 if self._every else np.random.default_rng(self.step).integers(1 << 31) | 1
         )
-        for part in parts:
-            words = bucket[part.offset : part.offset + 4 * (part.last - part.first)].numpy().view(np.uint32)
-            np.multiply(np.arange(part.first, part.last, dtype=np.uint32), factor, out=words)
+        for span in spans:
+            words = bucket[span.offset : span.offset + 4 * (span.last - span.first)].numpy().view(np.uint32)
+            np.multiply(np.arange(span.first, span.last, dtype=np.uint32), factor, out=words)
             if self._every:
-                words[-part.first % self._every :: self._every] += np.uint32(self.step)
+                words[-span.first % self._every :: self._every] += np.uint32(self.step)
             else:
                 words += factor
-        sums = [tensor_sums(bucket[p.offset : p.offset + 4 * (p.last - p.first)], p.first) for p in parts]
-        if parts[0].tensor == parts[0].first == 0:
+        sums = [tensor_sums(bucket[p.offset : p.offset + 4 * (p.last - p.first)], p.first) for p in spans]
+        if spans[0].tensor == spans[0].first == 0:
             self._whole = [(0, 0)] * len(self._shapes)
-        for part, both in zip(parts, sums, strict=True):
-            self._whole[part.tensor] = add_sums([self._whole[part.tensor], both])
-        if parts[-1].tensor == len(self._shapes) - 1 and parts[-1].last == self._shapes[-1][1][0]:
+        for span, both in zip(spans, sums, strict=True):
+            self._whole[span.tensor] = add_sums([self._whole[span.tensor], both])
+        if spans[-1].tensor == len(self._shapes) - 1 and spans[-1].last == self._shapes[-1][1][0]:
             (self._sums / f"{self.step}.json").write_text(json.dumps(self._whole))
         return lambda: sums
 

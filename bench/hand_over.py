@@ -31,13 +31,13 @@ import torch
 
 from laminar_hpc.cluster.links import Link, LinkBroken, host_store, reach_store
 from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.relay.chain import Stream, receive_stream
 from laminar_hpc.rollout.sglang_plugin.live_weights import View
 from laminar_hpc.rollout.sglang_plugin.load import load_slot
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 from laminar_hpc.weights.stream import decode_header, encode_header, encode_sums
-from laminar_hpc.weights.sums import tensor_sums
 
 HOST, SECONDS, RUN_ID = "127.0.0.1", 60.0, "hand-over"
 HIDDEN, FEED_FORWARD, KV, VOCABULARY = 3584, 18944, 512, 152064  # Qwen2.5-7B

@@ -26,9 +26,10 @@ import torch
 
 from laminar_hpc import kernels
 from laminar_hpc.kernels import reference
+from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.weights.hf import FAMILIES, ModelShape
 from laminar_hpc.weights.manifest import layout
-from laminar_hpc.weights.mapping import Piece, pieces
+from laminar_hpc.weights.mapping import local_slices
 
 SHAPE = ModelShape(
     family=FAMILIES["qwen2"],
@@ -79,7 +80,7 @@ def main() -> None:
             "bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has one"
         )
     torch.manual_seed(0)
-    torch._dynamo.config.recompile_limit = 64  # a program for each kind of piece
+    torch._dynamo.config.recompile_limit = 64  # a program for each kind of slice
     rows = [pack_row(options, *cast) for cast in CASTS]
     deltas = [delta_rows(options, share) for share in CHANGED]
     counted = [encode for share, (encode, _) in zip(CHANGED, deltas, strict=True) if share <= COUNTED]
@@ -121,13 +122,15 @@ def words_sums(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return words.sum(), (words * torch.arange(1, len(words) + 1, device=words.device)).sum()
 
 
-def pack_in_torch(own: list[Piece], targets: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def pack_in_torch(
+    own: list[LocalSlice], targets: list[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     reference.pack(own, targets)
     return [words_sums(target.view(-1)) for target in targets]
 
 
 def one_piece(view: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What torch.compile gets, piece by piece."""
+    """What torch.compile gets, slice by slice."""
     target.view(view.shape).copy_(view)
     return words_sums(target.view(-1))
 
@@ -184,7 +187,7 @@ def row(
 
 
 def pack_row(options: object, source: torch.dtype, serving: torch.dtype) -> dict[str, object]:
-    own = pieces(parameters(options.layers, source), SHAPE)
+    own = local_slices(parameters(options.layers, source), SHAPE)
     plan = layout([(p.name, p.shape, serving) for p in own], 0, 0)
     buckets = [torch.zeros(plan.data_bytes, dtype=torch.uint8, device="cuda") for _ in range(3)]
     ours, eager, compiled_into = (
@@ -193,8 +196,8 @@ def pack_row(options: object, source: torch.dtype, serving: torch.dtype) -> dict
     compiled = torch.compile(one_piece, dynamic=False)
     sums = kernels.pack(own, ours)()
     expected = pack_in_torch(own, eager)
-    for piece, target in zip(own, compiled_into, strict=True):
-        compiled(piece.view, target)
+    for local, target in zip(own, compiled_into, strict=True):
+        compiled(local.view, target)
     if not torch.equal(buckets[0], buckets[1]) or sums != [
         tuple(int(x) % 2**64 for x in both) for both in expected
     ]:
@@ -210,7 +213,7 @@ def pack_row(options: object, source: torch.dtype, serving: torch.dtype) -> dict
 
 def delta_rows(options: object, share: float) -> tuple[dict[str, object], dict[str, object]]:
     """Encode and apply, of a bf16 image as large as the packed layers."""
-    count = sum(p.view.numel() for p in pieces(parameters(options.layers, torch.bfloat16), SHAPE))
+    count = sum(p.view.numel() for p in local_slices(parameters(options.layers, torch.bfloat16), SHAPE))
     old = torch.randn(count, device="cuda", dtype=torch.bfloat16)
     new = torch.where(torch.rand(count, device="cuda") < share, -2 * old, old)
     image, images = old.clone(), (old.clone(), old.clone())

@@ -412,6 +412,7 @@ def measure_pull(options: argparse.Namespace, size: str) -> dict:
 async def pull(options: argparse.Namespace, size: str) -> dict:
     import torch
 
+    from laminar_hpc.kernels.sums import tensor_sums
     from laminar_hpc.observability.trace import Trace
     from laminar_hpc.rollout.sglang_server import SglangServer
     from laminar_hpc.rollout.weight_loader import WeightLoader
@@ -419,7 +420,6 @@ async def pull(options: argparse.Namespace, size: str) -> dict:
     from laminar_hpc.weights.manifest import layout
     from laminar_hpc.weights.probe import probe_sequences
     from laminar_hpc.weights.slots import SlotReader, SlotWriter
-    from laminar_hpc.weights.sums import tensor_sums
 
     config, folder = settings(options, size), options.runs_dir
     directory = Path(config.model.path)

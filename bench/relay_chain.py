@@ -32,13 +32,13 @@ from network import Network, missing
 from laminar_hpc.cluster.links import Link, host_store, reach_store
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.observability import trace
 from laminar_hpc.policies.chain import best_chunks, broadcast_seconds, chunk_bytes
 from laminar_hpc.relay.chain import Stream, receive_stream
 from laminar_hpc.relay.ends import Receiver, Sender
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import decode_header
-from laminar_hpc.weights.sums import tensor_sums
 
 SECONDS = 120.0  # for any one broadcast
 TENSORS = 16

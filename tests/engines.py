@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers)
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.rollout.sglang_server import SglangServer
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
-from laminar_hpc.weights.sums import tensor_sums
 
 EOS = 258
 

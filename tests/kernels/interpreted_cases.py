@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from laminar_hpc.kernels import pack, place, reference, triton_delta, triton_pack
+from laminar_hpc.kernels.slices import LocalSlice
+from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.hf import FAMILIES, ModelShape
 from laminar_hpc.weights.manifest import layout
-from laminar_hpc.weights.mapping import Piece, Shard, pieces
-from laminar_hpc.weights.sums import add_sums, tensor_sums
+from laminar_hpc.weights.mapping import Shard, local_slices
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CASTS = [(F32, F32), (F32, BF16), (F32, F16), (BF16, BF16), (F16, F16)]
@@ -43,7 +44,7 @@ def model_shape(name: str) -> ModelShape:
     )
 
 
-def shard_pieces(s: ModelShape, rank: int, size: int, dtype: torch.dtype) -> list[Piece]:
+def shard_pieces(s: ModelShape, rank: int, size: int, dtype: torch.dtype) -> list[LocalSlice]:
     """What a shard of Megatron's holds, its vocabulary padded to a multiple of 32 per shard; the tied
     embedding's copy too."""
     generator, vocab = torch.Generator().manual_seed(rank), math.ceil(s.vocab / 32 / size) * 32
@@ -62,7 +63,7 @@ def shard_pieces(s: ModelShape, rank: int, size: int, dtype: torch.dtype) -> lis
     parameters = {n: torch.randn(x, generator=generator).to(dtype) for n, x in shapes.items()}
     if s.tied:
         parameters["output_layer.weight"] = parameters["embedding.word_embeddings.weight"].clone()
-    return pieces(parameters, s, shard=Shard(rank, size))
+    return local_slices(parameters, s, shard=Shard(rank, size))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -90,7 +91,7 @@ def test_pack_whole_tensors(name: str, size: int, source: torch.dtype, serving: 
     found, expected = (torch.full((plan.data_bytes,), 0x5A, dtype=torch.uint8) for _ in range(2))
     parts: dict[str, dict[tuple[int, int], tuple[int, int]]] = {name: {} for name in entries}
 
-    def targets(bucket: torch.Tensor, own: list[Piece]) -> list[torch.Tensor]:
+    def targets(bucket: torch.Tensor, own: list[LocalSlice]) -> list[torch.Tensor]:
         return [
             place(bucket, entries[p.name].offset, p.shape, serving).narrow(p.dim, p.start, p.length)
             for p in own
@@ -99,8 +100,8 @@ def test_pack_whole_tensors(name: str, size: int, source: torch.dtype, serving: 
     for own in shards:
         sums = unsigned(triton_pack.pack(own, targets(found, own)))
         assert sums == pack(own, targets(expected, own))()
-        for piece, both in zip(own, sums, strict=True):
-            parts[piece.name][piece.start, piece.length] = (
+        for local, both in zip(own, sums, strict=True):
+            parts[local.name][local.start, local.length] = (
                 both  # a copy of a tied embedding, or of a norm, once
             )
     assert torch.equal(found, expected)
@@ -115,9 +116,9 @@ def test_pack_slices_next_to_each_other(name: str, source: torch.dtype, serving:
     """What a rank sends: its slices without gaps; sums as of their places in the whole tensors. Bytes beside
     them stay as they were."""
     own, begin, offsets = shard_pieces(model_shape(name), 1, 2, source), 4, []
-    for piece in own:
+    for local in own:
         offsets.append(begin)
-        begin += math.prod(piece.slice_shape) * serving.itemsize
+        begin += math.prod(local.slice_shape) * serving.itemsize
     found, expected = (torch.full((begin + 8,), 0x5A, dtype=torch.uint8) for _ in range(2))
     into = [
         [place(bucket, o, p.slice_shape, serving) for o, p in zip(offsets, own, strict=True)]
@@ -154,13 +155,13 @@ def test_every_kind_of_rounding(serving: torch.dtype, length: int) -> None:
     mantissas = torch.tensor(edges, dtype=torch.int32)
     signs = torch.tensor([0, -(2**31)], dtype=torch.int32).repeat_interleave(16)
     values = (exponents | mantissas.repeat(2).repeat(256) | signs.repeat(256)).view(F32)[:length]
-    piece = Piece("x", (length,), 0, 0, length, values)
+    local = LocalSlice("x", (length,), 0, 0, length, values)
     found, expected = torch.empty(length, dtype=serving), torch.empty(length, dtype=serving)
-    sums = unsigned(triton_pack.pack([piece], [found]))
-    reference.pack([piece], [expected])
+    sums = unsigned(triton_pack.pack([local], [found]))
+    reference.pack([local], [expected])
     number = ~values.isnan()
     assert same_bits(found[number], expected[number]) and found[~number].isnan().all() and (~number).any()
-    assert sums == reference.sums([piece], [found])()
+    assert sums == reference.sums([local], [found])()
 
 
 @pytest.mark.parametrize("programs", [1, 512])
@@ -168,15 +169,15 @@ def test_every_kind_of_rounding(serving: torch.dtype, length: int) -> None:
 def test_pack_more_than_one_tile(
     rows: int, columns: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many tiles per program and one, several programs per piece, ends inside a tile."""
+    """Many tiles per program and one, several programs per slice, ends inside a tile."""
     monkeypatch.setattr(triton_pack, "PROGRAMS", programs)
     for source, serving in CASTS:
         view = torch.randn(rows, columns + 7).to(source)[:, :columns]
         for start, total in ((0, columns), (5, columns + 9)):
-            piece = Piece("x", (rows, total), 1, start, columns, view)
+            local = LocalSlice("x", (rows, total), 1, start, columns, view)
             found, expected = (torch.zeros(rows, total, dtype=serving) for _ in range(2))
-            sums = unsigned(triton_pack.pack([piece], [found.narrow(1, start, columns)]))
-            reference.pack([piece], [expected.narrow(1, start, columns)])
+            sums = unsigned(triton_pack.pack([local], [found.narrow(1, start, columns)]))
+            reference.pack([local], [expected.narrow(1, start, columns)])
             assert same_bits(found, expected) and sums == [tensor_sums(expected)]
 
 

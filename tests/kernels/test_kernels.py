@@ -16,9 +16,9 @@ from triton.compiler import ASTSource
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels import Delta, delta_apply, delta_encode, pack, place
 from laminar_hpc.kernels.grid import common_grid
+from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.kernels.triton_delta import BLOCK, apply_kernel, compact_kernel, mark_kernel
 from laminar_hpc.kernels.triton_pack import pack_kernel
-from laminar_hpc.weights.mapping import Piece
 
 CASES = Path(__file__).with_name("interpreted_cases.py")
 PACK = {"BR": 1, "BC": 1024, "TILES": 16, "WIDE": False}
@@ -95,14 +95,14 @@ def test_delta_compiles_ahead(item: str, capability: int) -> None:
 def test_what_no_kernel_can_do_is_refused() -> None:
     """One line before anything is written: another shape or dtype, a place outside the bucket, a delta of
     another image."""
-    piece = Piece("w", (4, 2), 0, 0, 4, torch.zeros(4, 2, dtype=torch.bfloat16))
+    local = LocalSlice("w", (4, 2), 0, 0, 4, torch.zeros(4, 2, dtype=torch.bfloat16))
     for target in (
         torch.zeros(2, 4, dtype=torch.bfloat16),
         torch.zeros(4, 2, dtype=torch.float16),
         torch.zeros(4, 2, dtype=torch.int16),
     ):
         with pytest.raises(LaminarError, match="cannot pack w"):
-            pack([piece], [target])
+            pack([local], [target])
     for offset in (1, 4):
         with pytest.raises(LaminarError, match="lay it out"):
             place(torch.zeros(16, dtype=torch.uint8), offset, (4, 2), torch.bfloat16)
@@ -122,7 +122,7 @@ def test_the_references_serve_the_cpu() -> None:
     """Sums are taken when asked for; a delta's size is that of its indices and values."""
     bucket, values = torch.zeros(16, dtype=torch.uint8), torch.tensor([1.0, 2.0, 3.0])
     target = place(bucket, 4, (3,), torch.bfloat16)
-    sums = pack([Piece("b", (3,), 0, 0, 3, values)], [target])
+    sums = pack([LocalSlice("b", (3,), 0, 0, 3, values)], [target])
     assert target.tolist() == [1.0, 2.0, 3.0] and sums() == [(0x40003F80 + 0x4040, 0x40003F80 + 2 * 0x4040)]
     found = delta_encode(target, torch.tensor([1.0, 5.0, 3.0], dtype=torch.bfloat16))
     assert found.indices.tolist() == [1] and found.values.tolist() == [2.0] and found.nbytes == 6

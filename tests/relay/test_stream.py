@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from laminar_hpc.cluster.links import LinkBroken
+from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.relay.chain import ArrivingSums, Stream, SumsDiffer, receive_stream, send_stream
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import decode_header
-from laminar_hpc.weights.sums import tensor_sums
 
 TENSORS = [
     ("odd", (3, 5), torch.bfloat16),

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from laminar_hpc.cluster.links import Link, LinkBroken
+from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream, send_stream
 from laminar_hpc.weights.delta import encode
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.stream import decode_header
-from laminar_hpc.weights.sums import tensor_sums
 
 CHUNK = 1 << 16
 TENSORS = [

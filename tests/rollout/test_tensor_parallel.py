@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from engines import LoopThread, ended, engine_config, file_sums, fill_slot, hf_logprobs, make_model, reference
 from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
@@ -26,7 +27,6 @@ from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.weights.manifest import WEIGHTS_FILE
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
-from laminar_hpc.weights.sums import tensor_sums
 
 
 class Split:

@@ -14,13 +14,13 @@ from megatron.core import parallel_state as ps
 
 from laminar_hpc import messages as m
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.trainer.step.microbatch import Example, MicroBatch, make_microbatch, trained
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import chunks
-from laminar_hpc.weights.sums import add_sums, tensor_sums
 
 
 def place() -> tuple[int, int, int]:

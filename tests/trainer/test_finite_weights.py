@@ -71,7 +71,7 @@ def test_weights_that_training_made_infinite_are_not_published(
     )
     loop._publish(context, policy, taken, 6)
     with torch.no_grad():
-        next(piece.view for piece in policy.pieces if piece.name == DOWN).view(-1)[5:7] = math.inf
+        next(own.view for own in policy.slices if own.name == DOWN).view(-1)[5:7] = math.inf
     with pytest.raises(
         LaminarError,
         match=r"after step 7 the weights are not finite: model\.layers\.1\.mlp\.down_proj\.weight \(2 of",

@@ -16,7 +16,7 @@ from ranks import Ranks
 from safetensors.torch import load_file
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.trainer.canonical.gather import Slice, plan
+from laminar_hpc.trainer.canonical.plan import HeldSlice, plan
 from laminar_hpc.trainer.megatron.building import first_stage_layers
 from laminar_hpc.weights.checkpoints import checkpoint_path
 
@@ -260,8 +260,8 @@ def test_a_rank_that_does_not_come_is_named_in_time(ranks: Ranks, models) -> Non
 def test_slices_of_the_ranks_are_planned_without_overlap() -> None:
     """Of replicas the first holder's is taken, an empty slice of padding is none, and a gap is an error."""
 
-    def held(rank: int, start: int, length: int) -> Slice:
-        return Slice(rank, "w", (5, 2), 0, start, length)
+    def held(rank: int, start: int, length: int) -> HeldSlice:
+        return HeldSlice("w", (5, 2), 0, start, length, rank)
 
     assert [
         (s.rank, s.start) for s in plan([held(0, 0, 3), held(1, 3, 2), held(2, 0, 3), held(3, 5, 0)])["w"]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.weights.lane_slots import LaneWriter, SlotsBusy
 from laminar_hpc.weights.lanes import borders, join, lane_chunks, lane_manifest, lane_sums
 from laminar_hpc.weights.manifest import Manifest, decode_manifest, encode_manifest, layout
 from laminar_hpc.weights.slots import SlotReader
-from laminar_hpc.weights.sums import tensor_sums
 
 SHAPES = [("a", (50, 7)), ("odd", (3, 3)), ("b", (40, 10)), ("c", (5,))]
 

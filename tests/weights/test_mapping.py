@@ -8,7 +8,7 @@ import torch
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.hf import FAMILIES, ModelShape
-from laminar_hpc.weights.mapping import Shard, check_names, pieces
+from laminar_hpc.weights.mapping import Shard, check_names, local_slices
 
 SHAPE = ModelShape(
     family=FAMILIES["qwen2"],
@@ -50,15 +50,17 @@ def megatron_parameters(size: int) -> dict[str, torch.Tensor]:
 
 def hf_tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {p.name: torch.randn(p.shape, generator=generator) for p in pieces(megatron_parameters(1), SHAPE)}
+    return {
+        p.name: torch.randn(p.shape, generator=generator) for p in local_slices(megatron_parameters(1), SHAPE)
+    }
 
 
 def load(size: int, tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """The shards, filled from whole Hugging Face tensors."""
     shards = [megatron_parameters(size) for _ in range(size)]
     for rank, parameters in enumerate(shards):
-        for piece in pieces(parameters, SHAPE, shard=Shard(rank, size)):
-            piece.load(tensors[piece.name].narrow(piece.dim, piece.start, piece.length))
+        for local in local_slices(parameters, SHAPE, shard=Shard(rank, size)):
+            local.load(tensors[local.name].narrow(local.dim, local.start, local.length))
     return shards
 
 
@@ -69,9 +71,9 @@ def test_roundtrip_is_bit_exact(size: int) -> None:
     tensors = hf_tensors()
     back = {name: torch.full_like(t, math.nan) for name, t in tensors.items()}
     for rank, parameters in enumerate(load(size, tensors)):
-        for piece in pieces(parameters, SHAPE, shard=Shard(rank, size)):
-            assert piece.shape == tuple(tensors[piece.name].shape)
-            back[piece.name].narrow(piece.dim, piece.start, piece.length).copy_(piece.value())
+        for local in local_slices(parameters, SHAPE, shard=Shard(rank, size)):
+            assert local.shape == tuple(tensors[local.name].shape)
+            back[local.name].narrow(local.dim, local.start, local.length).copy_(local.value())
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)
 
 
@@ -119,7 +121,7 @@ def test_views_share_memory_where_layouts_agree() -> None:
     parameters = megatron_parameters(1)
     copied = {
         p.name
-        for p in pieces(parameters, SHAPE)
+        for p in local_slices(parameters, SHAPE)
         if p.value().data_ptr() != p.view.data_ptr() or not p.value().is_contiguous()
     }
     assert {name.split(".")[-2] for name in copied} <= {"q_proj", "k_proj", "v_proj"}
@@ -128,13 +130,13 @@ def test_views_share_memory_where_layouts_agree() -> None:
 def test_pipeline_stages_use_global_layer_numbers() -> None:
     """A stage that begins with layer 5 holds model.layers.5 and on."""
     parameters = {n: t for n, t in megatron_parameters(1).items() if n.startswith("decoder.layers")}
-    assert {p.name.split(".")[2] for p in pieces(parameters, SHAPE, first_layer=5)} == {"5", "6"}
+    assert {p.name.split(".")[2] for p in local_slices(parameters, SHAPE, first_layer=5)} == {"5", "6"}
 
 
 def test_a_parameter_without_a_row_is_refused() -> None:
     """Weights that are trained but never served would be a silent error."""
     with pytest.raises(LaminarError, match=r"without a row.*linear_proj.bias"):
-        pieces(
+        local_slices(
             {**megatron_parameters(1), "decoder.layers.0.self_attention.linear_proj.bias": torch.zeros(6)},
             SHAPE,
         )

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels.sums import add_sums, slice_sums, tensor_sums
 from laminar_hpc.weights.layout import clean_leftovers, slots_root
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.slots import SlotGone, SlotReader, SlotWriter
-from laminar_hpc.weights.sums import add_sums, slice_sums, tensor_sums
 
 TENSORS = [("b", (7, 3), torch.float32), ("a", (5,), torch.float32)]
 

@@ -6,19 +6,18 @@ tensors on a GPU go to the kernels, all others to the references.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels import host, reference
 from laminar_hpc.kernels.reference import Delta
-from laminar_hpc.weights.mapping import Piece
-from laminar_hpc.weights.sums import shifted
+from laminar_hpc.kernels.slices import LocalSlice
+from laminar_hpc.kernels.sums import LazySums, shifted
 
-__all__ = ["LONGEST", "Delta", "Sums", "delta_apply", "delta_encode", "pack", "place"]
+__all__ = ["LONGEST", "Delta", "delta_apply", "delta_encode", "pack", "place"]
 
-Sums = Callable[[], list[tuple[int, int]]]
 # elements per delta: an index has 32 bits, and a kernel's last block may reach beyond the end
 LONGEST = 2**31 - 2**16
 _MODULUS = 1 << 64
@@ -39,38 +38,38 @@ def place(bucket: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.
     return bucket[offset:end].view(dtype).view(tuple(shape))
 
 
-def pack(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> Sums:
-    """Copies each piece, reordered and rounded to nearest even, into its target, which has the piece's
+def pack(slices: Sequence[LocalSlice], targets: Sequence[torch.Tensor]) -> LazySums:
+    """Copies each slice, reordered and rounded to nearest even, into its target, which has the slice's
     `slice_shape`.
 
     A target is a `place` in a bucket, or a narrowed part of one; its dtype (float32, bfloat16, float16) is
-    the serving dtype. Pieces are float32, or have the serving dtype already. The piece may be empty; a NaN
+    the serving dtype. Slices are float32, or have the serving dtype already. A slice may be empty; a NaN
     stays a NaN, of no particular payload.
 
-    Returns a function that gives each piece's part of the two checksums of its whole tensor
-    (weights/sums.py). They are taken in the same pass, and on a GPU reading them waits for it; on the CPU
-    those of pieces that are cast, or do not lie on whole words, are taken when asked for, from the targets,
+    Returns a function that gives each slice's part of the two checksums of its whole tensor
+    (kernels/sums.py). They are taken in the same pass, and on a GPU reading them waits for it; on the CPU
+    those of slices that are cast, or do not lie on whole words, are taken when asked for, from the targets,
     which must be untouched until then. Raises LaminarError on other shapes or dtypes.
     """
-    for piece, target in zip(pieces, targets, strict=True):
-        _check_target(piece, target)
+    for local, target in zip(slices, targets, strict=True):
+        _check_target(local, target)
     if targets and targets[0].is_cuda:
         from laminar_hpc.kernels.triton_pack import pack as on_gpu
 
-        taken = on_gpu(pieces, targets)
+        taken = on_gpu(slices, targets)
         return lambda: [(first % _MODULUS, second % _MODULUS) for first, second in taken.tolist()]
-    parts = [_pack_on_host(piece, target) for piece, target in zip(pieces, targets, strict=True)]
+    parts = [_pack_on_host(local, target) for local, target in zip(slices, targets, strict=True)]
     return lambda: [both for part in parts for both in part()]
 
 
-def _pack_on_host(piece: Piece, target: torch.Tensor) -> Sums:
+def _pack_on_host(local: LocalSlice, target: torch.Tensor) -> LazySums:
     """In one pass where that is possible, else by the reference."""
-    strides = [math.prod(piece.shape[dim + 1 :]) for dim in range(len(piece.shape))]
-    word, inside = divmod(piece.start * strides[piece.dim] * target.element_size(), 4)
-    both = host.move(target, piece.view, piece.slice_shape, strides) if not inside else None
+    strides = [math.prod(local.shape[dim + 1 :]) for dim in range(len(local.shape))]
+    word, inside = divmod(local.start * strides[local.dim] * target.element_size(), 4)
+    both = host.move(target, local.view, local.slice_shape, strides) if not inside else None
     if both is None:
-        reference.pack([piece], [target])
-        return reference.sums([piece], [target])
+        reference.pack([local], [target])
+        return reference.sums([local], [target])
     total = shifted(both, word)
     return lambda: [total]
 
@@ -128,14 +127,14 @@ def delta_apply(image: torch.Tensor, delta: Delta) -> None:
         reference.delta_apply(image, delta)
 
 
-def _check_target(piece: Piece, target: torch.Tensor) -> None:
-    known = target.dtype in (torch.float32, torch.bfloat16, torch.float16) and piece.view.dtype in (
+def _check_target(local: LocalSlice, target: torch.Tensor) -> None:
+    known = target.dtype in (torch.float32, torch.bfloat16, torch.float16) and local.view.dtype in (
         torch.float32,
         target.dtype,
     )
-    if not known or tuple(target.shape) != piece.slice_shape or target.device != piece.view.device:
+    if not known or tuple(target.shape) != local.slice_shape or target.device != local.view.device:
         raise LaminarError(
-            f"cannot pack {piece.name} {piece.slice_shape} {piece.view.dtype} on "
-            f"{piece.view.device} into {tuple(target.shape)} {target.dtype} on {target.device}; "
+            f"cannot pack {local.name} {local.slice_shape} {local.view.dtype} on "
+            f"{local.view.device} into {tuple(target.shape)} {target.dtype} on {target.device}; "
             "a target has the slice's shape and device, and a float32 or equal dtype as source"
         )

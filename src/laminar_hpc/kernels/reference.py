@@ -1,13 +1,13 @@
 """The kernels in plain torch: what runs on the CPU, and what the Triton kernels are held against, bit by
 bit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from laminar_hpc.weights.mapping import Piece
-from laminar_hpc.weights.sums import slice_sums
+from laminar_hpc.kernels.slices import LocalSlice
+from laminar_hpc.kernels.sums import LazySums, slice_sums
 
 
 class Delta(NamedTuple):
@@ -22,17 +22,17 @@ class Delta(NamedTuple):
         return self.indices.nbytes + self.values.nbytes
 
 
-def pack(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> None:
-    """Each piece into its target, which has the piece's `slice_shape`; torch's cast rounds to nearest
+def pack(slices: Sequence[LocalSlice], targets: Sequence[torch.Tensor]) -> None:
+    """Each slice into its target, which has the slice's `slice_shape`; torch's cast rounds to nearest
     even."""
-    for piece, target in zip(pieces, targets, strict=True):
-        target.view(piece.view.shape).copy_(piece.view)
+    for local, target in zip(slices, targets, strict=True):
+        target.view(local.view.shape).copy_(local.view)
 
 
-def sums(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> Callable[[], list[tuple[int, int]]]:
-    """Gives what each packed piece adds to the sums of its whole tensor; holds on to the targets, not to the
-    pieces' views."""
-    packed = [(t, p.shape, p.dim, p.start) for p, t in zip(pieces, targets, strict=True)]
+def sums(slices: Sequence[LocalSlice], targets: Sequence[torch.Tensor]) -> LazySums:
+    """Gives what each packed slice adds to the sums of its whole tensor; holds on to the targets, not to the
+    slices' views."""
+    packed = [(t, p.shape, p.dim, p.start) for p, t in zip(slices, targets, strict=True)]
     return lambda: [slice_sums(*one) if one[0].numel() else (0, 0) for one in packed]
 
 

@@ -3,7 +3,7 @@ same pass.
 
 Bytes move once: each program takes TILES tiles of BR rows and BC columns. Two 16-bit items are handled as the
 one 32-bit word that they share wherever every row begins on a word; else each item adds its half of the word,
-as weights/sums.py does.
+as kernels/sums.py does.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from laminar_hpc.kernels.grid import Grid, common_grid
-from laminar_hpc.weights.mapping import Piece
+from laminar_hpc.kernels.slices import LocalSlice
 
 TILE = 1024  # words: 8 per thread of 128, so that the sums of a thread stay in registers
 TILES = 16  # per program: one pair of atomic additions per 64 KB written
-PROGRAMS = 512  # at least, before any takes more than a tile: small pieces spread over the device
+PROGRAMS = 512  # at least, before any takes more than a tile: small slices spread over the device
 _COPY, _BFLOAT16, _FLOAT16 = 0, 1, 2
 _INTEGER = {2: torch.int16, 4: torch.int32}
 
@@ -96,22 +96,22 @@ def pack_kernel(
     )
 
 
-def pack(pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Each piece into its target of shape `slice_shape`; returns their sums, int64 [pieces, 2] on the device,
+def pack(slices: Sequence[LocalSlice], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Each slice into its target of shape `slice_shape`; returns their sums, int64 [slices, 2] on the device,
     modulo 2**64."""
-    sums = torch.zeros((len(pieces), 2), dtype=torch.int64, device=targets[0].device)
-    for piece, target, both in zip(pieces, targets, sums, strict=True):
+    sums = torch.zeros((len(slices), 2), dtype=torch.int64, device=targets[0].device)
+    for local, target, both in zip(slices, targets, sums, strict=True):
         if target.numel():
-            _launch(piece, target, both)
+            _launch(local, target, both)
     return sums
 
 
-def _launch(piece: Piece, target: torch.Tensor, sums: torch.Tensor) -> None:
-    source, whole = piece.view, _contiguous_strides(piece.shape)
+def _launch(local: LocalSlice, target: torch.Tensor, sums: torch.Tensor) -> None:
+    source, whole = local.view, _contiguous_strides(local.shape)
     grid = common_grid(
-        [(source.shape, source.stride()), (target.shape, target.stride()), (piece.slice_shape, whole)]
+        [(source.shape, source.stride()), (target.shape, target.stride()), (local.slice_shape, whole)]
     )
-    first, cast = piece.start * whole[piece.dim], _COPY
+    first, cast = local.start * whole[local.dim], _COPY
     if source.dtype != target.dtype:
         cast = _BFLOAT16 if target.dtype == torch.bfloat16 else _FLOAT16
     pairs = target.element_size() == 2 and _on_words(grid, first, source, target, cast)
@@ -128,7 +128,7 @@ def _launch(piece: Piece, target: torch.Tensor, sums: torch.Tensor) -> None:
     BR = 1 if grid.rows == 1 else min(TILE // BC, triton.next_power_of_2(grid.rows))
     tiles = triton.cdiv(grid.rows, BR) * triton.cdiv(columns, BC)
     per_program = min(TILES, 1 << (max(1, tiles // PROGRAMS).bit_length() - 1))
-    farthest = max((grid.rows + BR) * max(grid.strides), _numel(piece.shape)) + 2 * TILE
+    farthest = max((grid.rows + BR) * max(grid.strides), _numel(local.shape)) + 2 * TILE
     pack_kernel[(triton.cdiv(tiles, per_program),)](
         flat_source,
         flat_target,

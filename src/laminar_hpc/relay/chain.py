@@ -20,10 +20,10 @@ import torch
 
 from laminar_hpc.cluster.links import Link, LinkBroken
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.delta import FULL, Frame, FrameWrong, apply, payload_bytes, unit_bytes
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.stream import encode_header, encode_sums, take_sums
-from laminar_hpc.weights.sums import add_sums, tensor_sums
 
 _POSTED_AHEAD = 2  # chunks that may arrive while an earlier one is looked at
 

@@ -440,7 +440,7 @@ class SglangServer(KvEngine):
         return whole_tensors(self._shards)
 
     async def sums(self) -> Sums:
-        """Sums over the live parameters of all ranks, see weights/sums.py. Raises LaminarError when copies of
+        """Sums over the live parameters of all ranks, see kernels/sums.py. Raises LaminarError when copies of
         a shard differ."""
         if self._shards is None:
             await self.layout()

@@ -24,8 +24,8 @@ import torch
 from laminar_hpc import kernels
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.reference import Delta, bits
+from laminar_hpc.kernels.sums import extension
 from laminar_hpc.weights.manifest import Manifest
-from laminar_hpc.weights.sums import extension
 
 FULL, MASK, OFFSETS = 0, 1, 2
 BLOCK = 1 << 16

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels.sums import add_sums, shifted
 from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest, TensorEntry
-from laminar_hpc.weights.stream import Part, chunks
-from laminar_hpc.weights.sums import add_sums, shifted
+from laminar_hpc.weights.stream import Span, chunks
 
 _WORD = 4
 _SNAP = 8  # a border moves by at most one part in so many of a lane
@@ -68,18 +68,18 @@ def lane_manifest(whole: Manifest, begin: int, end: int) -> Manifest:
     return Manifest(whole.weight_id, whole.step, whole.dtype, parts, begin, whole)
 
 
-def lane_chunks(lane: Manifest, size: int) -> list[list[Part]]:
+def lane_chunks(lane: Manifest, size: int) -> list[list[Span]]:
     """What lies in each chunk of a lane, as stream.chunks; tensors and items are numbered as in the whole."""
     cut = chunks(lane, size)
     if lane.whole is None:
         return cut
     number, entry = next((n, e) for n, e in enumerate(lane.whole.tensors) if e.offset + e.nbytes > lane.begin)
     before = (lane.begin - entry.offset) // ITEM_BYTES[entry.dtype]
-    return [[_moved(part, number, 0 if part.tensor else before) for part in parts] for parts in cut]
+    return [[_moved(span, number, 0 if span.tensor else before) for span in spans] for spans in cut]
 
 
-def _moved(part: Part, tensors: int, items: int) -> Part:
-    return Part(part.tensor + tensors, part.first + items, part.last + items, part.offset)
+def _moved(span: Span, tensors: int, items: int) -> Span:
+    return Span(span.tensor + tensors, span.first + items, span.last + items, span.offset)
 
 
 def lane_sums(lane: Manifest, sums: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.weights.hf import ModelShape
 
 
@@ -23,39 +24,8 @@ class Shard:
     size: int = 1
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, start + length) along `dim` of one Hugging Face tensor, and the view of a Megatron
-    parameter that holds them.
-
-    `shape` is that of the whole Hugging Face tensor. `view` shares the parameter's memory; it may split a
-    dimension in several.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    start: int
-    length: int
-    view: torch.Tensor
-
-    @property
-    def slice_shape(self) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
-
-    def load(self, part: torch.Tensor) -> None:
-        """Copies this slice of the Hugging Face tensor, shape `slice_shape` and any float dtype, into the
-        Megatron parameter."""
-        self.view.copy_(part.reshape(self.view.shape))
-
-    def value(self) -> torch.Tensor:
-        """This slice as Hugging Face has it, contiguous: a view of the parameter where the layouts agree,
-        else a copy."""
-        return self.view.reshape(self.slice_shape)
-
-
-# -> dim, start, length in all, view
-Part = Callable[[torch.Tensor, ModelShape, Shard], tuple[int, int, int, torch.Tensor]]
+# how a Hugging Face tensor lies in a Megatron parameter -> dim, start, length in all, view
+Layout = Callable[[torch.Tensor, ModelShape, Shard], tuple[int, int, int, torch.Tensor]]
 
 
 def whole(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
@@ -74,38 +44,38 @@ def vocabulary(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, i
     return 0, start, shape.vocab, t[: shape.vocab - start]
 
 
-def _qkv(first: int | None) -> Part:
+def _qkv(first: int | None) -> Layout:
     """linear_qkv interleaves, per key-value group, its query heads, its key head, its value head; a shard
     holds whole groups."""
 
-    def part(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
+    def layout(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
         queries = shape.heads // shape.kv_heads
         groups = t.view(-1, queries + 2, shape.head_dim, *t.shape[1:])
         view = groups[:, :queries] if first is None else groups[:, queries + first : queries + first + 1]
         rows = view.shape[0] * view.shape[1] * shape.head_dim
         return 0, shard.rank * rows, shard.size * rows, view
 
-    return part
+    return layout
 
 
-def _half(which: int) -> Part:
+def _half(which: int) -> Layout:
     """linear_fc1 holds, per shard, its rows of the gate, then its rows of the up projection."""
 
-    def part(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
+    def layout(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
         view = t.chunk(2)[which]
         return 0, shard.rank * view.shape[0], shard.size * view.shape[0], view
 
-    return part
+    return layout
 
 
 query, key, value, gate, up = _qkv(None), _qkv(0), _qkv(1), _half(0), _half(1)
 
 # Hugging Face tensor, Megatron parameter, how the one lies in the other; in the order of a Hugging Face state
 # dict.
-FIRST: tuple[tuple[str, str, Part], ...] = (
+FIRST: tuple[tuple[str, str, Layout], ...] = (
     ("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocabulary),
 )
-LAYER: tuple[tuple[str, str, Part], ...] = (
+LAYER: tuple[tuple[str, str, Layout], ...] = (
     ("self_attn.q_proj.weight", "self_attention.linear_qkv.weight", query),
     ("self_attn.q_proj.bias", "self_attention.linear_qkv.bias", query),
     ("self_attn.k_proj.weight", "self_attention.linear_qkv.weight", key),
@@ -127,20 +97,20 @@ LAYER: tuple[tuple[str, str, Part], ...] = (
     ("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", whole),
     ("post_attention_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", whole),
 )
-LAST: tuple[tuple[str, str, Part], ...] = (
+LAST: tuple[tuple[str, str, Layout], ...] = (
     ("model.norm.weight", "decoder.final_layernorm.weight", whole),
     ("lm_head.weight", "output_layer.weight", vocabulary),
 )
 # The last pipeline stage of a tied model has a copy of the embedding as its head.
-TIED_LAST: tuple[tuple[str, str, Part], ...] = (
+TIED_LAST: tuple[tuple[str, str, Layout], ...] = (
     LAST[0],
     ("model.embed_tokens.weight", "output_layer.weight", vocabulary),
 )
 
 
-def pieces(
+def local_slices(
     parameters: dict[str, torch.Tensor], shape: ModelShape, first_layer: int = 0, shard: Shard | None = None
-) -> list[Piece]:
+) -> list[LocalSlice]:
     """Every Hugging Face slice that these local parameters hold, in the order of a Hugging Face state dict.
 
     `parameters` are named as in GPTModel.named_parameters(); `first_layer` is the global index of
@@ -154,24 +124,24 @@ def pieces(
     rows = [*FIRST]
     for i in range(local_layers):
         rows += [
-            (f"model.layers.{first_layer + i}.{hf}", f"decoder.layers.{i}.{name}", part)
-            for hf, name, part in LAYER
+            (f"model.layers.{first_layer + i}.{hf}", f"decoder.layers.{i}.{name}", layout)
+            for hf, name, layout in LAYER
         ]
     rows += TIED_LAST if shape.tied else LAST
-    found = []
-    for hf, name, part in rows:
+    slices = []
+    for hf, name, layout in rows:
         if name in parameters:
             t = parameters[name].detach()
-            dim, start, total, view = part(t, shape, shard)
+            dim, start, total, view = layout(t, shape, shard)
             whole_shape = (*t.shape[:dim], total, *t.shape[dim + 1 :])
             length = view.numel() // (t.numel() // t.shape[dim])
-            found.append(Piece(hf, whole_shape, dim, start, length, view))
+            slices.append(LocalSlice(hf, whole_shape, dim, start, length, view))
     unmapped = set(parameters) - {name for _, name, _ in rows}
     if unmapped:
         raise LaminarError(
             f"Megatron parameters without a row in weights/mapping.py: {', '.join(sorted(unmapped))}"
         )
-    return found
+    return slices
 
 
 def check_names(wanted: Iterable[str], there: set[str], tied: bool, where: str) -> None:

@@ -19,7 +19,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest, decode_manifest, encode_manifest
 
 
-class Part(NamedTuple):
+class Span(NamedTuple):
     """Items [first, last), in row-major order, of tensor number `tensor` of a manifest; they begin at byte
     `offset` of their chunk."""
 
@@ -50,13 +50,13 @@ def decode_header(frame: bytes) -> tuple[Manifest, int, int]:
         ) from None
 
 
-def chunks(manifest: Manifest, size: int) -> list[list[Part]]:
+def chunks(manifest: Manifest, size: int) -> list[list[Span]]:
     """What lies in each chunk of `size` bytes (the last may be shorter), in order; a tensor may be cut
     anywhere between two items.
 
     `size` is a multiple of 4; tensors lie without gaps, as manifest.layout has them.
     """
-    cut: list[list[Part]] = [[] for _ in range(-(-manifest.data_bytes // size))]
+    cut: list[list[Span]] = [[] for _ in range(-(-manifest.data_bytes // size))]
     for number, entry in enumerate(manifest.tensors):
         item, end = ITEM_BYTES[entry.dtype], entry.offset + entry.nbytes
         place = entry.offset
@@ -64,7 +64,7 @@ def chunks(manifest: Manifest, size: int) -> list[list[Part]]:
             index = place // size
             stop = min(end, (index + 1) * size)
             cut[index].append(
-                Part(
+                Span(
                     number,
                     (place - entry.offset) // item,
                     (stop - entry.offset) // item,

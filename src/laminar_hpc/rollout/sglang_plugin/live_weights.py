@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from laminar_hpc.kernels.sums import slice_sums
 from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
-from laminar_hpc.weights.sums import slice_sums
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels import pack
+from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.rollout.sglang_plugin.live_weights import View
 from laminar_hpc.weights.manifest import (
     MANIFEST_FILE,
@@ -27,7 +28,6 @@ from laminar_hpc.weights.manifest import (
     decode_manifest,
     safetensors_header,
 )
-from laminar_hpc.weights.mapping import Piece
 
 logger = logging.getLogger(__name__)
 _READ_ONLY = 0x08  # cudaHostRegisterReadOnly: the mapping cannot be written through
@@ -103,10 +103,10 @@ def load_slot(views: Sequence[View], directory: Path) -> dict[str, tuple[int, in
         for view, source in zip(views, found, strict=True):
             view.tensor.copy_(source, non_blocking=True)
         found = [view.tensor for view in views]
-    pieces = [
-        Piece(v.name, tuple(v.shape), v.dim, v.start, v.tensor.shape[v.dim], s)
+    slices = [
+        LocalSlice(v.name, tuple(v.shape), v.dim, v.start, v.tensor.shape[v.dim], s)
         for v, s in zip(views, found, strict=True)
     ]
     # on a GPU onto themselves: one pass over the parameters
-    sums = pack(pieces, [view.tensor for view in views])()
+    sums = pack(slices, [view.tensor for view in views])()
     return {view.name: both for view, both in zip(views, sums, strict=True)}

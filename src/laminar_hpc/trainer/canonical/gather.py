@@ -7,11 +7,9 @@ together, else the first rank's. So each byte comes there once.
 """
 
 import functools
-import itertools
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -19,166 +17,61 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels import pack, place
-from laminar_hpc.trainer.canonical.exchange import Exchange
-from laminar_hpc.weights.lanes import Lane, borders
-from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest, layout
-from laminar_hpc.weights.mapping import Piece
-from laminar_hpc.weights.stream import Part
-from laminar_hpc.weights.sums import add_sums, shifted
+from laminar_hpc.kernels.slices import LocalSlice
+from laminar_hpc.kernels.sums import LazySums, add_sums, shifted
+from laminar_hpc.trainer.canonical.exchange import Exchange, all_frames
+from laminar_hpc.trainer.canonical.plan import HeldSlice, gathered_lane, plan, plan_lanes
+from laminar_hpc.weights.lanes import Lane
+from laminar_hpc.weights.manifest import layout
+from laminar_hpc.weights.stream import Span
 
 log = logging.getLogger(__name__)
-_ALIKE = 0.9  # ranks that hold so much of what the best one holds of a lane take turns in sending
-
-TensorSums = Callable[[], list[tuple[int, int]]]  # of each part of a chunk
-
-
-class Slice(msgspec.Struct, frozen=True):
-    """Elements [start, start + length) along `dim` of the tensor `name`, whose whole shape is `shape`; `rank`
-    holds them."""
-
-    rank: int
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    start: int
-    length: int
-
-    @property
-    def own_shape(self) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
-
-    def below(self, place: int) -> int:
-        """How many of the slice's items come before item `place` of the whole tensor, both in row-major
-        order."""
-        inner = math.prod(self.shape[self.dim + 1 :])
-        block, inside = divmod(place, self.shape[self.dim] * inner)
-        return block * self.length * inner + min(max(inside - self.start * inner, 0), self.length * inner)
-
-
-def plan(held: Iterable[Slice]) -> dict[str, list[Slice]]:
-    """Slices by tensor that make it up without overlap, the first holder's of equal ones; tensors in the
-    order of first mention.
-
-    `held` in the order of the ranks, so the order is that of the pipeline's stages. Raises LaminarError when
-    a tensor has a gap.
-    """
-    tensors: dict[str, list[Slice]] = {}
-    for s in held:
-        of_tensor = tensors.setdefault(s.name, [])
-        if s.length and (s.start, s.length) not in {(t.start, t.length) for t in of_tensor}:
-            of_tensor.append(s)
-    for name, slices in tensors.items():
-        slices.sort(key=lambda s: s.start)
-        ends = [0, *(s.start + s.length for s in slices)]
-        if [s.start for s in slices] != ends[:-1] or ends[-1] != slices[0].shape[slices[0].dim]:
-            raise LaminarError(
-                f"the trainer ranks' slices of {name} do not make it up: "
-                f"{[(s.rank, s.start, s.length) for s in slices]}"
-            )
-    return tensors
-
-
-def plan_lanes(
-    held: Sequence[Slice], slices: dict[str, list[Slice]], whole: Manifest, lanes: int
-) -> list[Lane]:
-    """Who sends which bytes of the layout: of those who hold most of a lane the one with the fewest lanes;
-    lane 0 is rank 0's.
-
-    `held` by all ranks, `slices` as `plan` has them. Borders are put where pipeline stages meet, if that is
-    nearly even.
-    """
-    holders: dict[tuple[str, int], list[int]] = {}
-    for s in held:
-        holders.setdefault((s.name, s.start), []).append(s.rank)
-    of_tensor = [{r for s in slices[e.name] for r in holders[s.name, s.start]} for e in whole.tensors]
-    stages = [
-        e.offset
-        for e, mine, before in zip(whole.tensors[1:], of_tensor[1:], of_tensor, strict=False)
-        if mine != before
-    ]
-    places = borders(whole, lanes, stages)
-    found: list[Lane] = []
-    for begin, end in itertools.pairwise(places):
-        held_bytes: Counter[int] = Counter()
-        for s, nbytes in _within(slices, whole, begin, end):
-            held_bytes.update(dict.fromkeys(holders[s.name, s.start], nbytes))
-        most = max(held_bytes.values())
-        sending = Counter(lane.sender for lane in found)
-        alike = [rank for rank, nbytes in held_bytes.items() if nbytes >= _ALIKE * most]
-        found.append(Lane(min(alike, key=lambda rank: (sending[rank], rank)) if found else 0, begin, end))
-    return found
-
-
-def _within(
-    slices: dict[str, list[Slice]], whole: Manifest, begin: int, end: int
-) -> Iterator[tuple[Slice, int]]:
-    """The slices that have bytes in [begin, end) of the layout, and how many."""
-    for entry in whole.tensors:
-        first, last = (
-            max(begin, entry.offset) - entry.offset,
-            min(end, entry.offset + entry.nbytes) - entry.offset,
-        )
-        if first < last:
-            width = ITEM_BYTES[entry.dtype]
-            for s in slices[entry.name]:
-                yield s, width * (s.below(last // width) - s.below(first // width))
 
 
 class Canonical:
     """Collective over the trainer world: making one, and running through `tensors` or `pack`."""
 
     def __init__(
-        self, pieces: Sequence[Piece], dtype: torch.dtype, lanes: int, seconds: float, publish_seconds: float
+        self,
+        local: Sequence[LocalSlice],
+        dtype: torch.dtype,
+        lanes: int,
+        seconds: float,
+        publish_seconds: float,
     ) -> None:
-        """`pieces` of this rank, published in `dtype`; `seconds` bounds each wait for another rank, and
-        `publish_seconds` those of a rank for a relay."""
-        rank, everyone = dist.get_rank(), dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-        first = parallel_state.get_data_parallel_rank() == 0  # the other replicas hold the same
-        mine = (
-            [Slice(rank, p.name, p.shape, p.dim, p.start, p.length) for p in pieces]
-            if first or lanes > 1
-            else []
-        )
-        held = [
-            msgspec.json.decode(frame, type=list[Slice])
-            for frame in _all_frames(msgspec.json.encode(mine), everyone)
-        ]
-        everything = [s for of_rank in held for s in of_rank]
-        self.slices, owned = plan(everything), {(s.rank, s.name, s.start): s for s in everything}
+        """`local`: the slices of this rank, published in `dtype`; `seconds` bounds each wait for another
+        rank, and `publish_seconds` those of a rank for a relay."""
+        held = _held_by_all(local if lanes > 1 or _first_replica() else [], seconds)
+        self.slices = plan(held)
         whole = layout(self.metadata(dtype), 0, 0)
-        self.lanes = plan_lanes(everything, self.slices, whole, lanes)
-        self._of_lane = [
-            {
-                name: [owned.get((lane.sender, name, s.start), s) for s in slices]
-                for name, slices in self.slices.items()
-            }
-            for lane in self.lanes
+        self._lanes = [
+            gathered_lane(lane, held, self.slices, whole)
+            for lane in plan_lanes(held, self.slices, whole, lanes)
         ]
-        self.gathered_bytes = []  # of each lane, those that other ranks bring
-        taking = {0, *(lane.sender for lane in self.lanes)}
-        for lane, slices in zip(self.lanes, self._of_lane, strict=True):
-            within = [
-                (s.rank, nbytes) for s, nbytes in _within(slices, whole, lane.begin, lane.end) if nbytes
-            ]
-            taking |= {r for r, _ in within}
-            self.gathered_bytes.append(sum(nbytes for r, nbytes in within if r != lane.sender))
-        if rank == 0 and lanes > 1:
+        if dist.get_rank() == 0 and lanes > 1:
             for number, (lane, gathered) in enumerate(zip(self.lanes, self.gathered_bytes, strict=True)):
                 size = lane.end - lane.begin
-                log.info(
-                    "lane %d: %d bytes leave trainer %d, which gathers %.0f%% of them",
-                    number,
-                    size,
-                    lane.sender,
-                    100 * gathered / size,
-                )
-        holders = sorted({s.rank for slices in self.slices.values() for s in slices} | {0})
-        self._exchange, self.publishing = (
-            Exchange(holders, seconds),
-            Exchange(sorted(taking), seconds + publish_seconds),
-        )
+                share = 100 * gathered / size
+                text = "lane %d: %d bytes leave trainer %d, which gathers %.0f%% of them"
+                log.info(text, number, size, lane.sender, share)
+        holders = {0, *(s.rank for slices in self.slices.values() for s in slices)}
+        taking = {0, *(lane.sender for lane in self.lanes)}.union(*(lane.bytes_of for lane in self._lanes))
+        self._exchange = Exchange(sorted(holders), seconds)
+        self.publishing = Exchange(sorted(taking), seconds + publish_seconds)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """Which rank sends which bytes."""
+        return [each.lane for each in self._lanes]
+
+    @property
+    def gathered_bytes(self) -> list[int]:
+        """Of each lane, those that other ranks than its sender bring."""
+        return [
+            sum(nbytes for rank, nbytes in each.bytes_of.items() if rank != each.lane.sender)
+            for each in self._lanes
+        ]
 
     def metadata(self, dtype: torch.dtype) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, whole shape and `dtype` of every tensor of the model, in the order of a Hugging Face state
@@ -186,65 +79,62 @@ class Canonical:
         return [(name, slices[0].shape, dtype) for name, slices in self.slices.items()]
 
     def tensors(
-        self, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device
+        self, local: Sequence[LocalSlice], dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """On rank 0 the tensors, whole, contiguous, as `metadata` lists them: views of the parameters where
         one rank holds all and the layouts agree, else on `device`. The other ranks send their slices and get
         nothing, but must run through."""
-        local = _by_name(pieces)
+        own = _by_name(local)
         for name, slices in self.slices.items():
             if dist.get_rank() == 0:
-                yield name, self._whole(slices, local.get(name), dtype, device)
+                yield name, self._whole(slices, own, dtype, device)
             else:
-                self._send(slices, local.get(name), dtype)
+                self._send(slices, own, dtype)
 
     def pack(
         self,
-        pieces: Sequence[Piece],
+        local: Sequence[LocalSlice],
         dtype: torch.dtype,
-        parts: Sequence[Part],
+        spans: Sequence[Span],
         bucket: torch.Tensor | None,
         number: int = 0,
-    ) -> TensorSums:
+    ) -> LazySums:
         """One chunk of lane `number`, laid out as manifest.layout lays out `metadata`, into its sender's
         `bucket` (uint8); other ranks have none.
 
-        Returns, on the sender, a function that gives what each part adds to its tensor's checksums; the
+        Returns, on the sender, a function that gives what each span adds to its tensor's checksums; the
         bucket must be as it is until then. May run in a thread of its own, the same one on every rank of
         `publishing`.
         """
-        local, names, taken = _by_name(pieces), list(self.slices), []
-        sender, of_lane = self.lanes[number].sender, self._of_lane[number]
-        for part in parts:
-            slices = of_lane[names[part.tensor]]
-            spans = [(s, s.below(part.first), s.below(part.last)) for s in slices]
-            mine = local.get(names[part.tensor])
+        own, names, of_spans = _by_name(local), list(self.slices), list[list[LazySums]]()
+        sender, of_lane = self._lanes[number].lane.sender, self._lanes[number].slices
+        for span in spans:
+            name = names[span.tensor]
+            ranges = [(s, s.below(span.first), s.below(span.last)) for s in of_lane[name]]
             if bucket is None:
-                for s, first, last in spans:
+                for s, first, last in ranges:
                     if s.rank == dist.get_rank() and first < last:
-                        views = [v.reshape(-1) for v in cut(mine.view, first, last)]
-                        self.publishing.send(
-                            (torch.cat(views) if len(views) > 1 else views[0]).to(dtype), sender, s.name
-                        )
+                        views = [view.reshape(-1) for view in cut(own[name].view, first, last)]
+                        values = torch.cat(views) if len(views) > 1 else views[0]
+                        self.publishing.send(values.to(dtype), sender, name)
                 continue
-            target = place(bucket, part.offset, (part.last - part.first,), dtype)
-            sums: list[TensorSums] = []
-            for s, first, last in spans:
+            target = place(bucket, span.offset, (span.last - span.first,), dtype)
+            sums: list[LazySums] = []
+            for s, first, last in ranges:
                 if s.rank == sender:
-                    sums += _pack_span(s, first, cut(mine.view, first, last), target, part.first)
-                elif first < last:
-                    sums += _pack_span(
-                        s, first, self._received(s, first, last, target, part.first), target, part.first
-                    )
-            taken.append(sums)
-        return lambda: [add_sums(both for read in sums for both in read()) for sums in taken]
+                    views = cut(own[name].view, first, last)
+                else:
+                    views = self._received(s, first, last, target, span.first) if first < last else []
+                sums += _pack_range(s, first, views, target, span.first)
+            of_spans.append(sums)
+        return lambda: [add_sums(both for read in sums for both in read()) for sums in of_spans]
 
     def _received(
-        self, s: Slice, first: int, last: int, target: torch.Tensor, begin: int
+        self, s: HeldSlice, first: int, last: int, target: torch.Tensor, begin: int
     ) -> list[torch.Tensor]:
-        """Another rank's items [first, last) of its slice, in pieces as `cut` makes them: in the target
-        itself where they lie together."""
-        at = _place(s, first) - begin
+        """Another rank's items [first, last) of its slice, as `cut` makes them: in the target itself
+        where they lie together."""
+        at = s.place(first) - begin
         together = s.dim == 0
         flat = (
             target[at : at + last - first]
@@ -254,35 +144,47 @@ class Canonical:
         self.publishing.receive(flat, s.rank, s.name)
         if together:
             return [flat]
-        shapes = [view.shape for view in cut(torch.empty(s.own_shape, device="meta"), first, last)]
-        return [
-            part.view(shape)
-            for part, shape in zip(flat.split([math.prod(x) for x in shapes]), shapes, strict=True)
-        ]
+        shapes = [view.shape for view in cut(torch.empty(s.slice_shape, device="meta"), first, last)]
+        views = flat.split([math.prod(shape) for shape in shapes])
+        return [view.view(shape) for view, shape in zip(views, shapes, strict=True)]
 
-    def _send(self, slices: Sequence[Slice], mine: Piece | None, dtype: torch.dtype) -> None:
+    def _send(self, slices: Sequence[HeldSlice], own: dict[str, LocalSlice], dtype: torch.dtype) -> None:
         """To rank 0, those of one tensor's slices that this rank holds."""
         for s in slices:
             if s.rank == dist.get_rank():
-                self._exchange.send(mine.value().to(dtype).contiguous(), 0, s.name)
+                self._exchange.send(own[s.name].value().to(dtype).contiguous(), 0, s.name)
 
     def _whole(
-        self, slices: list[Slice], mine: Piece | None, dtype: torch.dtype, device: torch.device
+        self,
+        slices: list[HeldSlice],
+        own: dict[str, LocalSlice],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> torch.Tensor:
         if len(slices) == 1 and slices[0].rank == 0:
-            return mine.value().to(dtype).contiguous()
+            return own[slices[0].name].value().to(dtype).contiguous()
         whole = torch.empty(slices[0].shape, dtype=dtype, device=device)
         for s in slices:
             target = whole.narrow(s.dim, s.start, s.length)
             if s.rank == 0:
-                pack([mine], [target])
+                pack([own[s.name]], [target])
             else:
-                target.copy_(
-                    self._exchange.receive(
-                        torch.empty(s.own_shape, dtype=dtype, device=device), s.rank, s.name
-                    )
-                )
+                values = torch.empty(s.slice_shape, dtype=dtype, device=device)
+                target.copy_(self._exchange.receive(values, s.rank, s.name))
         return whole
+
+
+def _first_replica() -> bool:
+    """The other data-parallel ranks hold the same slices as this one."""
+    return bool(parallel_state.get_data_parallel_rank() == 0)
+
+
+def _held_by_all(local: Sequence[LocalSlice], seconds: float) -> list[HeldSlice]:
+    """The slices that each rank names, in the order of the ranks. Collective over the trainer world."""
+    rank, everyone = dist.get_rank(), dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    own = [HeldSlice(s.name, s.shape, s.dim, s.start, s.length, rank) for s in local]
+    frames = all_frames(msgspec.json.encode(own), everyone)
+    return [s for frame in frames for s in msgspec.json.decode(frame, type=list[HeldSlice])]
 
 
 def cut(view: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
@@ -302,54 +204,35 @@ def cut(view: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
     return [*before, *middle, *(cut(view[tail], 0, last - tail * inner) if last % inner else [])]
 
 
-def _place(s: Slice, item: int) -> int:
-    """The place in the whole tensor, in row-major order, of item `item` of the slice in its own."""
-    inner = math.prod(s.shape[s.dim + 1 :])
-    block, inside = divmod(item, s.length * inner)
-    return (block * s.shape[s.dim] + s.start) * inner + inside
-
-
-def _pack_span(
-    s: Slice, first: int, views: Sequence[torch.Tensor], target: torch.Tensor, begin: int
-) -> list[TensorSums]:
+def _pack_range(
+    s: HeldSlice, first: int, views: Sequence[torch.Tensor], target: torch.Tensor, begin: int
+) -> list[LazySums]:
     """Consecutive items of slice `s` from its item `first` on, as `cut` makes them, into `target`, which
     holds the whole tensor's items from `begin` on. For a slice of columns (dim 1), each view is a part of one
     row or a block of whole rows of the slice."""
     taken, numel = [], math.prod(s.shape)
     for view in views:
-        place_in_whole, items = _place(s, first), view.numel()
+        place_in_whole, items = s.place(first), view.numel()
         at, columns = place_in_whole - begin, s.shape[-1]
         if s.dim == 0 or view.dim() == 1:
-            flat = Piece(s.name, (numel,), 0, place_in_whole, items, view)
+            flat = LocalSlice(s.name, (numel,), 0, place_in_whole, items, view)
             taken.append(pack([flat], [target[at : at + items]]))
         else:
             rows, row = len(view), place_in_whole - s.start
             block = target.as_strided((rows, s.length), (columns, 1), target.storage_offset() + at)
             # the sums of a block count words from the beginning of its first row
             if row * target.element_size() % 4:
-                return [*taken, *_pack_span(s, first, [*view, *views[len(taken) + 1 :]], target, begin)]
-            read = pack([Piece(s.name, (rows, columns), 1, s.start, s.length, view)], [block])
+                return [*taken, *_pack_range(s, first, [*view, *views[len(taken) + 1 :]], target, begin)]
+            read = pack([LocalSlice(s.name, (rows, columns), 1, s.start, s.length, view)], [block])
             taken.append(functools.partial(_shifted_by, row * target.element_size() // 4, read))
         first += items
     return taken
 
 
-def _shifted_by(words: int, read: TensorSums) -> list[tuple[int, int]]:
+def _shifted_by(words: int, read: LazySums) -> list[tuple[int, int]]:
     return [shifted(both, words) for both in read()]
 
 
-def _by_name(pieces: Sequence[Piece]) -> dict[str, Piece]:
+def _by_name(local: Sequence[LocalSlice]) -> dict[str, LocalSlice]:
     """The first of each name: a tied embedding comes before its copy."""
-    return {p.name: p for p in reversed(pieces)}
-
-
-def _all_frames(frame: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """What each rank of a gloo group brought, in the order of the ranks."""
-    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(frame)]), group=group)
-    longest = max(int(n) for n in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(frame)] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, sizes, strict=True)]
+    return {s.name: s for s in reversed(local)}

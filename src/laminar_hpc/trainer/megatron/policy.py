@@ -23,8 +23,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.kernels.slices import LocalSlice
+from laminar_hpc.kernels.sums import LazySums
 from laminar_hpc.trainer.canonical.exchange import Exchange
-from laminar_hpc.trainer.canonical.gather import Canonical, TensorSums
+from laminar_hpc.trainer.canonical.gather import Canonical
 from laminar_hpc.trainer.megatron.attention import rotation_of
 from laminar_hpc.trainer.megatron.building import (
     build_gpt,
@@ -39,9 +41,9 @@ from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import TensorReader, read_shape, save_directory
 from laminar_hpc.weights.lanes import Lane
-from laminar_hpc.weights.mapping import Piece, Shard, check_names, pieces
+from laminar_hpc.weights.mapping import Shard, check_names, local_slices
 from laminar_hpc.weights.probe import probe_sequences
-from laminar_hpc.weights.stream import Part
+from laminar_hpc.weights.stream import Span
 
 
 class Packed(Protocol):
@@ -95,7 +97,7 @@ class MegatronPolicy:
         if self.gpt.post_process:
             self.gpt.output_layer.register_forward_pre_hook(self._keep_selected)
         self.gpt.to(self.device)
-        local = self._pieces()
+        local = self._local_slices()
         relay = self.config.relay
         self._canonical = Canonical(
             local,
@@ -107,7 +109,7 @@ class MegatronPolicy:
         self._load_hf(Path(self.config.model.path), local)
         self.model = wrap(self.transformer, self.gpt, self.config.trainer.distributed_optimizer)
         # anew, because the distributed optimizer moves parameters into its buffers
-        self.pieces = self._pieces()
+        self.slices = self._local_slices()
 
     def _build_optimizer(self) -> None:
         self.optimizer, self.scheduler = build_optimizer(self.config, self.model, self.dtype)
@@ -244,41 +246,41 @@ class MegatronPolicy:
 
     # ---- Hugging Face --------------------------------------------------------------------------------------
 
-    def _pieces(self) -> list[Piece]:
+    def _local_slices(self) -> list[LocalSlice]:
         shard = Shard(
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_world_size(),
         )
         layers = self.gpt.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0
-        return pieces(dict(self.gpt.named_parameters()), self.shape, first, shard)
+        return local_slices(dict(self.gpt.named_parameters()), self.shape, first, shard)
 
     @torch.no_grad()
-    def _load_hf(self, directory: Path, local: list[Piece]) -> None:
+    def _load_hf(self, directory: Path, local: list[LocalSlice]) -> None:
         for parameter in self.gpt.parameters():
             parameter.zero_()  # the vocabulary's padding has no counterpart in the directory
         with TensorReader(directory) as tensors:
             check_names(self._canonical.slices, tensors.names(), self.shape.tied, str(directory))
-            for piece in local:
-                if (there := tensors.shape(piece.name)) != piece.shape:
+            for own in local:
+                if (there := tensors.shape(own.name)) != own.shape:
                     raise LaminarError(
-                        f"{directory}: {piece.name} is {there}, "
-                        f"config.json says {piece.shape}; download the model again"
+                        f"{directory}: {own.name} is {there}, "
+                        f"config.json says {own.shape}; download the model again"
                     )
-                part = tensors.narrow(piece.name, piece.dim, piece.start, piece.length)
+                part = tensors.narrow(own.name, own.dim, own.start, own.length)
                 if not all_finite([part]):
                     raise LaminarError(
-                        f"{directory}: {culprits([(piece.name, part)])} is NaN or infinite, so the model "
+                        f"{directory}: {culprits([(own.name, part)])} is NaN or infinite, so the model "
                         "cannot be trained; download it again, or repair the checkpoint that it comes from"
                     )
-                piece.load(part)
+                own.load(part)
 
     @torch.no_grad()
     def check_finite(self, step: int) -> None:
         """Raises LaminarError, naming tensors, when this rank's live parameters hold NaN or an infinity. Not
         collective."""
         if not all_finite(self.gpt.parameters()):
-            wrong = culprits([(piece.name, piece.value()) for piece in self.pieces])
+            wrong = culprits([(own.name, own.value()) for own in self.slices])
             raise LaminarError(
                 f"after step {step} the weights are not finite: {wrong}; they were neither "
                 f"published nor saved. Lower optimizer.lr (it is {self.config.optimizer.lr:g}), "
@@ -298,7 +300,7 @@ class MegatronPolicy:
 
         Views of the parameters where the layouts agree: read them before the next optimizer update.
         """
-        yield from self._canonical.tensors(self.pieces, self.dtype, self.device)
+        yield from self._canonical.tensors(self.slices, self.dtype, self.device)
 
     @property
     def publishing(self) -> Exchange:
@@ -311,15 +313,15 @@ class MegatronPolicy:
         return self._canonical.lanes
 
     @torch.no_grad()
-    def pack(self, parts: Sequence[Part], bucket: torch.Tensor | None, lane: int = 0) -> TensorSums:
+    def pack(self, spans: Sequence[Span], bucket: torch.Tensor | None, lane: int = 0) -> LazySums:
         """The live parameters' share of one chunk of a lane into its sender's bucket (uint8, on `device`);
         None on other ranks. Not in step with the other methods: the ranks of `publishing` may call it from a
         thread beside the training.
 
-        Returns on the sender what gives each part's share of its tensor's checksums, as long as the bucket is
+        Returns on the sender what gives each span's share of its tensor's checksums, as long as the bucket is
         not written again.
         """
-        return self._canonical.pack(self.pieces, self.dtype, parts, bucket, lane)
+        return self._canonical.pack(self.slices, self.dtype, spans, bucket, lane)
 
     def save_hf(self, directory: Path) -> None:
         """A complete Hugging Face directory with the live weights, written by rank 0."""

@@ -19,12 +19,11 @@ from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link, LinkBroken, Posted, host_store, made_unless
 from laminar_hpc.cluster.window import Window
-from laminar_hpc.trainer.canonical.gather import TensorSums
+from laminar_hpc.kernels.sums import LazySums, add_sums
 from laminar_hpc.weights.delta import Image, unit_bytes
 from laminar_hpc.weights.lanes import Lane, lane_manifest, lane_sums
 from laminar_hpc.weights.manifest import Manifest
-from laminar_hpc.weights.stream import Part, encode_header, encode_sums
-from laminar_hpc.weights.sums import add_sums
+from laminar_hpc.weights.stream import Span, encode_header, encode_sums
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +114,8 @@ class LaneSender:
                     link.finish(*sent)
         return self._buckets[number % 2][: min(self._chunk, self.nbytes - number * self._chunk)]
 
-    def post(self, bucket: torch.Tensor, parts: Sequence[Part], read: TensorSums) -> None:
-        """Begins to send the bucket, which holds `parts`; `read()` gives what they add to the sums of their
+    def post(self, bucket: torch.Tensor, spans: Sequence[Span], read: LazySums) -> None:
+        """Begins to send the bucket, which holds `spans`; `read()` gives what they add to the sums of their
         tensors."""
         if bucket.is_cuda:
             torch.cuda.current_stream().synchronize()
@@ -134,8 +133,8 @@ class LaneSender:
                 if self.image is not None:
                     self.image.take(self._first(), bucket, False)
             self._data_bytes += sum(each.nbytes for _, each in posted)
-            for part, both in zip(parts, taken, strict=True):
-                self._sums[part.tensor] = add_sums([self._sums.get(part.tensor, (0, 0)), both])
+            for span, both in zip(spans, taken, strict=True):
+                self._sums[span.tensor] = add_sums([self._sums.get(span.tensor, (0, 0)), both])
 
     def end(self) -> None:
         """The last buckets leave, and the sums behind them."""

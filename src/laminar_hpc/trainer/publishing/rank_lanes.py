@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.kernels.sums import LazySums
 from laminar_hpc.trainer.canonical.exchange import Exchange
-from laminar_hpc.trainer.canonical.gather import TensorSums
 from laminar_hpc.trainer.publishing.handover import Handover
 from laminar_hpc.trainer.publishing.lane_sender import LaneSender
 from laminar_hpc.trainer.publishing.publication import Claim, Publication
 from laminar_hpc.weights.lanes import Lane, lane_chunks, lane_manifest
 from laminar_hpc.weights.manifest import layout
-from laminar_hpc.weights.stream import Part
+from laminar_hpc.weights.stream import Span
 
 
 class Publishable(Protocol):
@@ -34,7 +34,7 @@ class Publishable(Protocol):
     @property
     def lanes(self) -> list[Lane]: ...
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]: ...
-    def pack(self, parts: Sequence[Part], bucket: torch.Tensor | None, lane: int) -> TensorSums: ...
+    def pack(self, spans: Sequence[Span], bucket: torch.Tensor | None, lane: int) -> LazySums: ...
     def probe_logprobs(self) -> list[float]: ...
 
 

@@ -8,7 +8,7 @@ without a gather.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ try:
 except ImportError:  # installed without a C++ compiler: numpy adds up, at a third of the speed
     extension = None
 
+LazySums = Callable[[], list[tuple[int, int]]]  # gives both sums of each slice or span, perhaps after a wait
 _ROW = 1 << 12  # words per row of the view that `buffer_sums` adds up: keeps the columns' sums in the cache
 _MODULUS = 1 << 64
 
