@@ -52,7 +52,7 @@ def across(link: tuple[Link, Link], sent: Stream, old: torch.Tensor) -> tuple[Ma
     manifest, chunk, base_id = decode_header(downstream.receive_bytes())
     received = Stream(manifest, torch.zeros_like(old), chunk)
     received.passed_on = 1
-    if base_id >= 0:
+    if base_id is not None:
         received.changes = Changes(base_id, old)
     try:
         receive_stream(downstream, received)
@@ -88,7 +88,7 @@ def test_who_has_not_had_the_base_from_here_gets_all(link: tuple[Link, Link]) ->
     old, sent = publication(0.005)
     link[0].weight_id = 3
     _, base_id, received = across(link, sent, old)
-    assert base_id == -1 and received.complete and torch.equal(received.data, sent.data)
+    assert base_id is None and received.complete and torch.equal(received.data, sent.data)
     assert not sent.changes.frames, "they would be kept for nobody"
 
 

@@ -130,21 +130,21 @@ def test_units_of_a_mixed_layout() -> None:
 def test_the_image_of_a_publication() -> None:
     """An image is a base only for who has that very id, only when it is of one publication, and not when an
     anchor is due."""
-    image, held = Image(1000, 2, torch.device("cpu"), full_every=3), -1
+    image, held = Image(1000, 2, torch.device("cpu"), full_every=3), None
     weights, bases = torch.zeros(1000, dtype=torch.uint8), []
     for weight_id in range(7):
         base = image.begin(held)
         bases.append(base)
         for first in (0, 600):
             bucket = weights[first : first + (600 if not first else 400)].clone()
-            frame = image.take(first, bucket, base >= 0)
-            assert (frame is not None) == (base >= 0)
+            frame = image.take(first, bucket, base is not None)
+            assert (frame is not None) == (base is not None)
         fraction = image.complete(weight_id)
         assert fraction == (None if weight_id == 0 else 1 / 500)
         weights[2 * weight_id] += 1
         held = weight_id
-    assert bases == [-1, 0, 1, -1, 3, 4, -1]
-    assert image.begin(5) == -1, "whoever has another id gets all"
+    assert bases == [None, 0, 1, None, 3, 4, None]
+    assert image.begin(5) is None, "whoever has another id gets all"
     image.complete(7)
     assert image.begin(7) == 7
-    assert image.begin(7) == -1, "the one before was broken off"
+    assert image.begin(7) is None, "the one before was broken off"

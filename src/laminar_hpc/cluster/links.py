@@ -105,12 +105,12 @@ class Link:
         for each wait. `window`: of the sender; where the receiver can map it, chunks that lie in it stay
         there until they are copied to where they go.
         """
-        self.peer, self.seconds, self.device = peer, seconds, device
+        self.epoch, self.peer, self.seconds, self.device = epoch, peer, seconds, device
         self._me, self._other = (0, 1) if sender else (1, 0)
         self._store = store  # lives as long as the link
         self.closed = False  # from this end
         self.bytes_sent = 0  # of all frames and tensors
-        self.weight_id = -1  # the newest that went over it whole, so that the receiver has it
+        self.weight_id: int | None = None  # the newest that went over it whole, so that the receiver has it
         self._waiter = _Waiter() if leave else None
         prefix = dist.PrefixStore(f"laminar/{epoch}/{number}", store)
         limit = min(seconds, meet_seconds)
@@ -234,13 +234,14 @@ class Link:
         ):
             self._finish(self._start(self._frames, True, tensor), tensor)
 
-    def receive_bytes(self, most: int = 1 << 28, idle_seconds: float | None = None) -> bytes:
-        """What `send_bytes` sent, which is waited for `idle_seconds`; a length beyond `most` is refused."""
+    def receive_bytes(self, max_length: int = 1 << 28, idle_seconds: float | None = None) -> bytes:
+        """What `send_bytes` sent, which is waited for `idle_seconds`; a length beyond `max_length` is
+        refused."""
         head = torch.zeros(1, dtype=torch.int64)
         self._finish(self._start(self._frames, False, head), head, idle_seconds)
         length = int(head.item())
-        if not 0 <= length <= most:
-            raise LinkBroken(f"{self.peer} announced {length} bytes; at most {most} are taken")
+        if not 0 <= length <= max_length:
+            raise LinkBroken(f"{self.peer} announced {length} bytes; at most {max_length} are taken")
         body = torch.zeros(max(1, length), dtype=torch.uint8)
         self._finish(self._start(self._frames, False, body), body)
         return bytes(body[:length].numpy())

@@ -47,14 +47,14 @@ class Stream:
     bytes are valid."""
 
     def __init__(
-        self, manifest: Manifest, data: torch.Tensor, chunk: int, slot: int = 0, complete: bool = False
+        self, manifest: Manifest, data: torch.Tensor, chunk: int | None, slot: int = 0, complete: bool = False
     ) -> None:
-        # a chunk of 0 bytes: the sender decides
-        self.manifest, self.data, self.chunk, self.slot = manifest, data, chunk, slot
+        self.manifest, self.data, self.slot = manifest, data, slot
+        self.chunk = chunk  # bytes; None: whoever sends it first decides
         self.there = data.numel() if complete else 0
         self.complete = complete  # the sums are in the manifest
         self.changes: Changes | None = None
-        self.passed_on = 0  # epoch of the link that it goes on over
+        self.passed_on: int | None = None  # epoch of the link that it goes on over
         self._broken = ""
         self._changed = threading.Condition()
         self._writing = threading.Lock()
@@ -188,7 +188,7 @@ def _changed(link: Link, stream: Stream, changes: Changes) -> Iterator[int]:
                     apply(frame, changes.base[first : first + stream.chunk], part, width)
         except FrameWrong as error:
             raise SumsDiffer(f"weight id {stream.manifest.weight_id} from {link.peer}: {error}") from None
-        if stream.passed_on and kind != FULL:
+        if stream.passed_on is not None and kind != FULL:
             changes.frames[number] = frame
         yield first + part.numel()
 
@@ -199,7 +199,7 @@ def send_stream(link: Link, stream: Stream) -> None:
     manifest, data, chunk, changes = stream.manifest, stream.data, stream.chunk, stream.changes
     began, complete = time.monotonic(), stream.complete
     as_changes = changes is not None and changes.base_id == link.weight_id
-    link.send_bytes(encode_header(manifest, chunk, link.weight_id if as_changes else -1))
+    link.send_bytes(encode_header(manifest, chunk, link.weight_id if as_changes else None))
     for number, first in enumerate(range(0, manifest.data_bytes, chunk)):
         part = data[first : first + chunk]
         stream.wait(first + part.numel(), False, link.seconds)

@@ -87,10 +87,10 @@ class Sender(End):
         failed: Failed,
         done: Callable[[Stream], None],
         relays: int,
-        most: int,
+        max_chunk: int,
     ) -> None:
         self.relays = relays  # that stand behind the link
-        self._done, self._most = done, most
+        self._done, self._max_chunk = done, max_chunk
         self._streams: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending: list[Stream] = []  # those that are not done; none once the link is closed
@@ -123,13 +123,13 @@ class Sender(End):
         if stream is None:
             return
         try:
-            if not stream.chunk:  # it starts here
+            if stream.chunk is None:  # it starts here
                 size = stream.manifest.data_bytes
                 stream.chunk = chunk_bytes(
-                    size, self.relays, link.start_seconds, link.seconds_per_byte, self._most
+                    size, self.relays, link.start_seconds, link.seconds_per_byte, self._max_chunk
                 )
             send_stream(link, stream)
-            link.weight_id = max(link.weight_id, stream.manifest.weight_id)
+            link.weight_id = max(link.weight_id or 0, stream.manifest.weight_id)
         finally:
             self._finish(stream)
 

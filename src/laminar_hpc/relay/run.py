@@ -34,7 +34,7 @@ _WAIT_SECONDS = 1.0
 # a publication may be long in coming; a neighbour that dies, or `close`, ends the wait at once
 _IDLE_SECONDS = 30 * 86400.0
 _POLL_SECONDS = 0.02  # between two looks for a slot that nobody reads
-_MOST_WRONG = 2  # receptions in a row whose sums differ
+_MAX_WRONG = 2  # receptions in a row whose sums differ
 
 
 def run(context: RoleContext) -> None:
@@ -84,7 +84,7 @@ class Relay:
         self._address = own_address(context.config.cluster.host)
         self._upstream: Receiver | None = None
         self._downstream: Sender | None = None
-        self._lock = threading.Lock()  # of the next line, and of the slot that is written with it
+        self._lock = threading.Lock()  # guards `_arriving`, and the slot that it is written to
         self._arriving: Stream | None = None
         self._base_slot: int | None = None  # kept while what arrives is put on top of it
         self._wrong = 0
@@ -112,9 +112,9 @@ class Relay:
                 given_up=given_up,
             )
 
-        most = self._context.config.relay.chunk_megabytes << 20
+        max_chunk = self._context.config.relay.chunk_megabytes << 20
         self._downstream = Sender(
-            message.epoch, make, self._down, self._failed, self._sent, len(message.relays), most
+            message.epoch, make, self._down, self._failed, self._sent, len(message.relays), max_chunk
         )
 
     def join(self, message: m.JoinEpoch) -> None:
@@ -142,7 +142,7 @@ class Relay:
             "weight id %d goes again from slot %d to %d relays", manifest.weight_id, slot, message.relays
         )
         sender.relays = message.relays
-        sender.put(Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], 0, slot, complete=True))
+        sender.put(Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], None, slot, complete=True))
 
     def welcome_back(self) -> None:
         """The controller had taken this relay for dead: it learns anew what is here, and has links made
@@ -216,7 +216,7 @@ class Relay:
             self._wrong = 0
         except SumsDiffer as error:
             self._wrong += 1
-            if self._wrong >= _MOST_WRONG:
+            if self._wrong >= _MAX_WRONG:
                 raise
             raise LinkBroken(str(error)) from None
         finally:
@@ -234,12 +234,12 @@ class Relay:
                 manifest.data_bytes,
                 now - started,
                 now,
-                stream.passed_on,
+                stream.passed_on or 0,  # epochs begin at 1
                 complete,
             )
         )
 
-    def _into_a_slot(self, link: Link, manifest: Manifest, chunk: int, base_id: int) -> Stream:
+    def _into_a_slot(self, link: Link, manifest: Manifest, chunk: int, base_id: int | None) -> Stream:
         """As soon as there is one: readers may hold all of them for a while. With lanes not even then, as
         those of newer ids stay taken. Raises LinkBroken after half of the time that the sender waits."""
         until = time.monotonic() + (self._seconds / 2 if self._context.config.relay.lanes == 1 else 0.0)
@@ -250,7 +250,7 @@ class Relay:
                 try:
                     base = self._base(manifest, base_id)
                     stream = self._arriving = self._begin(manifest, chunk)
-                    if base is not None:
+                    if base_id is not None and base is not None:
                         stream.changes = Changes(base_id, torch.from_numpy(base)[: manifest.data_bytes])
                     self._pass_on(stream)
                     return stream
@@ -263,11 +263,11 @@ class Relay:
                     raise
             time.sleep(_POLL_SECONDS)
 
-    def _base(self, manifest: Manifest, base_id: int) -> np.ndarray | None:
+    def _base(self, manifest: Manifest, base_id: int | None) -> np.ndarray | None:
         """The bytes that the changes to come are to, in a slot kept until `_let_go`; None for a stream in
         full. Raises LinkBroken without them: the relay before, or the trainer, sends in full over the next
         link."""
-        if base_id < 0:
+        if base_id is None:
             return None
         base = self._writer.keep(base_id)
         if base is None:

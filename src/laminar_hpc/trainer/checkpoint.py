@@ -109,10 +109,10 @@ class Checkpointer:
         if {key: state[key] for key in mine} != mine:
             return  # another number of ranks: other random streams, other shards to hash
         set_rng_state(torch.load(path / "rng" / f"{self._rank:05d}.pt", weights_only=True))
-        found = self.state_hash()
-        if found != state["state_hash"]:
+        state_hash = self.state_hash()
+        if state_hash != state["state_hash"]:
             raise LaminarError(
-                f"{path} is damaged: its state hash is {found[:12]}, not {state['state_hash'][:12]}; "
+                f"{path} is damaged: its state hash is {state_hash[:12]}, not {state['state_hash'][:12]}; "
                 "delete the folder to go on from the one before"
             )
 

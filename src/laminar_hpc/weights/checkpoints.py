@@ -28,8 +28,8 @@ def steps(run_dir: Path) -> list[int]:
 
 def latest(run_dir: Path) -> Path | None:
     """The newest complete checkpoint, or None."""
-    found = steps(run_dir)
-    return checkpoint_path(run_dir, found[-1]) if found else None
+    complete = steps(run_dir)
+    return checkpoint_path(run_dir, complete[-1]) if complete else None
 
 
 def read_state(checkpoint: Path) -> dict:

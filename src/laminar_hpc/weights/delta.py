@@ -1,4 +1,4 @@
-"""What changed since the last publication, bucket by bucket: found by the trainer, put on top of the image
+"""What changed since the last publication, bucket by bucket: encoded by the trainer, put on top of the image
 before by each relay.
 
 A chunk of a stream of changes is a head (two 64-bit integers: its kind and the number of changed units) and a
@@ -81,7 +81,7 @@ def _best(changed: int, units: int, width: int) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _most(units: int, width: int) -> tuple[int, int]:
+def _max_changed(units: int, width: int) -> tuple[int, int]:
     """The greatest numbers of changed units with which a chunk is not FULL, and is OFFSETS; -1 if there is
     none."""
 
@@ -102,7 +102,7 @@ class Image:
     """The bytes of the last publication, in host memory (of the model's size in the serving dtype), and what
     has changed since.
 
-    `weight_id`: whose they are; -1 while they are of two publications, because one is on its way or was
+    `weight_id`: whose they are; None while they are of two publications, because one is on its way or was
     broken off.
     """
 
@@ -110,17 +110,17 @@ class Image:
         """`full_every`: of so many publications one goes in full, whatever has changed."""
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._width, self._full_every = width, full_every
-        self.weight_id = -1
+        self.weight_id: int | None = None
         self._as_changes = 0  # publications in a row
         self._known, self._changed = False, 0  # units of the publication on its way
 
-    def begin(self, held: int) -> int:
+    def begin(self, held: int | None) -> int | None:
         """A publication begins, to a relay that holds weight id `held`: returns the id on top of which it may
-        go as changes, else -1."""
+        go as changes; None: in full."""
         due = self._as_changes + 1 >= self._full_every
-        base = self.weight_id if self.weight_id == held and not due else -1
-        self._known, self._changed, self.weight_id = self.weight_id >= 0, 0, -1
-        self._as_changes = self._as_changes + 1 if base >= 0 else 0
+        base = self.weight_id if self.weight_id == held and not due else None
+        self._known, self._changed, self.weight_id = self.weight_id is not None, 0, None
+        self._as_changes = 0 if base is None else self._as_changes + 1
         return base
 
     def take(self, first: int, bucket: torch.Tensor, as_changes: bool) -> Frame | None:
@@ -150,17 +150,19 @@ def encode(bucket: torch.Tensor, image: torch.Tensor, width: int, as_changes: bo
     may lie in the bucket's memory.
     """
     units = bucket.numel() // width
-    most, most_offsets = _most(units, width) if as_changes else (-1, -1)
+    max_changed, max_offsets = _max_changed(units, width) if as_changes else (-1, -1)
     if extension is None or bucket.is_cuda:
-        return _encode_by_torch(bucket, image, width, most)
+        return _encode_by_torch(bucket, image, width, max_changed)
     mask, counts = (
         torch.empty(_words(units), dtype=torch.int32),
         torch.empty(_blocks(units), dtype=torch.int32),
     )
-    offsets = torch.empty(max(0, most_offsets), dtype=torch.int16)
+    offsets = torch.empty(max(0, max_offsets), dtype=torch.int16)
     places = mask.data_ptr(), counts.data_ptr(), offsets.data_ptr()
-    changed = extension.encode(bucket.data_ptr(), image.data_ptr(), units, width, *places, most, most_offsets)
-    if changed > most:
+    changed = extension.encode(
+        bucket.data_ptr(), image.data_ptr(), units, width, *places, max_changed, max_offsets
+    )
+    if changed > max_changed:
         return _frame(FULL, changed, image)
     kind, end = _best(changed, units, width), _padded(changed * width)
     bucket[changed * width : end] = 0
@@ -175,12 +177,12 @@ def _frame(kind: int, changed: int, payload: torch.Tensor) -> Frame:
     return Frame(torch.tensor([kind, changed], dtype=torch.int64), payload)
 
 
-def _encode_by_torch(bucket: torch.Tensor, image: torch.Tensor, width: int, most: int) -> Frame:
+def _encode_by_torch(bucket: torch.Tensor, image: torch.Tensor, width: int, max_changed: int) -> Frame:
     new, old = bucket.view(_UNIT[width]), image.to(bucket.device).view(_UNIT[width])
     delta = kernels.delta_encode(new, old)
     changed, units = delta.indices.numel(), new.numel()
     image.copy_(bucket)
-    if changed > most:
+    if changed > max_changed:
         return _frame(FULL, changed, bucket)
     kind, values = _best(changed, units, width), delta.values.view(torch.uint8)
     if kind == MASK:

@@ -18,12 +18,12 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 def culprits(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
     """The tensors (name, values) that hold NaN or an infinity, in words: "a.weight (2 of 64 values, the first
     at [0, 3])"."""
-    found = []
+    wrong_tensors = []
     for name, tensor in tensors:
         if not all_finite([tensor]):
             wrong = (~torch.isfinite(tensor)).nonzero()
-            found.append(
+            wrong_tensors.append(
                 f"{name} ({len(wrong):,} of {tensor.numel():,} values, the first at {wrong[0].tolist()})"
             )
-    more = f" and {len(found) - _NAMED} more tensors" if len(found) > _NAMED else ""
-    return ", ".join(found[:_NAMED]) + more
+    more = f" and {len(wrong_tensors) - _NAMED} more tensors" if len(wrong_tensors) > _NAMED else ""
+    return ", ".join(wrong_tensors[:_NAMED]) + more

@@ -27,7 +27,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.lanes import join
 from laminar_hpc.weights.layout import clean_leftovers
 from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, decode_manifest, encode_manifest
-from laminar_hpc.weights.slots import LOCK_FILE, SlotsBusy, SlotWriter, write_atomically
+from laminar_hpc.weights.slots import LOCK_FILE, SlotsBusy, SlotWriter, by_age, write_atomically
 
 _TURN_SECONDS = 60.0  # the first turn of a slot takes its memory
 _POLL_SECONDS = 0.005
@@ -82,12 +82,12 @@ class LaneWriter(SlotWriter):
         except FileNotFoundError:
             return None
 
-    def _writing(self, index: int) -> int:
-        """The id that the slot was last taken for, -1 = none."""
+    def _writing(self, index: int) -> int | None:
+        """The id that the slot was last taken for."""
         try:
             return int((self.root / f"slot{index}" / _WRITING_FILE).read_bytes())
         except FileNotFoundError:
-            return -1
+            return None
 
     def _locked_slot(self, index: int, how: int) -> int | None:
         """A descriptor that holds the slot's lock, or None at once."""
@@ -116,16 +116,16 @@ class LaneWriter(SlotWriter):
 
     def _taken(self, weight_id: int, whole: Manifest) -> tuple[int, int]:
         complete = {index: self._weight_id(index) for index in range(self.count)}
-        ids = {index: max(complete[index], self._writing(index)) for index in complete}
+        ids = {index: max(held, self._writing(index), key=by_age) for index, held in complete.items()}
         for index, held in ids.items():
             if (
-                held == weight_id > complete[index]
+                held == weight_id != complete[index]
                 and (descriptor := self._locked_slot(index, fcntl.LOCK_SH)) is not None
             ):
                 return index, descriptor
-        newest = max(complete, key=lambda i: complete[i])
-        for index in sorted(ids, key=lambda i: ids[i]):
-            if ids[index] >= weight_id or (index == newest and complete[index] >= 0):
+        newest = max(complete, key=lambda i: by_age(complete[i]))
+        for index in sorted(ids, key=lambda i: by_age(ids[i])):
+            if by_age(ids[index]) >= by_age(weight_id) or (index == newest and complete[index] is not None):
                 continue
             self._allocate(index, whole)
             descriptor = self._locked_slot(index, fcntl.LOCK_EX)
@@ -167,14 +167,14 @@ class LaneWriter(SlotWriter):
     def keep_newest(self) -> tuple[int, Manifest, np.ndarray] | None:
         """As SlotWriter's, of the slots whose part of this lane is complete."""
         with self._turn():
-            found = [
+            complete = [
                 (part.weight_id, i, part)
                 for i in range(self.count)
                 if (part := self._file_manifest(i, self._part)) is not None
             ]
-            if not found:
+            if not complete:
                 return None
-            _, index, part = max(found, key=lambda each: each[0])
+            _, index, part = max(complete, key=lambda each: each[0])
             self._keep(index)
             data = self._allocate(index, part.whole or part)
         return index, part, data[part.begin : part.begin + part.data_bytes]

@@ -1,5 +1,5 @@
-"""The fixed probe: a few token sequences whose log-probs trainer and engine both compute, so that their gap
-is measured at every weight id.
+"""The fixed probe: a few token sequences whose log-probs trainer and engine both compute, so that the
+log-prob mismatch is measured at every weight id.
 
 Used by trainer/megatron/policy.py and rollout/worker.py. Depends on the vocabulary's size alone; imports
 nothing heavy.

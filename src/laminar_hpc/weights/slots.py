@@ -62,6 +62,11 @@ def write_atomically(path: Path, content: bytes) -> None:
     temporary.replace(path)
 
 
+def by_age(weight_id: int | None) -> tuple[bool, int]:
+    """Sorts slots: those without weights first, then from the oldest weights to the newest."""
+    return weight_id is not None, weight_id or 0
+
+
 class SlotReader:
     """A rollout's view of its machine's slots."""
 
@@ -187,9 +192,9 @@ class SlotWriter:
 
     def _begin(self, manifest: Manifest) -> np.ndarray:
         ids = {i: self._weight_id(i) for i in range(self.count)}
-        newest = max(ids, key=lambda i: ids[i])
-        for index in sorted(ids, key=lambda i: ids[i]):
-            if index in self._kept or (index == newest and ids[index] >= 0 and self.count > 1):
+        newest = max(ids, key=lambda i: by_age(ids[i]))
+        for index in sorted(ids, key=lambda i: by_age(ids[i])):
+            if index in self._kept or (index == newest and ids[index] is not None and self.count > 1):
                 continue
             data = self._allocate(index, manifest)
             descriptor = os.open(self.root / f"slot{index}" / LOCK_FILE, os.O_RDWR)
@@ -209,9 +214,9 @@ class SlotWriter:
         except FileNotFoundError:
             return None
 
-    def _weight_id(self, index: int) -> int:
+    def _weight_id(self, index: int) -> int | None:
         manifest = self._manifest(index)
-        return -1 if manifest is None else manifest.weight_id
+        return None if manifest is None else manifest.weight_id
 
     def keep_held(self) -> int:
         """The slot being written, which from now on is not rewritten before it is released as often as it was
@@ -225,14 +230,14 @@ class SlotWriter:
         """(slot, manifest, data bytes) of the newest complete one, kept like that; None where there is
         none."""
         with self._lock:
-            found = [
+            complete = [
                 (manifest.weight_id, index, manifest)
                 for index in self._maps
                 if (manifest := self._manifest(index)) is not None
             ]
-            if not found:
+            if not complete:
                 return None
-            _, index, manifest = max(found, key=lambda each: each[0])
+            _, index, manifest = max(complete, key=lambda each: each[0])
             self._kept.append(index)
             return index, manifest, self._maps[index][1]
 

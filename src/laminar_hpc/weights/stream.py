@@ -1,7 +1,7 @@
 """How one weight id crosses a link: the layout, its data bytes in chunks, and behind them the sums, which are
 known only then.
 
-    size of a chunk, id that it changes or -1, manifest without sums | chunk | chunk | ... | sums
+    size of a chunk, id that it changes (-1: none), manifest without sums | chunk | chunk | ... | sums
 
 A chunk is its data bytes, or in a stream of changes a frame of weights/delta.py.
 
@@ -18,6 +18,8 @@ import msgspec
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest, decode_manifest, encode_manifest
 
+_IN_FULL = -1  # on the wire, in place of the id that a publication changes
+
 
 class Span(NamedTuple):
     """Items [first, last), in row-major order, of tensor number `tensor` of a manifest; they begin at byte
@@ -29,20 +31,20 @@ class Span(NamedTuple):
     offset: int
 
 
-def encode_header(manifest: Manifest, chunk: int, base_id: int = -1) -> bytes:
+def encode_header(manifest: Manifest, chunk: int, base_id: int | None = None) -> bytes:
     """What a stream begins with. The sender alone decides on the chunk's size, in bytes, and on the weight id
-    whose changes follow."""
-    return struct.pack("<Qq", chunk, base_id) + encode_manifest(manifest)
+    whose changes follow (None: the weights follow in full)."""
+    return struct.pack("<Qq", chunk, _IN_FULL if base_id is None else base_id) + encode_manifest(manifest)
 
 
-def decode_header(frame: bytes) -> tuple[Manifest, int, int]:
-    """(manifest, bytes per chunk, weight id that this one changes; -1 = in full). Raises LaminarError on
+def decode_header(frame: bytes) -> tuple[Manifest, int, int | None]:
+    """(manifest, bytes per chunk, weight id that this one changes; None: in full). Raises LaminarError on
     anything else than a header."""
     try:
         chunk, base_id = struct.unpack_from("<Qq", frame)
         if chunk < 1:
             raise LaminarError("a chunk of no bytes")
-        return decode_manifest(frame[16:]), chunk, base_id
+        return decode_manifest(frame[16:]), chunk, None if base_id == _IN_FULL else base_id
     except (struct.error, msgspec.MsgspecError, LaminarError) as error:
         raise LaminarError(
             f"a stream of weights began with no header ({error}); "

@@ -39,11 +39,11 @@ def token_advantages(
 
 def _relative(a: AlgorithmConfig, rewards: torch.Tensor) -> torch.Tensor:
     """Advantages within groups of one size, [groups, samples] -> the same shape."""
-    found = leave_one_out(rewards) if a.advantage == "rloo" else group_advantages(rewards, a.normalize_std)
+    relative = leave_one_out(rewards) if a.advantage == "rloo" else group_advantages(rewards, a.normalize_std)
     if a.zero_variance == "estimate":
         equal = (rewards == rewards[:, :1]).all(1)
-        found[equal] = estimated_advantages(rewards[equal], a.normalize_std)
-    return found
+        relative[equal] = estimated_advantages(rewards[equal], a.normalize_std)
+    return relative
 
 
 def group_advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor:

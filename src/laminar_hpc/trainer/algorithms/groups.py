@@ -14,12 +14,12 @@ def by_group(
     """rewards [trajectories], group after group; `sizes`: trajectories of each; advantages: [groups, samples]
     -> the same shape, rows apart from each other. Gives [trajectories]. Groups of one size are computed
     together."""
-    found = torch.empty_like(rewards)
+    of_all = torch.empty_like(rewards)
     # the size of each trajectory's group
     owner = torch.repeat_interleave(torch.tensor(sizes), torch.tensor(sizes))
     for size in sorted(set(sizes)):
-        found[owner == size] = advantages(rewards[owner == size].view(-1, size)).flatten()
-    return found
+        of_all[owner == size] = advantages(rewards[owner == size].view(-1, size)).flatten()
+    return of_all
 
 
 def estimated_advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor:

@@ -228,10 +228,12 @@ class MegatronPolicy:
     def logprobs(self, sequences: list[list[int]]) -> torch.Tensor:
         """Log-probs of all tokens but the first of each sequence, at temperature 1, flattened; float32 on the
         CPU, on every rank."""
-        found = self.read_logits(
+        of_packs = self.read_logits(
             sequences, lambda output, pack: self._logprobs(output, pack, 1.0, with_entropy=False)[0]
         )
-        values = found[0] if found else torch.empty(sum(len(s) - 1 for s in sequences), device=self.device)
+        values = (
+            of_packs[0] if of_packs else torch.empty(sum(len(s) - 1 for s in sequences), device=self.device)
+        )
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             dist.broadcast(
                 values,

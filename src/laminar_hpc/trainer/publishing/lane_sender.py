@@ -58,7 +58,7 @@ class LaneSender:
         self.image: Image | None = None  # of what was published last
         if context.config.relay.delta == "auto":
             self.image = Image(self.nbytes, unit_bytes(whole), device, context.config.relay.full_every)
-        self._epoch, self._base_id = 0, -1
+        self._base_id: int | None = None  # of a publication that goes as changes
         self._on_the_way: deque[list[tuple[Posted, torch.Tensor]]] = deque()  # of the last two buckets
         self._watch = contextlib.ExitStack()
         self.sent = False  # the publication, whole
@@ -74,7 +74,7 @@ class LaneSender:
         """Links to the master relay of this epoch; the leader's store listens on the run's address only."""
         if self.link is not None:
             self.link.close()
-        self._epoch, self.link = proposed.epoch, None
+        self.link = None
         store, port = host_store(self._address, self._seconds)
         self._context.channel.send(m.StoreOpened(proposed.epoch, self._address, port))
         peer = f"relay {proposed.relays[0]}"
@@ -101,7 +101,7 @@ class LaneSender:
         self.sent, self.bytes_sent, self.full_bytes, self.bytes_changed = False, 0, 0, (False, 0)
         if self.link is not None:
             self._watch.enter_context(self.link.closed_when(given_up))
-            self._base_id = self.image.begin(self.link.weight_id) if self.image is not None else -1
+            self._base_id = self.image.begin(self.link.weight_id) if self.image is not None else None
             with self._careful(self.link) as link:
                 link.send_bytes(encode_header(self._manifest, chunk, self._base_id))
 
@@ -123,7 +123,7 @@ class LaneSender:
             return
         with self._careful(self.link) as link:
             self._on_the_way.append(posted := [])
-            if self.image is not None and self._base_id >= 0:
+            if self.image is not None and self._base_id is not None:
                 taken = read()  # while the bucket is whole
                 for each in self.image.take(self._first(), bucket, True) or ():
                     posted.append((link.post_send(each), each))
@@ -147,7 +147,7 @@ class LaneSender:
                 if self.image is not None:
                     changed = self.image.complete(self._manifest.weight_id)
                     self.bytes_changed = (changed is not None, round((changed or 0.0) * self.nbytes))
-                if self._base_id < 0:  # else the pace was that of comparing
+                if self._base_id is None:  # else the pace was that of comparing
                     link.sent(self.nbytes, self._number, time.monotonic() - self._began)
                 self.sent = True
         self.full_bytes = self.bytes_sent + self.nbytes - self._data_bytes
@@ -166,7 +166,7 @@ class LaneSender:
         except LinkBroken as error:
             self.link = None
             self._watch.close()
-            self._context.channel.send(m.LinkDown(self._epoch, str(error)))
+            self._context.channel.send(m.LinkDown(link.epoch, str(error)))
             link.close()
         finally:
             self.bytes_sent += link.bytes_sent - before

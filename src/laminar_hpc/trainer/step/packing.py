@@ -55,5 +55,5 @@ def plan_microbatches(lengths: list[int], ranks: int, budget: int) -> list[list[
     """[rank][micro-batch] -> positions in `lengths`. Ranks that need fewer micro-batches than the others get
     empty ones at the end."""
     plan = [pack(lengths, members, budget) for members in split_ranks(lengths, ranks)]
-    most = max(map(len, plan))
-    return [packs + [[] for _ in range(most - len(packs))] for packs in plan]
+    microbatches = max(map(len, plan))
+    return [packs + [[] for _ in range(microbatches - len(packs))] for packs in plan]
