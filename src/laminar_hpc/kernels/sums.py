@@ -7,14 +7,17 @@ changed bit, the second sees words that changed places; a shard that knows its p
 without a gather.
 """
 
+import importlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+extension: Any
 try:
-    from laminar_hpc import _sums as extension  # csrc/sums.cpp
+    extension = importlib.import_module("laminar_hpc._sums")  # csrc/sums.cpp
 except ImportError:  # installed without a C++ compiler: numpy adds up, at a third of the speed
     extension = None
 

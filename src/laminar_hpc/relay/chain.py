@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from laminar_hpc.cluster.links import Link, LinkBroken
+from laminar_hpc.cluster.links import Link, LinkBroken, Posted
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.delta import FULL, Frame, FrameWrong, apply, payload_bytes, unit_bytes
@@ -50,7 +50,7 @@ class Stream:
         self, manifest: Manifest, data: torch.Tensor, chunk: int | None, slot: int = 0, complete: bool = False
     ) -> None:
         self.manifest, self.data, self.slot = manifest, data, slot
-        self.chunk = chunk  # bytes; None: whoever sends it first decides
+        self.chunk_bytes = chunk  # None until whoever sends it first has decided
         self.there = data.numel() if complete else 0
         self.complete = complete  # the sums are in the manifest
         self.changes: Changes | None = None
@@ -58,6 +58,11 @@ class Stream:
         self._broken = ""
         self._changed = threading.Condition()
         self._writing = threading.Lock()
+
+    @property
+    def chunk(self) -> int:
+        assert self.chunk_bytes is not None
+        return self.chunk_bytes
 
     def grown(self, there: int, complete: bool = False) -> None:
         with self._changed:
@@ -154,7 +159,8 @@ def receive_stream(link: Link, stream: Stream) -> None:
 
 def _in_full(link: Link, stream: Stream) -> Iterator[int]:
     """Receives the data bytes; gives how many are there."""
-    size, first, posted = stream.data.numel(), 0, deque()
+    size, first = stream.data.numel(), 0
+    posted = deque[tuple[Posted, torch.Tensor, torch.Tensor]]()
     while stream.there < size:
         while first < size and len(posted) <= _POSTED_AHEAD:
             part = stream.data[first : first + stream.chunk]

@@ -123,9 +123,9 @@ class Sender(End):
         if stream is None:
             return
         try:
-            if stream.chunk is None:  # it starts here
+            if stream.chunk_bytes is None:  # it starts here
                 size = stream.manifest.data_bytes
-                stream.chunk = chunk_bytes(
+                stream.chunk_bytes = chunk_bytes(
                     size, self.relays, link.start_seconds, link.seconds_per_byte, self._max_chunk
                 )
             send_stream(link, stream)

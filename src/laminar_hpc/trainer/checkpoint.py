@@ -6,11 +6,9 @@ Megatron's own format (torch_dist) with the optimizer, readable at other paralle
 need run_dir on a common file system. Every wait is bounded.
 """
 
-import functools
 import hashlib
 import json
 import os
-import queue
 import shutil
 from datetime import timedelta
 from pathlib import Path
@@ -18,13 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.megatron.adam import named_state, unshare_steps
+from laminar_hpc.trainer.megatron.checkpoint_writer import in_process_strategy
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
@@ -64,7 +60,7 @@ class Checkpointer:
             dist_checkpointing.save(
                 self._sharded_state(loading=False),
                 str(partial / "megatron"),
-                _InProcess("torch_dist", 1, thread_count=1),
+                in_process_strategy(),
             )
         torch.save(rng_state(), partial / "rng" / f"{self._rank:05d}.pt")
         state_hash = self.state_hash()
@@ -171,44 +167,6 @@ class Checkpointer:
                 f"trainer {self._rank} waited {self._timeout.seconds} s for the other trainer ranks at "
                 f"{what}: {str(error).splitlines()[0]}"
             ) from None
-
-
-class _InProcess(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, written by this process. Its own writer starts a manager and forks: in a
-    process with threads of its own that can hang, and its wait for a fork that has died is unbounded."""
-
-    def async_save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> AsyncRequest:
-        filesystem_async._results_queue = queue.Queue()  # else a manager process is started to hold it
-        return super().async_save(sharded_state_dict, checkpoint_dir)
-
-    def _get_save_and_finalize_callbacks(
-        self, writer: filesystem_async.FileSystemWriterAsync, plan: tuple
-    ) -> AsyncRequest:
-        request = super()._get_save_and_finalize_callbacks(writer, plan)
-        transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-        return (
-            request
-            if request.async_fn is None
-            else request._replace(async_fn=functools.partial(_write_here, transforms))
-        )
-
-
-def _write_here(transforms: list, rank: int, buckets: list, results: queue.Queue) -> None:
-    """What Megatron's forked writers do, one after the other; an error is handed on as Megatron expects it,
-    and raised by its finalizer."""
-    written: dict | Exception = {}
-    for i, bucket in enumerate(buckets):
-        outcome, running = queue.Queue(), queue.Queue()
-        running.put(i)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, i, bucket, outcome, running, use_fsync=True
-        )
-        _, result = outcome.get_nowait()
-        if isinstance(result, Exception):
-            written = result
-            break
-        written[i] = result
-    results.put(written)
 
 
 def _write_synced(path: Path, text: str) -> None:

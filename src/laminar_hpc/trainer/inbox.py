@@ -49,6 +49,7 @@ class Inbox:
         if isinstance(answer, Leave):
             log.info("leaving at step %d: %s", step, answer.reason)
             return None
+        assert isinstance(answer, Batch)
         return answer
 
     def report(self, step: int, metrics: dict[str, float], mismatches: dict[int, tuple[float, int]]) -> bool:

@@ -203,7 +203,7 @@ def save_directory(source: str | Path, target: Path, tensors: Iterable[tuple[str
             safetensors_header(layout(((name, tensor.shape, tensor.dtype) for name, tensor in on_cpu), 0, 0))
         )
         for _, tensor in on_cpu:
-            file.write(tensor.view(-1).view(torch.uint8).numpy())
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
     copy_side_files(source, target, on_cpu[0][1].dtype)
     for path in target.iterdir():
         descriptor = os.open(path, os.O_RDONLY)

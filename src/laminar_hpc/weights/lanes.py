@@ -39,13 +39,9 @@ def borders(whole: Manifest, lanes: int, preferred: Sequence[int] = ()) -> list[
         even = size * number // lanes
         near = [place for place in preferred if abs(place - even) * _SNAP * lanes <= size]
         start = next(entry.offset for entry in whole.tensors if entry.offset + entry.nbytes > even)
-        places.append(
-            min(
-                near,
-                key=lambda place, even=even: abs(place - even),
-                default=start + (even - start) // _WORD * _WORD,
-            )
-        )
+        on_a_word = start + (even - start) // _WORD * _WORD
+        distances = {abs(place - even): place for place in reversed(near)}
+        places.append(distances[min(distances)] if distances else on_a_word)
     places.append(size)
     if any(begin >= end for begin, end in itertools.pairwise(places)):
         raise LaminarError(

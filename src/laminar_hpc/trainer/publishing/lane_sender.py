@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -122,7 +122,8 @@ class LaneSender:
         if self.link is None:
             return
         with self._careful(self.link) as link:
-            self._on_the_way.append(posted := [])
+            posted: list[tuple[Posted, torch.Tensor]] = []
+            self._on_the_way.append(posted)
             if self.image is not None and self._base_id is not None:
                 taken = read()  # while the bucket is whole
                 for each in self.image.take(self._first(), bucket, True) or ():
@@ -159,7 +160,7 @@ class LaneSender:
         return (self._number - 1) * self._chunk
 
     @contextlib.contextmanager
-    def _careful(self, link: Link):
+    def _careful(self, link: Link) -> Iterator[Link]:
         before = link.bytes_sent
         try:
             yield link

@@ -17,7 +17,7 @@ def own_microbatches(lengths: list[int], tokens_per_microbatch: int) -> tuple[li
     return plan, max(sum(lengths[i] for i in part) for part in plan)
 
 
-def reduced(tensor: torch.Tensor, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
+def reduced(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
     """In place, over the data-parallel ranks and the pipeline stages. Tensor-parallel ranks have the same
     numbers; of the stages only the last has any, the others bring zeros."""
     for group in (
