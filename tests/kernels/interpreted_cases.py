@@ -74,9 +74,10 @@ def unsigned(sums: torch.Tensor) -> list[tuple[int, int]]:
     return [(a % 2**64, b % 2**64) for a, b in sums.tolist()]
 
 
-# Every model at every size with one cast; every cast at one size.
-COMBINATIONS = [(n, size, F32, BF16) for n in MODELS for size in (1, 2, 4)]
-COMBINATIONS += [(n, 2, *cast) for n in MODELS for cast in CASTS if cast[1] != BF16]
+# Every model at every size, every cast at shapes with odd and with even rows. Which 16-bit format a size has
+# makes no difference to where rows begin and end.
+COMBINATIONS = [(n, size, F32, BF16 if size != 2 else F16) for n in MODELS for size in (1, 2, 4)]
+COMBINATIONS += [(n, 2, *cast) for n in ("mha-odd", "gqa7-tied") for cast in ((F32, F32), (F16, F16))]
 COMBINATIONS += [("gqa2", 2, BF16, BF16), ("gqa3-odd-tied", 4, BF16, BF16)]
 
 
@@ -165,12 +166,13 @@ def test_every_kind_of_rounding(serving: torch.dtype, length: int) -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 512])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 20_000), (13, 1030), (1, 1)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 5200), (5, 1030), (1, 1)])
 def test_pack_more_than_one_tile(
     rows: int, columns: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many tiles per program and one, several programs per slice, ends inside a tile."""
     monkeypatch.setattr(triton_pack, "PROGRAMS", programs)
+    monkeypatch.setattr(triton_pack, "TILES", 4)
     for source, serving in CASTS:
         view = torch.randn(rows, columns + 7).to(source)[:, :columns]
         for start, total in ((0, columns), (5, columns + 9)):
@@ -181,9 +183,9 @@ def test_pack_more_than_one_tile(
             assert same_bits(found, expected) and sums == [tensor_sums(expected)]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("share", [0.0, 1e-3, 0.2, 1.0])
-@pytest.mark.parametrize("length", [1, 31, 8192, 8195, 20_010])
+@pytest.mark.parametrize("length", [1, 31, 8192, 8195, 17_010])
 def test_delta(length: int, share: float, dtype: torch.dtype) -> None:
     """Empty, sparse and full deltas: the reference's indices and values, in its order; applied, the new
     image's bits."""
@@ -207,12 +209,13 @@ def test_delta(length: int, share: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_every_bit_of_a_word_of_marks(dtype: torch.dtype) -> None:
-    """One changed element alone, at each of 64 places."""
-    for at in range(64):
-        old = torch.zeros(70, dtype=dtype)
-        new = old.clone()
-        new[at] = 1.0
-        assert triton_delta.encode(new, old).indices.tolist() == [at]
+    """One changed element alone in its word, at each place of two neighbouring words."""
+    old = torch.zeros(64 * 64 + 6, dtype=dtype)
+    new, places = old.clone(), [64 * at + at for at in range(64)]
+    new[places] = 1.0
+    assert triton_delta.encode(new, old).indices.tolist() == places
+    new[places[1:]] = 0.0
+    assert triton_delta.encode(new, old).indices.tolist() == [0]
 
 
 def test_delta_of_nothing() -> None:

@@ -36,7 +36,7 @@ def test_bit_exact_in_the_interpreter() -> None:
         timeout=850,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100 and "skipped" not in done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 70 and "skipped" not in done.stdout
 
 
 def compiled(kernel: triton.JITFunction, constants: dict, capability: int, **types: str) -> str:
