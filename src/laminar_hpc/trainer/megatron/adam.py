@@ -40,7 +40,8 @@ def prime(optimizer: MegatronOptimizer) -> None:
 
 
 def fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
-    """Lets torch's AdamW update in one pass on the CPU: its default there makes two temporaries of the size
+    """Lets torch's AdamW update in one pass on the CPU: its default there (torch/optim/optimizer.py,
+    `_default_to_fused_or_foreach`) makes two temporaries of the size
     of a parameter, which with a large vocabulary is a gigabyte, and takes five times as long."""
     for o in _over_torch_adamw(optimizer):
         for group in o.optimizer.param_groups:
@@ -49,9 +50,10 @@ def fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
 
 
 def _leave_out_padding(optimizer: DistributedOptimizer) -> None:
-    """Megatron saves a buffer's state without the padding behind each bucket, but looks a parameter up by its
-    place with it: wrong when a buffer has several buckets, as that of a tied embedding under pipeline
-    parallelism has. After the construction only saving asks."""
+    """Megatron (0.16.1, optimizer/distrib_optimizer.py, `sharded_param_state_fully_reshardable`) saves a
+    buffer's state without the padding behind each bucket, but looks a parameter up by its place with it:
+    wrong when a buffer has several buckets, as that of a tied embedding under pipeline parallelism has. After
+    the construction only saving asks."""
     for buffer in optimizer.buffers:
         padding = [0]
         for bucket in buffer.buckets:
@@ -62,8 +64,9 @@ def _leave_out_padding(optimizer: DistributedOptimizer) -> None:
 
 
 def _let_steps_pass(optimizer: DistributedOptimizer) -> None:
-    """Megatron restores a parameter's state from its moments alone, then asks for "step" too; hand it the
-    step that it has restored before."""
+    """Megatron (0.16.1, optimizer/distrib_optimizer.py, `_set_main_param_and_optimizer_states`) restores a
+    parameter's state from its moments alone, then asks for "step" too; hand it the step that it has restored
+    before."""
     put = optimizer._set_main_param_and_optimizer_states
 
     def put_with_step(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

@@ -1,5 +1,6 @@
-"""Attention and RoPE for packed sequences ("thd") in Megatron without Transformer Engine, on any device.
-Plugged in by trainer/megatron/policy.py.
+"""Attention and RoPE for packed sequences ("thd") in Megatron without Transformer Engine, on any device:
+Megatron's own DotProductAttention (0.16.1, transformer/dot_product_attention.py) takes none. Plugged in by
+trainer/megatron/building.py.
 
 A pack is many short sequences, one after the other, without padding. A Python loop over them is too slow, and
 one block-diagonal mask wastes the square of the pack. So the sequences are sorted into a few buckets of

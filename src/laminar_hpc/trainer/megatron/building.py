@@ -133,13 +133,17 @@ def build_gpt(transformer: TransformerConfig, shape: ModelShape, float32_head: b
         for layer in gpt.decoder.layers:
             if transformer.add_qkv_bias:
                 bias_before_rounding(layer.self_attention.linear_qkv)
-    for name, parameter in gpt.named_parameters():
-        # Megatron's initialization would note this. Without the note the gradient norm counts the first
-        # tensor-parallel rank's shards only.
-        parameter.tensor_model_parallel = "norm" not in name
+    note_tensor_parallel(gpt)
     if float32_head and gpt.post_process and transformer.bf16:
         float32_output(gpt.output_layer)
     return gpt
+
+
+def note_tensor_parallel(gpt: GPTModel) -> None:
+    """What Megatron's initialization (0.16.1, tensor_parallel/layers.py) would note of each parameter, but we
+    leave it out. Without the note the gradient norm counts the first tensor-parallel rank's shards only."""
+    for name, parameter in gpt.named_parameters():
+        parameter.tensor_model_parallel = "norm" not in name
 
 
 def rope_frequencies(shape: ModelShape) -> torch.Tensor:

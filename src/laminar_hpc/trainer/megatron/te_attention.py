@@ -11,8 +11,7 @@ from laminar_hpc.trainer.megatron.attention import PackLayout, rotated
 
 
 class TransformerEngineAttention(TEDotProductAttention):
-    """RoPE by the PackLayout's factors, then Megatron's TEDotProductAttention, which passes on all fields of
-    what it is given."""
+    """RoPE by the PackLayout's factors, then Megatron's TEDotProductAttention on plain PackedSeqParams."""
 
     def forward(
         self,
