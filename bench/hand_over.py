@@ -29,7 +29,8 @@ from pathlib import Path
 import common
 import torch
 
-from laminar_hpc.cluster.links import Link, LinkBroken, host_store, reach_store
+from laminar_hpc.cluster.links import Link
+from laminar_hpc.cluster.meeting import LinkBroken, host_store, reach_store
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.relay.chain import Stream, receive_stream

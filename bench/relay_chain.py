@@ -29,7 +29,8 @@ import torch
 from chain_roles import ChainRun, enter
 from network import Network, missing
 
-from laminar_hpc.cluster.links import Link, host_store, reach_store
+from laminar_hpc.cluster.links import Link
+from laminar_hpc.cluster.meeting import host_store, reach_store
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import tensor_sums

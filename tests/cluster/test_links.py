@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from laminar_hpc.cluster import links
-from laminar_hpc.cluster.links import Link, LinkBroken, host_store, made_unless, reach_store
+from laminar_hpc.cluster.links import Link, made_unless
+from laminar_hpc.cluster.meeting import LinkBroken, host_store, reach_store
 from laminar_hpc.cluster.window import Window, mapped
 
 

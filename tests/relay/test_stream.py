@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from laminar_hpc.cluster.links import LinkBroken
+from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.relay.chain import ArrivingSums, Stream, SumsDiffer, receive_stream, send_stream
 from laminar_hpc.weights.manifest import layout

@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from laminar_hpc.cluster.links import Link, LinkBroken
+from laminar_hpc.cluster.links import Link
+from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream, send_stream
 from laminar_hpc.weights.delta import encode

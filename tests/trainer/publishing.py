@@ -11,7 +11,8 @@ import torch
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.links import Link, reach_store
+from laminar_hpc.cluster.links import Link
+from laminar_hpc.cluster.meeting import reach_store
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.relay import run as relay

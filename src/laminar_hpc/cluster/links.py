@@ -8,8 +8,6 @@ address, NCCL where the tensors are on a GPU.
 
 import contextlib
 import queue
-import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,46 +17,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from laminar_hpc.cluster.link_waits import Waiter
+from laminar_hpc.cluster.meeting import MEET_SECONDS, LinkBroken, await_peer, first_line
 from laminar_hpc.cluster.window import Window, mapped
-from laminar_hpc.config.errors import LaminarError
 
-MEET_SECONDS = 4.0  # for both ends of a new link to be there
-_MEET_POLL_SECONDS = 0.01
 _PROBE_BYTES = 1 << 20
 _WATCH_SECONDS = 0.1
 _NEVER_SENT = 1  # a tag under which nothing is ever sent
-
-
-class LinkBroken(LaminarError):
-    """The other end of a link has gone or did not answer in time."""
-
-
-def host_store(address: str, seconds: float) -> tuple[dist.TCPStore, int]:
-    """A store that listens at `address` only, and its port."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(256)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        timeout=timedelta(seconds=seconds),
-    )
-    return store, port
-
-
-def reach_store(host: str, port: int, seconds: float) -> dist.TCPStore:
-    try:
-        return dist.TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)
-        )
-    except (dist.DistError, RuntimeError, ConnectionError) as error:
-        raise LinkBroken(
-            f"the store at {host}:{port} was not reached within {seconds:.0f} s ({error})"
-        ) from None
 
 
 @dataclass
@@ -111,12 +76,12 @@ class Link:
         self.closed = False  # from this end
         self.bytes_sent = 0  # of all frames and tensors
         self.weight_id: int | None = None  # the newest that went over it whole, so that the receiver has it
-        self._waiter = _Waiter() if leave else None
+        self._waiter = Waiter() if leave else None
         prefix = dist.PrefixStore(f"laminar/{epoch}/{number}", store)
         limit = min(seconds, meet_seconds)
         try:
             if sender:
-                _await_peer(prefix, limit, given_up)
+                await_peer(prefix, limit, given_up)
             else:
                 prefix.set("here", "")
             options = dist.ProcessGroupGloo._Options()
@@ -136,8 +101,7 @@ class Link:
         except (dist.DistError, RuntimeError) as error:
             self._leave()
             raise LinkBroken(
-                f"no link to {peer} within {limit:.0f} s: "
-                f"it did not join epoch {epoch} ({_first_line(error)})"
+                f"no link to {peer} within {limit:.0f} s: it did not join epoch {epoch} ({first_line(error)})"
             ) from None
 
     # ---- tensors -------------------------------------------------------------------------------------------
@@ -324,7 +288,7 @@ class Link:
         try:
             return group.send([tensor], self._other, 0) if sends else group.recv([tensor], self._other, 0)
         except (dist.DistError, RuntimeError) as error:
-            raise LinkBroken(f"the link to {self.peer} broke ({_first_line(error)})") from None
+            raise LinkBroken(f"the link to {self.peer} broke ({first_line(error)})") from None
 
     def _finish(self, work: dist.Work, tensor: torch.Tensor, seconds: float | None = None) -> None:
         limit = timedelta(seconds=seconds or self.seconds)
@@ -336,38 +300,7 @@ class Link:
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
         except (dist.DistError, RuntimeError) as error:
-            raise LinkBroken(f"the link to {self.peer} broke ({_first_line(error)})") from None
-
-
-class _Waiter:
-    """A thread that waits in another one's place, which can leave it behind."""
-
-    def __init__(self) -> None:
-        self._works: queue.SimpleQueue[tuple[dist.Work, timedelta] | None] = queue.SimpleQueue()
-        self._ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._error: Exception | None = None  # that ended a wait: there is none after it
-        threading.Thread(target=self._run, name="link-wait", daemon=True).start()
-
-    def _run(self) -> None:
-        while (asked := self._works.get()) is not None:
-            work, limit = asked
-            try:
-                work.wait(limit)
-                self._ends.put(None)
-            except Exception as error:
-                self._ends.put(error)
-
-    def wait(self, work: dist.Work, limit: timedelta) -> None:
-        """As `work.wait(limit)`. Raises RuntimeError once `leave` was called."""
-        if self._error is None:
-            self._works.put((work, limit))
-            self._error = self._ends.get()
-        if self._error is not None:
-            raise self._error
-
-    def leave(self) -> None:
-        self._ends.put(RuntimeError("it was closed"))
-        self._works.put(None)
+            raise LinkBroken(f"the link to {self.peer} broke ({first_line(error)})") from None
 
 
 def made_unless(given_up: Callable[[], bool], make: Callable[[], Link]) -> Link:
@@ -399,19 +332,3 @@ def made_unless(given_up: Callable[[], bool], make: Callable[[], Link]) -> Link:
         if isinstance(result, Exception):
             raise result
         return result
-
-
-def _await_peer(store: dist.Store, seconds: float, given_up: Callable[[], bool]) -> None:
-    """Until the receiver is there. Gloo itself would wait as long, but could not be told that it need not
-    come any more."""
-    until = time.monotonic() + seconds
-    while not store.check(["here"]):
-        if given_up() or time.monotonic() > until:
-            raise RuntimeError("another link takes its place" if given_up() else "it did not come")
-        time.sleep(_MEET_POLL_SECONDS)
-
-
-def _first_line(error: Exception) -> str:
-    """Of torch's message, without the place in gloo's source that it begins with and the guesses that it ends
-    with."""
-    return re.sub(r"^\[[^]]*\]\s*", "", str(error).splitlines()[0]).split(". This is typically")[0][:120]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.links import host_store, reach_store
+from laminar_hpc.cluster.meeting import host_store, reach_store
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages import TrainersMeet
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from laminar_hpc.cluster.links import Link, LinkBroken, Posted
+from laminar_hpc.cluster.links import Link, Posted
+from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.delta import FULL, Frame, FrameWrong, apply, payload_bytes, unit_bytes

@@ -9,7 +9,8 @@ import queue
 import threading
 from collections.abc import Callable
 
-from laminar_hpc.cluster.links import Link, LinkBroken
+from laminar_hpc.cluster.links import Link
+from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.policies.chain import chunk_bytes
 from laminar_hpc.relay.chain import Stream, send_stream
 

@@ -20,7 +20,8 @@ from laminar_hpc import messages as m
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.links import MEET_SECONDS, Link, LinkBroken, host_store, reach_store
+from laminar_hpc.cluster.links import Link
+from laminar_hpc.cluster.meeting import MEET_SECONDS, LinkBroken, host_store, reach_store
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream
 from laminar_hpc.relay.ends import Receiver, Sender

@@ -9,6 +9,7 @@ that it consumes. Every rank of the trainer world runs this; rank 0 owns step, s
 """
 
 import time
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -38,8 +39,6 @@ def run(context: RoleContext) -> None:
     controller ends it."""
     config, trace = context.config, context.trace
     restored = context.welcome.restored_step if context.welcome.restored_step >= 0 else None
-    minibatches = config.algorithm.minibatches_per_step
-    parts = minibatches if config.pipeline.consumption == "stream" else 1
     with trace.span("load"):
         init_trainer_world(context)
         policy = MegatronPolicy(config)
@@ -49,40 +48,23 @@ def run(context: RoleContext) -> None:
             checkpointer.load(restored)
         inbox = Inbox(context)
         publisher = _NoPublisher() if config.source.startswith("replay:") else Publisher(context, policy)
-    step, saved = (0, None) if restored is None else (restored, restored)
+    step, saved = restored or 0, restored
     _publish(context, policy, publisher, step)
 
     ended = time.time()
     while step < config.steps:
-        mismatches: dict[int, tuple[float, int]] = {}
-        of_parts, wait_seconds = [], 0.0
-        for part in range(parts):
-            asked = time.time()
-            with trace.span("wait", step=step):
-                batch = inbox.take(step, part)
-            if batch is None:
-                break
-            wait_seconds += time.time() - asked
-            with trace.span("train", step=step):
-                of_parts.append(
-                    learner.train(batch.trajectories, step, publisher.fence, minibatches // parts, part)
-                )
-            mismatches |= learner.mismatches
-        if not of_parts:
+        done = _train(context, inbox, learner, publisher, step)
+        if done is None:
             break
-        metrics, trained = merged(of_parts), time.time()
         step += 1
         _publish(context, policy, publisher, step)
         if step % config.checkpoint.every == 0 or step == config.steps:
             _checkpoint(context, checkpointer, step, _wire_id(publisher))
             saved = step
-        metrics |= {
-            "wait_seconds": wait_seconds,
-            "train_seconds": trained - ended - wait_seconds,
-            "seconds": time.time() - ended,
-        }
+        done.metrics["train_seconds"] = done.ended - ended - done.metrics["wait_seconds"]
+        done.metrics["seconds"] = time.time() - ended
         ended = time.time()
-        if not inbox.report(step - 1, metrics, mismatches):
+        if not inbox.report(step - 1, done.metrics, done.mismatches):
             break
 
     if saved != step:
@@ -91,6 +73,42 @@ def run(context: RoleContext) -> None:
     if dist.get_rank() == 0:
         context.channel.send(TrainerDone(step, _wire_id(publisher)))
     dist.destroy_process_group()
+
+
+class _Step(NamedTuple):
+    """What is told of a step: its metrics, each trajectory's log-prob mismatch (see Learner.mismatches), and
+    when its last update ended (Unix time)."""
+
+    metrics: dict[str, float]
+    mismatches: dict[int, tuple[float, int]]
+    ended: float
+
+
+def _train(
+    context: RoleContext, inbox: Inbox, learner: Learner, publisher: Publisher | _NoPublisher, step: int
+) -> _Step | None:
+    """One step, on the whole batch or, with pipeline.consumption=stream, mini-batch after mini-batch as they
+    come. None when the run is to end here."""
+    config, trace = context.config, context.trace
+    minibatches = config.algorithm.minibatches_per_step
+    parts = minibatches if config.pipeline.consumption == "stream" else 1
+    mismatches: dict[int, tuple[float, int]] = {}
+    of_parts, wait_seconds = list[dict[str, float]](), 0.0
+    for part in range(parts):
+        asked = time.time()
+        with trace.span("wait", step=step):
+            batch = inbox.take(step, part)
+        if batch is None:
+            break
+        wait_seconds += time.time() - asked
+        with trace.span("train", step=step):
+            of_parts.append(
+                learner.train(batch.trajectories, step, publisher.fence, minibatches // parts, part)
+            )
+        mismatches |= learner.mismatches
+    if not of_parts:
+        return None
+    return _Step(merged(of_parts) | {"wait_seconds": wait_seconds}, mismatches, time.time())
 
 
 def _publish(

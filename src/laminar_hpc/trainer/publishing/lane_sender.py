@@ -17,7 +17,8 @@ import torch
 from laminar_hpc import messages as m
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.links import Link, LinkBroken, Posted, host_store, made_unless
+from laminar_hpc.cluster.links import Link, Posted, made_unless
+from laminar_hpc.cluster.meeting import LinkBroken, host_store
 from laminar_hpc.cluster.window import Window
 from laminar_hpc.kernels.sums import LazySums, add_sums
 from laminar_hpc.weights.delta import Image, unit_bytes
