@@ -44,6 +44,7 @@ def pass_on(link, sent: Stream) -> Stream:
 
 @pytest.mark.parametrize("chunk", [4, 1000, 4096, 1 << 20])
 def test_what_arrives_is_what_was_sent(link, chunk):
+    """At any size of chunk: bytes, manifest and sums."""
     manifest, data = publication()
     if chunk == 4:  # tens of thousands of tiny messages prove no more than the first few
         manifest.tensors = manifest.tensors[:1]
@@ -103,6 +104,7 @@ def test_close_wakes_whoever_waits(link):
 
 
 def test_a_link_is_closed_when_something_else_is_wanted(link):
+    """Whoever waits on it gets LinkBroken, long before the time limit."""
     wanted = threading.Event()
     threading.Timer(0.2, wanted.set).start()
     with pytest.raises(LinkBroken), link[1].closed_when(wanted.is_set):
@@ -110,6 +112,7 @@ def test_a_link_is_closed_when_something_else_is_wanted(link):
 
 
 def test_links_measure_themselves(link):
+    """Both ends know the start-up time and the pace, and learn from a transfer."""
     assert all(0 < end.start_seconds < 1 and 0 < end.seconds_per_byte < 1e-5 for end in link)
     link[0].seconds_per_byte = 1e-8
     link[0].sent(1 << 20, 1, (1 << 20) * 3e-8 + link[0].start_seconds)

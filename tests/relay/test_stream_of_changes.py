@@ -71,6 +71,7 @@ def _send(link: Link, stream: Stream) -> None:
 
 @pytest.mark.parametrize("density", [0.005, 0.2])
 def test_changes_go_on_as_they_came(link: tuple[Link, Link], density: float) -> None:
+    """To a neighbour with the base go the very frames that came, far fewer bytes than the weights."""
     old, sent = publication(density)
     frames = dict(sent.changes.frames)
     link[0].weight_id = 4
@@ -86,6 +87,7 @@ def test_changes_go_on_as_they_came(link: tuple[Link, Link], density: float) -> 
 
 
 def test_who_has_not_had_the_base_from_here_gets_all(link: tuple[Link, Link]) -> None:
+    """Its link has brought other weights, so the stream goes in full and no frame is kept."""
     old, sent = publication(0.005)
     link[0].weight_id = 3
     _, base_id, received = across(link, sent, old)

@@ -17,6 +17,7 @@ SIZES = [4, 2, 3, 2]
 
 
 def test_groups_of_unlike_size_are_each_their_own() -> None:
+    """Advantages of several sizes are those of each group alone."""
     rewards = torch.arange(11, dtype=torch.float64) ** 2
     found = by_group(rewards, SIZES, lambda rows: group_advantages(rows, True))
     expected = torch.cat([group_advantages(part[None], True)[0] for part in rewards.split(SIZES)])
@@ -77,6 +78,7 @@ def test_equal_rewards_train_only_with_the_estimate(untied_model: Path, world: N
 
 
 def test_a_group_of_a_wrong_size_is_refused(untied_model: Path, world: None) -> None:
+    """The error names the groups, their sizes and the sizes that are allowed."""
     config = tiny.make_config(untied_model, algorithm__first_samples=3)
     with pytest.raises(
         LaminarError, match=r"incomplete groups .group: trajectories. \{1: 2, 3: 2\}; 3 to 4 each are needed"

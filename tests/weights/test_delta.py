@@ -87,6 +87,7 @@ def test_any_change_of_any_length(seed: int, units: int, width: int, fraction: f
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_the_smallest_kind_is_taken(width: int) -> None:
+    """No change, few, many and all: each has the kind with the smallest payload."""
     kinds = {}
     for fraction in (0.0, 0.01, 0.3, 1.0):
         old, new = images(1, 2 * BLOCK, width, fraction)

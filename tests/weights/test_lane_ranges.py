@@ -78,6 +78,7 @@ def test_lanes_make_up_the_whole(lanes: int, dtype: str) -> None:
 
 
 def test_borders_keep_to_stages_and_refuse_too_little() -> None:
+    """A border goes to a stage's end where that is near; too small a model is refused."""
     manifest, _ = whole()
     size = manifest.data_bytes
     assert (

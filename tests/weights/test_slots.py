@@ -34,6 +34,7 @@ def writer(tmp_path):
 
 
 def test_newest_complete_slot_is_a_loadable_directory(tmp_path, writer):
+    """Readers see the newest committed id, never the one being written; safetensors loads it."""
     reader = SlotReader(str(tmp_path), "run")
     assert reader.newest() is None
     for weight_id in range(7):
@@ -48,6 +49,7 @@ def test_newest_complete_slot_is_a_loadable_directory(tmp_path, writer):
 
 
 def test_a_leased_slot_is_not_rewritten(tmp_path, writer):
+    """Its bytes stay while the lease lasts, and a later lease of what was rewritten is refused."""
     reader = SlotReader(str(tmp_path), "run")
     write(writer, 0, 1.0)
     handle = reader.newest()
@@ -97,6 +99,7 @@ def test_what_an_earlier_relay_left_is_brought_up_to_date(tmp_path):
 
 
 def test_slots_of_another_layout_are_made_anew(tmp_path, writer):
+    """A writer with another model replaces the files that it cannot use."""
     write(writer, 0, 1.0)
     again, manifest = (
         SlotWriter(str(tmp_path), "run", 3, tmp_path),
@@ -112,6 +115,7 @@ def test_slots_of_another_layout_are_made_anew(tmp_path, writer):
 
 
 def test_all_slots_read_is_said(tmp_path, writer):
+    """With every slot leased or newest the writer refuses, and names the key to raise."""
     reader = SlotReader(str(tmp_path), "run")
     for weight_id in range(3):
         write(writer, weight_id, 0.0)
@@ -127,6 +131,7 @@ def test_all_slots_read_is_said(tmp_path, writer):
 
 
 def test_leftovers_of_a_killed_run_are_cleaned_and_a_living_run_is_left_alone(tmp_path, writer):
+    """Only folders whose owner is dead are removed."""
     code = (
         "import sys, os, signal, pathlib; from laminar_hpc.weights.slots import SlotWriter;"
         "SlotWriter(sys.argv[1], 'dead', 3, pathlib.Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
@@ -138,6 +143,7 @@ def test_leftovers_of_a_killed_run_are_cleaned_and_a_living_run_is_left_alone(tm
 
 
 def test_sums_see_bits_and_places_and_add_up():
+    """Sums of parts add up to the whole's; a swap of words and a flipped bit change them."""
     whole = torch.randn(1001)
     parts = [tensor_sums(whole[:400]), tensor_sums(whole[400:], first_word=400)]
     assert tensor_sums(whole) == tuple(sum(x) % 2**64 for x in zip(*parts, strict=True))
