@@ -105,36 +105,28 @@ def elements_kept(model: str, settings: dict) -> int:
     return seen[0]
 
 
-def packed(model: str, settings: dict, chunk: int) -> dict[str, object] | None:
-    """On rank 0: what was packed chunk by chunk, and its sums, and those of the canonical tensors as
+def packed(model: str, settings: dict, sizes: list[int]) -> dict[str, object] | None:
+    """On rank 0, by size of the chunks: what was packed, and its sums; and those of the canonical tensors as
     checkpoints have them."""
     policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
-    manifest, lead, whole_bucket, sums = (
-        layout(policy.canonical_metadata(), 0, 0),
-        dist.get_rank() == 0,
-        [],
-        {},
-    )
-    for parts in chunks(manifest, chunk):
-        bucket = (
-            torch.zeros(min(chunk, manifest.data_bytes - chunk * len(whole_bucket)), dtype=torch.uint8)
-            if lead
-            else None
-        )
-        read = policy.pack(parts, bucket)
-        whole_bucket.append(bucket)
-        for part, both in zip(parts, read() if lead else [(0, 0)] * len(parts), strict=True):
-            sums[part.tensor] = add_sums([sums.get(part.tensor, (0, 0)), both])
+    manifest, leads = layout(policy.canonical_metadata(), 0, 0), dist.get_rank() == 0
+    buckets: dict[int, np.ndarray] = {}
+    sums: dict[int, list[tuple[int, int]]] = {}
+    for size in sizes:
+        bytes_packed = torch.zeros(manifest.data_bytes, dtype=torch.uint8)
+        parts: dict[int, list[tuple[int, int]]] = {}
+        for spans, bucket in zip(chunks(manifest, size), bytes_packed.split(size), strict=True):
+            read = policy.pack(spans, bucket if leads else None)
+            for span, both in zip(spans, read() if leads else [(0, 0)] * len(spans), strict=True):
+                parts.setdefault(span.tensor, []).append(both)
+        buckets[size] = bytes_packed.numpy()
+        sums[size] = [add_sums(parts[number]) for number in range(len(manifest.tensors))]
     tensors = [t for _, t in policy.canonical_tensors()]
-    if not lead:
+    if not leads:
         return None
-    whole = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
-    found = {
-        "bucket": torch.cat(whole_bucket).numpy(),
-        "whole": whole.numpy(),
-        "sums": [sums[i] for i in range(len(tensors))],
-    }
-    return found | {"of_tensors": [tensor_sums(t) for t in tensors]}
+    whole = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors]).numpy()
+    of_tensors = [tensor_sums(t) for t in tensors]
+    return {"buckets": buckets, "sums": sums, "whole": whole, "of_tensors": of_tensors}
 
 
 def gather_alone(model: str, settings: dict) -> str:
