@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from ranks import Ranks
 
 
 @pytest.fixture(scope="package")
@@ -22,6 +23,14 @@ def world() -> Iterator[None]:
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="package")
+def ranks() -> Iterator[Ranks]:
+    """Processes take seconds to start, so all files of this folder use the same."""
+    pool = Ranks()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="package")

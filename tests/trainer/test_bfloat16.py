@@ -4,7 +4,6 @@ training works at every layout."""
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -73,13 +72,6 @@ def test_a_bias_is_added_before_rounding(untied_model: Path, world: None) -> Non
 
 
 # ---- training ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.close()
 
 
 def flat(gradients: dict[str, np.ndarray]) -> np.ndarray:

@@ -16,7 +16,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
-from laminar_hpc.weights.checkpoints import checkpoint_path, latest, read_state, steps
+from laminar_hpc.weights.checkpoints import checkpoint_path, read_state, steps
 
 
 class Trainer:
@@ -66,7 +66,11 @@ def test_resume_is_bit_exact(settings: dict, tied_model: Path, tmp_path: Path, w
     after = Trainer(tied_model, tmp_path / "run", **settings)
     assert after.checkpointer.state_hash() != saved_hash
     after.checkpointer.load(2)
-    assert after.checkpointer.state_hash() == saved_hash == read_state(latest(tmp_path / "run"))["state_hash"]
+    assert (
+        after.checkpointer.state_hash()
+        == saved_hash
+        == restored["state_hash"]
+    )
     assert after.train(2, 4) == metrics[2:]
     assert after.checkpointer.state_hash() == straight.checkpointer.state_hash()
     mine, theirs = dict(after.policy.canonical_tensors()), dict(straight.policy.canonical_tensors())
@@ -123,7 +127,7 @@ def test_a_half_written_checkpoint_is_never_seen(
     """Whatever interrupts the writer, the newest complete one stays the newest, and the next save clears the
     rest away."""
     trainer = Trainer(tied_model, tmp_path, checkpoint__keep=2)
-    assert latest(tmp_path) is None
+    assert steps(tmp_path) == []
     trainer.checkpointer.save(1, weight_id=1)
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -131,15 +135,16 @@ def test_a_half_written_checkpoint_is_never_seen(
         )
         with pytest.raises(OSError, match="disk full"):
             trainer.checkpointer.save(2, weight_id=2)
-    assert latest(tmp_path) == checkpoint_path(tmp_path, 1)
+    assert steps(tmp_path) == [1]
     hidden = [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
     assert hidden == [".step_000002"]
     for step in (2, 3, 3):
         trainer.checkpointer.save(step, weight_id=step)
-    assert steps(tmp_path) == [2, 3] and latest(tmp_path) == checkpoint_path(tmp_path, 3)
+    assert steps(tmp_path) == [2, 3]
+    newest = checkpoint_path(tmp_path, 3)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
-    assert sorted(p.name for p in latest(tmp_path).iterdir()) == ["hf", "megatron", "rng", "state.json"]
-    assert read_state(latest(tmp_path)) | {"state_hash": ""} == {
+    assert sorted(p.name for p in newest.iterdir()) == ["hf", "megatron", "rng", "state.json"]
+    assert read_state(newest) | {"state_hash": ""} == {
         "step": 3,
         "weight_id": 3,
         "state_hash": "",

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from laminar_hpc.observability.trace import read_spans
-from laminar_hpc.weights.checkpoints import latest, read_state, steps
+from laminar_hpc.weights.checkpoints import checkpoint_path, read_state, steps
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks of NCCL need two GPUs")
 HERE = Path(__file__).parent
@@ -38,8 +38,9 @@ class Finished:
         self.messages = [t["type"] for t in told]
         self.metrics = [t["metrics"] for t in told if t["type"] == "StepDone"]
         self.checkpoints = [t for t in told if t["type"] == "Checkpointed"]
-        self.weights = load_file(latest(run_dir) / "hf" / "model.safetensors")
-        self.hash = read_state(latest(run_dir))["state_hash"]
+        newest = checkpoint_path(run_dir, steps(run_dir)[-1])
+        self.weights = load_file(newest / "hf" / "model.safetensors")
+        self.hash = read_state(newest)["state_hash"]
 
 
 def run(

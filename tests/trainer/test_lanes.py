@@ -2,7 +2,6 @@
 the trainers, to 1%, and a lane that fails leaves no half slot."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 
 LARGE = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}  # 4.4 MB
 TRAINERS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "dp2": (1, 1, 2), "tp2-pp2": (2, 2, 1), "tp2-dp2": (2, 1, 2)}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.close()
 
 
 def check(ranks: Ranks, layout: str, lanes: int, folder: Path, **more: object) -> dict:

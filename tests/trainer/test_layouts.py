@@ -4,7 +4,6 @@ are complete models."""
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -77,13 +76,6 @@ def whole_logits(results: list[dict], key: str) -> torch.Tensor:
 @torch.no_grad()
 def transformers_logits(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([model(torch.tensor([t])).logits[0, :-1] for t in texts()])
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

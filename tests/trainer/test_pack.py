@@ -17,13 +17,6 @@ LAYOUTS = {
 SIZES = [1 << 20, 1236]  # bytes of a chunk: all in one, and cut inside rows and query groups
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks()
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("family", ["qwen2-untied-gqa7", "qwen3-tied"])
 def test_bucket_holds_the_canonical_tensors(family: str, ranks: Ranks, tmp_path: Path) -> None:
     """Byte for byte the tensors that a checkpoint gets, one after the other; a tensor's sums are those of its

@@ -242,13 +242,6 @@ def test_200_steps_of_training_against_full_copies(rate: float, world: None, tmp
     assert all(0 < fraction < 1 for fraction in changed) and in_full == list(range(0, STEPS + 1, 50))
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    pool = Ranks()
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
 def test_two_trainer_ranks(split: str, ranks: Ranks, tmp_path: Path) -> None:
     """Each rank's thread brings its slices beside its training; the fence holds on both."""

@@ -26,12 +26,6 @@ def steps(run_dir: Path) -> list[int]:
     return sorted(int(m[1]) for m in map(_NAME.fullmatch, names) if m)
 
 
-def latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
-    complete = steps(run_dir)
-    return checkpoint_path(run_dir, complete[-1]) if complete else None
-
-
 def read_state(checkpoint: Path) -> dict:
     """state.json: step, weight_id, state_hash, data_parallel, distributed_optimizer, skipped_in_a_row."""
     return json.loads((checkpoint / STATE_FILE).read_text())

@@ -26,7 +26,7 @@ from laminar_hpc.cluster.folders import claim
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.lanes import join
 from laminar_hpc.weights.layout import clean_leftovers
-from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, decode_manifest, encode_manifest
+from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, encode_manifest
 from laminar_hpc.weights.slots import LOCK_FILE, SlotsBusy, SlotWriter, by_age, write_atomically
 
 _TURN_SECONDS = 60.0  # the first turn of a slot takes its memory
@@ -75,12 +75,6 @@ class LaneWriter(SlotWriter):
             os.close(descriptor)
 
     # ---- what is there -------------------------------------------------------------------------------------
-
-    def _file_manifest(self, index: int, name: str) -> Manifest | None:
-        try:
-            return decode_manifest((self.root / f"slot{index}" / name).read_bytes())
-        except FileNotFoundError:
-            return None
 
     def _writing(self, index: int) -> int | None:
         """The id that the slot was last taken for."""
@@ -150,7 +144,7 @@ class LaneWriter(SlotWriter):
         directory = self.root / f"slot{index}"
         with self._turn():
             write_atomically(directory / self._part, encode_manifest(manifest))
-            parts = [self._file_manifest(index, f"lane{lane}.json") for lane in range(self._lanes)]
+            parts = [self._manifest(index, f"lane{lane}.json") for lane in range(self._lanes)]
             there = [part for part in parts if part is not None and part.weight_id == manifest.weight_id]
             if len(there) == self._lanes:
                 write_atomically(directory / MANIFEST_FILE, encode_manifest(join(there)))
@@ -170,7 +164,7 @@ class LaneWriter(SlotWriter):
             complete = [
                 (part.weight_id, i, part)
                 for i in range(self.count)
-                if (part := self._file_manifest(i, self._part)) is not None
+                if (part := self._manifest(i, self._part)) is not None
             ]
             if not complete:
                 return None
@@ -183,7 +177,7 @@ class LaneWriter(SlotWriter):
         """As SlotWriter's, of a slot whose part of this lane is complete."""
         with self._turn():
             for index in range(self.count):
-                part = self._file_manifest(index, self._part)
+                part = self._manifest(index, self._part)
                 if part is not None and part.weight_id == weight_id:
                     self._keep(index)
                     return index, self._allocate(index, part.whole or part)[

@@ -208,9 +208,9 @@ class SlotWriter:
             return data
         raise SlotsBusy(f"all {self.count} weight slots under {self.root} are being read; raise relay.slots")
 
-    def _manifest(self, index: int) -> Manifest | None:
+    def _manifest(self, index: int, file: str = MANIFEST_FILE) -> Manifest | None:
         try:
-            return decode_manifest((self.root / f"slot{index}" / MANIFEST_FILE).read_bytes())
+            return decode_manifest((self.root / f"slot{index}" / file).read_bytes())
         except FileNotFoundError:
             return None
 
