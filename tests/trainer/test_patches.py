@@ -4,6 +4,7 @@ A test that fails here after an upgrade names a patch to be deleted.
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.extensions import transformer_engine
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -143,6 +145,16 @@ def test_megatrons_own_attention_takes_no_packs(tied_model: Path) -> None:
     x = torch.zeros(3, 1, 4, 8)
     with pytest.raises(AssertionError, match="Packed sequence is not supported"):
         megatrons(x, x, x, None, packed_seq_params=PackedSeqParams(qkv_format="thd"))
+
+
+def test_transformer_engine_gets_megatrons_fields_alone() -> None:
+    """te_attention.TransformerEngineAttention: a PackLayout may be handed on as it is, because its own fields
+    are left out."""
+    source = inspect.getsource(transformer_engine)
+    assert re.search(
+        r"kept_packed_seq_params = set\(\s*field.name for field in dataclasses.fields\(Packed", source
+    )
+    assert "getattr(packed_seq_params, key) for key in self.kept_packed_seq_params" in source
 
 
 def test_megatron_rounds_before_it_adds() -> None:
