@@ -58,9 +58,7 @@ class Checkpointer:
             )
         with cuda_as_cpu():
             dist_checkpointing.save(
-                self._sharded_state(loading=False),
-                str(partial / "megatron"),
-                in_process_strategy(),
+                self._sharded_state(loading=False), str(partial / "megatron"), in_process_strategy()
             )
         torch.save(rng_state(), partial / "rng" / f"{self._rank:05d}.pt")
         state_hash = self.state_hash()

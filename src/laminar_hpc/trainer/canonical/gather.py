@@ -155,11 +155,7 @@ class Canonical:
                 self._exchange.send(own[s.name].value().to(dtype).contiguous(), 0, s.name)
 
     def _whole(
-        self,
-        slices: list[HeldSlice],
-        own: dict[str, LocalSlice],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, slices: list[HeldSlice], own: dict[str, LocalSlice], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         if len(slices) == 1 and slices[0].rank == 0:
             return own[slices[0].name].value().to(dtype).contiguous()

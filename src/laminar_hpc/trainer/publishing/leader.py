@@ -22,11 +22,7 @@ _NO_LINK = "a relay to join"
 
 class Leader:
     def __init__(
-        self,
-        context: RoleContext,
-        model: Publishable,
-        lanes: RankLanes,
-        handover: Handover,
+        self, context: RoleContext, model: Publishable, lanes: RankLanes, handover: Handover
     ) -> None:
         self._context, self._model, self._lanes, self._handover = context, model, lanes, handover
         self._exchange, self._seconds = model.publishing, context.config.relay.publish_timeout_seconds
