@@ -19,7 +19,7 @@ class Clock:
         self.first = self.turn(QUIET_SECONDS)
 
     def come(self, index: int) -> None:
-        self.chain.came(index, self.now)
+        self.chain.joined(index, self.now)
         self.alive.add(index)
         self.heard[index] = self.now
 
@@ -52,9 +52,9 @@ def proposals(orders) -> list[tuple[int, int]]:
 
 def test_the_first_chain_waits_for_all_relays_and_the_trainer():
     chain = Chain(2)
-    chain.came(1, 0.0)
+    chain.joined(1, 0.0)
     assert chain.update({1: 0.9}, True, 1.0) == []
-    chain.came(0, 1.0)
+    chain.joined(0, 1.0)
     assert (
         chain.update({0: 1.9, 1: 1.9}, False, 2.0) == [] and chain.update({0: 1.9, 1: 1.9}, True, 1.2) == []
     )
@@ -66,7 +66,7 @@ def test_an_epoch_tells_its_lane():
     for lane in range(3):
         chain = Chain(2, lane, 3)
         for machine in range(2):
-            chain.came(3 * machine + lane, 0.0)
+            chain.joined(3 * machine + lane, 0.0)
         heard = {3 * machine + lane: 1.0 for machine in range(2)}
         orders = chain.update(heard, True, 1.0)
         assert proposals(orders) == [(TRAINER, lane), (lane, 3 + lane)]
@@ -79,7 +79,7 @@ def test_a_death_in_the_middle_joins_the_neighbours_and_leaves_the_rest(clock):
     before = clock.epochs()
     clock.alive.discard(2)
     clock.heard.pop(2)
-    clock.chain.gone(2)
+    clock.chain.left(2)
     assert proposals(clock.turn(0.1)) == [(1, 3)]
     after = clock.epochs()
     assert (
@@ -93,7 +93,7 @@ def test_the_masters_death_in_a_publication_elects_the_next_and_has_it_sent_agai
     clock.all_have(7)
     assert clock.chain.publication(8) == 4
     clock.heard.pop(0)
-    clock.chain.gone(0)
+    clock.chain.left(0)
     clock.alive.discard(0)
     orders = clock.turn(0.1)
     assert clock.chain.order == [1, 2, 3] and proposals(orders) == [(TRAINER, 1)]
@@ -103,7 +103,7 @@ def test_the_masters_death_in_a_publication_elects_the_next_and_has_it_sent_agai
 
 def test_a_new_master_is_not_sent_what_it_has(clock):
     clock.all_have(7)
-    clock.chain.gone(0)
+    clock.chain.left(0)
     clock.heard.pop(0)
     clock.alive.discard(0)
     assert not next(message for who, message in clock.turn(0.1) if who == TRAINER).resend

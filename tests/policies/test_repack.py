@@ -3,18 +3,18 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_hpc.policies.repack import Move, ReplicaLoad, plan, saturation_batch
+from laminar_hpc.policies.repack import Merge, ReplicaView, plan, saturation_batch
 
 
-def load(replica: int, kv: float, requests: int, weight_id: int = 0, before: float = 1e9) -> ReplicaLoad:
-    return ReplicaLoad(replica, weight_id, kv, before, requests)
+def load(replica: int, kv: float, requests: int, weight_id: int = 0, before: float = 1e9) -> ReplicaView:
+    return ReplicaView(replica, weight_id, kv, before, requests)
 
 
 LOADS = st.lists(
     st.tuples(st.integers(0, 2), st.floats(0, 120), st.floats(0, 120), st.integers(0, 40)),
     min_size=0,
     max_size=40,
-).map(lambda rows: [ReplicaLoad(i, *row) for i, row in enumerate(rows)])
+).map(lambda rows: [ReplicaView(i, *row) for i, row in enumerate(rows)])
 
 
 @given(loads=LOADS, kv_max=st.floats(1, 100), requests_max=st.integers(1, 32))
@@ -42,8 +42,8 @@ def test_moves_keep_to_the_limits_and_to_one_weight_id(loads, kv_max, requests_m
 
 
 def test_the_emptiest_goes_to_the_fullest_that_fits():
-    assert plan([load(0, 10, 1), load(1, 85, 9), load(2, 95, 9), load(3, 60, 5)], 100, 20) == [Move(0, 1)]
-    assert plan([load(0, 10, 1), load(1, 20, 2), load(2, 30, 3)], 100, 20) == [Move(0, 2), Move(1, 2)]
+    assert plan([load(0, 10, 1), load(1, 85, 9), load(2, 95, 9), load(3, 60, 5)], 100, 20) == [Merge(0, 1)]
+    assert plan([load(0, 10, 1), load(1, 20, 2), load(2, 30, 3)], 100, 20) == [Merge(0, 2), Merge(1, 2)]
 
 
 def test_who_is_left_alone():
@@ -55,7 +55,7 @@ def test_who_is_left_alone():
 
 
 def test_request_limit_passes_over_the_fullest():
-    assert plan([load(0, 10, 5), load(1, 40, 5), load(2, 50, 18)], 100, 20) == [Move(0, 1)]
+    assert plan([load(0, 10, 5), load(1, 40, 5), load(2, 50, 18)], 100, 20) == [Merge(0, 1)]
 
 
 def test_saturation_batch_of_an_h800():
@@ -66,9 +66,9 @@ def test_saturation_batch_of_an_h800():
 def test_a_filled_replica_still_serves_later_sources():
     """The filled replica is passed over as a source but stays a destination."""
     moves = plan([load(0, 10, 1), load(1, 45, 1), load(2, 46, 1), load(3, 80, 19)], 100, 20)
-    assert moves == [Move(0, 3), Move(1, 2)]
+    assert moves == [Merge(0, 3), Merge(1, 2)]
     assert plan([load(0, 10, 1), load(1, 20, 1), load(2, 30, 1), load(3, 35, 1)], 100, 20) == [
-        Move(0, 3),
-        Move(1, 3),
-        Move(2, 3),
+        Merge(0, 3),
+        Merge(1, 3),
+        Merge(2, 3),
     ]

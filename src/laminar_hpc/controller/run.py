@@ -92,13 +92,13 @@ def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -
                 f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)",
             )
         )
-    if start.restored_step >= 0:
+    if start.restored_step is not None:
         say(console.line("set-up", f"going on from the checkpoint of step {start.restored_step}"))
-    if start.restored_step >= config.steps:
+    if start.restored_step is not None and start.restored_step >= config.steps:
         text = f"all {config.steps} steps are trained: only the last evaluation is done now"
         say(console.line("set-up", text))
     store, replay = store_directory(config) / "store.sqlite", config.source != "rollout"
-    check_store(store, Path(config.run_dir), start.restored_step, replay, _STORE_CHECK_SECONDS)
+    check_store(store, Path(config.run_dir), start.restored_step or 0, replay, _STORE_CHECK_SECONDS)
     return start
 
 
@@ -145,7 +145,7 @@ def build(
     store = Store(store_directory(config))
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)
-    store.restore(max(0, start.restored_step))
+    store.restore(start.restored_step or 0)
     order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
     algorithm = config.algorithm
     size = GroupSize(
@@ -163,16 +163,16 @@ def build(
         if held_out
         else None
     )
-    if evaluations and start.restored_step < 0:
+    if evaluations and start.restored_step is None:
         evaluations.add("before", 0, derived.rollout_ranks)
     if was_restarted(config):
         cause = cause_of_death(Path(config.run_dir))
         say(console.line("restart", f"by torchrun: {cause}"))
-        note_restart(config, cause, max(0, start.restored_step))
+        note_restart(config, cause, start.restored_step or 0)
     metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
     metrics.write(
         "start",
-        restored_step=start.restored_step,
+        restored_step=-1 if start.restored_step is None else start.restored_step,
         pipeline=config.pipeline.name,
         epoch=epoch,
         derived=dataclasses.asdict(derived),
@@ -246,20 +246,24 @@ def run_locked(
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
         loop(controller, received, lock)
-        reason = f"failed: {controller.failure}" if controller.failure else controller.stopping or "done"
-        controller.metrics.write("end", reason=reason, step=controller.trainer_step)
+        reason = (
+            f"failed: {controller.state.failure}"
+            if controller.state.failure
+            else controller.state.stopping or "done"
+        )
+        controller.metrics.write("end", reason=reason, step=controller.state.trainer_step)
     except BaseException as error:
         if controller is not None:
             with suppress(OSError):  # a full disk: `error` itself is what the user should read
-                controller.metrics.write("end", reason=f"failed: {error}", step=controller.trainer_step)
+                controller.metrics.write("end", reason=f"failed: {error}", step=controller.state.trainer_step)
         raise
     finally:
         close(controller, hub, run_dir)
         # a relay that was killed could not
         shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)
-    finish(run_dir, controller.stopping, say)
-    if controller.failure:
-        raise PermanentFailure(controller.failure)
+    finish(run_dir, controller.state.stopping, say)
+    if controller.state.failure:
+        raise PermanentFailure(controller.state.failure)
 
 
 def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
@@ -270,7 +274,7 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
     joined, joining_until = False, time.monotonic() + config.cluster.join_timeout_seconds
     stop_until = None
     shown = 0.0
-    while not controller.finished:
+    while not controller.state.finished:
         controller.turn()
         if lock.lost:
             raise LaminarError(lock.lost)
@@ -279,12 +283,12 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
             status.write(Path(config.run_dir), snapshot.status(controller))
         if received:
             controller.request_stop(received[0])
-        if controller.stopping:
+        if controller.state.stopping:
             stop_until = stop_until or time.monotonic() + config.cluster.stop_timeout_seconds
             if time.monotonic() > stop_until:
                 raise LaminarError(
-                    f"{controller.stopping}: the trainer did not finish step "
-                    f"{controller.trainer_step + 1} and its checkpoint within "
+                    f"{controller.state.stopping}: the trainer did not finish step "
+                    f"{controller.state.trainer_step + 1} and its checkpoint within "
                     f"{config.cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
                 )
         missing = [
@@ -299,7 +303,7 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
                 f"{', '.join(missing)}; see the "
                 "logs folder of the run directory"
             )
-    controller.tell_all_to_leave(controller.stopping or "done")
+    controller.tell_all_to_leave(controller.state.stopping or "done")
     patience = time.monotonic() + config.cluster.stop_timeout_seconds
     while controller.members.by_place and time.monotonic() < patience:
         controller.turn()
@@ -310,9 +314,8 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
 def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:
     """Tells whoever is left to leave, and lets go of files and sockets; also after a failure."""
     if controller is not None:
-        controller.tell_all_to_leave(RUN_FAILED if not controller.finished else "done")
-        for identity, message in controller.outbox:
-            hub.send(identity, message)
+        controller.tell_all_to_leave(RUN_FAILED if not controller.state.finished else "done")
+        controller.send_all()
         for part in (controller.store, controller.metrics, controller.trace):
             try:
                 part.close()

@@ -22,7 +22,7 @@ _OWNER_FILE = "run_dir"  # beside a store in store_dir: whose it is
 
 @dataclass(frozen=True)
 class Start:
-    restored_step: int  # -1 = a fresh run
+    restored_step: int | None  # None = a fresh run
     moved_to: Path | None  # where an earlier run went
 
 
@@ -40,7 +40,7 @@ def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
         raise unusable(run_dir, error) from error
     (run_dir / ADDRESS_FILE).unlink(missing_ok=True)
     found = checkpoints.steps(run_dir) if config.resume == "auto" else []
-    return Start(found[-1] if found else -1, moved)
+    return Start(found[-1] if found else None, moved)
 
 
 def unusable(run_dir: Path, error: OSError) -> LaminarError:

@@ -88,10 +88,10 @@ class Store:
 
     def next_ids(self) -> tuple[int, int, int]:
         """The next free weight, group and trajectory ids; none is ever used twice."""
-        return tuple(  # type: ignore[return-value]
-            self._db.execute(f"SELECT COALESCE(MAX(id) + 1, 0) FROM {table}").fetchone()[0]
-            for table in ("weights", "groups", "trajectories")
-        )
+        tables = ("weights", "groups", "trajectories")
+        columns = (f"(SELECT COALESCE(MAX(id) + 1, 0) FROM {table})" for table in tables)
+        weights, groups, trajectories = self._db.execute(f"SELECT {', '.join(columns)}").fetchone()
+        return weights, groups, trajectories
 
     # ---- weights -------------------------------------------------------------------------------------------
 
@@ -113,14 +113,22 @@ class Store:
         trajectory_id: int,
         group_id: int,
         sample_index: int,
-        replica: int,
+        replica: int | None,
         weight_id: int,
         weight_step: int,
     ) -> None:
+        """`replica` None: nobody has it yet, which the table holds as -1."""
         self._db.execute(
             "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, "
             "replica, weight_id, weight_step) VALUES(?, ?, ?, 0, 'granted', ?, ?, ?)",
-            (trajectory_id, group_id, sample_index, replica, weight_id, weight_step),
+            (
+                trajectory_id,
+                group_id,
+                sample_index,
+                -1 if replica is None else replica,
+                weight_id,
+                weight_step,
+            ),
         )
 
     def grant_again(

@@ -14,7 +14,7 @@ from laminar_hpc.weights.checkpoints import checkpoint_path
 
 
 def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, seconds: float) -> None:
-    """Raises Refused if the store at `path` is damaged, or older than the checkpoint of `restored_step` (-1 =
+    """Raises Refused if the store at `path` is damaged, or older than the checkpoint of `restored_step` (0 =
     none).
 
     Reads all of it, a second per gigabyte or less; after `seconds` it counts as whole. A replay stores no
