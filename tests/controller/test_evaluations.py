@@ -4,7 +4,7 @@ per file."""
 from reports import trajectory
 
 from laminar_hpc.controller.evaluations import Evaluations
-from laminar_hpc.controller.prompts import Prompt
+from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages import Generated, Lost, Scored
 
 

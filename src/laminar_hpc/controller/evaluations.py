@@ -8,7 +8,7 @@ are judged on the same weights.
 import math
 from dataclasses import dataclass, field
 
-from laminar_hpc.controller.prompts import Prompt
+from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages import Generated, Grant, Lost, PromptGroup, Sample, Scored
 
 _NO_GROUP = -1  # on the wire: the groups of an evaluation have no ids

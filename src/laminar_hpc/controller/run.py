@@ -23,16 +23,12 @@ from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
 from laminar_hpc.config.load import dump_config
-from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.config.source import labels, parse_source
 from laminar_hpc.controller import snapshot
-from laminar_hpc.controller.chat import load_chat_template
 from laminar_hpc.controller.ending import finish
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
-from laminar_hpc.controller.prompts import Prompt, PromptSet, check_token_ids, load_prompts, load_tokenizer
 from laminar_hpc.controller.rewards import try_rewards
 from laminar_hpc.controller.rundir import (
     Start,
@@ -47,6 +43,7 @@ from laminar_hpc.controller.rundir import (
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.store_check import check_store
 from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.data.prompts import load_run_prompts
 from laminar_hpc.observability import console, status
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
@@ -102,34 +99,6 @@ def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -
     return start
 
 
-def load_data(config: RunConfig, say: Callable[[str], None]) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    """(training prompts, held-out prompts by the file's name), checked against tokenizer and model; says what
-    was read and left out."""
-    if config.source.startswith("replay:"):
-        return [], {}
-    tokenizer = load_tokenizer(config.model.path)
-    render = load_chat_template(config.model.path) if config.data.chat_template else None
-    model = model_config(config.model.path)
-    room = (
-        min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30))
-        - config.sampling.max_response_tokens
-        - 1
-    )
-
-    def load(key: str, name: str, limit: int | None = None) -> PromptSet:
-        found = load_prompts(parse_source(key, name), config.data, tokenizer, render, room, limit)
-        check_token_ids(found, model["vocab_size"])
-        say(console.line("data", found.words()))
-        return found
-
-    train = load("data.train", config.data.train)
-    held_out = [
-        load("evaluation.files", name, config.evaluation.problems) for name in config.evaluation.files
-    ]
-    names = labels("evaluation.files", [found.source for found in held_out])
-    return train.prompts, {name: found.prompts for name, found in zip(names, held_out, strict=True)}
-
-
 def build(
     config: RunConfig,
     derived: Derived,
@@ -140,7 +109,7 @@ def build(
     say: Callable[[str], None],
 ) -> Controller:
     with before_it_begins():
-        prompts, held_out = load_data(config, say)
+        prompts, held_out = load_run_prompts(config, say)
         try_rewards(config, say, prompts)
     store = Store(store_directory(config))
     epoch = store.get("restore_epoch", -1) + 1

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import DataConfig
 from laminar_hpc.config.source import Source, labels, parse_source
-from laminar_hpc.controller.prompts import check_token_ids, load_prompts
+from laminar_hpc.data.prompts import check_token_ids, load_prompts
 
 TOKENIZER = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?0123456789+=")}, unk_token="?"))
 TOKENIZER.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -145,7 +145,7 @@ import sys
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.source import parse_source
 from laminar_hpc.controller import run
-from laminar_hpc.controller.rows import read_rows
+from laminar_hpc.data.rows import read_rows
 assert not {{"datasets", "pyarrow"}} & set(sys.modules), "imported where no such file is read"
 list(read_rows(parse_source("data.train", {str(path)!r})))
 try:

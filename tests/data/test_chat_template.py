@@ -7,7 +7,7 @@ import pytest
 
 from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.chat import as_messages, load_chat_template
+from laminar_hpc.data.chat_template import as_messages, load_chat_template
 
 TEMPLATE = """{{- bos_token }}
 {%- for message in messages %}
