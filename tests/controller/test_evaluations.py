@@ -58,6 +58,7 @@ def test_greedy_and_mean_at_k_per_file():
 
 
 def test_lost_responses_are_asked_again_on_the_same_weights():
+    """An evaluation never mixes weight ids, whoever is lost on the way."""
     evaluations = Evaluations(files(), 2, 1.0, 48)
     evaluations.add("step", 4, shares=2)
     del evaluations.queue[0]
@@ -79,6 +80,7 @@ def test_lost_responses_are_asked_again_on_the_same_weights():
 
 
 def test_an_evaluation_whose_weights_are_gone_starts_again():
+    """With no replica left on its weights, it begins anew on the newest."""
     evaluations = Evaluations(files(), 0, 1.0, 48)
     evaluations.add("step", 4, shares=1)
     assert len(evaluations.queue) == 1, "samples=0: greedy only"

@@ -189,6 +189,7 @@ def test_one_that_serves_the_weights_gets_its_batch_along_with_them(tmp_path):
 
 
 def test_after_some_tries_it_starts_again(tmp_path):
+    """A trajectory is rescued TRIES times; then its tokens count as discarded."""
     script = new(tmp_path)
     first = alone_on_older_weights(script)
     script.dies(0)

@@ -56,6 +56,7 @@ def orphan(i: int, weight_id: int, tokens: int) -> Orphan:
 
 
 def test_who_asks_comes_before_who_is_starting_and_the_cheapest_first():
+    """The replica whose reload costs least takes the work."""
     mine, both = [orphan(0, 5, 100), orphan(1, 5, 50)], frozenset({5, 6})
     asks, serves, starts = (
         Idle(1, 6, both, 1e3, 10.0),

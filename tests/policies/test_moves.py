@@ -49,6 +49,7 @@ def test_invariants_over_all_short_histories():
 
 
 def test_a_move_outlives_its_source_once_the_response_is_known():
+    """In phase IMPORT the destination needs nothing more of the source."""
     move = Move("m", 7, 0, 1, 2, 3, deadline=0.0)
     assert move.reserved("") == [Action.ORDER] and move.ready() == [Action.IMPORT]
     assert move.replica_lost(1) == [] and move.imported() == [Action.CHANGE_OWNER]
@@ -56,6 +57,7 @@ def test_a_move_outlives_its_source_once_the_response_is_known():
 
 
 def test_examples():
+    """The examples in the docstrings hold."""
     assert doctest.testmod(moves).failed == doctest.testmod(rounds).failed == 0
 
 

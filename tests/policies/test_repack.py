@@ -42,6 +42,7 @@ def test_moves_keep_to_the_limits_and_to_one_weight_id(loads, kv_max, requests_m
 
 
 def test_the_emptiest_goes_to_the_fullest_that_fits():
+    """Best fit: sources from the emptiest up, each to the fullest destination."""
     assert plan([load(0, 10, 1), load(1, 85, 9), load(2, 95, 9), load(3, 60, 5)], 100, 20) == [Merge(0, 1)]
     assert plan([load(0, 10, 1), load(1, 20, 2), load(2, 30, 3)], 100, 20) == [Merge(0, 2), Merge(1, 2)]
 
@@ -55,6 +56,7 @@ def test_who_is_left_alone():
 
 
 def test_request_limit_passes_over_the_fullest():
+    """A destination with too many requests is left out, whatever its KV."""
     assert plan([load(0, 10, 5), load(1, 40, 5), load(2, 50, 18)], 100, 20) == [Merge(0, 1)]
 
 

@@ -175,7 +175,7 @@ class Controller:
         return None
 
     def tick(self) -> None:
-        self.membership.bury()
+        self.membership.remove_dead()
         if self.state.ending:
             return
         now = time.monotonic()

@@ -83,8 +83,8 @@ class Membership:
                 self._outbox.send(trainer, place)
 
     def on_stranger(self, identity: str, message: m.AnyMessage) -> None:
-        """Who was taken for dead and is heard again may come back, unless another process has taken its
-        place."""
+        """A worker that was taken for dead and still sends may come back, unless another process has taken
+        its place."""
         log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
         if self._shared.state.ending or not self._shared.roles_apart or not isinstance(message, m.Ping):
             return
@@ -136,7 +136,7 @@ class Membership:
             self._shared.say(f"{text}; the others go on")
         self._forget(member)
 
-    def bury(self) -> None:
+    def remove_dead(self) -> None:
         """Takes out all members that have died or have been silent for too long."""
         for member in self._members.dead():
             self._on_death(member)

@@ -47,7 +47,7 @@ class PartialPool:
 
     def drop(self, trajectory_id: int) -> int:
         """It has ended or starts again; returns how many tokens were held."""
-        _, partial = self._held.pop(trajectory_id, (-1, None))
+        _, partial = self._held.pop(trajectory_id, (None, None))
         tokens = len(partial.tokens) if partial else 0
         self.tokens -= tokens
         return tokens

@@ -43,7 +43,7 @@ from laminar_hpc.controller.rundir import (
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.store_check import check_store
 from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.data.prompts import load_run_prompts
+from laminar_hpc.data.prompts import Prompt, load_run_prompts
 from laminar_hpc.observability import console, status
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
@@ -108,6 +108,7 @@ def build(
     machine: str,
     say: Callable[[str], None],
 ) -> Controller:
+    """Everything that the loop needs, with the store taken back to the checkpoint."""
     with before_it_begins():
         prompts, held_out = load_run_prompts(config, say)
         try_rewards(config, say, prompts)
@@ -115,29 +116,52 @@ def build(
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)
     store.restore(start.restored_step or 0)
-    order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
-    algorithm = config.algorithm
-    size = GroupSize(
-        algorithm.first_samples or algorithm.samples_per_prompt,
-        algorithm.more_samples,
-        algorithm.samples_per_prompt,
-    )
-    tracker = TrajectoryTracker(store, prompts, size, order, algorithm.zero_variance == "filter")
-    tracker.load()
+    tracker = _tracker(config, store, prompts)
     source = Path(config.source.removeprefix("replay:")) if config.source.startswith("replay:") else None
     replay = Store(source, read_only=True) if source else None
-    sampling = config.sampling
-    evaluations = (
-        Evaluations(held_out, config.evaluation.samples, sampling.temperature, sampling.max_response_tokens)
-        if held_out
-        else None
-    )
+    evaluations = _evaluations(config, held_out)
     if evaluations and start.restored_step is None:
         evaluations.add("before", 0, derived.rollout_ranks)
     if was_restarted(config):
         cause = cause_of_death(Path(config.run_dir))
         say(console.line("restart", f"by torchrun: {cause}"))
         note_restart(config, cause, start.restored_step or 0)
+    return Controller(
+        config,
+        derived,
+        hub,
+        store,
+        tracker,
+        evaluations,
+        _metrics(config, derived, start, epoch),
+        Members(machine, config.cluster.heartbeat_timeout_seconds),
+        relays,
+        start.restored_step,
+        replay,
+        say,
+        Trace(Path(config.run_dir), "controller", 0),
+    )
+
+
+def _tracker(config: RunConfig, store: Store, prompts: list[Prompt]) -> TrajectoryTracker:
+    algorithm = config.algorithm
+    samples = algorithm.samples_per_prompt
+    size = GroupSize(algorithm.first_samples or samples, algorithm.more_samples, samples)
+    order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
+    tracker = TrajectoryTracker(store, prompts, size, order, algorithm.zero_variance == "filter")
+    tracker.recover()
+    return tracker
+
+
+def _evaluations(config: RunConfig, held_out: dict[str, list[Prompt]]) -> Evaluations | None:
+    if not held_out:
+        return None
+    sampling, samples = config.sampling, config.evaluation.samples
+    return Evaluations(held_out, samples, sampling.temperature, sampling.max_response_tokens)
+
+
+def _metrics(config: RunConfig, derived: Derived, start: Start, epoch: int) -> MetricsWriter:
+    """With the line of this launch written."""
     metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
     metrics.write(
         "start",
@@ -148,32 +172,14 @@ def build(
         torchrun=torchrun_identity(),
         model=str(recorded_name(config.model.path) or config.model.path),
     )
-    members = Members(machine, config.cluster.heartbeat_timeout_seconds)
-    trace = Trace(Path(config.run_dir), "controller", 0)
-    return Controller(
-        config,
-        derived,
-        hub,
-        store,
-        tracker,
-        evaluations,
-        metrics,
-        members,
-        relays,
-        start.restored_step,
-        replay,
-        say,
-        trace,
-    )
+    return metrics
 
 
 def _mirror(config: RunConfig) -> WandbMirror | None:
-    o = config.observability
-    return (
-        None
-        if o.wandb == "off"
-        else WandbMirror(Path(config.run_dir), o.wandb, o.wandb_project, dataclasses.asdict(config))
-    )
+    mode, project = config.observability.wandb, config.observability.wandb_project
+    if mode == "off":
+        return None
+    return WandbMirror(Path(config.run_dir), mode, project, dataclasses.asdict(config))
 
 
 def run(

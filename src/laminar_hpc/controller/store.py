@@ -202,15 +202,15 @@ class Store:
 
     def payloads(self, group_ids: Iterable[int]) -> list[bytes]:
         """The finished or consumed trajectories of these groups, encoded, group by group, in sample order."""
-        found: list[bytes] = []
+        payloads: list[bytes] = []
         for group_id in group_ids:
             rows = self._db.execute(
                 "SELECT payload FROM trajectories "
                 "WHERE group_id = ? AND payload IS NOT NULL ORDER BY sample_index",
                 (group_id,),
             )
-            found += [blob for (blob,) in rows]
-        return found
+            payloads += [blob for (blob,) in rows]
+        return payloads
 
     # ---- restore and replay --------------------------------------------------------------------------------
 

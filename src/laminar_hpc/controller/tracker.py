@@ -46,7 +46,7 @@ class TrajectoryTracker:
         # a score can make room for other groups, or for more samples
         self.may_change = filters or size.first < size.limit
 
-    def load(self) -> None:
+    def recover(self) -> None:
         """After a restart: finished work is there again, work in progress starts again from its prompt under
         a new attempt."""
         for group_id, prompt_index, state, weight_step, number, order in self._store.live_groups():

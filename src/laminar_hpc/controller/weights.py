@@ -2,7 +2,7 @@
 what.
 
     trainer --NewWeightId--> id
-    controller/chain.py: who links to whom, and who sends again
+    controller/relay_chain.py: who links to whom, and who sends again
     relay --RelayHas--> WeightsAvailable to the rollouts of its machine
 """
 
@@ -11,9 +11,9 @@ import time
 from typing import NamedTuple
 
 from laminar_hpc import messages as m
-from laminar_hpc.controller.chain import TRAINER, Chain, Orders, Place
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.probes import Probes
+from laminar_hpc.controller.relay_chain import TRAINER, Chain, Orders, Place
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import console

@@ -37,7 +37,7 @@ class PromptSet:
     too_long: int = 0
     duplicates: int = 0
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """For the line that is said before the run."""
         parts = [f"{self.source.path}: {len(self.prompts):,} prompts"]
         parts += [f"{self.too_long:,} too long and dropped"] if self.too_long else []
@@ -69,14 +69,14 @@ def load_run_prompts(
     context = min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30))
     room = context - config.sampling.max_response_tokens - 1
 
-    def load(key: str, name: str, limit: int | None = None) -> PromptSet:
-        loaded = load_prompts(parse_source(key, name), config.data, tokenizer, render, room, limit)
-        check_token_ids(loaded, model["vocab_size"])
-        say(console.line("data", loaded.words()))
-        return loaded
+    def read(key: str, name: str, limit: int | None = None) -> PromptSet:
+        prompts = load_prompts(parse_source(key, name), config.data, tokenizer, render, room, limit)
+        check_token_ids(prompts, model["vocab_size"])
+        say(console.line("data", prompts.summary()))
+        return prompts
 
-    train, key = load("data.train", config.data.train), "evaluation.files"
-    held_out = [load(key, name, config.evaluation.problems) for name in config.evaluation.files]
+    train, key = read("data.train", config.data.train), "evaluation.files"
+    held_out = [read(key, name, config.evaluation.problems) for name in config.evaluation.files]
     names = labels(key, [each.source for each in held_out])
     return train.prompts, {name: each.prompts for name, each in zip(names, held_out, strict=True)}
 
@@ -162,7 +162,7 @@ def _answer(row: dict, names: str, where: str) -> str | int | float:
 
 
 def _check_sendable(text: str, row: dict, where: str) -> None:
-    """Prompt and row cross between processes; what cannot shall not be found out in the middle of a run."""
+    """Prompt and row cross between processes; what cannot is refused before the run."""
     try:
         msgspec.msgpack.encode([text, row])
     except (TypeError, ValueError, OverflowError) as error:  # ValueError: also half of a surrogate pair

@@ -3,7 +3,7 @@ neighbours.
 
 Each link is made in an epoch of its own, and lasts until one of its ends goes or reports it broken; the
 others stay as they are. Who misses the newest weights gets them from the relay before it. A relay that is
-silent, or whose neighbour cannot reach it, is left out until it is heard again, and then comes to the chain's
+silent, or whose neighbour cannot reach it, is left out until its next message, and then comes to the chain's
 end. Pure state: methods take what happened and return messages, (place, message).
 
 Each lane has a chain of its own, through its relay of every machine; relay number i belongs to lane i modulo
