@@ -96,20 +96,17 @@ class Dispatcher:
 
     def _rescue_grant(self, rescue: Rescue) -> m.Grant:
         """What is rescued, and along with it what admission gives to a replica that need not load first."""
-        weight_id, sampling = rescue.weight_id, self._config.sampling
-        step, groups = self._weights.steps[weight_id], rescue.groups
-        if self._replicas.at(rescue.replica).weight_id == weight_id:
-            more = self._training_grant(rescue.replica, weight_id, step)
+        step, groups = self._weights.steps[rescue.weight_id], rescue.groups
+        if self._replicas.at(rescue.replica).weight_id == rescue.weight_id:
+            more = self._training_grant(rescue.replica, rescue.weight_id, step)
             groups = groups + (more.groups if more is not None else [])
-        return m.Grant(
-            rescue.batch_id,
-            weight_id,
-            step,
-            groups,
-            sampling.temperature,
-            sampling.max_response_tokens,
-            parts=rescue.parts,
-        )
+        return self._sampled(rescue.weight_id, step, groups, rescue.parts)
+
+    def _sampled(
+        self, weight_id: int, step: int, groups: list[m.PromptGroup], parts: dict[int, m.Partial]
+    ) -> m.Grant:
+        length, temperature = self._config.sampling.max_response_tokens, self._config.sampling.temperature
+        return m.Grant(self._next_batch, weight_id, step, groups, temperature, length, parts=parts)
 
     def _evaluation_grant(self, replica: int, weight_id: int, step: int) -> m.Grant | None:
         if self._evaluations is None:
@@ -134,12 +131,7 @@ class Dispatcher:
         if self._rounds:
             self._rounds.took(replica)
         groups = tracker.draw(local_batch, quota, replica, weight_id, step, time.time(), may_go_on)
-        if not groups:
-            return None
-        sampling = config.sampling
-        return m.Grant(
-            self._next_batch, weight_id, step, groups, sampling.temperature, sampling.max_response_tokens
-        )
+        return self._sampled(weight_id, step, groups, {}) if groups else None
 
     def _round_is_open(self, replica: int) -> bool:
         newest = self._weights.newest

@@ -29,14 +29,13 @@ from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.migration import Migration
-from laminar_hpc.controller.outbox import Outbox
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.probes import Probes
 from laminar_hpc.controller.repacker import Repacker
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.reports import TrajectoryReports
 from laminar_hpc.controller.rescuer import Rescuer
-from laminar_hpc.controller.shared import RunState, Shared
+from laminar_hpc.controller.shared import Outbox, RunState, Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.training import Training
@@ -109,10 +108,7 @@ class Controller:
             m.NewWeightId: self.weights.on_new_weight_id,
             m.Published: self.weights.on_published,
         }
-        links: Handlers = {
-            m.StoreOpened: self.weights.on_store_opened,
-            m.LinkDown: self.weights.on_link_down,
-        }
+        links: Handlers = {m.StoreOpened: self.weights.on_store_opened, m.LinkDown: self.weights.on_link_down}
         relay: Handlers = {m.RelayHas: self.on_relay_has}
         rollout: Handlers = {
             m.WeightsOpened: self.dispatcher.on_weights_opened,

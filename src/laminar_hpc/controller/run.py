@@ -209,6 +209,7 @@ def run_locked(
     say: Callable[[str], None],
     redirect_output: Callable[[], None],
 ) -> None:
+    """The run, while its directory is locked."""
     run_dir = Path(config.run_dir)
     redirect_output()
     (run_dir / "config.yaml").write_text(dump_config(config))
@@ -221,12 +222,9 @@ def run_locked(
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
         loop(controller, received, lock)
-        reason = (
-            f"failed: {controller.state.failure}"
-            if controller.state.failure
-            else controller.state.stopping or "done"
-        )
-        controller.metrics.write("end", reason=reason, step=controller.state.trainer_step)
+        state = controller.state
+        reason = f"failed: {state.failure}" if state.failure else state.stopping or "done"
+        controller.metrics.write("end", reason=reason, step=state.trainer_step)
     except BaseException as error:
         if controller is not None:
             with suppress(OSError):  # a full disk: `error` itself is what the user should read
@@ -236,54 +234,48 @@ def run_locked(
         close(controller, hub, run_dir)
         # a relay that was killed could not
         shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)
-    finish(run_dir, controller.state.stopping, say)
-    if controller.state.failure:
-        raise PermanentFailure(controller.state.failure)
+    finish(run_dir, state.stopping, say)
+    if state.failure:
+        raise PermanentFailure(state.failure)
 
 
 def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
     """Turns until the work is done, then until all have said goodbye. Bounded by the join and stop time
-    limits."""
-    config = controller.config
+    limits. `received`: names of signals, filled by their handler."""
+    state, members, cluster = controller.state, controller.members, controller.config.cluster
     wanted = {"trainer": controller.derived.trainer_ranks, "rollout": controller.derived.rollout_ranks}
-    joined, joining_until = False, time.monotonic() + config.cluster.join_timeout_seconds
-    stop_until = None
-    shown = 0.0
-    while not controller.state.finished:
+    joined, joining_until = False, time.monotonic() + cluster.join_timeout_seconds
+    stop_until, shown = None, 0.0
+    while not state.finished:
         controller.turn()
         if lock.lost:
             raise LaminarError(lock.lost)
         if time.monotonic() - shown > _STATUS_SECONDS:
             shown = time.monotonic()
-            status.write(Path(config.run_dir), snapshot.status(controller))
+            status.write(Path(controller.config.run_dir), snapshot.status(controller))
         if received:
             controller.request_stop(received[0])
-        if controller.state.stopping:
-            stop_until = stop_until or time.monotonic() + config.cluster.stop_timeout_seconds
+        if state.stopping:
+            stop_until = stop_until or time.monotonic() + cluster.stop_timeout_seconds
             if time.monotonic() > stop_until:
                 raise LaminarError(
-                    f"{controller.state.stopping}: the trainer did not finish step "
-                    f"{controller.state.trainer_step + 1} and its checkpoint within "
-                    f"{config.cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
+                    f"{state.stopping}: the trainer did not finish step {state.trainer_step + 1} and its "
+                    f"checkpoint within {cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
                 )
-        missing = [
-            f"{number - len(controller.members.all(role))} {role}"
-            for role, number in wanted.items()
-            if len(controller.members.all(role)) < number
-        ]
-        joined = joined or not missing
+        missing = {role: number - len(members.all(role)) for role, number in wanted.items()}
+        joined = joined or not any(number > 0 for number in missing.values())
         if not joined and time.monotonic() > joining_until:
+            ranks = ", ".join(f"{number} {role}" for role, number in missing.items() if number > 0)
             raise LaminarError(
-                f"after {config.cluster.join_timeout_seconds:.0f} s these ranks have not joined: "
-                f"{', '.join(missing)}; see the "
+                f"after {cluster.join_timeout_seconds:.0f} s these ranks have not joined: {ranks}; see the "
                 "logs folder of the run directory"
             )
-    controller.tell_all_to_leave(controller.state.stopping or "done")
-    patience = time.monotonic() + config.cluster.stop_timeout_seconds
-    while controller.members.by_place and time.monotonic() < patience:
+    controller.tell_all_to_leave(state.stopping or "done")
+    patience = time.monotonic() + cluster.stop_timeout_seconds
+    while members.by_place and time.monotonic() < patience:
         controller.turn()
-    for member in controller.members.by_place.values():
-        log.error("%s did not leave within %.0f s", member.name, config.cluster.stop_timeout_seconds)
+    for member in members.by_place.values():
+        log.error("%s did not leave within %.0f s", member.name, cluster.stop_timeout_seconds)
 
 
 def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:
