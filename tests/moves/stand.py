@@ -20,7 +20,6 @@ from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.controller.migration import PlannedMove
 from laminar_hpc.controller.rundir import prepare as prepare_run_dir
 from laminar_hpc.emulation import responses, stage
 from laminar_hpc.emulation.engine import EmulatedEngine
@@ -77,9 +76,7 @@ class Shuffler:
             if source != destination and weights[0] == weights[1] is not None and free:
                 trajectory_id, sample = self.random.choice(free)
                 moving.add(trajectory_id)
-                migration.begin(
-                    PlannedMove(trajectory_id, sample.attempt, source, destination, weights[0], 500), now
-                )
+                migration.begin(trajectory_id, sample.attempt, source, destination, weights[0], 500, now)
                 self.begun += 1
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_hpc.policies.chain import (
-    LEAST_CHUNK,
+    CHUNK_MIN,
     best_chunks,
     broadcast_seconds,
     chain_order,
@@ -27,11 +27,11 @@ def test_k_star_is_the_best_number_of_chunks(relays):
 
 
 def test_chunks_have_bounds():
-    """A chunk has whole pages, at least LEAST_CHUNK bytes and at most the given maximum."""
+    """A chunk has whole pages, at least CHUNK_MIN bytes and at most the given maximum."""
     assert (
         chunk_bytes(SIZE, 1, START, PER_BYTE, 64 << 20) == 64 << 20
     )  # one relay needs no chunks; the buffers have a size
-    assert chunk_bytes(1000, 8, START, PER_BYTE, 64 << 20) == LEAST_CHUNK
+    assert chunk_bytes(1000, 8, START, PER_BYTE, 64 << 20) == CHUNK_MIN
     assert chunk_bytes(SIZE, 8, START, PER_BYTE, 64 << 20) % 4096 == 0
 
 

@@ -33,22 +33,22 @@ def test_a_replica_without_work_loads_what_it_can_and_nobody_is_forgotten(orphan
     """docs/architecture.md#one-policy and #nothing-lost: one id per replica, and one that it serves or can
     load; every trajectory in one place at most; a load saves more
     than it costs; and nothing waits where a replica that asks for work goes away with nothing."""
-    loads, again = plan_reloads(orphans, idle, 1.0)
-    placed = [i for each in loads for i in each.trajectory_ids]
+    reloads, again = plan_reloads(orphans, idle, 1.0)
+    placed = [i for each in reloads for i in each.trajectory_ids]
     assert len(set(placed + again)) == len(placed + again)
-    assert len({each.replica for each in loads}) == len(loads)
-    for each in loads:
+    assert len({each.replica for each in reloads}) == len(reloads)
+    for each in reloads:
         replica, mine = idle[each.replica], [orphans[i] for i in each.trajectory_ids]
         assert mine and {orphan.weight_id for orphan in mine} == {each.weight_id}
         assert each.weight_id == replica.weight_id or each.weight_id in replica.loadable
         assert sum(orphan.tokens + 1.0 for orphan in mine) <= replica.kv_tokens_free + 1e-6
         assert sum(orphan.response_tokens for orphan in mine) >= replica.price(each.weight_id)
     asks_in_vain = {each.replica for each in idle if each.weight_id is not None} - {
-        each.replica for each in loads
+        each.replica for each in reloads
     }
     left = {orphan.trajectory_id for orphan in orphans} - set(placed)
     assert set(again) == (left if asks_in_vain else set())
-    assert plan_reloads(list(reversed(orphans)), list(reversed(idle)), 1.0) == (loads, again)
+    assert plan_reloads(list(reversed(orphans)), list(reversed(idle)), 1.0) == (reloads, again)
 
 
 def orphan(i: int, weight_id: int, tokens: int) -> Orphan:
@@ -69,7 +69,7 @@ def test_who_asks_comes_before_who_is_starting_and_the_cheapest_first():
 
 
 def test_what_is_not_worth_its_loads_starts_again():
-    """There and back is two loads; one that is starting loads something anyway."""
+    """There and back is two reloads; one that is starting loads something anyway."""
     mine, ids = [orphan(0, 5, 100), orphan(1, 5, 50)], frozenset({5, 6})
     assert plan_reloads(mine, [Idle(1, 6, ids, 1e3, 75.0)]) == ([Reload(1, 5, [0, 1])], [])
     assert plan_reloads(mine, [Idle(1, 6, ids, 1e3, 76.0)]) == ([], [0, 1])

@@ -49,14 +49,8 @@ class Dispatcher:
             self._shared.say(console.setup_line(text, self._state.seconds))
         row.weight_id, self._replicas.pull_seconds = weight_id, opened.seconds
         self._rescuer.opened(replica, weight_id)
-        self._shared.metrics.write(
-            "pull",
-            replica=replica,
-            weight_id=weight_id,
-            step=opened.weight_step,
-            seconds=opened.seconds,
-            parts=opened.parts,
-        )
+        fields = {"replica": replica, "weight_id": weight_id, "step": opened.weight_step}
+        self._shared.metrics.write("pull", **fields, seconds=opened.seconds, parts=opened.parts)
         self._probes.scored(weight_id, opened.weight_step, f"rollout{replica}", opened.probe_logprobs)
 
     def on_request_work(self, member: Member, request: m.RequestWork) -> None:

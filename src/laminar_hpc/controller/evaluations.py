@@ -108,15 +108,9 @@ class Evaluations:
                 evaluation.weight_id, evaluation.weight_step, evaluation.started = weight_id, weight_step, now
             share.replica = replica
             share.attempt += 1
-            return Grant(
-                batch_id,
-                weight_id,
-                weight_step,
-                self._groups(share),
-                evaluation.temperature,
-                self._max_tokens,
-                evaluation.key,
-            )
+            sampling = (evaluation.temperature, self._max_tokens)
+            groups = self._groups(share)
+            return Grant(batch_id, weight_id, weight_step, groups, *sampling, evaluation.key)
         return None
 
     def _groups(self, share: Share) -> list[PromptGroup]:

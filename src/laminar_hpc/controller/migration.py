@@ -26,20 +26,6 @@ _REMEMBERED = 4096  # moves that are over and may still be asked about
 NO_SOURCE = -1  # in metrics.jsonl: the owner is dead
 
 
-@dataclass(frozen=True)
-class PlannedMove:
-    """`source`: the owner, None when it is dead; then `partial` is the response so far. `tokens`: room for
-    the KV cache at the destination."""
-
-    trajectory_id: int
-    attempt: int
-    source: int | None
-    destination: int
-    weight_id: int
-    tokens: int
-    partial: m.Partial | None = None
-
-
 @dataclass
 class _Progress:
     """A move, when it began (monotonic seconds), and what its sides have said."""
@@ -76,35 +62,29 @@ class Migration:
 
     # ---- begin and end -------------------------------------------------------------------------------------
 
-    def begin(self, planned: PlannedMove, now: float) -> None:
-        """`now`: monotonic seconds."""
-        trajectory_id, weight_id, config = planned.trajectory_id, planned.weight_id, self._shared.config
-        move_id = f"{trajectory_id}-{planned.attempt}-{next(self._numbers)}"
-        move = Move(
-            move_id,
-            trajectory_id,
-            planned.attempt,
-            planned.source,
-            planned.destination,
-            weight_id,
-            now + PHASE_SECONDS,
-        )
-        self._moves[move_id] = _Progress(move, now, planned.partial)
+    def begin(
+        self,
+        trajectory_id: int,
+        attempt: int,
+        source: int | None,
+        destination: int,
+        weight_id: int,
+        tokens: int,
+        now: float,
+        partial: m.Partial | None = None,
+    ) -> None:
+        """`source`: the owner, None when it is dead; then `partial` is the response so far. `tokens`: room
+        for the KV cache at the destination. `now`: monotonic seconds."""
+        move_id, deadline = f"{trajectory_id}-{attempt}-{next(self._numbers)}", now + PHASE_SECONDS
+        move = Move(move_id, trajectory_id, attempt, source, destination, weight_id, deadline)
+        self._moves[move_id] = _Progress(move, now, partial)
         self.moving[trajectory_id] = move_id
-        self._send(
-            planned.destination,
-            m.Reserve(
-                move_id,
-                trajectory_id,
-                self._tracker.bare_group(trajectory_id),
-                weight_id,
-                self._steps[weight_id],
-                planned.tokens,
-                config.pipeline.repack == "kv" and planned.source is not None,
-                config.sampling.temperature,
-                config.sampling.max_response_tokens,
-            ),
-        )
+        group, step = self._tracker.bare_group(trajectory_id), self._steps[weight_id]
+        config = self._shared.config
+        kv = config.pipeline.repack == "kv" and source is not None
+        sampling = (config.sampling.temperature, config.sampling.max_response_tokens)
+        reserve = m.Reserve(move_id, trajectory_id, group, weight_id, step, tokens, kv, *sampling)
+        self._send(destination, reserve)
 
     def _send(self, replica: int | None, message: m.Message) -> None:
         if replica is not None:
@@ -160,7 +140,7 @@ class Migration:
             move = progress.move
             if move.phase is Phase.RESERVE and move.source is None:
                 self._replicas.at(member.hello.index).report_is_outdated = True
-            self._act(progress, move.call_off(message.reason), member.hello.index)
+            self._act(progress, move.call_off(message.reason))
 
     # ---- what to do about it -------------------------------------------------------------------------------
 

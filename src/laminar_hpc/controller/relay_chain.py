@@ -88,17 +88,13 @@ class Chain:
         for behind in self.order[self.order.index(index) :] if index in self.order else [index]:
             self.coming.pop(behind, None)
 
+    def _link(self, epoch: int) -> ChainLink | None:
+        return next((link for link in self.links.values() if link.epoch == epoch), None)
+
     def link_down(self, epoch: int, reporter: Place, now: float) -> ChainLink | None:
         """The link that broke, if it is one of the present ones."""
-        link = next(
-            (
-                link
-                for link in self.links.values()
-                if link.epoch == epoch and reporter in (link.upstream, link.downstream)
-            ),
-            None,
-        )
-        if link is None:
+        link = self._link(epoch)
+        if link is None or reporter not in (link.upstream, link.downstream):
             return None
         self._drop(link)
         self._settled = now + SETTLE_SECONDS
@@ -193,15 +189,8 @@ class Chain:
         return reached
 
     def store_opened(self, opened: m.StoreOpened, reporter: Place) -> Orders:
-        link = next(
-            (
-                link
-                for link in self.links.values()
-                if link.epoch == opened.epoch and link.upstream == reporter
-            ),
-            None,
-        )
-        if link is None:
+        link = self._link(opened.epoch)
+        if link is None or link.upstream != reporter:
             return []
         peer = "the trainer" if reporter is None else f"relay {reporter}"
         return [(link.downstream, m.JoinEpoch(opened.epoch, opened.host, opened.port, peer))]

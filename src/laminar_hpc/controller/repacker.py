@@ -7,7 +7,7 @@ Called by the controller's tick every `pipeline.repack_seconds`, and soon after 
 import time
 from dataclasses import dataclass
 
-from laminar_hpc.controller.migration import Migration, PlannedMove
+from laminar_hpc.controller.migration import Migration
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
@@ -121,17 +121,9 @@ class Repacker:
             if trajectory_id not in self._migration.moving:
                 prompt = len(self._tracker.prompt_of(group).tokens)
                 response_max = self._config.sampling.max_response_tokens
-                self._migration.begin(
-                    PlannedMove(
-                        trajectory_id,
-                        sample.attempt,
-                        merge.source,
-                        merge.destination,
-                        report.weight_id,
-                        room(prompt, response_max, report.kv_tokens, report.in_flight),
-                    ),
-                    now,
-                )
+                tokens = room(prompt, response_max, report.kv_tokens, report.in_flight)
+                ends = (merge.source, merge.destination)
+                self._migration.begin(trajectory_id, sample.attempt, *ends, report.weight_id, tokens, now)
                 begun += 1
         return begun
 

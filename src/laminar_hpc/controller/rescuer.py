@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from laminar_hpc import messages as m
 from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.migration import NO_SOURCE, Migration, PlannedMove, moved
+from laminar_hpc.controller.migration import NO_SOURCE, Migration, moved
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
@@ -138,10 +138,8 @@ class Rescuer:
                 self._waiting[trajectory_id] = (attempt, now)
                 continue
             part, weight_id = known[trajectory_id], wanted[trajectory_id].weight_id
-            planned = PlannedMove(
-                trajectory_id, attempt, None, destination, weight_id, len(part.tokens), part
-            )
-            self._migration.begin(planned, now)
+            tokens = len(part.tokens)
+            self._migration.begin(trajectory_id, attempt, None, destination, weight_id, tokens, now, part)
 
     def _rooms(self) -> list[failover.Room]:
         """Replicas that generate: they can take more of their weights. Their last report may be older than
@@ -201,15 +199,9 @@ class Rescuer:
                 continue
             loading = {rescue.weight_id for rescue in self._loading.values() if rescue.machine == machine}
             capacity = row.report.kv_capacity if row.report is not None else 0
-            idle.append(
-                failover.Idle(
-                    replica,
-                    serves,
-                    self._weights.loadable(machine, loading),
-                    float(capacity or self._shared.config.rollout.kv_cache_tokens),
-                    tokens_per_reload,
-                )
-            )
+            free = float(capacity or self._shared.config.rollout.kv_cache_tokens)
+            loadable = self._weights.loadable(machine, loading)
+            idle.append(failover.Idle(replica, serves, loadable, free, tokens_per_reload))
         return idle
 
     def _regrant(self, reload: failover.Reload, batch_id: int) -> Rescue:

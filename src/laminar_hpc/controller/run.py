@@ -12,7 +12,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -83,12 +83,8 @@ def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -
     """A fresh run directory, or the earlier run's, of which the store is known to be sound."""
     start = prepare(config, lock)
     if start.moved_to:
-        say(
-            console.line(
-                "set-up",
-                f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)",
-            )
-        )
+        text = f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)"
+        say(console.line("set-up", text))
     if start.restored_step is not None:
         say(console.line("set-up", f"going on from the checkpoint of step {start.restored_step}"))
     if start.restored_step is not None and start.restored_step >= config.steps:
@@ -193,50 +189,35 @@ def run(
     was stopped."""
     with before_it_begins():
         derived, start, lock = start_up(config, say)
-    try:
-        run_locked(config, derived, start, lock, relays, machine, say, redirect_output)
-    finally:
-        lock.release()
-
-
-def run_locked(
-    config: RunConfig,
-    derived: Derived,
-    start: Start,
-    lock: RunLock,
-    relays: int,
-    machine: str,
-    say: Callable[[str], None],
-    redirect_output: Callable[[], None],
-) -> None:
-    """The run, while its directory is locked."""
-    run_dir = Path(config.run_dir)
-    redirect_output()
-    (run_dir / "config.yaml").write_text(dump_config(config))
-    run_id = f"{run_dir.resolve().name}-{secrets.token_hex(4)}"
-    hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
-    controller = None
-    try:
-        controller = build(config, derived, start, hub, relays, machine, say)
-        received: list[str] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
-        loop(controller, received, lock)
-        state = controller.state
-        reason = f"failed: {state.failure}" if state.failure else state.stopping or "done"
-        controller.metrics.write("end", reason=reason, step=state.trainer_step)
-    except BaseException as error:
-        if controller is not None:
-            with suppress(OSError):  # a full disk: `error` itself is what the user should read
-                controller.metrics.write("end", reason=f"failed: {error}", step=controller.state.trainer_step)
-        raise
-    finally:
-        close(controller, hub, run_dir)
-        # a relay that was killed could not
-        shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)
-    finish(run_dir, state.stopping, say)
-    if state.failure:
-        raise PermanentFailure(state.failure)
+    with ExitStack() as at_the_end:
+        at_the_end.callback(lock.release)
+        run_dir, controller = Path(config.run_dir), None
+        redirect_output()
+        (run_dir / "config.yaml").write_text(dump_config(config))
+        run_id = f"{run_dir.resolve().name}-{secrets.token_hex(4)}"
+        hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
+        try:
+            controller = build(config, derived, start, hub, relays, machine, say)
+            received: list[str] = []
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
+            loop(controller, received, lock)
+            state = controller.state
+            reason = f"failed: {state.failure}" if state.failure else state.stopping or "done"
+            controller.metrics.write("end", reason=reason, step=state.trainer_step)
+        except BaseException as error:
+            if controller is not None:
+                step = controller.state.trainer_step
+                with suppress(OSError):  # a full disk: `error` itself is what the user should read
+                    controller.metrics.write("end", reason=f"failed: {error}", step=step)
+            raise
+        finally:
+            close(controller, hub, run_dir)
+            # a relay that was killed could not
+            shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)
+        finish(run_dir, state.stopping, say)
+        if state.failure:
+            raise PermanentFailure(state.failure)
 
 
 def loop(controller: Controller, received: list[str], lock: RunLock) -> None:

@@ -118,17 +118,11 @@ class Store:
         weight_step: int,
     ) -> None:
         """`replica` None: nobody has it yet, which the table holds as -1."""
+        owner = -1 if replica is None else replica
         self._db.execute(
             "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, "
             "replica, weight_id, weight_step) VALUES(?, ?, ?, 0, 'granted', ?, ?, ?)",
-            (
-                trajectory_id,
-                group_id,
-                sample_index,
-                -1 if replica is None else replica,
-                weight_id,
-                weight_step,
-            ),
+            (trajectory_id, group_id, sample_index, owner, weight_id, weight_step),
         )
 
     def grant_again(
@@ -144,28 +138,15 @@ class Store:
         self._db.execute("UPDATE groups SET weight_step = ? WHERE id = ?", (weight_step, group_id))
 
     def finish_trajectory(self, t: Trajectory, accuracy: float) -> None:
+        origin = (t.attempt, t.replica, t.weight_id, t.weight_step, t.step_finished)
+        outcome = (len(t.response_tokens), t.reward, accuracy, t.finish_reason, t.reward_error)
+        times = (t.time_started, t.time_finished, t.time_scored)
         self._db.execute(
             "UPDATE trajectories SET state = 'finished', attempt = ?, replica = ?, "
             "weight_id = ?, weight_step = ?, step_finished = ?, response_length = ?, "
             "reward = ?, accuracy = ?, finish_reason = ?, reward_error = ?, "
             "time_started = ?, time_finished = ?, time_scored = ?, payload = ? WHERE id = ?",
-            (
-                t.attempt,
-                t.replica,
-                t.weight_id,
-                t.weight_step,
-                t.step_finished,
-                len(t.response_tokens),
-                t.reward,
-                accuracy,
-                t.finish_reason,
-                t.reward_error,
-                t.time_started,
-                t.time_finished,
-                t.time_scored,
-                encode(t),
-                t.trajectory_id,
-            ),
+            (*origin, *outcome, *times, encode(t), t.trajectory_id),
         )
 
     def finish_group(self, group_id: int, weight_step: int, order: int, time: float) -> None:

@@ -51,24 +51,12 @@ class TrajectoryTracker:
         a new attempt."""
         for group_id, prompt_index, state, weight_step, number, order in self._store.live_groups():
             group = Group(group_id, prompt_index, number, finished=state == "finished", finish_order=order)
-            for (
-                trajectory_id,
-                attempt,
-                sample_state,
-                sample_step,
-                reward,
-                accuracy,
-                length,
-            ) in self._store.samples_of(group_id):
+            for sample in self._store.samples_of(group_id):
+                trajectory_id, attempt, sample_state, step, reward, accuracy, length = sample
                 finished = sample_state == "finished"
+                step = step if finished else weight_step
                 group.samples[trajectory_id] = SampleState(
-                    attempt,
-                    sample_step if finished else weight_step,
-                    None,
-                    finished=finished,
-                    reward=reward,
-                    accuracy=accuracy,
-                    length=length,
+                    attempt, step, None, finished=finished, reward=reward, accuracy=accuracy, length=length
                 )
                 self._group_of[trajectory_id] = group_id
             self.groups[group_id] = group
@@ -156,13 +144,8 @@ class TrajectoryTracker:
 
     def _message(self, group: Group, ids: list[int]) -> PromptGroup:
         prompt = self._prompts[group.prompt_index]
-        return PromptGroup(
-            group.group_id,
-            prompt.tokens,
-            prompt.text,
-            prompt.row,
-            [Sample(i, group.samples[i].attempt) for i in ids],
-        )
+        samples = [Sample(i, group.samples[i].attempt) for i in ids]
+        return PromptGroup(group.group_id, prompt.tokens, prompt.text, prompt.row, samples)
 
     # ---- reports -------------------------------------------------------------------------------------------
 

@@ -97,14 +97,9 @@ class Training:
         ready = self._tracker.ready_groups
         if ready < size:  # no need to look at them all, turn after turn
             return [], f"{ready} of {size} groups are finished"
-        choice = admission.choose(
-            step,
-            self._tracker.views(),
-            self._config.algorithm.prompts_per_step,
-            self._config.pipeline.max_staleness,
-            self._state.groups_taken,
-            size,
-        )
+        whole, bound = self._config.algorithm.prompts_per_step, self._config.pipeline.max_staleness
+        taken = self._state.groups_taken
+        choice = admission.choose(step, self._tracker.views(), whole, bound, taken, size)
         if not choice.group_ids:
             return [], choice.reason
         return self._tracker.consume(sorted(choice.group_ids), step), ""

@@ -138,14 +138,8 @@ class Weights:
         index, machine = member.hello.index, member.hello.machine
         version = Version(has.weight_id, has.weight_step)
         if has.bytes:  # else it is what a relay that was taken for dead still holds
-            self._shared.metrics.write(
-                "relay",
-                index=index,
-                weight_id=version.weight_id,
-                step=version.step,
-                seconds=has.seconds,
-                bytes=has.bytes,
-            )
+            fields = {"index": index, **version._asdict(), "seconds": has.seconds, "bytes": has.bytes}
+            self._shared.metrics.write("relay", **fields)
         self.chain_of(index).relay_has(index, version.weight_id, has.passed_on)
         if not has.complete:
             return False
