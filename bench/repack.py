@@ -35,7 +35,7 @@ import common
 
 from laminar_hpc.emulation.launch import Emulation, prepare
 from laminar_hpc.observability import rundata, status
-from laminar_hpc.policies.repack import ReplicaLoad, plan
+from laminar_hpc.policies.repack import ReplicaView, plan
 from laminar_hpc.simulator import run as simulation
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, PROMPT_TOKENS
 from laminar_hpc.simulator.cost import job_costs, trainer_layout
@@ -229,7 +229,7 @@ def planner_milliseconds(replicas: int = 1000) -> float:
     draw, worst = random.Random(0), 0.0
     for _ in range(20):
         loads = [
-            ReplicaLoad(i, 0, draw.uniform(1e3, KV_TOKENS), KV_TOKENS, draw.randrange(1, CONCURRENT))
+            ReplicaView(i, 0, draw.uniform(1e3, KV_TOKENS), KV_TOKENS, draw.randrange(1, CONCURRENT))
             for i in range(replicas)
         ]
         begun = time.perf_counter()

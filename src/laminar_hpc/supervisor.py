@@ -34,7 +34,7 @@ def nothing_to_start(config: RunConfig) -> bool:
     if close_completed(config, lambda text: print(text, flush=True)):
         return True
     if config.resume == "auto":
-        newest, replay = max(checkpoints.steps(run_dir), default=-1), config.source != "rollout"
+        newest, replay = max(checkpoints.steps(run_dir), default=0), config.source != "rollout"
         with suppress(sqlite3.OperationalError):  # a full disk: the run itself will say so
             check_store(store / "store.sqlite", run_dir, newest, replay, _STORE_CHECK_SECONDS)
     return False
@@ -65,7 +65,7 @@ def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
             return code
         cause = launch.cause.removesuffix(GO_ON)
         restored = note_restart(config, cause, step)
-        origin = f"from the checkpoint of step {restored}" if restored >= 0 else "from the beginning"
+        origin = f"from the checkpoint of step {restored}" if restored is not None else "from the beginning"
         count = f"{len(restarts.times)} of {config.restarts} within an hour"
         print(console.line("restart", f"{count}, {origin}: {cause}"), flush=True)
         resume = ["resume=auto"] if has_begun(config, started) else []

@@ -4,7 +4,7 @@ per file."""
 from reports import trajectory
 
 from laminar_hpc.controller.evaluations import Evaluations
-from laminar_hpc.controller.prompts import Prompt
+from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages import Generated, Lost, Scored
 
 
@@ -35,7 +35,7 @@ def test_greedy_and_mean_at_k_per_file():
     """pass@1: one greedy response per problem; mean@k: k sampled ones at the training temperature; both over
     each file alone."""
     evaluations = Evaluations(files(), 3, 0.7, 48)
-    evaluations.add("before", 0, pieces=1)
+    evaluations.add("before", 0, shares=1)
     grant = evaluations.grant(0, 5, 2, 0, now=1.0)
     assert (grant.temperature, len(grant.groups), {len(g.samples) for g in grant.groups}) == (0.0, 7, {1})
     done = answer(evaluations, grant, lambda group, sample: group.row["right"])
@@ -58,8 +58,9 @@ def test_greedy_and_mean_at_k_per_file():
 
 
 def test_lost_responses_are_asked_again_on_the_same_weights():
+    """An evaluation never mixes weight ids, whoever is lost on the way."""
     evaluations = Evaluations(files(), 2, 1.0, 48)
-    evaluations.add("step", 4, pieces=2)
+    evaluations.add("step", 4, shares=2)
     del evaluations.queue[0]
     assert evaluations.grant(0, 8, 3, 0, 0.0) is None, (
         "weights of an earlier step are not evaluated for step 4"
@@ -79,8 +80,9 @@ def test_lost_responses_are_asked_again_on_the_same_weights():
 
 
 def test_an_evaluation_whose_weights_are_gone_starts_again():
+    """With no replica left on its weights, it begins anew on the newest."""
     evaluations = Evaluations(files(), 0, 1.0, 48)
-    evaluations.add("step", 4, pieces=1)
+    evaluations.add("step", 4, shares=1)
     assert len(evaluations.queue) == 1, "samples=0: greedy only"
     answer(evaluations, evaluations.grant(0, 9, 4, 0, 0.0), lambda *_: 1.0, skip={0})
     evaluations.reset_stranded({12})

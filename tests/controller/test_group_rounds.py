@@ -5,9 +5,9 @@ import sqlite3
 
 from reports import trajectory
 
-from laminar_hpc.controller.prompts import Prompt
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import Counts, TrajectoryTracker
+from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages import decode_trajectory
 from laminar_hpc.policies.sampling import GroupSize
 
@@ -18,7 +18,7 @@ PROMPTS = [Prompt(f"{i}+1=", [i], {"n": i}) for i in range(5)]
 def new_tracker(tmp_path, size=PAIR, filters=False):
     store = Store(tmp_path)
     tracker = TrajectoryTracker(store, PROMPTS, size, lambda draw: draw % 5, filters)
-    tracker.load()
+    tracker.recover()
     return store, tracker
 
 
@@ -73,6 +73,7 @@ def test_a_group_of_equal_rewards_is_given_up_and_its_number_given_back(tmp_path
 
 
 def test_without_the_setting_equal_rewards_are_trained(tmp_path):
+    """zero_variance=keep gives no group up."""
     store, tracker = new_tracker(tmp_path)
     (group,) = draw(tracker)
     kept = score(tracker, group, [0.0, 0.0])

@@ -38,5 +38,5 @@ def test_elsewhere_only_a_fresh_ping_tells(members, monkeypatch):
     """Promise: a worker on another machine that is not heard may be replaced before it is declared dead."""
     members.join("trainer:0:a", hello(7, "there"))
     assert members.rival(hello(8, "there", "b")) is not None
-    members.at("trainer").heard = time.monotonic() - module._SURELY_ALIVE_SECONDS
+    members.at("trainer").last_seen = time.monotonic() - module._SURELY_ALIVE_SECONDS
     assert members.rival(hello(8, "there", "b")) is None

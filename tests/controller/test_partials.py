@@ -10,6 +10,7 @@ def increment(attempt: int, start: int, tokens: list[int]) -> Increment:
 
 
 def test_increments_follow_on_each_other():
+    """The pool holds a response without gaps and without doubles."""
     pool = PartialPool()
     pool.add(increment(0, 0, [1, 2]))
     pool.add(increment(0, 2, [3]))
@@ -20,6 +21,7 @@ def test_increments_follow_on_each_other():
 
 
 def test_a_newer_attempt_takes_the_place_of_an_older_one():
+    """What an earlier owner sends late is left out."""
     pool = PartialPool()
     pool.add(increment(0, 0, [1, 2]))
     pool.put(9, 1, Partial([1, 2], [-0.5] * 2, [VersionSpan(4, 0, 2)], 1.0, 1))  # it has moved

@@ -18,6 +18,7 @@ def scored(error: str, number: int = 7, evaluation: str = "") -> Scored:
 
 
 def test_the_first_error_is_said_once():
+    """The user sees the first reward error; all are counted."""
     watch, lines = errors()
     for error in ("", "KeyError: 'a'", "", "KeyError: 'b'"):
         assert watch.take(scored(error)) == ""

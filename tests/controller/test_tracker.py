@@ -4,9 +4,9 @@ twice, restores go back."""
 import pytest
 from reports import trajectory
 
-from laminar_hpc.controller.prompts import Prompt
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages import decode_trajectory
 from laminar_hpc.policies.sampling import GroupSize
 
@@ -15,7 +15,7 @@ def new_tracker(tmp_path):
     store = Store(tmp_path)
     prompts = [Prompt(f"{i}+1=", [i], {"n": i}) for i in range(5)]
     tracker = TrajectoryTracker(store, prompts, GroupSize(2, 1, 2), lambda draw: draw % 5)
-    tracker.load()
+    tracker.recover()
     return store, tracker
 
 
@@ -26,6 +26,7 @@ def finish(tracker, group, trainer_step=0):
 
 
 def test_a_group_is_finished_with_its_last_score_and_stamped_with_the_step(tmp_path):
+    """A trajectory carries the trainer step of its last token."""
     store, tracker = new_tracker(tmp_path)
     (group,) = tracker.draw(1, 5, replica=0, weight_id=0, weight_step=0, now=0.0)
     first, second = group.samples
@@ -81,7 +82,7 @@ def test_restore_brings_back_what_later_steps_trained_on(tmp_path, kill):
     store = Store(tmp_path)
     store.restore(1)
     tracker = TrajectoryTracker(store, tracker._prompts, GroupSize(2, 1, 2), lambda draw: draw % 5)
-    tracker.load()
+    tracker.recover()
     assert store.consumed_groups(0) == [groups[0].group_id] and store.consumed_groups(1) == []
     assert [g.group_id for g in tracker.groups.values() if g.finished] == [groups[1].group_id]
     lost, new = tracker.draw(2, 1, replica=0, weight_id=5, weight_step=1, now=0.0)
@@ -94,6 +95,7 @@ def test_restore_brings_back_what_later_steps_trained_on(tmp_path, kill):
 
 
 def test_a_lost_member_is_redone_alone(tmp_path):
+    """The finished samples of its group are kept."""
     store, tracker = new_tracker(tmp_path)
     (group,) = tracker.draw(1, 1, replica=0, weight_id=0, weight_step=0, now=0.0)
     first, second = group.samples

@@ -110,20 +110,20 @@ class Killer:
         self._next = 0.0
 
     def __call__(self, controller: Controller) -> None:
-        if len(self.killed) >= self.most or time.monotonic() < self._next or controller.trainer_done:
+        if len(self.killed) >= self.most or time.monotonic() < self._next or controller.state.trainer_done:
             return
-        owned, ids = controller.tracker.in_progress(), controller.open_weights
+        owned = controller.tracker.in_progress()
+        ids = {replica: controller.replicas.at(replica).weight_id for replica in owned}
         for replica, mine in owned.items():
-            weight_id = ids.get(replica, -1)
+            weight_id, newest = ids[replica], controller.weights.newest
             known = {
-                i: len(p.tokens)
-                for _, i, sample in mine
-                if (p := controller.migration.pool.get(i, sample.attempt))
+                i: len(p.tokens) for _, i, sample in mine if (p := controller.pool.get(i, sample.attempt))
             }
-            alone = all(ids.get(other) != weight_id for other in owned if other != replica)
+            alone = all(ids[other] != weight_id for other in owned if other != replica)
             if (
                 alone
-                and weight_id == controller.weights.newest[0] - 1 >= 0
+                and newest is not None
+                and weight_id == newest.weight_id - 1
                 and sum(known.values()) >= self.tokens
             ):
                 self.killed.append((weight_id, known))

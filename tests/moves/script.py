@@ -34,7 +34,7 @@ class Script:
         self.hub = Hub()
         os.makedirs(config.run_dir, exist_ok=True)
         self.controller = controller_run.build(
-            config, check(config), Start(-1, None), self.hub, 1, "apart", lambda _: None
+            config, check(config), Start(None, None), self.hub, 1, "apart", lambda _: None
         )
         self.hear("trainer", 0, m.Hello("trainer", 0, "", os.getpid(), "apart"))
         self.relay(0, machine)

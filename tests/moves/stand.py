@@ -63,17 +63,17 @@ class Shuffler:
         self.begun, self._next = 0, 0.0
 
     def __call__(self, controller: Controller) -> None:
-        now, migration = time.monotonic(), controller.migration
+        now, migration, replicas = time.monotonic(), controller.migration, controller.replicas
         if now < self._next:
             return
         self._next = now + self.every
         owned = controller.tracker.in_progress()
-        moving = {move.trajectory_id for move in migration.moves.values() if not move.over}
+        moving = set(migration.moving)
         for _ in range(self.at_once - len(moving)):
             source, destination = (self.random.choice(sorted(owned)) for _ in range(2)) if owned else (0, 0)
-            weights = [controller.open_weights.get(replica, -1) for replica in (source, destination)]
+            weights = [replicas.at(replica).weight_id for replica in (source, destination)]
             free = [(i, s) for _, i, s in owned.get(source, []) if i not in moving]
-            if source != destination and weights[0] == weights[1] >= 0 and free:
+            if source != destination and weights[0] == weights[1] is not None and free:
                 trajectory_id, sample = self.random.choice(free)
                 moving.add(trajectory_id)
                 migration.begin(trajectory_id, sample.attempt, source, destination, weights[0], 500, now)
@@ -118,11 +118,11 @@ class Stand:
                 thread.start()
             living = [self.loop.start(self._keep_alive(index)) for index in range(config.rollout.replicas)]
             deadline = time.monotonic() + seconds
-            while not controller.finished:
+            while not controller.state.finished:
                 controller.turn()
                 self.each_turn(controller)
                 assert time.monotonic() < deadline, (
-                    f"the run hangs: {controller.take_reason}; {self.lines[-3:]}"
+                    f"the run hangs: {controller.training.waits_for}; {self.lines[-3:]}"
                 )
             self.ending = True
             controller.tell_all_to_leave("done")

@@ -35,6 +35,7 @@ def run(
     "how, increments", [pytest.param("kv", 0, marks=pytest.mark.slow), ("kv", 50), ("reprefill", 50)]
 )
 def test_a_handful_of_faults(tmp_path, monkeypatch, how, increments):
+    """A few faults in each way of moving, in every run of the tests."""
     _, saboteur = run(
         tmp_path, monkeypatch, seed=3, faults=12, how=how, increments=increments, steps=3, share=0.2
     )

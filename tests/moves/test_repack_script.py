@@ -30,7 +30,7 @@ def looks(script: Script, *kv: int, repeats: int = 0, queued: int = 0) -> list[m
         script.hear("rollout", index, *[m.Ping(load)] * (1 + repeats))
     for sent in script.hub.left.values():
         sent.clear()
-    script.controller.migration.look(0.0)
+    script.controller.repacker.consolidate(0.0)
     script.controller.turn()
     return [
         message for sent in script.hub.left.values() for message in sent if isinstance(message, m.Reserve)

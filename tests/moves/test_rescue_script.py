@@ -6,7 +6,7 @@ from script import Script, samples_of
 from stand import small_config
 
 from laminar_hpc import messages as m
-from laminar_hpc.controller import migration
+from laminar_hpc.controller import rescuer
 from laminar_hpc.messages import decode_trajectory
 
 TOKENS = 100
@@ -106,7 +106,7 @@ def test_what_cannot_be_loaded_starts_again_from_its_prompt(tmp_path, how):
     assert again is not None and again.weight_id == 1 and again.parts == {}
     assert samples_of(again) == {i: attempt + 1 for i, attempt in samples_of(first).items()}
     assert script.discarded == (0 if how == "nothing known" else TOKENS * len(samples_of(first)))
-    assert len(script.controller.migration.pool) == 0
+    assert len(script.controller.pool) == 0
 
 
 def test_a_slot_that_is_gone_meanwhile(tmp_path):
@@ -189,14 +189,15 @@ def test_one_that_serves_the_weights_gets_its_batch_along_with_them(tmp_path):
 
 
 def test_after_some_tries_it_starts_again(tmp_path):
+    """A trajectory is rescued TRIES times; then its tokens count as discarded."""
     script = new(tmp_path)
     first = alone_on_older_weights(script)
     script.dies(0)
-    for life in range(migration.TRIES - 1):
+    for life in range(rescuer.TRIES - 1):
         assert script.granted(1, life=str(life) if life else "") is not None
         script.dies(1, life=str(life) if life else "")
         script.rollout(1, life=str(life + 1))
-    life = str(migration.TRIES - 1)
+    life = str(rescuer.TRIES - 1)
     assert script.granted(1, life=life).parts
     script.dies(1, life=life)
     assert script.discarded == TOKENS * len(samples_of(first))

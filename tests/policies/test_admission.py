@@ -146,11 +146,13 @@ def test_sync_grants_one_batch_per_version():
 
 
 def test_no_more_groups_than_the_run_trains():
+    """Nothing is generated that no step will train on."""
     assert quota(9, 300, 32, 10, 2) == 20
     assert quota(9, 320, 32, 10, None) == 0
 
 
 def test_without_a_bound_first_finished_is_first_trained():
+    """max_staleness=null takes groups in the order in which they finished."""
     groups = [GroupView(1, 1, 0, True, 7), GroupView(2, 2, 5, True, 3), GroupView(3, 3, 5, False)]
     assert choose(6, groups, 1, None).group_ids == [2]
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_hpc.policies.chain import (
-    LEAST_CHUNK,
+    CHUNK_MIN,
     best_chunks,
     broadcast_seconds,
     chain_order,
@@ -27,14 +27,16 @@ def test_k_star_is_the_best_number_of_chunks(relays):
 
 
 def test_chunks_have_bounds():
+    """A chunk has whole pages, at least CHUNK_MIN bytes and at most the given maximum."""
     assert (
         chunk_bytes(SIZE, 1, START, PER_BYTE, 64 << 20) == 64 << 20
     )  # one relay needs no chunks; the buffers have a size
-    assert chunk_bytes(1000, 8, START, PER_BYTE, 64 << 20) == LEAST_CHUNK
+    assert chunk_bytes(1000, 8, START, PER_BYTE, 64 << 20) == CHUNK_MIN
     assert chunk_bytes(SIZE, 8, START, PER_BYTE, 64 << 20) % 4096 == 0
 
 
 def test_order_after_deaths_and_for_newcomers():
+    """Survivors keep their order, newcomers go to the end, newer weights to the front."""
     assert chain_order([], [2, 0, 1], {}) == [0, 1, 2]
     assert chain_order([0, 1, 2], [1, 2], {1: 5, 2: 5}) == [1, 2]  # the master died: the next one is it
     assert chain_order([1, 2], [0, 1, 2], {1: 5, 2: 5}) == [

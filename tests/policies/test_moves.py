@@ -5,7 +5,7 @@ import doctest
 import itertools
 
 from laminar_hpc.policies import moves, rounds
-from laminar_hpc.policies.moves import NOBODY, Action, Move, Phase
+from laminar_hpc.policies.moves import Action, Move, Phase
 from laminar_hpc.policies.sizing import saturation_requests
 
 EVENTS = {
@@ -13,8 +13,8 @@ EVENTS = {
     "ready": Move.ready,
     "imported": Move.imported,
     "failed": lambda move: move.call_off("it failed"),
-    "source gone": lambda move: move.gone(1),
-    "destination gone": lambda move: move.gone(2),
+    "source gone": lambda move: move.replica_lost(1),
+    "destination gone": lambda move: move.replica_lost(2),
 }
 
 
@@ -29,7 +29,7 @@ def test_invariants_over_all_short_histories():
     at an "imported" that follows what the destination needs to have; a move that is off says so once; a
     trajectory becomes an orphan at most once and only where its source is dead."""
     committed = 0
-    for source in (1, NOBODY):
+    for source in (1, None):
         for history in itertools.product(EVENTS, repeat=5):
             move, done, seen = Move("m", 7, 0, source, 2, 3, deadline=0.0), [], []
             for event in history:
@@ -37,27 +37,27 @@ def test_invariants_over_all_short_histories():
                 done += actions
                 seen.append(event)
                 if Action.CHANGE_OWNER in actions:
-                    order = (
-                        ["reserved", "imported"] if source == NOBODY else ["reserved", "ready", "imported"]
-                    )
+                    order = ["reserved", "imported"] if source is None else ["reserved", "ready", "imported"]
                     assert event == "imported" and happened_in_order(order, seen)
             ends = [action for action in done if action in (Action.CHANGE_OWNER, Action.CALL_OFF)]
             assert len(ends) <= 1 and move.over == bool(ends)
             assert done.count(Action.ORPHAN) <= (1 if Action.CALL_OFF in done else 0)
-            assert Action.ORPHAN not in done or source == NOBODY or "source gone" in history
+            assert Action.ORPHAN not in done or source is None or "source gone" in history
             assert move.phase is not Phase.COMMITTED or Action.CHANGE_OWNER in done
             committed += move.phase is Phase.COMMITTED
     assert committed > 100
 
 
 def test_a_move_outlives_its_source_once_the_response_is_known():
+    """In phase IMPORT the destination needs nothing more of the source."""
     move = Move("m", 7, 0, 1, 2, 3, deadline=0.0)
     assert move.reserved("") == [Action.ORDER] and move.ready() == [Action.IMPORT]
-    assert move.gone(1) == [] and move.imported() == [Action.CHANGE_OWNER]
+    assert move.replica_lost(1) == [] and move.imported() == [Action.CHANGE_OWNER]
     assert move.imported() == move.ready() == [Action.ANSWER], "who says it again is answered again"
 
 
 def test_examples():
+    """The examples in the docstrings hold."""
     assert doctest.testmod(moves).failed == doctest.testmod(rounds).failed == 0
 
 

@@ -3,28 +3,28 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_hpc.policies.repack import Move, ReplicaLoad, plan, saturation_batch
+from laminar_hpc.policies.repack import Merge, ReplicaView, plan, saturation_batch
 
 
-def load(replica: int, kv: float, requests: int, weight_id: int = 0, before: float = 1e9) -> ReplicaLoad:
-    return ReplicaLoad(replica, weight_id, kv, before, requests)
+def view(replica: int, kv: float, requests: int, weight_id: int = 0, before: float = 1e9) -> ReplicaView:
+    return ReplicaView(replica, weight_id, kv, before, requests)
 
 
-LOADS = st.lists(
+VIEWS = st.lists(
     st.tuples(st.integers(0, 2), st.floats(0, 120), st.floats(0, 120), st.integers(0, 40)),
     min_size=0,
     max_size=40,
-).map(lambda rows: [ReplicaLoad(i, *row) for i, row in enumerate(rows)])
+).map(lambda rows: [ReplicaView(i, *row) for i, row in enumerate(rows)])
 
 
-@given(loads=LOADS, kv_max=st.floats(1, 100), requests_max=st.integers(1, 32))
-def test_moves_keep_to_the_limits_and_to_one_weight_id(loads, kv_max, requests_max):
+@given(views=VIEWS, kv_max=st.floats(1, 100), requests_max=st.integers(1, 32))
+def test_moves_keep_to_the_limits_and_to_one_weight_id(views, kv_max, requests_max):
     """Section 4: same weights, sums within C_max and B, an emptied replica receives nothing, a filled one is
     not emptied."""
-    known = {load.replica: load for load in loads}
+    known = {view.replica: view for view in views}
     kv = {r: x.kv_tokens for r, x in known.items()}
     requests = {r: x.requests for r, x in known.items()}
-    moves = plan(loads, kv_max, requests_max)
+    moves = plan(views, kv_max, requests_max)
     sources, destinations = [m.source for m in moves], {m.destination for m in moves}
     assert len(set(sources)) == len(sources) and not set(sources) & destinations
     for move in moves:
@@ -38,24 +38,26 @@ def test_moves_keep_to_the_limits_and_to_one_weight_id(loads, kv_max, requests_m
         kv[move.destination] += kv[move.source]
         requests[move.destination] += requests[move.source]
         assert kv[move.destination] <= kv_max and requests[move.destination] <= requests_max
-    assert plan(list(reversed(loads)), kv_max, requests_max) == moves
+    assert plan(list(reversed(views)), kv_max, requests_max) == moves
 
 
 def test_the_emptiest_goes_to_the_fullest_that_fits():
-    assert plan([load(0, 10, 1), load(1, 85, 9), load(2, 95, 9), load(3, 60, 5)], 100, 20) == [Move(0, 1)]
-    assert plan([load(0, 10, 1), load(1, 20, 2), load(2, 30, 3)], 100, 20) == [Move(0, 2), Move(1, 2)]
+    """Best fit: sources from the emptiest up, each to the fullest destination."""
+    assert plan([view(0, 10, 1), view(1, 85, 9), view(2, 95, 9), view(3, 60, 5)], 100, 20) == [Merge(0, 1)]
+    assert plan([view(0, 10, 1), view(1, 20, 2), view(2, 30, 3)], 100, 20) == [Merge(0, 2), Merge(1, 2)]
 
 
 def test_who_is_left_alone():
     """Rising KV use, other weights, too many requests, nothing in progress."""
-    assert plan([load(0, 10, 1, before=9), load(1, 20, 2)], 100, 20) == []
-    assert plan([load(0, 10, 1), load(1, 20, 2, weight_id=1)], 100, 20) == []
-    assert plan([load(0, 10, 12), load(1, 20, 12)], 100, 20) == []
-    assert plan([load(0, 0, 0), load(1, 20, 2)], 100, 20) == []
+    assert plan([view(0, 10, 1, before=9), view(1, 20, 2)], 100, 20) == []
+    assert plan([view(0, 10, 1), view(1, 20, 2, weight_id=1)], 100, 20) == []
+    assert plan([view(0, 10, 12), view(1, 20, 12)], 100, 20) == []
+    assert plan([view(0, 0, 0), view(1, 20, 2)], 100, 20) == []
 
 
 def test_request_limit_passes_over_the_fullest():
-    assert plan([load(0, 10, 5), load(1, 40, 5), load(2, 50, 18)], 100, 20) == [Move(0, 1)]
+    """A destination with too many requests is left out, whatever its KV."""
+    assert plan([view(0, 10, 5), view(1, 40, 5), view(2, 50, 18)], 100, 20) == [Merge(0, 1)]
 
 
 def test_saturation_batch_of_an_h800():
@@ -65,10 +67,10 @@ def test_saturation_batch_of_an_h800():
 
 def test_a_filled_replica_still_serves_later_sources():
     """The filled replica is passed over as a source but stays a destination."""
-    moves = plan([load(0, 10, 1), load(1, 45, 1), load(2, 46, 1), load(3, 80, 19)], 100, 20)
-    assert moves == [Move(0, 3), Move(1, 2)]
-    assert plan([load(0, 10, 1), load(1, 20, 1), load(2, 30, 1), load(3, 35, 1)], 100, 20) == [
-        Move(0, 3),
-        Move(1, 3),
-        Move(2, 3),
+    moves = plan([view(0, 10, 1), view(1, 45, 1), view(2, 46, 1), view(3, 80, 19)], 100, 20)
+    assert moves == [Merge(0, 3), Merge(1, 2)]
+    assert plan([view(0, 10, 1), view(1, 20, 1), view(2, 30, 1), view(3, 35, 1)], 100, 20) == [
+        Merge(0, 3),
+        Merge(1, 3),
+        Merge(2, 3),
     ]

@@ -47,6 +47,7 @@ def test_saved_against_always_the_most():
 
 
 def test_zero_variance_groups():
+    """Equal rewards are recognised, named, and end a run only after long."""
     assert zero_variance([0.25, 0.25, 0.25]) and not zero_variance([0.0, 0.0, 0.1])
     assert reason([0.0] * 8) == "all 8 rewards are 0" and reason([0.25] * 2) == "all 2 rewards are 0.25"
     assert exhausted(PATIENCE_BATCHES * 32, 32) and not exhausted(PATIENCE_BATCHES * 32 - 1, 32)

@@ -28,7 +28,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import model_config
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.probes import Probes
-from laminar_hpc.controller.prompts import Prompt
+from laminar_hpc.data.prompts import Prompt
 
 REPOSITORY = Path(__file__).parents[2]
 

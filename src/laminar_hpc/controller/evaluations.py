@@ -8,13 +8,15 @@ are judged on the same weights.
 import math
 from dataclasses import dataclass, field
 
-from laminar_hpc.controller.prompts import Prompt
+from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages import Generated, Grant, Lost, PromptGroup, Sample, Scored
+
+_NO_GROUP = -1  # on the wire: the groups of an evaluation have no ids
 
 
 @dataclass
-class Piece:
-    """A part of an evaluation that one replica does at a time: the responses to problems `first` up to
+class Share:
+    """The part of an evaluation that one replica does at a time: the responses to problems `first` up to
     `last`, `samples` to each.
 
     A response is known by its number: problem * samples + which of them.
@@ -23,7 +25,7 @@ class Piece:
     first: int
     last: int
     samples: int
-    replica: int = -1
+    replica: int | None = None
     attempt: int = 0
     scores: dict[int, float] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
@@ -46,18 +48,18 @@ class Evaluation:
     min_step: int
     temperature: float
     samples: int
-    pieces: list[Piece]
+    shares: list[Share]
     weight_id: int | None = None
-    weight_step: int = -1
+    weight_step: int | None = None
     started: float = 0.0
 
     @property
     def responses(self) -> int:
-        return self.pieces[-1].last * self.samples
+        return self.shares[-1].last * self.samples
 
     @property
     def scored(self) -> int:
-        return sum(len(p.scores) for p in self.pieces)
+        return sum(len(p.scores) for p in self.shares)
 
     @property
     def key(self) -> str:
@@ -65,7 +67,7 @@ class Evaluation:
 
 
 class Evaluations:
-    """The queue of evaluations; the oldest goes first, its pieces to whichever idle replica is on its
+    """The queue of evaluations; the oldest goes first, its shares to whichever idle replica is on its
     weights.
 
     `files`: name -> problems, in order. `samples`: responses per problem of a sampled evaluation, at
@@ -75,120 +77,111 @@ class Evaluations:
     def __init__(
         self, files: dict[str, list[Prompt]], samples: int, temperature: float, max_response_tokens: int
     ) -> None:
-        self._files, self._samples, self._temperature, self._max_tokens = (
-            files,
-            samples,
-            temperature,
-            max_response_tokens,
-        )
+        self._files, self._samples = files, samples
+        self._temperature, self._max_tokens = temperature, max_response_tokens
         self._prompts = [prompt for prompts in files.values() for prompt in prompts]
         self.queue: list[Evaluation] = []
 
-    def add(self, label: str, min_step: int, pieces: int) -> None:
-        """A greedy evaluation and, if there shall be samples, a sampled one, each in so many pieces."""
-        size = math.ceil(len(self._prompts) / max(1, pieces))
+    def add(self, label: str, min_step: int, shares: int) -> None:
+        """A greedy evaluation and, if there shall be samples, a sampled one, each in so many shares."""
+        size = math.ceil(len(self._prompts) / max(1, shares))
         for name, temperature, samples in (("greedy", 0.0, 1), ("sampled", self._temperature, self._samples)):
             if samples:
                 starts = range(0, len(self._prompts), size)
-                parts = [Piece(i, min(i + size, len(self._prompts)), samples) for i in starts]
+                parts = [Share(i, min(i + size, len(self._prompts)), samples) for i in starts]
                 self.queue.append(Evaluation(name, label, min_step, temperature, samples, parts))
 
     def grant(
         self, replica: int, weight_id: int, weight_step: int, batch_id: int, now: float
     ) -> Grant | None:
-        """A piece for an idle replica with these weights, or None when there is nothing for it."""
+        """A share for an idle replica with these weights, or None when there is nothing for it."""
         for evaluation in self.queue:
             fits = (
                 weight_step >= evaluation.min_step
                 if evaluation.weight_id is None
                 else weight_id == evaluation.weight_id
             )
-            piece = next((p for p in evaluation.pieces if p.replica < 0 and not p.done), None)
-            if not fits or piece is None:
+            share = next((p for p in evaluation.shares if p.replica is None and not p.done), None)
+            if not fits or share is None:
                 continue
             if evaluation.weight_id is None:
                 evaluation.weight_id, evaluation.weight_step, evaluation.started = weight_id, weight_step, now
-            piece.replica = replica
-            piece.attempt += 1
-            groups = []
-            for problem in range(piece.first, piece.last):
-                prompt, numbers = (
-                    self._prompts[problem],
-                    range(problem * piece.samples, (problem + 1) * piece.samples),
-                )
-                samples = [Sample(i, piece.attempt) for i in numbers if i not in piece.scores]
-                groups += (
-                    [PromptGroup(-1, prompt.tokens, prompt.text, prompt.row, samples)] if samples else []
-                )
-            return Grant(
-                batch_id,
-                weight_id,
-                weight_step,
-                groups,
-                evaluation.temperature,
-                self._max_tokens,
-                evaluation.key,
-            )
+            share.replica = replica
+            share.attempt += 1
+            sampling = (evaluation.temperature, self._max_tokens)
+            groups = self._groups(share)
+            return Grant(batch_id, weight_id, weight_step, groups, *sampling, evaluation.key)
         return None
 
-    def _piece(self, key: str, number: int, attempt: int) -> tuple[Evaluation, Piece] | None:
+    def _groups(self, share: Share) -> list[PromptGroup]:
+        """Its problems with the samples that have no score yet."""
+        groups = []
+        for problem in range(share.first, share.last):
+            prompt = self._prompts[problem]
+            numbers = range(problem * share.samples, (problem + 1) * share.samples)
+            samples = [Sample(i, share.attempt) for i in numbers if i not in share.scores]
+            if samples:
+                groups.append(PromptGroup(_NO_GROUP, prompt.tokens, prompt.text, prompt.row, samples))
+        return groups
+
+    def _share(self, key: str, number: int, attempt: int) -> tuple[Evaluation, Share] | tuple[None, None]:
         for evaluation in self.queue:
-            for piece in evaluation.pieces:
-                if evaluation.key == key and piece.holds(number) and piece.attempt == attempt:
-                    return evaluation, piece
-        return None
+            for share in evaluation.shares:
+                if evaluation.key == key and share.holds(number) and share.attempt == attempt:
+                    return evaluation, share
+        return None, None
 
     def generated(self, message: Generated) -> None:
-        found = self._piece(message.evaluation, message.trajectory.trajectory_id, message.trajectory.attempt)
-        if found:
-            found[1].lengths[message.trajectory.trajectory_id] = len(message.trajectory.response_tokens)
+        trajectory = message.trajectory
+        _, share = self._share(message.evaluation, trajectory.trajectory_id, trajectory.attempt)
+        if share is not None:
+            share.lengths[trajectory.trajectory_id] = len(trajectory.response_tokens)
 
     def scored(self, message: Scored) -> Evaluation | None:
         """Returns the evaluation when this was its last score."""
-        found = self._piece(message.evaluation, message.trajectory_id, message.attempt)
-        if not found:
+        evaluation, share = self._share(message.evaluation, message.trajectory_id, message.attempt)
+        if evaluation is None or share is None:
             return None
-        evaluation, piece = found
-        piece.scores[message.trajectory_id] = message.parts.get("accuracy", float(message.reward > 0))
+        share.scores[message.trajectory_id] = message.parts.get("accuracy", float(message.reward > 0))
         if evaluation.scored < evaluation.responses:
             return None
         self.queue.remove(evaluation)
         return evaluation
 
     def lost(self, message: Lost) -> None:
-        found = self._piece(message.evaluation, message.trajectory_id, message.attempt)
-        if found:
-            found[1].replica = -1
+        _, share = self._share(message.evaluation, message.trajectory_id, message.attempt)
+        if share is not None:
+            share.replica = None
 
-    def replica_gone(self, replica: int) -> None:
-        """Its pieces go to another replica on the same id; one that nobody serves any more starts again on a
+    def replica_lost(self, replica: int) -> None:
+        """Its shares go to another replica on the same id; one that nobody serves any more starts again on a
         newer id."""
         for evaluation in self.queue:
-            for piece in evaluation.pieces:
-                if piece.replica == replica and not piece.done:
-                    piece.replica = -1
+            for share in evaluation.shares:
+                if share.replica == replica and not share.done:
+                    share.replica = None
 
     def reset_stranded(self, served: set[int]) -> None:
         """An evaluation whose id no replica serves any more starts again on the newest."""
         for evaluation in self.queue:
-            idle = all(p.replica < 0 or p.done for p in evaluation.pieces)
+            idle = all(p.replica is None or p.done for p in evaluation.shares)
             if evaluation.weight_id is not None and evaluation.weight_id not in served and idle:
                 evaluation.weight_id = None
-                for piece in evaluation.pieces:
-                    piece.scores.clear()
-                    piece.lengths.clear()
-                    piece.replica = -1
+                for share in evaluation.shares:
+                    share.scores.clear()
+                    share.lengths.clear()
+                    share.replica = None
 
     def results(self, evaluation: Evaluation, now: float) -> list[dict]:
         """Per file the fields of a metrics line: accuracy is pass@1 where greedy, else the mean over problems
         and samples (mean@k)."""
-        scores = {number: score for p in evaluation.pieces for number, score in p.scores.items()}
-        lengths = {number: length for p in evaluation.pieces for number, length in p.lengths.items()}
-        found, first = [], 0
+        scores = {number: score for p in evaluation.shares for number, score in p.scores.items()}
+        lengths = {number: length for p in evaluation.shares for number, length in p.lengths.items()}
+        results, first = [], 0
         for file, prompts in self._files.items():
             numbers = range(first * evaluation.samples, (first + len(prompts)) * evaluation.samples)
             first += len(prompts)
-            found.append(
+            results.append(
                 {
                     "name": evaluation.name,
                     "file": file,
@@ -202,4 +195,4 @@ class Evaluations:
                     "response_length_mean": sum(lengths.get(i, 0) for i in numbers) / len(numbers),
                 }
             )
-        return found
+        return results

@@ -1,4 +1,4 @@
-"""Who is in the run: every worker that has said Hello, and when it was last heard."""
+"""Who is in the run: every worker that has said Hello, and when its newest message came."""
 
 import os
 import time
@@ -14,7 +14,7 @@ _SURELY_ALIVE_SECONDS = 2.0  # since its last ping, of one a second: no process 
 class Member:
     identity: str
     hello: Hello
-    heard: float  # monotonic seconds
+    last_seen: float  # monotonic seconds of its newest message
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Members:
             return None
         if member.hello.machine == self.machine:
             return member if process_is_alive(member.hello.pid) else None
-        return member if time.monotonic() - member.heard < _SURELY_ALIVE_SECONDS else None
+        return member if time.monotonic() - member.last_seen < _SURELY_ALIVE_SECONDS else None
 
     def leave(self, member: Member) -> None:
         self.by_place.pop((member.hello.role, member.hello.index), None)
@@ -73,5 +73,5 @@ class Members:
         return [
             m
             for m in self.by_place.values()
-            if (m in here and not process_is_alive(m.hello.pid)) or now - m.heard > self.heartbeat_seconds
+            if (m in here and not process_is_alive(m.hello.pid)) or now - m.last_seen > self.heartbeat_seconds
         ]

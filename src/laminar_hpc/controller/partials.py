@@ -15,9 +15,9 @@ class PartialPool:
 
     def add(self, more: Increment) -> None:
         """Appends; what does not follow on the attempt's tokens here is left out, as it would leave a gap."""
-        attempt, partial = self._held.get(more.trajectory_id, (-1, Partial()))
+        attempt, partial = self._held.get(more.trajectory_id, (None, Partial()))
         if attempt != more.attempt:
-            if attempt > more.attempt or more.start:
+            if more.start or (attempt is not None and attempt > more.attempt):
                 return
             self.drop(more.trajectory_id)
             partial = Partial()
@@ -42,12 +42,12 @@ class PartialPool:
 
     def get(self, trajectory_id: int, attempt: int) -> Partial | None:
         """What is known of this very attempt."""
-        held, partial = self._held.get(trajectory_id, (-1, None))
+        held, partial = self._held.get(trajectory_id, (None, None))
         return partial if held == attempt else None
 
     def drop(self, trajectory_id: int) -> int:
         """It has ended or starts again; returns how many tokens were held."""
-        _, partial = self._held.pop(trajectory_id, (-1, None))
+        _, partial = self._held.pop(trajectory_id, (None, None))
         tokens = len(partial.tokens) if partial else 0
         self.tokens -= tokens
         return tokens

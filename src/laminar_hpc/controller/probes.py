@@ -38,26 +38,17 @@ class Probes:
             return
         for rollout in [name for name in known if name != "trainer"]:
             gaps = [abs(a - b) for a, b in zip(trainer, known.pop(rollout), strict=True)]
-            mean, worst = sum(gaps) / len(gaps), max(gaps)
+            mean, largest = sum(gaps) / len(gaps), max(gaps)
             limit = gap_limit(self._dtype, self._layers, trainer)
-            self._metrics.write(
-                "logprob_gap",
-                weight_id=weight_id,
-                step=step,
-                replica=rollout,
-                mean=mean,
-                max=worst,
-                limit=limit,
-            )
+            fields = {"weight_id": weight_id, "step": step, "replica": rollout}
+            self._metrics.write("logprob_gap", **fields, mean=mean, max=largest, limit=limit)
             if mean > limit:
-                self._say(
-                    console.line(
-                        "warning",
-                        f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}, "
-                        f"above the {limit:.1e} that rounding to {self._dtype} explains: engine and "
-                        "trainer do not compute the same model; look at rollout.engine_arguments "
-                        "(quantization, KV cache dtype), model.dtype and model.float32_head",
-                    )
+                text = (
+                    f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}, "
+                    f"above the {limit:.1e} that rounding to {self._dtype} explains: engine and "
+                    "trainer do not compute the same model; look at rollout.engine_arguments "
+                    "(quantization, KV cache dtype), model.dtype and model.float32_head"
                 )
+                self._say(console.line("warning", text))
         for old in [i for i in self._known if i < weight_id - 100]:
             del self._known[old]

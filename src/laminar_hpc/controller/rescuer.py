@@ -1,9 +1,11 @@
-"""Trajectories of dead replicas that no running replica could take: they wait for one without work that loads
-their weights.
+"""Trajectories whose replica is dead: they go on elsewhere on the same weights, from what the
+partial-response pool holds, or start again from their prompts.
 
-    migration: a replica is gone, nobody generates with its weights -> `wait`
-    dispatch -> [failover.load] -> Grant with parts -> WeightsOpened: they go on there
-                                                    -> NotLoaded: the next one, or back to the prompt
+    replica lost -> [failover.redirect] -> a move without a source (controller/migration.py)
+                 -> nobody generates with these weights: they wait
+    `next_rescue`, called by the dispatcher -> [failover.plan_reloads] -> Grant with parts
+        -> WeightsOpened: they go on there
+        -> NotLoaded: the next replica, or back to the prompt
 
 Owns those that wait and those whose weights are being loaded; the latter belong to their new replica from its
 grant on, as in any grant.
@@ -12,183 +14,226 @@ grant on, as in any grant.
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from laminar_hpc import messages as m
 from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.migration import NO_SOURCE, Migration, moved
 from laminar_hpc.controller.partials import PartialPool
+from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.weights import Weights
 from laminar_hpc.policies import failover
-from laminar_hpc.policies.moves import NOBODY
-
-if TYPE_CHECKING:
-    from laminar_hpc.controller.loop import Controller
 
 log = logging.getLogger(__name__)
+TRIES = 3  # rescues of one trajectory before it starts again: a replica that drains meanwhile refuses
+
+Attempt = tuple[int, int]  # (trajectory, attempt)
 
 
 @dataclass
-class _Rescue:
-    """A grant whose weights are being loaded: trajectory -> attempt, response tokens so far, seconds for
-    which it had waited."""
+class Rescue:
+    """What `replica` is to go on with; `parts`: the responses so far, by trajectory."""
 
     batch_id: int
+    replica: int
     weight_id: int
     machine: str
-    trajectories: dict[int, tuple[int, int, float]]
+    groups: list[m.PromptGroup]
+    parts: dict[int, m.Partial]
+    # trajectory -> response tokens so far, seconds for which it had waited
+    resumed: dict[int, tuple[int, float]]
+
+    def attempts(self) -> list[Attempt]:
+        return [(s.trajectory_id, s.attempt) for group in self.groups for s in group.samples]
 
 
 class Rescuer:
-    def __init__(self, controller: "Controller", pool: PartialPool) -> None:
-        self.c, self.pool = controller, pool
-        # trajectory -> attempt, monotonic seconds since when
-        self._waiting: dict[int, tuple[int, float]] = {}
-        self._loading: dict[int, _Rescue] = {}  # by replica
-        self.rescued = 0
+    def __init__(
+        self,
+        shared: Shared,
+        tracker: TrajectoryTracker,
+        replicas: Replicas,
+        weights: Weights,
+        pool: PartialPool,
+        migration: Migration,
+    ) -> None:
+        self._shared, self._tracker, self._replicas = shared, tracker, replicas
+        self._weights, self._pool, self._migration = weights, pool, migration
+        self._waiting: dict[int, tuple[int, float]] = {}  # trajectory -> attempt, since when (monotonic)
+        self._loading: dict[int, Rescue] = {}  # by replica
+        self._tries: dict[int, int] = {}  # by trajectory
 
-    def wait(self, trajectory_id: int, attempt: int) -> None:
-        self.c.tracker.hold(trajectory_id)
-        self._waiting[trajectory_id] = (attempt, time.monotonic())
+    # ---- what happens --------------------------------------------------------------------------------------
 
-    def ended(self, trajectory_id: int) -> None:
-        """Its replica was not dead after all, and has said how it ended."""
+    def trajectory_ended(self, trajectory_id: int) -> int:
+        """It has its last token, or was lost at its owner, which may have been taken for dead. Returns how
+        many tokens of it were known here."""
+        tokens = self._pool.drop(trajectory_id)
+        self._tries.pop(trajectory_id, None)
         self._waiting.pop(trajectory_id, None)
+        self._migration.trajectory_ended(trajectory_id)
+        return tokens
 
-    def replica_gone(self, replica: int) -> None:
+    def replica_lost(self, replica: int) -> int:
+        """Its work goes on elsewhere or starts again. Returns how many trajectories it had."""
         self._loading.pop(replica, None)
-
-    # ---- who takes them ------------------------------------------------------------------------------------
-
-    def dispatch(self) -> None:
-        """Gives them to replicas without work, or back to their prompts, as failover.load says."""
-        if not self._waiting or self.c.trainer_done or (self.c.stopping and not self.c.taken):
-            return
-        loads, again = failover.load(self._orphans(), self._idle())
-        while loads:  # one at a time: what is loadable then is less
-            self._grant(loads[0])
-            loads, again = failover.load(self._orphans(), self._idle())
-        for trajectory_id in again:
-            attempt, _ = self._waiting.pop(trajectory_id)
-            self.c.migration.begin_anew(trajectory_id, attempt)
-
-    def _orphans(self) -> list[failover.Orphan]:
-        return [
-            self.c.migration.orphan(i, part)
-            for i, (attempt, _) in self._waiting.items()
-            if (part := self.pool.get(i, attempt))
-        ]
-
-    def _idle(self) -> list[failover.Idle]:
-        """Replicas that ask for work, but for those that will pull first, and those that are starting and
-        have been given nothing yet."""
-        c, found = self.c, []
-        tokens_per_load = c.pull_seconds * max(
-            (load.tokens_per_second for load in c.loads.values()), default=0.0
-        )
-        for member in c.members.all("rollout"):
-            replica, machine = member.hello.index, member.hello.machine
-            load, newest = c.loads.get(replica), c.weights.of_machine.get(machine, (-1, -1))[0]
-            if replica in c.waiting and c.waiting[replica].weight_id >= newest:
-                serves = c.waiting[replica].weight_id
-            elif load is not None and load.phase == "unverified" and replica not in c.granted:
-                serves = -1
-            else:
-                continue
-            loading = {rescue.weight_id for rescue in self._loading.values() if rescue.machine == machine}
-            capacity = (
-                load.kv_capacity
-                if load is not None and load.kv_capacity
-                else c.config.rollout.kv_cache_tokens
-            )
-            found.append(
-                failover.Idle(
-                    replica, serves, c.weights.loadable(machine, loading), float(capacity), tokens_per_load
-                )
-            )
-        return found
-
-    def _grant(self, load: failover.Load) -> None:
-        c, now = self.c, time.monotonic()
-        member = c.members.at("rollout", load.replica)
-        assert member is not None
-        waited = {i: self._waiting.pop(i) for i in load.trajectory_ids}
-        known = {i: part for i, (attempt, _) in waited.items() if (part := self.pool.get(i, attempt))}
-        groups = c.tracker.regrant(
-            {i: attempt for i, (attempt, _) in waited.items()}, load.replica, load.weight_id
-        )
-        rescue = _Rescue(c.batches, load.weight_id, member.hello.machine, {})
-        parts = {}
-        for sample in (sample for group in groups for sample in group.samples):
-            i, part = sample.trajectory_id, known[sample.trajectory_id]
-            parts[i] = m.Partial(part.tokens, part.logprobs, part.spans, part.time_started, part.moves + 1)
-            self.pool.put(i, sample.attempt, parts[i])
-            rescue.trajectories[i] = (sample.attempt, len(part.tokens), now - waited[i][1])
-        serves = c.open_weights.get(load.replica) == load.weight_id
-        step, sampling = c.weights.steps[load.weight_id], c.config.sampling
-        more = c.training_grant(load.replica, load.weight_id, step) if serves else None
-        groups += more.groups if more is not None else []
-        log.info(
-            "%d trajectories go on at replica %d on weight id %d", len(parts), load.replica, load.weight_id
-        )
-        c.grant(
-            member,
-            m.Grant(
-                c.batches,
-                load.weight_id,
-                step,
-                groups,
-                sampling.temperature,
-                sampling.max_response_tokens,
-                parts=parts,
-            ),
-        )
-        if serves:
-            self._count(load.replica, rescue, loaded=False)
-        else:
-            self._loading[load.replica] = rescue
-
-    # ---- what became of it ---------------------------------------------------------------------------------
+        self._migration.replica_lost(replica)
+        self.place_orphans()
+        left = self._tracker.in_progress(generated=True).get(replica, [])
+        moving = self._migration.moving
+        for _, trajectory_id, _ in left:
+            if trajectory_id in moving:  # its move goes on without its source
+                self._tracker.hold(trajectory_id)
+        self._place([(i, sample.attempt) for _, i, sample in left if i not in moving])
+        return len(left)
 
     def opened(self, replica: int, weight_id: int) -> None:
         rescue = self._loading.get(replica)
         if rescue is not None and rescue.weight_id == weight_id:
-            self._count(replica, self._loading.pop(replica), loaded=True)
+            self._record(self._loading.pop(replica), loaded=True)
 
-    def _count(self, replica: int, rescue: _Rescue, loaded: bool) -> None:
-        self.rescued += len(rescue.trajectories)
-        for trajectory_id, (_, tokens, seconds) in rescue.trajectories.items():
-            self.c.metrics.write(
+    def on_not_loaded(self, member: Member, message: m.NotLoaded) -> None:
+        replica, reason = member.hello.index, message.reason
+        rescue = self._loading.get(replica)
+        if rescue is None or rescue.batch_id != message.batch_id:
+            return
+        del self._loading[replica]
+        log.warning("%s could not go on with %d trajectories: %s", member.name, len(rescue.parts), reason)
+        self._weights.forget_slot(rescue.machine, rescue.weight_id)
+        orphans = [attempt for attempt in rescue.attempts() if self._tracker.counts_as(*attempt)]
+        for trajectory_id, _ in orphans:
+            self._tracker.hold(trajectory_id)
+            fields = {"trajectory_id": trajectory_id, "source": NO_SOURCE, "reason": reason}
+            self._shared.metrics.write("move_off", **fields)
+        self._place(orphans)
+
+    def place_orphans(self) -> None:
+        """Those whose moves were called off; the loop calls this after each message and each tick."""
+        orphans, self._migration.orphans = self._migration.orphans, []
+        for orphan in orphans:
+            self._place([orphan])
+
+    # ---- to replicas that generate -------------------------------------------------------------------------
+
+    def _place(self, orphans: list[Attempt]) -> None:
+        """To replicas on the same weights from what the pool holds, now or when one without work has loaded
+        them, else back to the prompt."""
+        known = {
+            i: part for i, attempt in orphans if (part := self._pool.get(i, attempt)) and len(part.spans) == 1
+        }
+        wanted = {i: self._view(i, part) for i, part in known.items() if self._tries.get(i, 0) < TRIES}
+        placed = failover.redirect(list(wanted.values()), self._rooms())
+        for trajectory_id, attempt in orphans:
+            destination = placed.get(trajectory_id)
+            if trajectory_id not in wanted or (
+                destination is None and self._shared.config.pipeline.refresh != "drained"
+            ):
+                self._start_again(trajectory_id, attempt)
+                continue
+            self._tries[trajectory_id] = self._tries.get(trajectory_id, 0) + 1
+            self._tracker.hold(trajectory_id)
+            now = time.monotonic()
+            if destination is None:
+                self._waiting[trajectory_id] = (attempt, now)
+                continue
+            part, weight_id = known[trajectory_id], wanted[trajectory_id].weight_id
+            tokens = len(part.tokens)
+            self._migration.begin(trajectory_id, attempt, None, destination, weight_id, tokens, now, part)
+
+    def _rooms(self) -> list[failover.Room]:
+        """Replicas that generate: they can take more of their weights. Their last report may be older than
+        what they serve by now."""
+        return [
+            failover.Room(replica, report.weight_id, float(report.kv_capacity - report.kv_tokens))
+            for replica, row in self._replicas.rows().items()
+            if (report := row.current_report) is not None
+            and report.phase == "draining"
+            and report.weight_id == row.weight_id
+            and replica not in self._replicas.waiting
+        ]
+
+    def _view(self, trajectory_id: int, part: m.Partial) -> failover.Orphan:
+        prompt, response = len(self._tracker.bare_group(trajectory_id).prompt_tokens), len(part.tokens)
+        return failover.Orphan(trajectory_id, part.spans[0].weight_id, prompt + response, response)
+
+    def _start_again(self, trajectory_id: int, attempt: int) -> None:
+        """From its prompt; what is known of it is thrown away, and counted."""
+        self._tries.pop(trajectory_id, None)
+        self._tracker.discard(trajectory_id, attempt, self._pool.drop(trajectory_id))
+
+    # ---- to replicas without work --------------------------------------------------------------------------
+
+    def next_rescue(self, batch_id: int) -> Rescue | None:
+        """What a replica without work goes on with, as batch `batch_id`; None when there is nothing, or
+        nobody. Called until it returns None: each rescue leaves less that can be loaded."""
+        if not self._waiting:
+            return None
+        orphans = [
+            self._view(i, part)
+            for i, (attempt, _) in self._waiting.items()
+            if (part := self._pool.get(i, attempt))
+        ]
+        reloads, again = failover.plan_reloads(orphans, self._idle())
+        if reloads:
+            return self._regrant(reloads[0], batch_id)
+        for trajectory_id in again:
+            attempt, _ = self._waiting.pop(trajectory_id)
+            self._start_again(trajectory_id, attempt)
+        return None
+
+    def _idle(self) -> list[failover.Idle]:
+        """Replicas that ask for work, but for those that will pull first, and those that are starting and
+        have been given nothing yet."""
+        rows, requests, idle = self._replicas.rows(), self._replicas.waiting, []
+        speeds = [row.report.tokens_per_second for row in rows.values() if row.report is not None]
+        tokens_per_reload = self._replicas.pull_seconds * max(speeds, default=0.0)
+        for member in self._shared.members.all("rollout"):
+            replica, machine = member.hello.index, member.hello.machine
+            row, request = self._replicas.at(replica), requests.get(replica)
+            if request is not None and self._weights.is_newest_on(machine, request.weight_id):
+                serves: int | None = request.weight_id
+            elif row.report is not None and row.report.phase == "unverified" and row.newest_batch is None:
+                serves = None
+            else:
+                continue
+            loading = {rescue.weight_id for rescue in self._loading.values() if rescue.machine == machine}
+            capacity = row.report.kv_capacity if row.report is not None else 0
+            free = float(capacity or self._shared.config.rollout.kv_cache_tokens)
+            loadable = self._weights.loadable(machine, loading)
+            idle.append(failover.Idle(replica, serves, loadable, free, tokens_per_reload))
+        return idle
+
+    def _regrant(self, reload: failover.Reload, batch_id: int) -> Rescue:
+        now, replica, weight_id = time.monotonic(), reload.replica, reload.weight_id
+        member = self._shared.members.at("rollout", replica)
+        assert member is not None
+        waited = {i: self._waiting.pop(i) for i in reload.trajectory_ids}
+        known = {i: part for i, (attempt, _) in waited.items() if (part := self._pool.get(i, attempt))}
+        attempts = {i: attempt for i, (attempt, _) in waited.items()}
+        groups = self._tracker.regrant(attempts, replica, weight_id)
+        rescue = Rescue(batch_id, replica, weight_id, member.hello.machine, groups, {}, {})
+        for i, attempt in rescue.attempts():
+            rescue.parts[i] = moved(known[i])
+            rescue.resumed[i] = len(known[i].tokens), now - waited[i][1]
+            self._pool.put(i, attempt, rescue.parts[i])
+        log.info("%d trajectories go on at replica %d on weight id %d", len(rescue.parts), replica, weight_id)
+        if self._replicas.at(replica).weight_id == weight_id:
+            self._record(rescue, loaded=False)
+        else:
+            self._loading[replica] = rescue
+        return rescue
+
+    def _record(self, rescue: Rescue, loaded: bool) -> None:
+        for trajectory_id, (tokens, seconds) in rescue.resumed.items():
+            self._shared.metrics.write(
                 "move",
                 trajectory_id=trajectory_id,
-                source=NOBODY,
-                destination=replica,
+                source=NO_SOURCE,
+                destination=rescue.replica,
                 weight_id=rescue.weight_id,
                 tokens=tokens,
                 prefix_tokens=0,
                 seconds=seconds,
                 loaded=loaded,
             )
-
-    def not_loaded(self, member: Member, message: m.NotLoaded) -> list[tuple[int, int]]:
-        """(trajectory, attempt) of a grant that came to nothing."""
-        rescue = self._loading.get(member.hello.index)
-        if rescue is None or rescue.batch_id != message.batch_id:
-            return []
-        del self._loading[member.hello.index]
-        log.warning(
-            "%s could not go on with %d trajectories: %s",
-            member.name,
-            len(rescue.trajectories),
-            message.reason,
-        )
-        self.c.weights.gone_from(rescue.machine, rescue.weight_id)
-        found = [
-            (i, attempt)
-            for i, (attempt, _, _) in rescue.trajectories.items()
-            if self.c.tracker.counts_as(i, attempt)
-        ]
-        for trajectory_id, _ in found:
-            self.c.tracker.hold(trajectory_id)
-            self.c.metrics.write(
-                "move_off", trajectory_id=trajectory_id, source=NOBODY, reason=message.reason
-            )
-        return found

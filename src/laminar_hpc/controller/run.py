@@ -12,7 +12,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -23,16 +23,12 @@ from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
 from laminar_hpc.config.load import dump_config
-from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.config.source import labels, parse_source
 from laminar_hpc.controller import snapshot
-from laminar_hpc.controller.chat import load_chat_template
 from laminar_hpc.controller.ending import finish
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
-from laminar_hpc.controller.prompts import Prompt, PromptSet, check_token_ids, load_prompts, load_tokenizer
 from laminar_hpc.controller.rewards import try_rewards
 from laminar_hpc.controller.rundir import (
     Start,
@@ -47,6 +43,7 @@ from laminar_hpc.controller.rundir import (
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.store_check import check_store
 from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.data.prompts import Prompt, load_run_prompts
 from laminar_hpc.observability import console, status
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
@@ -86,48 +83,16 @@ def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -
     """A fresh run directory, or the earlier run's, of which the store is known to be sound."""
     start = prepare(config, lock)
     if start.moved_to:
-        say(
-            console.line(
-                "set-up",
-                f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)",
-            )
-        )
-    if start.restored_step >= 0:
+        text = f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)"
+        say(console.line("set-up", text))
+    if start.restored_step is not None:
         say(console.line("set-up", f"going on from the checkpoint of step {start.restored_step}"))
-    if start.restored_step >= config.steps:
+    if start.restored_step is not None and start.restored_step >= config.steps:
         text = f"all {config.steps} steps are trained: only the last evaluation is done now"
         say(console.line("set-up", text))
     store, replay = store_directory(config) / "store.sqlite", config.source != "rollout"
-    check_store(store, Path(config.run_dir), start.restored_step, replay, _STORE_CHECK_SECONDS)
+    check_store(store, Path(config.run_dir), start.restored_step or 0, replay, _STORE_CHECK_SECONDS)
     return start
-
-
-def load_data(config: RunConfig, say: Callable[[str], None]) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    """(training prompts, held-out prompts by the file's name), checked against tokenizer and model; says what
-    was read and left out."""
-    if config.source.startswith("replay:"):
-        return [], {}
-    tokenizer = load_tokenizer(config.model.path)
-    render = load_chat_template(config.model.path) if config.data.chat_template else None
-    model = model_config(config.model.path)
-    room = (
-        min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30))
-        - config.sampling.max_response_tokens
-        - 1
-    )
-
-    def load(key: str, name: str, limit: int | None = None) -> PromptSet:
-        found = load_prompts(parse_source(key, name), config.data, tokenizer, render, room, limit)
-        check_token_ids(found, model["vocab_size"])
-        say(console.line("data", found.words()))
-        return found
-
-    train = load("data.train", config.data.train)
-    held_out = [
-        load("evaluation.files", name, config.evaluation.problems) for name in config.evaluation.files
-    ]
-    names = labels("evaluation.files", [found.source for found in held_out])
-    return train.prompts, {name: found.prompts for name, found in zip(names, held_out, strict=True)}
 
 
 def build(
@@ -139,48 +104,24 @@ def build(
     machine: str,
     say: Callable[[str], None],
 ) -> Controller:
+    """Everything that the loop needs, with the store taken back to the checkpoint."""
     with before_it_begins():
-        prompts, held_out = load_data(config, say)
+        prompts, held_out = load_run_prompts(config, say)
         try_rewards(config, say, prompts)
     store = Store(store_directory(config))
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)
-    store.restore(max(0, start.restored_step))
-    order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
-    algorithm = config.algorithm
-    size = GroupSize(
-        algorithm.first_samples or algorithm.samples_per_prompt,
-        algorithm.more_samples,
-        algorithm.samples_per_prompt,
-    )
-    tracker = TrajectoryTracker(store, prompts, size, order, algorithm.zero_variance == "filter")
-    tracker.load()
+    store.restore(start.restored_step or 0)
+    tracker = _tracker(config, store, prompts)
     source = Path(config.source.removeprefix("replay:")) if config.source.startswith("replay:") else None
     replay = Store(source, read_only=True) if source else None
-    sampling = config.sampling
-    evaluations = (
-        Evaluations(held_out, config.evaluation.samples, sampling.temperature, sampling.max_response_tokens)
-        if held_out
-        else None
-    )
-    if evaluations and start.restored_step < 0:
+    evaluations = _evaluations(config, held_out)
+    if evaluations and start.restored_step is None:
         evaluations.add("before", 0, derived.rollout_ranks)
     if was_restarted(config):
         cause = cause_of_death(Path(config.run_dir))
         say(console.line("restart", f"by torchrun: {cause}"))
-        note_restart(config, cause, max(0, start.restored_step))
-    metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
-    metrics.write(
-        "start",
-        restored_step=start.restored_step,
-        pipeline=config.pipeline.name,
-        epoch=epoch,
-        derived=dataclasses.asdict(derived),
-        torchrun=torchrun_identity(),
-        model=str(recorded_name(config.model.path) or config.model.path),
-    )
-    members = Members(machine, config.cluster.heartbeat_timeout_seconds)
-    trace = Trace(Path(config.run_dir), "controller", 0)
+        note_restart(config, cause, start.restored_step or 0)
     return Controller(
         config,
         derived,
@@ -188,23 +129,53 @@ def build(
         store,
         tracker,
         evaluations,
-        metrics,
-        members,
+        _metrics(config, derived, start, epoch),
+        Members(machine, config.cluster.heartbeat_timeout_seconds),
         relays,
         start.restored_step,
         replay,
         say,
-        trace,
+        Trace(Path(config.run_dir), "controller", 0),
     )
+
+
+def _tracker(config: RunConfig, store: Store, prompts: list[Prompt]) -> TrajectoryTracker:
+    algorithm = config.algorithm
+    samples = algorithm.samples_per_prompt
+    size = GroupSize(algorithm.first_samples or samples, algorithm.more_samples, samples)
+    order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
+    tracker = TrajectoryTracker(store, prompts, size, order, algorithm.zero_variance == "filter")
+    tracker.recover()
+    return tracker
+
+
+def _evaluations(config: RunConfig, held_out: dict[str, list[Prompt]]) -> Evaluations | None:
+    if not held_out:
+        return None
+    sampling, samples = config.sampling, config.evaluation.samples
+    return Evaluations(held_out, samples, sampling.temperature, sampling.max_response_tokens)
+
+
+def _metrics(config: RunConfig, derived: Derived, start: Start, epoch: int) -> MetricsWriter:
+    """With the line of this launch written."""
+    metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
+    metrics.write(
+        "start",
+        restored_step=-1 if start.restored_step is None else start.restored_step,
+        pipeline=config.pipeline.name,
+        epoch=epoch,
+        derived=dataclasses.asdict(derived),
+        torchrun=torchrun_identity(),
+        model=str(recorded_name(config.model.path) or config.model.path),
+    )
+    return metrics
 
 
 def _mirror(config: RunConfig) -> WandbMirror | None:
-    o = config.observability
-    return (
-        None
-        if o.wandb == "off"
-        else WandbMirror(Path(config.run_dir), o.wandb, o.wandb_project, dataclasses.asdict(config))
-    )
+    mode, project = config.observability.wandb, config.observability.wandb_project
+    if mode == "off":
+        return None
+    return WandbMirror(Path(config.run_dir), mode, project, dataclasses.asdict(config))
 
 
 def run(
@@ -218,101 +189,81 @@ def run(
     was stopped."""
     with before_it_begins():
         derived, start, lock = start_up(config, say)
-    try:
-        run_locked(config, derived, start, lock, relays, machine, say, redirect_output)
-    finally:
-        lock.release()
-
-
-def run_locked(
-    config: RunConfig,
-    derived: Derived,
-    start: Start,
-    lock: RunLock,
-    relays: int,
-    machine: str,
-    say: Callable[[str], None],
-    redirect_output: Callable[[], None],
-) -> None:
-    run_dir = Path(config.run_dir)
-    redirect_output()
-    (run_dir / "config.yaml").write_text(dump_config(config))
-    run_id = f"{run_dir.resolve().name}-{secrets.token_hex(4)}"
-    hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
-    controller = None
-    try:
-        controller = build(config, derived, start, hub, relays, machine, say)
-        received: list[str] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
-        loop(controller, received, lock)
-        reason = f"failed: {controller.failure}" if controller.failure else controller.stopping or "done"
-        controller.metrics.write("end", reason=reason, step=controller.trainer_step)
-    except BaseException as error:
-        if controller is not None:
-            with suppress(OSError):  # a full disk: `error` itself is what the user should read
-                controller.metrics.write("end", reason=f"failed: {error}", step=controller.trainer_step)
-        raise
-    finally:
-        close(controller, hub, run_dir)
-        # a relay that was killed could not
-        shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)
-    finish(run_dir, controller.stopping, say)
-    if controller.failure:
-        raise PermanentFailure(controller.failure)
+    with ExitStack() as at_the_end:
+        at_the_end.callback(lock.release)
+        run_dir, controller = Path(config.run_dir), None
+        redirect_output()
+        (run_dir / "config.yaml").write_text(dump_config(config))
+        run_id = f"{run_dir.resolve().name}-{secrets.token_hex(4)}"
+        hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
+        try:
+            controller = build(config, derived, start, hub, relays, machine, say)
+            received: list[str] = []
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
+            loop(controller, received, lock)
+            state = controller.state
+            reason = f"failed: {state.failure}" if state.failure else state.stopping or "done"
+            controller.metrics.write("end", reason=reason, step=state.trainer_step)
+        except BaseException as error:
+            if controller is not None:
+                step = controller.state.trainer_step
+                with suppress(OSError):  # a full disk: `error` itself is what the user should read
+                    controller.metrics.write("end", reason=f"failed: {error}", step=step)
+            raise
+        finally:
+            close(controller, hub, run_dir)
+            # a relay that was killed could not
+            shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)
+        finish(run_dir, state.stopping, say)
+        if state.failure:
+            raise PermanentFailure(state.failure)
 
 
 def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
     """Turns until the work is done, then until all have said goodbye. Bounded by the join and stop time
-    limits."""
-    config = controller.config
+    limits. `received`: names of signals, filled by their handler."""
+    state, members, cluster = controller.state, controller.members, controller.config.cluster
     wanted = {"trainer": controller.derived.trainer_ranks, "rollout": controller.derived.rollout_ranks}
-    joined, joining_until = False, time.monotonic() + config.cluster.join_timeout_seconds
-    stop_until = None
-    shown = 0.0
-    while not controller.finished:
+    joined, joining_until = False, time.monotonic() + cluster.join_timeout_seconds
+    stop_until, shown = None, 0.0
+    while not state.finished:
         controller.turn()
         if lock.lost:
             raise LaminarError(lock.lost)
         if time.monotonic() - shown > _STATUS_SECONDS:
             shown = time.monotonic()
-            status.write(Path(config.run_dir), snapshot.status(controller))
+            status.write(Path(controller.config.run_dir), snapshot.status(controller))
         if received:
             controller.request_stop(received[0])
-        if controller.stopping:
-            stop_until = stop_until or time.monotonic() + config.cluster.stop_timeout_seconds
+        if state.stopping:
+            stop_until = stop_until or time.monotonic() + cluster.stop_timeout_seconds
             if time.monotonic() > stop_until:
                 raise LaminarError(
-                    f"{controller.stopping}: the trainer did not finish step "
-                    f"{controller.trainer_step + 1} and its checkpoint within "
-                    f"{config.cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
+                    f"{state.stopping}: the trainer did not finish step {state.trainer_step + 1} and its "
+                    f"checkpoint within {cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
                 )
-        missing = [
-            f"{number - len(controller.members.all(role))} {role}"
-            for role, number in wanted.items()
-            if len(controller.members.all(role)) < number
-        ]
-        joined = joined or not missing
+        missing = {role: number - len(members.all(role)) for role, number in wanted.items()}
+        joined = joined or not any(number > 0 for number in missing.values())
         if not joined and time.monotonic() > joining_until:
+            ranks = ", ".join(f"{number} {role}" for role, number in missing.items() if number > 0)
             raise LaminarError(
-                f"after {config.cluster.join_timeout_seconds:.0f} s these ranks have not joined: "
-                f"{', '.join(missing)}; see the "
+                f"after {cluster.join_timeout_seconds:.0f} s these ranks have not joined: {ranks}; see the "
                 "logs folder of the run directory"
             )
-    controller.tell_all_to_leave(controller.stopping or "done")
-    patience = time.monotonic() + config.cluster.stop_timeout_seconds
-    while controller.members.by_place and time.monotonic() < patience:
+    controller.tell_all_to_leave(state.stopping or "done")
+    patience = time.monotonic() + cluster.stop_timeout_seconds
+    while members.by_place and time.monotonic() < patience:
         controller.turn()
-    for member in controller.members.by_place.values():
-        log.error("%s did not leave within %.0f s", member.name, config.cluster.stop_timeout_seconds)
+    for member in members.by_place.values():
+        log.error("%s did not leave within %.0f s", member.name, cluster.stop_timeout_seconds)
 
 
 def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:
     """Tells whoever is left to leave, and lets go of files and sockets; also after a failure."""
     if controller is not None:
-        controller.tell_all_to_leave(RUN_FAILED if not controller.finished else "done")
-        for identity, message in controller.outbox:
-            hub.send(identity, message)
+        controller.tell_all_to_leave(RUN_FAILED if not controller.state.finished else "done")
+        controller.send_all()
         for part in (controller.store, controller.metrics, controller.trace):
             try:
                 part.close()

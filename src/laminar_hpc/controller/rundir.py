@@ -22,7 +22,7 @@ _OWNER_FILE = "run_dir"  # beside a store in store_dir: whose it is
 
 @dataclass(frozen=True)
 class Start:
-    restored_step: int  # -1 = a fresh run
+    restored_step: int | None  # None = a fresh run
     moved_to: Path | None  # where an earlier run went
 
 
@@ -39,8 +39,8 @@ def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
     except OSError as error:
         raise unusable(run_dir, error) from error
     (run_dir / ADDRESS_FILE).unlink(missing_ok=True)
-    found = checkpoints.steps(run_dir) if config.resume == "auto" else []
-    return Start(found[-1] if found else -1, moved)
+    steps = checkpoints.steps(run_dir) if config.resume == "auto" else []
+    return Start(steps[-1] if steps else None, moved)
 
 
 def unusable(run_dir: Path, error: OSError) -> LaminarError:
@@ -110,16 +110,16 @@ def cause_of_death(run_dir: Path) -> str:
     return reason.removeprefix("failed: ")
 
 
-def note_restart(config: RunConfig, cause: str, step: int) -> int:
+def note_restart(config: RunConfig, cause: str, step: int) -> int | None:
     """Keeps a restart after step `step` in the metrics, which nobody else writes between two lives.
 
-    Returns the step of the checkpoint to go on from, -1 = none."""
+    Returns the step of the checkpoint to go on from, if there is one."""
     run_dir = Path(config.run_dir)
-    restored = max(checkpoints.steps(run_dir), default=-1)
+    restored = max(checkpoints.steps(run_dir), default=None)
     if (run_dir / "metrics.jsonl").exists():
         with contextlib.suppress(OSError):  # a full disk stops the next life, and that one says so
             metrics = jsonl.Appender(run_dir / "metrics.jsonl")
-            fields = {"cause": cause, "step": step, "restored_step": restored}
+            fields = {"cause": cause, "step": step, "restored_step": -1 if restored is None else restored}
             metrics.write({"kind": "restart", "time": time.time(), **fields})
             metrics.close()
     return restored
@@ -128,19 +128,20 @@ def note_restart(config: RunConfig, cause: str, step: int) -> int:
 def completed_step(config: RunConfig) -> int | None:
     """The step of a run that resume=auto finds complete: all steps trained and checkpointed, the last weights
     evaluated. None where something is left to do."""
-    found = checkpoints.steps(Path(config.run_dir)) if config.resume == "auto" else []
-    if not found or found[-1] < config.steps:
+    steps = checkpoints.steps(Path(config.run_dir)) if config.resume == "auto" else []
+    if not steps or steps[-1] < config.steps:
         return None
+    last = steps[-1]
     if config.source.startswith("replay:") or not config.evaluation.files:
-        return found[-1]
+        return last
     key = "evaluation.files"
     files = labels(key, [parse_source(key, file) for file in config.evaluation.files])
     names = ("greedy", "sampled") if config.evaluation.samples else ("greedy",)
     wanted = {(file, name) for file in files for name in names}
     done: set[tuple[str, str]] = set()
     for record in jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start", "evaluation"):
-        if record["kind"] == "start" and record.get("restored_step", -1) < found[-1]:
+        if record["kind"] == "start" and record.get("restored_step", -1) < last:
             done.clear()  # the last steps were done again
-        elif record.get("label") == "after" and record.get("step", -1) >= found[-1]:
+        elif record.get("label") == "after" and record.get("step", -1) >= last:
             done.add((record.get("file", ""), record.get("name", "")))
-    return found[-1] if wanted <= done else None
+    return last if wanted <= done else None

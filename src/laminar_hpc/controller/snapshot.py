@@ -22,12 +22,12 @@ def status(controller: Controller) -> Status:
         time=time.time(),
         pid=os.getpid(),
         machine=c.members.machine,
-        step=c.trainer_step,
+        step=c.state.trainer_step,
         steps=c.config.steps,
-        stopping=c.stopping,
-        newest_weight_id=c.weights.newest[0],
-        rewards_scored=c.reward_errors.scored,
-        reward_errors=c.reward_errors.count,
+        stopping=c.state.stopping,
+        newest_weight_id=-1 if c.weights.newest is None else c.weights.newest.weight_id,
+        rewards_scored=c.reports.reward_errors.scored,
+        reward_errors=c.reports.reward_errors.count,
         ranks=[
             _rank(c, member)
             for member in sorted(c.members.by_place.values(), key=lambda m: (m.hello.role, m.hello.index))
@@ -37,23 +37,30 @@ def status(controller: Controller) -> Status:
             ready=finished,
             unscored=sum(sample.generated is not None for sample in samples),
             evaluations=len(c.evaluations.queue) if c.evaluations else 0,
-            replicas_waiting=len(c.waiting),
-            trainer_waits=c.take_reason if c.take is not None else "",
+            replicas_waiting=len(c.replicas.waiting),
+            trainer_waits=c.training.waits_for,
         ),
     )
 
 
 def _rank(c: Controller, member: Member) -> Rank:
-    hello = member.hello
-    rank = Rank(
-        hello.role, hello.index, hello.pid, hello.machine, time.time() - (time.monotonic() - member.heard)
-    )
+    """`Rank` holds -1 where there are no weights."""
+    hello, weight_id, report = member.hello, None, None
     if hello.role == "rollout":
-        rank.weight_id = c.open_weights.get(hello.index, -1)
-        rank.load = c.loads.get(hello.index)
+        row = c.replicas.at(hello.index)
+        weight_id, report = row.weight_id, row.report
     elif hello.role == "relay":
-        rank.weight_id = c.weights.of_machine.get(hello.machine, (-1, -1))[0]
+        newest = c.weights.newest_on(hello.machine)
+        weight_id = newest.weight_id if newest else None
     elif c.weights.steps:
-        rank.weight_id = max(c.weights.steps)
-    rank.weight_step = c.weights.steps.get(rank.weight_id, -1)
-    return rank
+        weight_id = max(c.weights.steps)
+    return Rank(
+        hello.role,
+        hello.index,
+        hello.pid,
+        hello.machine,
+        time.time() - (time.monotonic() - member.last_seen),
+        -1 if weight_id is None else weight_id,
+        -1 if weight_id is None else c.weights.steps.get(weight_id, -1),
+        report,
+    )

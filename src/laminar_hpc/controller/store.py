@@ -88,10 +88,10 @@ class Store:
 
     def next_ids(self) -> tuple[int, int, int]:
         """The next free weight, group and trajectory ids; none is ever used twice."""
-        return tuple(  # type: ignore[return-value]
-            self._db.execute(f"SELECT COALESCE(MAX(id) + 1, 0) FROM {table}").fetchone()[0]
-            for table in ("weights", "groups", "trajectories")
-        )
+        tables = ("weights", "groups", "trajectories")
+        columns = (f"(SELECT COALESCE(MAX(id) + 1, 0) FROM {table})" for table in tables)
+        weights, groups, trajectories = self._db.execute(f"SELECT {', '.join(columns)}").fetchone()
+        return weights, groups, trajectories
 
     # ---- weights -------------------------------------------------------------------------------------------
 
@@ -113,14 +113,16 @@ class Store:
         trajectory_id: int,
         group_id: int,
         sample_index: int,
-        replica: int,
+        replica: int | None,
         weight_id: int,
         weight_step: int,
     ) -> None:
+        """`replica` None: nobody has it yet, which the table holds as -1."""
+        owner = -1 if replica is None else replica
         self._db.execute(
             "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, "
             "replica, weight_id, weight_step) VALUES(?, ?, ?, 0, 'granted', ?, ?, ?)",
-            (trajectory_id, group_id, sample_index, replica, weight_id, weight_step),
+            (trajectory_id, group_id, sample_index, owner, weight_id, weight_step),
         )
 
     def grant_again(
@@ -136,28 +138,15 @@ class Store:
         self._db.execute("UPDATE groups SET weight_step = ? WHERE id = ?", (weight_step, group_id))
 
     def finish_trajectory(self, t: Trajectory, accuracy: float) -> None:
+        origin = (t.attempt, t.replica, t.weight_id, t.weight_step, t.step_finished)
+        outcome = (len(t.response_tokens), t.reward, accuracy, t.finish_reason, t.reward_error)
+        times = (t.time_started, t.time_finished, t.time_scored)
         self._db.execute(
             "UPDATE trajectories SET state = 'finished', attempt = ?, replica = ?, "
             "weight_id = ?, weight_step = ?, step_finished = ?, response_length = ?, "
             "reward = ?, accuracy = ?, finish_reason = ?, reward_error = ?, "
             "time_started = ?, time_finished = ?, time_scored = ?, payload = ? WHERE id = ?",
-            (
-                t.attempt,
-                t.replica,
-                t.weight_id,
-                t.weight_step,
-                t.step_finished,
-                len(t.response_tokens),
-                t.reward,
-                accuracy,
-                t.finish_reason,
-                t.reward_error,
-                t.time_started,
-                t.time_finished,
-                t.time_scored,
-                encode(t),
-                t.trajectory_id,
-            ),
+            (*origin, *outcome, *times, encode(t), t.trajectory_id),
         )
 
     def finish_group(self, group_id: int, weight_step: int, order: int, time: float) -> None:
@@ -194,15 +183,15 @@ class Store:
 
     def payloads(self, group_ids: Iterable[int]) -> list[bytes]:
         """The finished or consumed trajectories of these groups, encoded, group by group, in sample order."""
-        found: list[bytes] = []
+        payloads: list[bytes] = []
         for group_id in group_ids:
             rows = self._db.execute(
                 "SELECT payload FROM trajectories "
                 "WHERE group_id = ? AND payload IS NOT NULL ORDER BY sample_index",
                 (group_id,),
             )
-            found += [blob for (blob,) in rows]
-        return found
+            payloads += [blob for (blob,) in rows]
+        return payloads
 
     # ---- restore and replay --------------------------------------------------------------------------------
 

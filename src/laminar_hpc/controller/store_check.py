@@ -14,7 +14,7 @@ from laminar_hpc.weights.checkpoints import checkpoint_path
 
 
 def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, seconds: float) -> None:
-    """Raises Refused if the store at `path` is damaged, or older than the checkpoint of `restored_step` (-1 =
+    """Raises Refused if the store at `path` is damaged, or older than the checkpoint of `restored_step` (0 =
     none).
 
     Reads all of it, a second per gigabyte or less; after `seconds` it counts as whole. A replay stores no
@@ -29,7 +29,7 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, check_same_thread=False)
         try:
             damage = _quick_check(connection, seconds)
-            last = -1 if damage else _last_step(connection)
+            last = 0 if damage else _last_step(connection)
         finally:
             connection.close()
     except sqlite3.DatabaseError as error:
@@ -37,7 +37,7 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
             raise
         if "locked" in str(error):
             raise Refused([f"{path} is in use by another program; end that one first"]) from None
-        damage, last = str(error), -1
+        damage, last = str(error), 0
     if damage:
         raise Refused([_refusal(path, f"is damaged ({damage})", run_dir, restored_step)])
     if last < restored_step and not replay:
@@ -50,7 +50,7 @@ def _quick_check(connection: sqlite3.Connection, seconds: float) -> str:
     timer = threading.Timer(seconds, connection.interrupt)
     timer.start()
     try:
-        [(found,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
+        [(verdict,)] = connection.execute("PRAGMA quick_check(1)").fetchall()
     except sqlite3.OperationalError as error:
         if "interrupted" not in str(error):
             raise
@@ -58,7 +58,7 @@ def _quick_check(connection: sqlite3.Connection, seconds: float) -> str:
     finally:
         timer.cancel()
         timer.join()
-    return "" if found == "ok" else " ".join(found.split())
+    return "" if verdict == "ok" else " ".join(verdict.split())
 
 
 def _last_step(connection: sqlite3.Connection) -> int:

@@ -9,63 +9,16 @@ finished, gets more samples (policies.sampling), or is given up (policies.filter
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from laminar_hpc.controller.prompts import Prompt
+from laminar_hpc.controller.groups import Counts, Group, SampleState
 from laminar_hpc.controller.store import Store
+from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages import PromptGroup, Sample, Trajectory
 from laminar_hpc.policies import filtering
 from laminar_hpc.policies.admission import GroupView
 from laminar_hpc.policies.sampling import GroupSize
 
 log = logging.getLogger(__name__)
-_NOBODY, _ON_ITS_WAY = -1, -2
-
-
-@dataclass
-class SampleState:
-    attempt: int
-    weight_step: int
-    # _NOBODY: waits to be given out again; _ON_ITS_WAY: its owner is dead and it shall go on at another
-    replica: int
-    finished: bool = False
-    generated: Trajectory | None = None  # complete but not yet scored
-    reward: float = 0.0
-    accuracy: float = 0.0
-    length: int = 0  # response tokens
-
-
-@dataclass
-class Group:
-    group_id: int
-    prompt_index: int
-    number: int
-    samples: dict[int, SampleState] = field(default_factory=dict)
-    finished: bool = False
-    finish_order: int = 0
-
-    def view(self) -> GroupView:
-        return GroupView(
-            self.group_id,
-            self.number,
-            min(s.weight_step for s in self.samples.values()),
-            self.finished,
-            self.finish_order,
-        )
-
-
-@dataclass
-class Counts:
-    """Of the groups that were completed, and of what was lost, since the counts were last taken. Tokens are
-    response tokens."""
-
-    groups_filtered: int = 0
-    tokens_generated: int = 0
-    samples_saved: int = 0
-    tokens_saved: float = 0.0  # see GroupSize.saved
-    # of trajectories that were lost, as far as they were known (pool of partial responses, or complete)
-    tokens_discarded: int = 0
-    reports_refused: int = 0  # from attempts that no longer count
 
 
 class TrajectoryTracker:
@@ -79,13 +32,8 @@ class TrajectoryTracker:
         prompt_of_draw: Callable[[int], int],
         filters: bool = False,
     ) -> None:
-        self._store, self._prompts, self._size, self._prompt_of_draw, self._filters = (
-            store,
-            prompts,
-            size,
-            prompt_of_draw,
-            filters,
-        )
+        self._store, self._prompts, self._size = store, prompts, size
+        self._prompt_of_draw, self._filters = prompt_of_draw, filters
         _, self._next_group, self._next_trajectory = store.next_ids()
         self._draws = store.get("prompts_drawn", 0)
         self._finished_count = store.get("groups_finished", 0)
@@ -96,19 +44,19 @@ class TrajectoryTracker:
         self.filtered_in_a_row = 0
         self.counts = Counts()
         # a score can make room for other groups, or for more samples
-        self.may_change = filters or size.first < size.most
+        self.may_change = filters or size.first < size.limit
 
-    def load(self) -> None:
+    def recover(self) -> None:
         """After a restart: finished work is there again, work in progress starts again from its prompt under
         a new attempt."""
         for group_id, prompt_index, state, weight_step, number, order in self._store.live_groups():
             group = Group(group_id, prompt_index, number, finished=state == "finished", finish_order=order)
-            for trajectory_id, attempt, sample_state, sample_step, *scored in self._store.samples_of(
-                group_id
-            ):
+            for sample in self._store.samples_of(group_id):
+                trajectory_id, attempt, sample_state, step, reward, accuracy, length = sample
                 finished = sample_state == "finished"
+                step = step if finished else weight_step
                 group.samples[trajectory_id] = SampleState(
-                    attempt, sample_step if finished else weight_step, -1, finished, None, *scored
+                    attempt, step, None, finished=finished, reward=reward, accuracy=accuracy, length=length
                 )
                 self._group_of[trajectory_id] = group_id
             self.groups[group_id] = group
@@ -119,20 +67,13 @@ class TrajectoryTracker:
     def _open_samples(self) -> list[tuple[Group, list[int]]]:
         """Samples with nobody: lost ones, and those that a group got later; by the weights of their groups,
         oldest first."""
-        found = [
-            (
-                g,
-                [
-                    i
-                    for i, s in g.samples.items()
-                    if not s.finished and s.replica == _NOBODY and s.generated is None
-                ],
-            )
-            for g in self.groups.values()
-            if not g.finished
+        by_group = [
+            (group, [i for i, sample in group.samples.items() if sample.is_open])
+            for group in self.groups.values()
+            if not group.finished
         ]
         return sorted(
-            ((g, ids) for g, ids in found if ids),
+            ((group, ids) for group, ids in by_group if ids),
             key=lambda pair: (pair[0].view().weight_step, pair[0].group_id),
         )
 
@@ -148,7 +89,7 @@ class TrajectoryTracker:
 
     def draw(
         self,
-        most_groups: int,
+        groups_max: int,
         quota: int,
         replica: int,
         weight_id: int,
@@ -159,9 +100,9 @@ class TrajectoryTracker:
         """A local batch for `replica`: samples that are with nobody first, of groups that `may_go_on`, then
         at most `quota` new groups.
 
-        It ends with the group that brings it to the samples of `most_groups` new groups.
+        It ends with the group that brings it to the samples of `groups_max` new groups.
         """
-        batch, room = [], most_groups * self._size.first
+        batch, room = [], groups_max * self._size.first
         for group, ids in self._open_samples():
             if room <= 0:
                 break
@@ -170,7 +111,8 @@ class TrajectoryTracker:
             room -= len(ids)
             for trajectory_id in ids:
                 sample = group.samples[trajectory_id]
-                sample.attempt, sample.replica, sample.weight_step = sample.attempt + 1, replica, weight_step
+                sample.owned_by(replica)
+                sample.weight_step = weight_step
                 self._store.grant_again(trajectory_id, sample.attempt, replica, weight_id, weight_step)
             self._store.set_group_weights(group.group_id, group.view().weight_step)
             batch.append(self._message(group, ids))
@@ -189,7 +131,9 @@ class TrajectoryTracker:
         self.groups[group.group_id] = group
         return self._message(group, list(group.samples))
 
-    def _add_samples(self, group: Group, count: int, replica: int, weight_id: int, weight_step: int) -> None:
+    def _add_samples(
+        self, group: Group, count: int, replica: int | None, weight_id: int, weight_step: int
+    ) -> None:
         for _ in range(count):
             self._store.add_trajectory(
                 self._next_trajectory, group.group_id, len(group.samples), replica, weight_id, weight_step
@@ -200,49 +144,39 @@ class TrajectoryTracker:
 
     def _message(self, group: Group, ids: list[int]) -> PromptGroup:
         prompt = self._prompts[group.prompt_index]
-        return PromptGroup(
-            group.group_id,
-            prompt.tokens,
-            prompt.text,
-            prompt.row,
-            [Sample(i, group.samples[i].attempt) for i in ids],
-        )
+        samples = [Sample(i, group.samples[i].attempt) for i in ids]
+        return PromptGroup(group.group_id, prompt.tokens, prompt.text, prompt.row, samples)
 
     # ---- reports -------------------------------------------------------------------------------------------
 
-    def _sample(self, trajectory_id: int, attempt: int) -> tuple[Group, SampleState] | None:
-        """The sample a report speaks of, or None when the report is from an attempt that no longer counts."""
-        group = self.groups.get(self._group_of.get(trajectory_id, -1))
-        sample = group.samples.get(trajectory_id) if group else None
-        if group is None or sample is None or sample.attempt != attempt or sample.finished:
+    def _unfinished(self, trajectory_id: int, attempt: int) -> SampleState | None:
+        """This very attempt, unless it no longer counts."""
+        group_id = self._group_of.get(trajectory_id)
+        sample = None if group_id is None else self.groups[group_id].samples[trajectory_id]
+        return sample if sample and sample.attempt == attempt and not sample.finished else None
+
+    def _reported(self, trajectory_id: int, attempt: int) -> SampleState | None:
+        """The sample a report speaks of; a report from an attempt that no longer counts is refused."""
+        sample = self._unfinished(trajectory_id, attempt)
+        if sample is None:
             self.counts.reports_refused += 1
-            log.warning(
-                "a report on trajectory %d, attempt %d, was refused: it no longer counts",
-                trajectory_id,
-                attempt,
-            )
-            return None
-        return group, sample
+            text = "a report on trajectory %d, attempt %d, was refused: it no longer counts"
+            log.warning(text, trajectory_id, attempt)
+        return sample
 
     def counts_as(self, trajectory_id: int, attempt: int) -> bool:
         """Whether this attempt is under way; asked of increments, which may come late without being a sign of
         anything."""
-        group = self.groups.get(self._group_of.get(trajectory_id, -1))
-        sample = group.samples.get(trajectory_id) if group else None
-        return (
-            sample is not None
-            and sample.attempt == attempt
-            and not sample.finished
-            and sample.generated is None
-        )
+        sample = self._unfinished(trajectory_id, attempt)
+        return sample is not None and sample.generated is None
 
     def generated(self, trajectory: Trajectory, trainer_step: int) -> bool:
         """Whether it counts."""
-        found = self._sample(trajectory.trajectory_id, trajectory.attempt)
-        if found:
+        sample = self._reported(trajectory.trajectory_id, trajectory.attempt)
+        if sample is not None:
             trajectory.step_finished = trainer_step
-            found[1].generated = trajectory
-        return found is not None
+            sample.generated = trajectory
+        return sample is not None
 
     def scored(
         self,
@@ -255,40 +189,29 @@ class TrajectoryTracker:
     ) -> Group | None:
         """Stores the finished trajectory; its group when that is complete now: `finished`, else it is given
         up."""
-        found = self._sample(trajectory_id, attempt)
-        if not found or found[1].generated is None:
+        sample = self._reported(trajectory_id, attempt)
+        if sample is None or sample.generated is None:
             return None
-        group, sample = found
-        trajectory = sample.generated
-        assert trajectory is not None
-        trajectory.reward, trajectory.reward_parts, trajectory.reward_error, trajectory.time_scored = (
-            reward,
-            parts,
-            error,
-            time,
-        )
-        sample.reward, sample.accuracy, sample.length = (
-            reward,
-            parts.get("accuracy", float(reward > 0)),
-            len(trajectory.response_tokens),
-        )
+        group, trajectory = self.groups[self._group_of[trajectory_id]], sample.generated
+        trajectory.reward, trajectory.reward_parts = reward, parts
+        trajectory.reward_error, trajectory.time_scored = error, time
+        sample.reward, sample.accuracy = reward, parts.get("accuracy", float(reward > 0))
+        sample.length = len(trajectory.response_tokens)
         self._store.finish_trajectory(trajectory, sample.accuracy)
         sample.finished, sample.generated = True, None
         if not all(s.finished for s in group.samples.values()):
             return None
         more = self._size.granted_next([s.accuracy for s in group.samples.values()])
         if more:
-            self._add_samples(group, more, -1, trajectory.weight_id, group.view().weight_step)
+            self._add_samples(group, more, None, trajectory.weight_id, group.view().weight_step)
             return None
         self._complete(group, time)
         return group
 
     def _complete(self, group: Group, time: float) -> None:
         """All samples are scored and there shall be no more."""
-        rewards, lengths = (
-            [s.reward for s in group.samples.values()],
-            [s.length for s in group.samples.values()],
-        )
+        rewards = [sample.reward for sample in group.samples.values()]
+        lengths = [sample.length for sample in group.samples.values()]
         samples, tokens = self._size.saved(lengths)
         self.counts.tokens_generated += sum(lengths)
         self.counts.samples_saved += samples
@@ -316,20 +239,18 @@ class TrajectoryTracker:
     def in_progress(self, generated: bool = False) -> dict[int, list[tuple[Group, int, SampleState]]]:
         """By replica what it has of unfinished trajectories; with `generated` also those that only wait for
         their score."""
-        found: dict[int, list[tuple[Group, int, SampleState]]] = {}
+        owned: dict[int, list[tuple[Group, int, SampleState]]] = {}
         for group in self.groups.values():
-            if not group.finished:
-                for trajectory_id, sample in group.samples.items():
-                    if (
-                        sample.replica >= 0
-                        and not sample.finished
-                        and (generated or sample.generated is None)
-                    ):
-                        found.setdefault(sample.replica, []).append((group, trajectory_id, sample))
-        return found
+            if group.finished:
+                continue
+            for trajectory_id, sample in group.samples.items():
+                wanted = not sample.finished and (generated or sample.generated is None)
+                if wanted and sample.replica is not None:
+                    owned.setdefault(sample.replica, []).append((group, trajectory_id, sample))
+        return owned
 
     def in_progress_counts(self) -> dict[int, int]:
-        return {replica: len(found) for replica, found in self.in_progress().items()}
+        return {replica: len(owned) for replica, owned in self.in_progress().items()}
 
     def prompt_of(self, group: Group) -> Prompt:
         return self._prompts[group.prompt_index]
@@ -341,11 +262,10 @@ class TrajectoryTracker:
     def move(self, trajectory_id: int, attempt: int, replica: int, weight_id: int) -> bool:
         """`replica` owns the trajectory from here on, under the next attempt. False when this attempt no
         longer counts."""
-        found = self._sample(trajectory_id, attempt)
-        if not found or found[1].generated is not None:
+        sample = self._reported(trajectory_id, attempt)
+        if sample is None or sample.generated is not None:
             return False
-        sample = found[1]
-        sample.attempt, sample.replica = attempt + 1, replica
+        sample.owned_by(replica)
         self._store.grant_again(trajectory_id, sample.attempt, replica, weight_id, sample.weight_step)
         return True
 
@@ -361,26 +281,26 @@ class TrajectoryTracker:
     def hold(self, trajectory_id: int) -> None:
         """Its owner is dead; it is not given out before a move or a grant takes it elsewhere, or
         `discard`."""
-        self.groups[self._group_of[trajectory_id]].samples[trajectory_id].replica = _ON_ITS_WAY
+        sample = self.groups[self._group_of[trajectory_id]].samples[trajectory_id]
+        sample.replica, sample.held = None, True
 
     def discard(self, trajectory_id: int, attempt: int, tokens: int) -> None:
         """It starts again from its prompt; `tokens` of it that were known are thrown away."""
-        found = self._sample(trajectory_id, attempt)
-        if found:
+        if sample := self._reported(trajectory_id, attempt):
             self.counts.tokens_discarded += tokens
-            self._release(found[1])
+            self._release(sample)
 
     def lost(self, trajectory_id: int, attempt: int) -> bool:
         """The sample is given out again at the next grant. Whether the report counts."""
-        found = self._sample(trajectory_id, attempt)
-        if found:
-            self._release(found[1])
-        return found is not None
+        sample = self._reported(trajectory_id, attempt)
+        if sample is not None:
+            self._release(sample)
+        return sample is not None
 
     def _release(self, sample: SampleState) -> None:
         if sample.generated is not None:
             self.counts.tokens_discarded += len(sample.generated.response_tokens)
-        sample.replica, sample.generated = _NOBODY, None
+        sample.replica, sample.held, sample.generated = None, False, None
 
     # ---- training ------------------------------------------------------------------------------------------
 

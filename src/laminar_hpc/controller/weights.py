@@ -2,37 +2,45 @@
 what.
 
     trainer --NewWeightId--> id
-    controller/chain.py: who links to whom, and who sends again
-    relay --RelayHas--> WeightsAvailable to rollouts
-
-Its handlers are called by the controller's loop, which owns members and outbox.
+    controller/relay_chain.py: who links to whom, and who sends again
+    relay --RelayHas--> WeightsAvailable to the rollouts of its machine
 """
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from laminar_hpc import messages as m
-from laminar_hpc.controller.chain import TRAINER, Chain, Orders
 from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.probes import Probes
+from laminar_hpc.controller.relay_chain import TRAINER, Chain, Orders, Place
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import console
-
-if TYPE_CHECKING:
-    from laminar_hpc.controller.loop import Controller
 
 log = logging.getLogger(__name__)
 
 
+class Version(NamedTuple):
+    """Weights that a relay holds."""
+
+    weight_id: int
+    step: int
+
+
 class Weights:
-    def __init__(self, controller: "Controller", relays: int) -> None:
-        self.c = controller
-        lanes = controller.config.relay.lanes
+    """`relays`: how many the run starts with."""
+
+    def __init__(self, shared: Shared, relays: int, store: Store, probes: Probes) -> None:
+        self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
+        self._store, self._probes = store, probes
+        lanes = shared.config.relay.lanes
         self.chains = [Chain(max(1, relays // lanes), lane, lanes) for lane in range(lanes)]
         self._senders = [0] if lanes == 1 else []  # trainer rank of each lane, as far as known
-        self._next_id = controller.store.next_ids()[0]
-        self.newest = (-1, -1)  # (id, step) that some relay holds
+        self._next_id = store.next_ids()[0]
+        self.newest: Version | None = None  # that some relay holds
         self.steps: dict[int, int] = {}  # by id
-        self.of_machine: dict[str, tuple[int, int]] = {}
+        self._newest_on: dict[str, Version] = {}  # by machine
         # by machine, oldest first: what its slots hold, if the oldest has not just been given up
         self._held: dict[str, list[int]] = {}
 
@@ -42,14 +50,23 @@ class Weights:
         """By the index of a relay or an epoch."""
         return self.chains[number % len(self.chains)]
 
-    def form(self) -> None:
-        """Links relays that have come, around those that have gone or are silent, and has the newest weights
+    def relay_joined(self, index: int, machine: str) -> None:
+        """It begins with empty slots."""
+        self.chain_of(index).joined(index, time.monotonic())
+        self._held[machine] = []
+
+    def relay_lost(self, index: int) -> None:
+        """Its neighbours are joined."""
+        self.chain_of(index).left(index)
+
+    def update_chains(self) -> None:
+        """Links relays that have come, around those that have left or are silent, and has the newest weights
         sent to who misses them."""
         for chain in self.chains:
             before = chain.order
             relays = {
-                each.hello.index: each.heard
-                for each in self.c.members.all("relay")
+                each.hello.index: each.last_seen
+                for each in self._members.all("relay")
                 if self.chain_of(each.hello.index) is chain
             }
             self._send(chain, chain.update(relays, self._sender_of(chain) is not None, time.monotonic()))
@@ -64,47 +81,46 @@ class Weights:
                     "neighbours' reach) until it is heard"
                 )
                 log.warning(text)
-                if self.c.separate:
-                    self.c.say(console.line("warning", f"{text}; the others go on"))
+                self._warn(f"{text}; the others go on")
+
+    def _warn(self, text: str) -> None:
+        """The user, of what a run with a torchrun per role survives."""
+        if self._shared.roles_apart and not self._shared.state.ending:
+            self._shared.say(console.line("warning", text))
 
     def _sender_of(self, chain: Chain) -> Member | None:
-        return self.c.members.at("trainer", self._senders[chain.lane]) if self._senders else None
+        return self._members.at("trainer", self._senders[chain.lane]) if self._senders else None
 
     def _send(self, chain: Chain, orders: Orders) -> None:
-        for who, message in orders:
-            self.c.send(
-                self._sender_of(chain) if who == TRAINER else self.c.members.at("relay", who), message
-            )
+        for place, message in orders:
+            member = self._sender_of(chain) if place is None else self._members.at("relay", place)
+            self._outbox.send(member, message)
 
-    def on_LaneSenders(self, member: Member, senders: m.LaneSenders) -> None:
+    def on_lane_senders(self, _: Member, senders: m.LaneSenders) -> None:
         self._senders = senders.ranks
 
-    def on_StoreOpened(self, member: Member, opened: m.StoreOpened) -> None:
+    def on_store_opened(self, member: Member, opened: m.StoreOpened) -> None:
         chain = self.chain_of(opened.epoch)
-        self._send(chain, chain.store_opened(opened, self._place(member)))
+        self._send(chain, chain.store_opened(opened, _place(member)))
 
-    @staticmethod
-    def _place(member: Member) -> int:
-        return TRAINER if member.hello.role == "trainer" else member.hello.index
-
-    def on_LinkDown(self, member: Member, down: m.LinkDown) -> None:
-        if self.chain_of(down.epoch).link_down(down.epoch, self._place(member), time.monotonic()) is not None:
-            log.warning("%s: %s; linking again", member.name, down.text)
-            # A death has a line of its own; in one torchrun it ends the run.
-            if self.c.separate and not self.c.ending and not self.c.members.dead():
-                self.c.say(console.line("warning", f"{member.name}: {down.text}; linking again"))
+    def on_link_down(self, member: Member, down: m.LinkDown) -> None:
+        if self.chain_of(down.epoch).link_down(down.epoch, _place(member), time.monotonic()) is not None:
+            text = f"{member.name}: {down.text}; linking again"
+            log.warning(text)
+            if not self._members.dead():  # a death has a line of its own; in one torchrun it ends the run
+                self._warn(text)
 
     # ---- ids, and who has them -----------------------------------------------------------------------------
 
-    def on_NewWeightId(self, member: Member, request: m.NewWeightId) -> None:
+    def on_new_weight_id(self, member: Member, request: m.NewWeightId) -> None:
         weight_id, self._next_id = self._next_id, self._next_id + 1
-        self.c.store.add_weights(weight_id, self.c.store.get("restore_epoch", 0), request.step, time.time())
+        self._store.add_weights(weight_id, self._store.get("restore_epoch", 0), request.step, time.time())
         self.steps[weight_id] = request.step
         relays = max(chain.publication(weight_id) for chain in self.chains)
-        self.c.send(member, m.WeightId(weight_id, request.step, relays))
+        self._outbox.send(member, m.WeightId(weight_id, request.step, relays))
 
-    def on_Published(self, member: Member, p: m.Published) -> None:
-        self.c.metrics.write(
+    def on_published(self, _: Member, p: m.Published) -> None:
+        self._shared.metrics.write(
             "publish",
             weight_id=p.weight_id,
             step=p.step,
@@ -115,39 +131,50 @@ class Weights:
             changed_fraction=p.changed,
             bytes_over_full=p.bytes / p.full_bytes if p.full_bytes else None,
         )
-        self.c.probes.scored(p.weight_id, p.step, "trainer", p.probe_logprobs)
+        self._probes.scored(p.weight_id, p.step, "trainer", p.probe_logprobs)
 
-    def on_RelayHas(self, member: Member, has: m.RelayHas) -> None:
+    def relay_has(self, member: Member, has: m.RelayHas) -> bool:
+        """Tells the rollouts of the relay's machine. Whether the weights are newer than all before."""
+        index, machine = member.hello.index, member.hello.machine
+        version = Version(has.weight_id, has.weight_step)
         if has.bytes:  # else it is what a relay that was taken for dead still holds
-            self.c.metrics.write(
-                "relay",
-                index=member.hello.index,
-                weight_id=has.weight_id,
-                step=has.weight_step,
-                seconds=has.seconds,
-                bytes=has.bytes,
-            )
-        self.chain_of(member.hello.index).relay_has(member.hello.index, has.weight_id, has.passed_on)
+            fields = {"index": index, **version._asdict(), "seconds": has.seconds, "bytes": has.bytes}
+            self._shared.metrics.write("relay", **fields)
+        self.chain_of(index).relay_has(index, version.weight_id, has.passed_on)
         if not has.complete:
-            return
-        if has.weight_id > self.newest[0] and self.c.config.pipeline.repack != "off":
-            self.c.migration.look_soon()
-        self.newest = max(self.newest, (has.weight_id, has.weight_step))
-        self.of_machine[member.hello.machine] = (has.weight_id, has.weight_step)
-        held = self._held.setdefault(member.hello.machine, [])
-        held[:] = [*[i for i in held if i != has.weight_id][1 - self.c.config.relay.slots :], has.weight_id]
-        for rollout in self.c.members.all("rollout"):
-            if rollout.hello.machine == member.hello.machine:
-                self.c.send(rollout, m.WeightsAvailable(has.weight_id, has.weight_step))
+            return False
+        newer = self.newest is None or version > self.newest
+        self.newest = version if newer else self.newest
+        self._newest_on[machine] = version
+        slots = self._shared.config.relay.slots
+        held = [i for i in self._held.get(machine, []) if i != version.weight_id]
+        self._held[machine] = [*held[1 - slots :], version.weight_id]
+        for rollout in self._members.all("rollout"):
+            if rollout.hello.machine == machine:
+                self._outbox.send(rollout, m.WeightsAvailable(*version))
+        return newer
+
+    def newest_on(self, machine: str) -> Version | None:
+        """What the rollouts of a machine were told of last."""
+        return self._newest_on.get(machine)
+
+    def is_newest_on(self, machine: str, weight_id: int) -> bool:
+        """Whether a replica there that serves `weight_id` has nothing newer to load."""
+        newest = self.newest_on(machine)
+        return newest is None or weight_id >= newest.weight_id
 
     def loadable(self, machine: str, loading: set[int]) -> frozenset[int]:
-        """What a replica there could load while others there are `loading`: of older ids no more at a time
-        than leave the relay, beside the newest one, a slot to write to."""
+        """What a replica there could load while others there are `loading`. Of older ids only so many at a
+        time that the relay keeps, beside the newest one, a slot to write to."""
         held = self._held.get(machine, [])
         older = set(held[:-1])
-        most = self.c.config.relay.slots - 2
-        return frozenset(held[-1:]) | (older if len(older & loading) < most else older & loading)
+        older_max = self._shared.config.relay.slots - 2
+        return frozenset(held[-1:]) | (older if len(older & loading) < older_max else older & loading)
 
-    def gone_from(self, machine: str, weight_id: int | None = None) -> None:
-        """Its slots have been rewritten, as a replica found, or all of them by a relay that has just come."""
-        self._held[machine] = [i for i in self._held.get(machine, []) if weight_id not in (i, None)]
+    def forget_slot(self, machine: str, weight_id: int) -> None:
+        """A replica did not find these weights: their slot has been rewritten."""
+        self._held[machine] = [i for i in self._held.get(machine, []) if i != weight_id]
+
+
+def _place(member: Member) -> Place:
+    return TRAINER if member.hello.role == "trainer" else member.hello.index

@@ -15,8 +15,8 @@ and due by step t. Invariant, at the start of step s: due(t) <= G * (t - s + 1) 
     groups remain with it, and n <= G * (p + b + 1) by admission. So due(t) <= G * (p + b + 1 - s)
     <= G * (t - s + 1) for all t >= p + b; smaller t do not count it.
   - A group given up, or redone on newer weights, only lowers due(t). A group whose samples are granted in
-    several rounds counts from its first grant to its last score as one unfinished group whose p is the least
-    of its samples'.
+    several rounds counts from its first grant to its last score as one unfinished group whose p is the
+    smallest of its samples'.
   - Samples of a granted group that go to older weights (lost ones, later rounds, or all of them after a
     restore) lower its p, which raises due(t) between the new due step and the old one. `may_go_on` allows it
     only where the invariant still holds.
@@ -27,13 +27,13 @@ as they were: of the n - 1 groups counted before a grant, G * s are trained and 
 fewer than G live groups are left and all are finished, then n <= G * (s + 1), so a replica with the weights
 of step s (b >= 0) may be granted another; with G or more, all finished, `choose` takes a batch. Filtering
 therefore ends only with a group that differs, or by `filtering.exhausted`. Nor does `may_go_on`: where it
-refuses the unfinished group of the least p, all groups due before are finished or in progress, and there are
-at least G of them.
+refuses the unfinished group of the smallest p, all groups due before are finished or in progress, and there
+are at least G of them.
 
 Taking finished groups in the order of their grants, and waiting only for unfinished ones with p <= s - b,
 does not hold the bound: G = 1, b = 2, three groups of step 0 of which one is trained at step 0, a fourth of
 step 1 that finishes first and is trained at step 1; then two groups are due at step 2, and one of them is
-late. Hence the look at all t above.
+late. Hence the check of all t above.
 """
 
 from collections.abc import Iterable

@@ -4,7 +4,7 @@ again to whom."""
 import math
 from collections.abc import Mapping, Sequence
 
-LEAST_CHUNK = 64 << 10  # bytes: below this, Python's share of a chunk is more than the network's
+CHUNK_MIN = 64 << 10  # bytes: below this, Python's share of a chunk is more than the network's
 _ALIGNMENT = 4096
 
 
@@ -19,15 +19,15 @@ def broadcast_seconds(
 
 def best_chunks(size: int, relays: int, start_seconds: float, seconds_per_byte: float) -> int:
     """k* = sqrt((p - 2) * M * Tb / Ts), at least 1: the number of chunks for which `broadcast_seconds` is
-    least (the same section)."""
+    smallest (the same section)."""
     return max(1, round(math.sqrt(max(0, relays - 1) * size * seconds_per_byte / max(start_seconds, 1e-9))))
 
 
-def chunk_bytes(size: int, relays: int, start_seconds: float, seconds_per_byte: float, most: int) -> int:
-    """Bytes per chunk for k*, in whole pages, from LEAST_CHUNK to `most` (which holds where one relay would
-    take all in one chunk)."""
+def chunk_bytes(size: int, relays: int, start_seconds: float, seconds_per_byte: float, chunk_max: int) -> int:
+    """Bytes per chunk for k*, in whole pages, from CHUNK_MIN to `chunk_max` (which holds where one relay
+    would take all in one chunk)."""
     wanted = math.ceil(size / best_chunks(size, relays, start_seconds, seconds_per_byte))
-    return max(LEAST_CHUNK, min(most, math.ceil(wanted / _ALIGNMENT) * _ALIGNMENT))
+    return max(CHUNK_MIN, min(chunk_max, math.ceil(wanted / _ALIGNMENT) * _ALIGNMENT))
 
 
 def chain_order(before: Sequence[int], fit: Sequence[int], has: Mapping[int, int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Where the unfinished trajectories of a dead replica go on: always on the weights that they began with.
 
-    redirect   to a replica that generates with them and has room
-    load       to a replica without work that loads them from a relay's slot
+    redirect       to a replica that generates with them and has room
+    plan_reloads   to a replica without work that loads them from a relay's slot
 
 What nobody takes starts again from its prompt.
 
@@ -33,26 +33,26 @@ class Room:
 
 @dataclass(frozen=True)
 class Idle:
-    """A replica without work: it asks for some, on `weight_id`, or is starting (-1); and what the slots of
+    """A replica without work: it asks for some, on `weight_id`, or is starting (None); and what the slots of
     its machine still hold."""
 
     replica: int
-    weight_id: int
+    weight_id: int | None
     loadable: frozenset[int]
     kv_tokens_free: float
-    tokens_per_load: float  # that a replica generates in the time of a load
+    tokens_per_reload: float  # that a replica generates in the time of a reload
 
     def price(self, weight_id: int) -> float:
-        """In tokens, of the loads that it would not do otherwise: there and back, or one where it has to load
-        something anyway."""
-        starting = self.weight_id < 0
+        """In tokens, of the reloads that it would not do otherwise: there and back, or one where it has to
+        load something anyway."""
+        starting = self.weight_id is None
         if weight_id == self.weight_id or (starting and weight_id == max(self.loadable)):
             return 0.0
-        return self.tokens_per_load * (1 if starting else 2)
+        return self.tokens_per_reload * (1 if starting else 2)
 
 
 @dataclass(frozen=True)
-class Load:
+class Reload:
     """`replica` loads `weight_id`, unless it serves that already, and goes on with these trajectories."""
 
     replica: int
@@ -84,33 +84,33 @@ def redirect(
     return placed
 
 
-def load(
+def plan_reloads(
     orphans: Iterable[Orphan], idle: Iterable[Idle], kv_tokens_reserved: float = 0.0
-) -> tuple[list[Load], list[int]]:
+) -> tuple[list[Reload], list[int]]:
     """(what replicas without work go on with, trajectories that start again from their prompts); the others
     wait for a replica to ask.
 
     The id with most tokens first, of it the longest first, to those who ask for work before those who are
-    starting, and where it costs least. A load must save more tokens than its price. Nobody waits while a
-    replica asks and gets nothing: what it cannot go on with it can only begin anew, and the next one would
-    find fewer ids in the slots. So a replica that asks takes some, or settles all there are.
+    starting, and where it costs least. A reload must save at least as many tokens as its price. Nobody waits
+    while a replica asks and gets nothing: what it cannot go on with it can only begin anew, and the next one
+    would find fewer ids in the slots. So a replica that asks takes some, or settles all there are.
     """
     left: dict[int, list[Orphan]] = {}
     for orphan in sorted(orphans, key=lambda o: (-o.tokens, o.trajectory_id)):
         left.setdefault(orphan.weight_id, []).append(orphan)
-    free, loads = list(idle), []
+    free, reloads = list(idle), []
     for weight_id in sorted(left, key=lambda i: (-_saved(left[i]), i)):
         able = [each for each in free if weight_id == each.weight_id or weight_id in each.loadable]
         for each in sorted(
-            able, key=lambda e: (e.weight_id < 0, e.price(weight_id), -e.kv_tokens_free, e.replica)
+            able, key=lambda e: (e.weight_id is None, e.price(weight_id), -e.kv_tokens_free, e.replica)
         ):
             taken, rest = _split(left[weight_id], each.kv_tokens_free, kv_tokens_reserved)
             if taken and _saved(taken) >= each.price(weight_id):
-                loads.append(Load(each.replica, weight_id, [orphan.trajectory_id for orphan in taken]))
+                reloads.append(Reload(each.replica, weight_id, [orphan.trajectory_id for orphan in taken]))
                 free.remove(each)
                 left[weight_id] = rest
-    asks = any(each.weight_id >= 0 for each in free)
-    return loads, sorted(orphan.trajectory_id for mine in left.values() for orphan in mine) if asks else []
+    asks = any(each.weight_id is not None for each in free)
+    return reloads, sorted(orphan.trajectory_id for mine in left.values() for orphan in mine) if asks else []
 
 
 def _saved(orphans: list[Orphan]) -> int:

@@ -45,16 +45,16 @@ def merged(parts: list[dict[str, float]]) -> dict[str, float]:
     trajectories."""
     if len(parts) == 1:
         return parts[0]
-    found = {}
+    combined = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         # a reward function may have given none to a mini-batch
         having = [part for part in parts if name in part]
         values = [part[name] for part in having]
         if name in _COUNTS:
-            found[name] = sum(values)
+            combined[name] = sum(values)
         elif name.endswith("_max"):
-            found[name] = max(values)
+            combined[name] = max(values)
         else:
             weight = sum(part["trajectories"] for part in having)
-            found[name] = sum(part[name] * part["trajectories"] for part in having) / weight
-    return found
+            combined[name] = sum(part[name] * part["trajectories"] for part in having) / weight
+    return combined

@@ -2,7 +2,7 @@
 destination or network.
 
     RESERVE --reserved--> DETACH --ready--> IMPORT --imported--> COMMITTED
-       '--------------------'------------------'--failed, gone, late--> ABORTED
+       '--------------------'------------------'--failed, lost, late--> ABORTED
 
 A move without a source (its owner is dead) begins with its response already known, so it skips DETACH.
 
@@ -21,7 +21,6 @@ owner any more. Every step gives the actions for the controller, in order.
 from dataclasses import dataclass
 from enum import Enum
 
-NOBODY = -1
 # of one trajectory: over the mean of its replica; tokens until its last KV has arrived
 MORE_THAN_MEAN, DECODED_MEANWHILE = 1.25, 512
 
@@ -45,14 +44,14 @@ class Action(Enum):
 
 @dataclass
 class Move:
-    """One trajectory's way from `source` (NOBODY = its owner is dead) to `destination`. `deadline`: for the
-    present phase, seconds."""
+    """One trajectory's way from `source` (None = its owner is dead) to `destination` (None once it is dead).
+    `deadline`: for the present phase, seconds."""
 
     move_id: str
     trajectory_id: int
     attempt: int  # of the owner that it leaves
-    source: int
-    destination: int
+    source: int | None
+    destination: int | None
     weight_id: int
     deadline: float
     phase: Phase = Phase.RESERVE
@@ -69,7 +68,7 @@ class Move:
         if self.phase is not Phase.RESERVE:
             return []  # said again while the source is at work
         self.address = address
-        if self.source == NOBODY:
+        if self.source is None:
             self.phase = Phase.IMPORT
             return [Action.IMPORT]
         self.phase = Phase.DETACH
@@ -97,19 +96,19 @@ class Move:
         if self.over:
             return []
         self.phase, self.reason = Phase.ABORTED, reason
-        return [Action.CALL_OFF] + ([Action.ORPHAN] if self.source == NOBODY else [])
+        return [Action.CALL_OFF] + ([Action.ORPHAN] if self.source is None else [])
 
-    def gone(self, replica: int) -> list[Action]:
+    def replica_lost(self, replica: int) -> list[Action]:
         """A replica has died or left."""
         if self.over or replica not in (self.source, self.destination):
             return []
         if replica == self.source:
-            self.source = NOBODY
+            self.source = None
             if self.phase is Phase.IMPORT:
                 return []  # the destination has, or gets, all that is needed
             self.phase, self.reason = Phase.ABORTED, "its source is gone"
             return [Action.CALL_OFF]  # the trajectory is among those that the source leaves behind
-        self.destination = NOBODY
+        self.destination = None
         return self.call_off("its destination is gone")
 
 

@@ -1,9 +1,9 @@
 """Dynamic repack (Laminar, section 4): empty replicas that only hold the tail of their local batch, so that
 they can take new weights.
 
-Pure: from the loads of the replicas to whole-replica moves, inside one weight id, because a trajectory keeps
-its policy. Called about every five seconds and after each update; the caller carries the moves out (ships the
-KV cache, or prefills again).
+Pure: from what the replicas report to merges of whole replicas, inside one weight id, because a trajectory
+keeps its policy. Called about every five seconds and after each update; the caller carries the merges out
+(ships the KV cache, or prefills again).
 """
 
 from collections.abc import Iterable
@@ -15,19 +15,19 @@ _PROBES = 8
 
 
 @dataclass(frozen=True)
-class ReplicaLoad:
+class ReplicaView:
     """What the plan sees of a replica that generates. `kv_tokens` counts what its unfinished trajectories
     hold or are about to hold."""
 
     replica: int
     weight_id: int
     kv_tokens: float
-    kv_tokens_before: float  # at the previous look; more than now means that the ramp-down has begun
+    kv_tokens_before: float  # at the previous planning; more than now means that the ramp-down has begun
     requests: int
 
 
 @dataclass(frozen=True)
-class Move:
+class Merge:
     """All unfinished trajectories of `source` go to `destination`."""
 
     source: int
@@ -40,34 +40,34 @@ def saturation_batch(flops: float, memory_bytes_per_second: float, bytes_per_par
     return int(flops * bytes_per_parameter / (2.0 * memory_bytes_per_second))
 
 
-def plan(loads: Iterable[ReplicaLoad], kv_tokens_max: float, requests_max: int) -> list[Move]:
+def plan(replicas: Iterable[ReplicaView], kv_tokens_max: float, requests_max: int) -> list[Merge]:
     """Best-fit consolidation of every weight id's group, O(n log n).
 
     Candidates are replicas whose KV use falls, below `kv_tokens_max` (C_max), with fewer than `requests_max`
     (B) requests. Sources go from the emptiest up, each to the fullest candidate where both sums still fit. No
     replica is both emptied and filled.
     """
-    groups: dict[int, list[ReplicaLoad]] = {}
-    for load in loads:
-        if 0 < load.requests < requests_max and load.kv_tokens < min(kv_tokens_max, load.kv_tokens_before):
-            groups.setdefault(load.weight_id, []).append(load)
+    groups: dict[int, list[ReplicaView]] = {}
+    for each in replicas:
+        if 0 < each.requests < requests_max and each.kv_tokens < min(kv_tokens_max, each.kv_tokens_before):
+            groups.setdefault(each.weight_id, []).append(each)
     return [
-        move
+        merge
         for weight_id in sorted(groups)
-        for move in _plan_group(groups[weight_id], kv_tokens_max, requests_max)
+        for merge in _plan_group(groups[weight_id], kv_tokens_max, requests_max)
     ]
 
 
-def _plan_group(candidates: list[ReplicaLoad], kv_tokens_max: float, requests_max: int) -> list[Move]:
+def _plan_group(candidates: list[ReplicaView], kv_tokens_max: float, requests_max: int) -> list[Merge]:
     """Sources come in order of KV, so a destination too full for one source is too full for all later ones
     and leaves for good."""
-    order = sorted(candidates, key=lambda load: (load.kv_tokens, load.replica))
-    kv = [load.kv_tokens for load in order]
-    requests = [load.requests for load in order]
-    least_requests = list(accumulate(reversed(requests), min))[::-1]  # among this source and all later ones
+    order = sorted(candidates, key=lambda each: (each.kv_tokens, each.replica))
+    kv = [each.kv_tokens for each in order]
+    requests = [each.requests for each in order]
+    requests_min = list(accumulate(reversed(requests), min))[::-1]  # among this source and all later ones
     # by KV, fullest last; what one receives keeps it the fullest that fits
     destinations = list(range(len(order)))
-    moves: list[Move] = []
+    merges: list[Merge] = []
     filled: set[int] = set()
     emptied: set[int] = set()
     for source in range(len(order)):
@@ -75,7 +75,7 @@ def _plan_group(candidates: list[ReplicaLoad], kv_tokens_max: float, requests_ma
             continue
         while destinations and (
             kv[destinations[-1]] + kv[source] > kv_tokens_max
-            or requests[destinations[-1]] + least_requests[source] > requests_max
+            or requests[destinations[-1]] + requests_min[source] > requests_max
         ):
             destinations.pop()
         for place in range(len(destinations) - 1, max(-1, len(destinations) - 1 - _PROBES), -1):
@@ -89,10 +89,10 @@ def _plan_group(candidates: list[ReplicaLoad], kv_tokens_max: float, requests_ma
                 requests[destination] += requests[source]
                 filled.add(destination)
                 emptied.add(source)
-                moves.append(Move(order[source].replica, order[destination].replica))
+                merges.append(Merge(order[source].replica, order[destination].replica))
                 _raise_to_order(destinations, place, kv)
                 break
-    return moves
+    return merges
 
 
 def _raise_to_order(destinations: list[int], place: int, kv: list[float]) -> None:

@@ -32,6 +32,6 @@ class Rounds:
     def took(self, replica: int) -> None:
         self._open.discard(replica)
 
-    def gone(self, replicas: Iterable[int]) -> None:
+    def leave(self, replicas: Iterable[int]) -> None:
         """They have died or left; the round waits for their return before the next one opens."""
         self._open.difference_update(replicas)

@@ -34,22 +34,22 @@ def worth_a_batch(groups_ready: float, local_batch_groups: int, being_scored: bo
 
 @dataclass(frozen=True)
 class GroupSize:
-    """A group starts with `first` samples and gets `more` at a time, up to `most`, while none is right. first
-    = most: never more."""
+    """A group starts with `first` samples and gets `more` at a time, up to `limit`, while none is right.
+    first = limit: never more."""
 
     first: int
     more: int
-    most: int
+    limit: int
 
     def granted_next(self, accuracies: Sequence[float]) -> int:
         """How many samples a group gets now that all its samples are scored, with these accuracies; 0 = it is
         complete."""
         if any(accuracy > 0 for accuracy in accuracies):
             return 0
-        return max(0, min(self.more, self.most - len(accuracies)))
+        return max(0, min(self.more, self.limit - len(accuracies)))
 
     def saved(self, response_lengths: Sequence[int]) -> tuple[int, float]:
-        """(samples, tokens) that a complete group did without, against always `most`: the missing ones at the
-        mean length of its own."""
-        samples = self.most - len(response_lengths)
+        """(samples, tokens) that a complete group did without, against always `limit`: the missing ones at
+        the mean length of its own."""
+        samples = self.limit - len(response_lengths)
         return samples, samples * sum(response_lengths) / max(1, len(response_lengths))

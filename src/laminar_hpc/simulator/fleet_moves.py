@@ -3,8 +3,8 @@
 
 import random
 
-from laminar_hpc.policies.failover import Idle, Orphan, Room, load, redirect
-from laminar_hpc.policies.repack import ReplicaLoad, plan
+from laminar_hpc.policies.failover import Idle, Orphan, Room, plan_reloads, redirect
+from laminar_hpc.policies.repack import ReplicaView, plan
 from laminar_hpc.simulator.replica import Replica
 from laminar_hpc.simulator.request import Request
 from laminar_hpc.simulator.rollouts import Rollouts
@@ -27,7 +27,7 @@ class Repacker:
         self.rollouts.clock.after(self.rollouts.trainer.costs.repack_period, self.tick)
 
     def look(self) -> None:
-        now, loads = self.rollouts.clock.now, []
+        now, views = self.rollouts.clock.now, []
         for replica in self.rollouts.replicas:
             on_the_way = len(replica.running) + len(replica.parked) < replica.pending
             if (
@@ -41,12 +41,12 @@ class Repacker:
                 continue
             replica.advance(now)
             kv = replica.kv + replica.parked_kv
-            loads.append(
-                ReplicaLoad(replica.index, replica.weight_id, kv, replica.kv_before, replica.pending)
+            views.append(
+                ReplicaView(replica.index, replica.weight_id, kv, replica.kv_before, replica.pending)
             )
             replica.kv_before = kv
-        for move in plan(loads, self.kv_max, self.requests_max):
-            self.carry_out(self.rollouts.replicas[move.source], self.rollouts.replicas[move.destination])
+        for merge in plan(views, self.kv_max, self.requests_max):
+            self.carry_out(self.rollouts.replicas[merge.source], self.rollouts.replicas[merge.destination])
 
     def carry_out(self, source: Replica, destination: Replica) -> None:
         """The destination is reserved at once; the requests go on there when they have arrived."""
@@ -203,12 +203,12 @@ class Failures:
             replica.generated / now * replica.costs.pull,
         )
         reserved = replica.admission.least * replica.admission.clip
-        loads, again = load(
+        reloads, again = plan_reloads(
             [self._orphan(q, q.weight_step) for q in self.stranded.values()], [mine], reserved
         )
         for i in again:
             self._begin_anew(self.stranded.pop(i))
-        for each in loads:
+        for each in reloads:
             for i in each.trajectory_ids:
                 request = self.stranded.pop(i)
                 request.uncached = request.context
@@ -220,7 +220,7 @@ class Failures:
                 self.redirected += len(each.trajectory_ids)
                 replica.state = "generate"
                 r.settle(replica)
-        return bool(loads)
+        return bool(reloads)
 
     def _all_down(self, seconds: float) -> None:
         """The whole job starts again: everything in progress goes back to its prompt, on the replica where it

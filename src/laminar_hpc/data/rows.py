@@ -66,20 +66,20 @@ def wrong_first_rows(config: RunConfig) -> list[str]:
             continue
         try:
             if source.kind in ("jsonl", "parquet") and not config.source.startswith("replay:"):
-                _look_at(source, config)
+                _check_first_rows(source, config)
         except LaminarError as error:
             lines.append(str(error))
     return lines
 
 
-def _look_at(source: Source, config: RunConfig) -> None:
-    found = 0
+def _check_first_rows(source: Source, config: RunConfig) -> None:
+    rows = 0
     for where, row in islice(read_rows(source), _FIRST_ROWS):
-        found += 1
+        rows += 1
         field(row, config.data.prompt_field, where, "data.prompt_field")
         if config.data.answer_field:
             field(row, config.data.answer_field, where, "data.answer_field")
-    if not found:
+    if not rows:
         raise LaminarError(f"{source.path} has no rows; one row per prompt is needed")
 
 
@@ -102,8 +102,8 @@ def _jsonl(source: Source) -> Iterator[tuple[str, dict]]:
                 number += 1
                 where = f"{source.path}, row {number}"
                 if len(line) > _LONGEST_ROW:
-                    most = f"{_LONGEST_ROW >> 20} MiB"
-                    raise LaminarError(f"{where}: longer than {most}; one JSON object per line is needed")
+                    limit = f"{_LONGEST_ROW >> 20} MiB"
+                    raise LaminarError(f"{where}: longer than {limit}; one JSON object per line is needed")
                 yield where, _object(line, where)
     except (OSError, EOFError, zlib.error) as error:
         what = "read" if not source.path.endswith(COMPRESSED) else "unpacked"
@@ -159,11 +159,11 @@ def _dataset(source: Source) -> Iterator[tuple[str, dict]]:
         if source.kind == "folder" and any(
             (path / name).exists() for name in ("state.json", "dataset_dict.json")
         ):
-            found = datasets.load_from_disk(source.path)
-            if isinstance(found, datasets.DatasetDict):
-                found = found[source.split]
+            loaded = datasets.load_from_disk(source.path)
+            if isinstance(loaded, datasets.DatasetDict):
+                loaded = loaded[source.split]
         else:
-            found = datasets.load_dataset(source.path, source.subset, split=source.split)
+            loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
     except Exception as error:  # the library raises what its parts raise
         raise LaminarError(
             f"{source.path} cannot be loaded as a Hugging Face dataset, subset "
@@ -171,8 +171,8 @@ def _dataset(source: Source) -> Iterator[tuple[str, dict]]:
             f"{_first_line(error)}); check name and network, or download it and name its folder or file"
         ) from None
     number = 0
-    for first in range(0, len(found), _BATCH):
-        for row in found.select(range(first, min(first + _BATCH, len(found)))).to_list():
+    for first in range(0, len(loaded), _BATCH):
+        for row in loaded.select(range(first, min(first + _BATCH, len(loaded)))).to_list():
             number += 1
             yield f"{source.path} ({source.split}), row {number}", row
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import DataConfig
 from laminar_hpc.config.source import Source, labels, parse_source
-from laminar_hpc.controller.prompts import check_token_ids, load_prompts
+from laminar_hpc.data.prompts import check_token_ids, load_prompts
 
 TOKENIZER = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?0123456789+=")}, unk_token="?"))
 TOKENIZER.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -44,6 +44,7 @@ def parquet(tmp_path, rows):
 
 
 def test_rows_are_read_with_their_fields(tmp_path):
+    """Every kind of file gives the same rows."""
     found = load(jsonl(tmp_path, b'{"prompt": "1+2=", "answer": "3"}\n{"prompt": "4+4=", "answer": "8"}\n'))
     assert (
         [p.text for p in found.prompts] == ["1+2=", "4+4="]
@@ -111,6 +112,7 @@ def test_gsm8k_and_dapo_files_as_they_are(tmp_path, write):
 
 
 def test_a_parquet_file_of_many_batches_counts_its_rows(tmp_path):
+    """A mistake is named by its row in the file, not in its batch."""
     rows = [{"prompt": "1+2="} for _ in range(3000)] + [{"prompt": None}]
     with pytest.raises(LaminarError, match=r"row 3001: field 'prompt' must be a non-empty string"):
         load(parquet(tmp_path, rows))
@@ -145,7 +147,7 @@ import sys
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.source import parse_source
 from laminar_hpc.controller import run
-from laminar_hpc.controller.rows import read_rows
+from laminar_hpc.data.rows import read_rows
 assert not {{"datasets", "pyarrow"}} & set(sys.modules), "imported where no such file is read"
 list(read_rows(parse_source("data.train", {str(path)!r})))
 try:
@@ -173,6 +175,7 @@ assert "torch" not in sys.modules
 
 
 def test_too_long_prompts_are_refused_or_dropped_and_counted(tmp_path):
+    """data.too_long decides, and the line before the run says how many."""
     path = jsonl(tmp_path, b'{"prompt": "1+2="}\n{"prompt": "11111+2="}\n{"prompt": "3+4="}\n')
     with pytest.raises(
         LaminarError,
@@ -191,6 +194,7 @@ def test_too_long_prompts_are_refused_or_dropped_and_counted(tmp_path):
 
 
 def test_duplicates_are_dropped_where_asked(tmp_path):
+    """data.drop_duplicates compares prompt and answer."""
     rows = (
         b'{"prompt": "1+2=", "answer": 3}\n'
         b'{"prompt": "1+2=", "answer": 3, "id": 7}\n'
@@ -229,6 +233,7 @@ def test_duplicates_are_dropped_where_asked(tmp_path):
     ],
 )
 def test_bad_rows(tmp_path, content, words):
+    """A bad row is one line with file, row and cure."""
     with pytest.raises(LaminarError, match=words) as error:
         load(jsonl(tmp_path, content))
     assert "rows.jsonl" in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
@@ -236,6 +241,7 @@ def test_bad_rows(tmp_path, content, words):
 
 @pytest.mark.parametrize("value", [None, "", True, ["7"]])
 def test_bad_answers(tmp_path, value):
+    """An answer must be a text or a number."""
     path = jsonl(tmp_path, json.dumps({"prompt": "1", "a": {"b": value}}).encode())
     with pytest.raises(LaminarError, match=r"row 1: field 'a.b' must be a text or a number"):
         load(path, answer_field="a.b")
@@ -262,12 +268,14 @@ def test_broken_parquet(tmp_path):
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "nowhere.parquet", "/nowhere/at/all", "", "gsm8k"])
 def test_missing_files(name):
+    """A file that is not there is one line that names its key."""
     with pytest.raises(LaminarError, match="no such file") as error:
         parse_source("data.train", name)
     assert str(error.value).startswith("data.train=")
 
 
 def test_names_of_sources():
+    """The labels of evaluation files are short and differ."""
     source = parse_source("data.train", "openai/gsm8k:main@test")
     assert (source.kind, source.path, source.subset, source.split) == ("hub", "openai/gsm8k", "main", "test")
     assert source.label == "gsm8k-main-test"
@@ -279,6 +287,7 @@ def test_names_of_sources():
 
 
 def test_a_tokenizer_of_another_model(tmp_path):
+    """A token beyond the vocabulary is refused before the run."""
     found = load(jsonl(tmp_path, b'{"prompt": "1+2="}\n'))
     with pytest.raises(LaminarError, match="tokenizer of another model"):
         check_token_ids(found, 3)

@@ -7,7 +7,7 @@ import pytest
 
 from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.chat import as_messages, load_chat_template
+from laminar_hpc.data.chat_template import as_messages, load_chat_template
 
 TEMPLATE = """{{- bos_token }}
 {%- for message in messages %}
@@ -45,6 +45,7 @@ def model(tmp_path):
 
 
 def test_the_text_is_that_of_transformers(model):
+    """The same template gives the same text without importing transformers."""
     declare_schemas()
     from transformers import AutoTokenizer
 
@@ -61,6 +62,7 @@ def test_the_text_is_that_of_transformers(model):
 
 
 def test_what_cannot_be_rendered_is_one_line(model):
+    """Each mistake in a template or its messages is one line with a cure."""
     with pytest.raises(
         LaminarError,
         match=r"rows.jsonl, row 3: the model's chat template refuses its messages \(no role tool\)",
@@ -82,6 +84,7 @@ def test_templates_are_sandboxed(model):
 
 
 def test_messages():
+    """A text is a message of the user; anything but texts and messages is refused."""
     assert as_messages("hi") == [{"role": "user", "content": "hi"}]
     assert as_messages(MESSAGES) == MESSAGES
     for bad in (

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
 
@@ -87,5 +88,6 @@ def _read(path: Path) -> dict:
         raise LaminarError(f"{path} is not JSON ({error}); download the model again") from None
 
 
-def _token(value: str | dict) -> str:
-    return value["content"] if isinstance(value, dict) else value
+def _token(value: Any) -> str:
+    """A special token's text: tokenizer_config.json has it as a text or as {content, ...}."""
+    return str(value["content"] if isinstance(value, dict) else value)

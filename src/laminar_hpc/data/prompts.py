@@ -2,6 +2,7 @@
 naming file and row."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import msgspec
 from tokenizers import Tokenizer
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.schema import DataConfig
-from laminar_hpc.config.source import Source
-from laminar_hpc.controller.chat import Render, as_messages
-from laminar_hpc.controller.rows import field as field_of
-from laminar_hpc.controller.rows import read_rows
+from laminar_hpc.config.models import model_config
+from laminar_hpc.config.schema import DataConfig, RunConfig
+from laminar_hpc.config.source import Source, labels, parse_source
+from laminar_hpc.data.chat_template import Render, as_messages, load_chat_template
+from laminar_hpc.data.rows import field as field_of
+from laminar_hpc.data.rows import read_rows
+from laminar_hpc.observability import console
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class PromptSet:
     too_long: int = 0
     duplicates: int = 0
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """For the line that is said before the run."""
         parts = [f"{self.source.path}: {len(self.prompts):,} prompts"]
         parts += [f"{self.too_long:,} too long and dropped"] if self.too_long else []
@@ -53,6 +56,31 @@ def load_tokenizer(model_path: str) -> Tokenizer:
         ) from None
 
 
+def load_run_prompts(
+    config: RunConfig, say: Callable[[str], None]
+) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    """(training prompts, held-out prompts by the file's name) of a run, checked against tokenizer and model;
+    `say` prints what was read and left out. A replay reads none."""
+    if config.source.startswith("replay:"):
+        return [], {}
+    tokenizer = load_tokenizer(config.model.path)
+    render = load_chat_template(config.model.path) if config.data.chat_template else None
+    model = model_config(config.model.path)
+    context = min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30))
+    room = context - config.sampling.max_response_tokens - 1
+
+    def read(key: str, name: str, limit: int | None = None) -> PromptSet:
+        prompts = load_prompts(parse_source(key, name), config.data, tokenizer, render, room, limit)
+        check_token_ids(prompts, model["vocab_size"])
+        say(console.line("data", prompts.summary()))
+        return prompts
+
+    train, key = read("data.train", config.data.train), "evaluation.files"
+    held_out = [read(key, name, config.evaluation.problems) for name in config.evaluation.files]
+    names = labels(key, [each.source for each in held_out])
+    return train.prompts, {name: each.prompts for name, each in zip(names, held_out, strict=True)}
+
+
 def load_prompts(
     source: Source,
     data: DataConfig,
@@ -67,44 +95,41 @@ def load_prompts(
     `render` applies the chat template; None takes prompts as they are. Raises LaminarError for a row that
     cannot be used.
     """
-    found, seen = PromptSet(source), set()
-    most = min(room, data.max_prompt_tokens or room)
+    result, seen = PromptSet(source), set()
+    tokens_max = min(room, data.max_prompt_tokens or room)
     for where, row in read_rows(source):
-        if limit is not None and len(found.prompts) == limit:
+        if limit is not None and len(result.prompts) == limit:
             break
-        text = _text(
-            field_of(row, data.prompt_field, where, "data.prompt_field"), render, data.prompt_field, where
-        )
+        value = field_of(row, data.prompt_field, where, "data.prompt_field")
+        text = _text(value, render, data.prompt_field, where)
         if data.answer_field:
             row = {**row, "answer": _answer(row, data.answer_field, where)}
         _check_sendable(text, row, where)
         if data.drop_duplicates:
             mark = hash((text, json.dumps(row.get("answer"), default=str)))
             if mark in seen:
-                found.duplicates += 1
+                result.duplicates += 1
                 continue
             seen.add(mark)
         tokens = tokenizer.encode(text, add_special_tokens=False).ids
         if not tokens:
             raise LaminarError(f"{where}: the tokenizer makes no token of its prompt; mend the row")
-        if len(tokens) > most:
-            found.too_long += 1
-            if data.too_long == "refuse":
-                raise LaminarError(
-                    f"{where}: the prompt has {len(tokens)} tokens, at most {most} fit; shorten it, set "
-                    "data.too_long=drop, or raise "
-                    + ("data.max_prompt_tokens" if most < room else "trainer.tokens_per_microbatch")
-                )
-            continue
-        found.prompts.append(Prompt(text, tokens, row))
-    if not found.prompts:
-        if found.too_long:
+        if len(tokens) <= tokens_max:
+            result.prompts.append(Prompt(text, tokens, row))
+        elif data.too_long == "refuse":
+            key = "data.max_prompt_tokens" if tokens_max < room else "trainer.tokens_per_microbatch"
             raise LaminarError(
-                f"{source.path}: all {found.too_long} prompts have "
-                f"more than {most} tokens; raise what bounds them"
+                f"{where}: the prompt has {len(tokens)} tokens, at most {tokens_max} fit; shorten it, set "
+                f"data.too_long=drop, or raise {key}"
             )
+        else:
+            result.too_long += 1
+    if not result.prompts and result.too_long:
+        text = f"all {result.too_long} prompts have more than {tokens_max} tokens; raise what bounds them"
+        raise LaminarError(f"{source.path}: {text}")
+    if not result.prompts:
         raise LaminarError(f"{source.path} has no rows; one row per prompt is needed")
-    return found
+    return result
 
 
 def _text(value: object, render: Render | None, name: str, where: str) -> str:
@@ -137,7 +162,7 @@ def _answer(row: dict, names: str, where: str) -> str | int | float:
 
 
 def _check_sendable(text: str, row: dict, where: str) -> None:
-    """Prompt and row cross between processes; what cannot shall not be found out in the middle of a run."""
+    """Prompt and row cross between processes; what cannot is refused before the run."""
     try:
         msgspec.msgpack.encode([text, row])
     except (TypeError, ValueError, OverflowError) as error:  # ValueError: also half of a surrogate pair
@@ -147,11 +172,11 @@ def _check_sendable(text: str, row: dict, where: str) -> None:
         ) from None
 
 
-def check_token_ids(found: PromptSet, vocab_size: int) -> None:
+def check_token_ids(prompts: PromptSet, vocab_size: int) -> None:
     """The tokenizer must not know more tokens than the model."""
-    worst = max(max(p.tokens) for p in found.prompts)
-    if worst >= vocab_size:
+    largest = max(max(p.tokens) for p in prompts.prompts)
+    if largest >= vocab_size:
         raise LaminarError(
-            f"{found.source.path}: the tokenizer gives token {worst}, "
+            f"{prompts.source.path}: the tokenizer gives token {largest}, "
             f"the model has {vocab_size}; model.path holds a tokenizer of another model"
         )

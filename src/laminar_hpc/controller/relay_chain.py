@@ -3,19 +3,21 @@ neighbours.
 
 Each link is made in an epoch of its own, and lasts until one of its ends goes or reports it broken; the
 others stay as they are. Who misses the newest weights gets them from the relay before it. A relay that is
-silent, or whose neighbour cannot reach it, is left out until it is heard again, and then comes to the chain's
-end. Pure state: methods take what happened and return messages, (relay or TRAINER, message).
+silent, or whose neighbour cannot reach it, is left out until its next message, and then comes to the chain's
+end. Pure state: methods take what happened and return messages, (place, message).
 
 Each lane has a chain of its own, through its relay of every machine; relay number i belongs to lane i modulo
 the number of lanes.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from laminar_hpc import messages as m
 from laminar_hpc.policies.chain import chain_order, missing
 
-TRAINER = -1
+Place = int | None  # in the chain: a relay by its index, or TRAINER at its head
+TRAINER: Final = None
 QUIET_SECONDS = 0.5  # newcomers wait for one another, so that a run starts with one chain
 # from a broken link to a new one: by then both ends, and those behind them, have said what they know
 SETTLE_SECONDS = 0.2
@@ -23,16 +25,16 @@ SILENT_SECONDS = 3.0  # a relay says something once a second
 _STRIKES = 3  # links in a row over which a relay received nothing
 _EXILE_SECONDS = 10.0
 
-Orders = list[tuple[int, m.Message]]
+Orders = list[tuple[Place, m.Message]]
 
 
 @dataclass
 class ChainLink:
     epoch: int
-    upstream: int
+    upstream: Place
     downstream: int
 
-    def peer(self, reporter: int) -> int:
+    def peer(self, reporter: Place) -> Place:
         return self.downstream if reporter == self.upstream else self.upstream
 
 
@@ -48,7 +50,7 @@ class Chain:
     has: dict[int, int] = field(default_factory=dict)  # newest complete weight id of each relay
     coming: dict[int, int] = field(default_factory=dict)  # newest id on its way to a relay
     epoch: int = 0
-    _issued: int = -1  # the newest id that the trainer has asked for
+    _issued: int | None = None  # the newest id that the trainer has asked for
     _changed: float = 0.0
     _settled: float = 0.0
     _formed: bool = False
@@ -62,12 +64,12 @@ class Chain:
 
     # ---- what happens --------------------------------------------------------------------------------------
 
-    def came(self, index: int, now: float) -> None:
+    def joined(self, index: int, now: float) -> None:
         """A relay has said Hello: whatever was known of an earlier life is void."""
-        self.gone(index)
+        self.left(index)
         self._changed = now
 
-    def gone(self, index: int) -> None:
+    def left(self, index: int) -> None:
         for known in (self.has, self._blamed, self._strikes, self._exiled):
             known.pop(index, None)
         self._leave_out(index)
@@ -86,22 +88,18 @@ class Chain:
         for behind in self.order[self.order.index(index) :] if index in self.order else [index]:
             self.coming.pop(behind, None)
 
-    def link_down(self, epoch: int, reporter: int, now: float) -> ChainLink | None:
+    def _link(self, epoch: int) -> ChainLink | None:
+        return next((link for link in self.links.values() if link.epoch == epoch), None)
+
+    def link_down(self, epoch: int, reporter: Place, now: float) -> ChainLink | None:
         """The link that broke, if it is one of the present ones."""
-        link = next(
-            (
-                link
-                for link in self.links.values()
-                if link.epoch == epoch and reporter in (link.upstream, link.downstream)
-            ),
-            None,
-        )
-        if link is None:
+        link = self._link(epoch)
+        if link is None or reporter not in (link.upstream, link.downstream):
             return None
         self._drop(link)
         self._settled = now + SETTLE_SECONDS
-        if link.peer(reporter) != TRAINER:
-            self._blamed[link.peer(reporter)] = now  # until it is heard again
+        if (peer := link.peer(reporter)) is not None:
+            self._blamed[peer] = now  # until its next message
         strikes = self._strikes[link.downstream] = self._strikes.get(link.downstream, 0) + 1
         if strikes >= _STRIKES and len(self.order) > 1:
             self._strikes.pop(link.downstream)
@@ -123,15 +121,17 @@ class Chain:
 
     # ---- what to do about it -------------------------------------------------------------------------------
 
-    def update(self, heard: dict[int, float], trainer: bool, now: float) -> Orders:
-        """Forms the chain anew if it has to be, then serves who misses the newest weights. `heard`: when each
-        relay was last heard."""
+    def update(self, last_seen: dict[int, float], trainer: bool, now: float) -> Orders:
+        """Forms the chain anew if it has to be, then serves who misses the newest weights. `last_seen`: when
+        the newest message of each relay came."""
         if now < self._settled or not trainer:
             return []
-        fit = [i for i, at in heard.items() if self._is_fit(i, at, now)]
+        fit = [i for i, at in last_seen.items() if self._is_fit(i, at, now)]
         if not self._formed and (len(fit) < self.wanted or not fit):
             return []
-        fit = fit or [i for i in self.order if i in heard]  # when nobody is heard, nobody would be better
+        fit = fit or [
+            i for i in self.order if i in last_seen
+        ]  # a chain of silent relays is no worse than none
         if now - self._changed < QUIET_SECONDS:
             fit = [i for i in fit if i in self.order]
         for index in set(self.order) - set(fit):
@@ -139,10 +139,10 @@ class Chain:
         self._formed = self._formed or bool(fit)
         return self._form(fit) + self._serve()
 
-    def _is_fit(self, index: int, heard: float, now: float) -> bool:
+    def _is_fit(self, index: int, last_seen: float, now: float) -> bool:
         return (
-            now - heard < SILENT_SECONDS
-            and heard > self._blamed.get(index, -1.0)
+            now - last_seen < SILENT_SECONDS
+            and last_seen > self._blamed.get(index, -1.0)
             and now > self._exiled.get(index, -1.0)
         )
 
@@ -161,7 +161,8 @@ class Chain:
             self.epoch += self.lanes
             self._not_coming(downstream)
             self.links[downstream] = ChainLink(self.epoch, upstream, downstream)
-            resend = max(self.has.get(i, -1) for i in order) < self._issued
+            held = max(self.has.get(i, -1) for i in order)
+            resend = self._issued is not None and held < self._issued
             orders.append((upstream, m.EpochProposed(self.epoch, order[place:], resend)))
         return orders
 
@@ -179,7 +180,7 @@ class Chain:
     def publication(self, weight_id: int) -> int:
         """The trainer is about to send these weights: how many relays will have them from one another. Who
         stands behind a broken link is served when it is mended."""
-        self._issued = max(self._issued, weight_id)
+        self._issued = weight_id
         reached = next(
             (place for place, index in enumerate(self.order) if index not in self.links), len(self.order)
         )
@@ -187,16 +188,9 @@ class Chain:
             self.coming[index] = weight_id
         return reached
 
-    def store_opened(self, opened: m.StoreOpened, reporter: int) -> Orders:
-        link = next(
-            (
-                link
-                for link in self.links.values()
-                if link.epoch == opened.epoch and link.upstream == reporter
-            ),
-            None,
-        )
-        if link is None:
+    def store_opened(self, opened: m.StoreOpened, reporter: Place) -> Orders:
+        link = self._link(opened.epoch)
+        if link is None or link.upstream != reporter:
             return []
-        peer = "the trainer" if reporter == TRAINER else f"relay {reporter}"
+        peer = "the trainer" if reporter is None else f"relay {reporter}"
         return [(link.downstream, m.JoinEpoch(opened.epoch, opened.host, opened.port, peer))]

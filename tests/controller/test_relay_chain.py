@@ -5,7 +5,7 @@ relay that stands still is left out until it is heard."""
 import pytest
 
 from laminar_hpc import messages as m
-from laminar_hpc.controller.chain import QUIET_SECONDS, SETTLE_SECONDS, SILENT_SECONDS, TRAINER, Chain
+from laminar_hpc.controller.relay_chain import QUIET_SECONDS, SETTLE_SECONDS, SILENT_SECONDS, TRAINER, Chain
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
         self.first = self.turn(QUIET_SECONDS)
 
     def come(self, index: int) -> None:
-        self.chain.came(index, self.now)
+        self.chain.joined(index, self.now)
         self.alive.add(index)
         self.heard[index] = self.now
 
@@ -51,10 +51,11 @@ def proposals(orders) -> list[tuple[int, int]]:
 
 
 def test_the_first_chain_waits_for_all_relays_and_the_trainer():
+    """A run starts with one chain, not with one that grows relay by relay."""
     chain = Chain(2)
-    chain.came(1, 0.0)
+    chain.joined(1, 0.0)
     assert chain.update({1: 0.9}, True, 1.0) == []
-    chain.came(0, 1.0)
+    chain.joined(0, 1.0)
     assert (
         chain.update({0: 1.9, 1: 1.9}, False, 2.0) == [] and chain.update({0: 1.9, 1: 1.9}, True, 1.2) == []
     )
@@ -66,7 +67,7 @@ def test_an_epoch_tells_its_lane():
     for lane in range(3):
         chain = Chain(2, lane, 3)
         for machine in range(2):
-            chain.came(3 * machine + lane, 0.0)
+            chain.joined(3 * machine + lane, 0.0)
         heard = {3 * machine + lane: 1.0 for machine in range(2)}
         orders = chain.update(heard, True, 1.0)
         assert proposals(orders) == [(TRAINER, lane), (lane, 3 + lane)]
@@ -74,12 +75,13 @@ def test_an_epoch_tells_its_lane():
 
 
 def test_a_death_in_the_middle_joins_the_neighbours_and_leaves_the_rest(clock):
+    """Only the link over the gap is made anew."""
     assert proposals(clock.first) == [(TRAINER, 0), (0, 1), (1, 2), (2, 3)]
     clock.all_have(7)
     before = clock.epochs()
     clock.alive.discard(2)
     clock.heard.pop(2)
-    clock.chain.gone(2)
+    clock.chain.left(2)
     assert proposals(clock.turn(0.1)) == [(1, 3)]
     after = clock.epochs()
     assert (
@@ -90,10 +92,11 @@ def test_a_death_in_the_middle_joins_the_neighbours_and_leaves_the_rest(clock):
 
 
 def test_the_masters_death_in_a_publication_elects_the_next_and_has_it_sent_again(clock):
+    """The trainer links to the next relay and sends what was cut off."""
     clock.all_have(7)
     assert clock.chain.publication(8) == 4
     clock.heard.pop(0)
-    clock.chain.gone(0)
+    clock.chain.left(0)
     clock.alive.discard(0)
     orders = clock.turn(0.1)
     assert clock.chain.order == [1, 2, 3] and proposals(orders) == [(TRAINER, 1)]
@@ -102,8 +105,9 @@ def test_the_masters_death_in_a_publication_elects_the_next_and_has_it_sent_agai
 
 
 def test_a_new_master_is_not_sent_what_it_has(clock):
+    """A whole publication is not sent twice over a new link."""
     clock.all_have(7)
-    clock.chain.gone(0)
+    clock.chain.left(0)
     clock.heard.pop(0)
     clock.alive.discard(0)
     assert not next(message for who, message in clock.turn(0.1) if who == TRAINER).resend
@@ -128,6 +132,7 @@ def test_who_stands_behind_the_break_gets_them_from_a_relay(clock):
 
 
 def test_a_late_comer_is_served_by_the_last_relay(clock):
+    """It stands at the end of the chain and costs the trainer nothing."""
     clock.all_have(7)
     clock.come(9)
     assert clock.turn(0.1) == []
@@ -136,6 +141,7 @@ def test_a_late_comer_is_served_by_the_last_relay(clock):
 
 
 def test_a_standstill_is_left_out_and_comes_back_to_the_end(clock):
+    """A silent relay holds nobody up, and its next message brings it back."""
     clock.all_have(7)
     clock.alive.discard(1)
     assert clock.turn(SILENT_SECONDS - 0.1) == []
@@ -145,6 +151,7 @@ def test_a_standstill_is_left_out_and_comes_back_to_the_end(clock):
 
 
 def test_reports_of_links_that_are_no_more_are_void(clock):
+    """A late report about an earlier epoch changes nothing."""
     old = clock.epochs()[2]
     assert (
         clock.chain.link_down(old, 1, clock.now) is not None

@@ -1,0 +1,67 @@
+"""Groups of trajectories as the tracker keeps them, and what it counts."""
+
+from dataclasses import dataclass, field
+
+from laminar_hpc.messages import Trajectory
+from laminar_hpc.policies.admission import GroupView
+
+
+@dataclass
+class SampleState:
+    """A trajectory that is granted or finished. Without an owner it waits to be given out again, unless
+    `held`."""
+
+    attempt: int
+    weight_step: int
+    replica: int | None  # its owner
+    held: bool = False  # without an owner, and not to be given out: it shall go on at another replica
+    finished: bool = False
+    generated: Trajectory | None = None  # complete but not yet scored
+    reward: float = 0.0
+    accuracy: float = 0.0
+    length: int = 0  # response tokens
+
+    @property
+    def is_open(self) -> bool:
+        """Nobody has it, and it may be given out."""
+        unowned = self.replica is None and not self.held
+        return unowned and not self.finished and self.generated is None
+
+    def owned_by(self, replica: int) -> None:
+        """From here on, under the next attempt."""
+        self.attempt, self.replica, self.held = self.attempt + 1, replica, False
+
+
+@dataclass
+class Group:
+    """The trajectories of one prompt; `number` is that of its admission."""
+
+    group_id: int
+    prompt_index: int
+    number: int
+    samples: dict[int, SampleState] = field(default_factory=dict)
+    finished: bool = False
+    finish_order: int = 0
+
+    def view(self) -> GroupView:
+        return GroupView(
+            self.group_id,
+            self.number,
+            min(s.weight_step for s in self.samples.values()),
+            self.finished,
+            self.finish_order,
+        )
+
+
+@dataclass
+class Counts:
+    """Of the groups that were completed, and of what was lost, since the counts were last taken. Tokens are
+    response tokens."""
+
+    groups_filtered: int = 0
+    tokens_generated: int = 0
+    samples_saved: int = 0
+    tokens_saved: float = 0.0  # see GroupSize.saved
+    # of trajectories that were lost, as far as they were known (pool of partial responses, or complete)
+    tokens_discarded: int = 0
+    reports_refused: int = 0  # from attempts that no longer count

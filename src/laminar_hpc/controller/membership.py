@@ -1,0 +1,170 @@
+"""Who comes and goes: Hello, strangers, refusals, deaths, and what each means for the run.
+
+In one torchrun every loss ends the run. With a torchrun per role the others go on without a relay or a
+rollout.
+"""
+
+import logging
+from collections.abc import Callable
+
+from laminar_hpc import messages as m
+from laminar_hpc.cluster import terminal
+from laminar_hpc.cluster.channel import SAME_VERSION
+from laminar_hpc.cluster.processes import oom_kills, process_is_alive
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.weights import Weights
+from laminar_hpc.pretrained import recorded_name
+
+log = logging.getLogger(__name__)
+ROLES = ("trainer", "relay", "rollout")
+_MEMORY_CURES = {
+    "trainer": "give the container more, lower trainer.tokens_per_microbatch or use more trainer ranks",
+    "rollout": "give the container more or lower rollout.kv_cache_tokens",
+    "relay": "give the container more or lower relay.slots",
+}
+
+
+class Membership:
+    """`forget(member)` gives what a lost member had in hand to others."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        weights: Weights,
+        run_id: str,
+        restored_step: int | None,
+        forget: Callable[[Member], None],
+    ) -> None:
+        self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
+        self._weights, self._run_id, self._restored_step = weights, run_id, restored_step
+        self._forget = forget
+        self._trainers_meet: m.TrainersMeet | None = None
+        self._oom_kills = oom_kills()
+
+    # ---- who comes -----------------------------------------------------------------------------------------
+
+    def on_hello(self, identity: str, hello: m.Hello) -> None:
+        if hello.role not in ROLES or not identity.startswith(f"{hello.role}:{hello.index}:"):
+            return self.refuse(identity, f"{hello.role} {hello.index} is no place in this run")
+        if rival := self._members.rival(hello):
+            where = f"pid {rival.hello.pid} on {rival.hello.machine}"
+            text = f"{rival.name} is in this run already ({where}): start another run_dir, or set first_index"
+            return self._outbox.send_to(identity, m.Failure(text))
+        earlier = self._members.join(identity, hello)
+        if earlier and earlier.identity != identity:
+            self._forget(earlier)
+        log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
+        self._outbox.send_to(identity, self._welcome())
+        if hello.role == "trainer" and self._trainers_meet:
+            self._outbox.send_to(identity, self._trainers_meet)
+        elif hello.role == "relay":
+            self._weights.relay_joined(hello.index, hello.machine)
+        elif hello.role == "rollout" and (newest := self._weights.newest_on(hello.machine)):
+            self._outbox.send_to(identity, m.WeightsAvailable(*newest))
+        return None
+
+    def _welcome(self) -> m.Welcome:
+        """On the wire -1 stands for a fresh run, and for no weights yet."""
+        newest = self._weights.newest
+        return m.Welcome(
+            self._run_id,
+            -1 if self._restored_step is None else self._restored_step,
+            self._shared.state.trainer_step,
+            -1 if newest is None else newest.weight_id,
+            str(recorded_name(self._shared.config.model.path) or ""),
+        )
+
+    def on_trainers_meet(self, member: Member, place: m.TrainersMeet) -> None:
+        self._trainers_meet = place  # also for those who join later
+        for trainer in self._members.all("trainer"):
+            if trainer is not member:
+                self._outbox.send(trainer, place)
+
+    def on_stranger(self, identity: str, message: m.AnyMessage) -> None:
+        """A worker that was taken for dead and still sends may come back, unless another process has taken
+        its place."""
+        log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
+        if self._shared.state.ending or not self._shared.roles_apart or not isinstance(message, m.Ping):
+            return
+        role, index, *_ = [*identity.split(":"), ""]
+        if role not in ROLES or not index.isdecimal():
+            return self.refuse(identity, "it is no role and index")
+        replaced = self._members.at(role, int(index)) is not None
+        answer = m.Stop(f"another {role} {index} has taken its place") if replaced else m.Rejoin()
+        self._outbox.send_to(identity, answer)
+
+    # ---- who goes ------------------------------------------------------------------------------------------
+
+    def refuse(self, identity: str, reason: str) -> None:
+        """The sender has the run's key, so it is a bug or another version. The content of its message is
+        lost, and whoever waits for it would time out: the sender ends with this reason, and so does the run,
+        unless it can do without it."""
+        member = self._members.of(identity)
+        text = f"a message from {member.name if member else identity} was refused: {reason}; {SAME_VERSION}"
+        log.error(text)
+        self._outbox.send_to(identity, m.Failure(text))
+        if member is None or self._shared.state.ending:
+            return
+        if self._is_needed(member):
+            raise LaminarError(text)
+        self._leave(member)
+        if not terminal.shared():
+            self._shared.say(f"{text}; the others go on")
+
+    def _is_needed(self, member: Member) -> bool:
+        """Whether the run cannot go on without it."""
+        return not self._shared.roles_apart or member.hello.role == "trainer"
+
+    def _leave(self, member: Member) -> None:
+        self._members.leave(member)
+        self._forget(member)
+
+    def on_goodbye(self, member: Member, _: m.Goodbye) -> None:
+        self._leave(member)
+
+    def on_failure(self, member: Member, failure: m.Failure) -> None:
+        self._members.leave(member)
+        if self._is_needed(member):
+            if not self._shared.state.ending:
+                raise LaminarError("a worker has failed")  # it has said itself why
+            return
+        text = f"{member.name} failed: {failure.text}"
+        log.error(text)
+        if not terminal.shared():
+            self._shared.say(f"{text}; the others go on")
+        self._forget(member)
+
+    def remove_dead(self) -> None:
+        """Takes out all members that have died or have been silent for too long."""
+        for member in self._members.dead():
+            self._on_death(member)
+
+    def _on_death(self, member: Member) -> None:
+        """Raises LaminarError when the run cannot go on without it."""
+        self._leave(member)
+        hello, state = member.hello, self._shared.state
+        if state.ending or (state.trainer_done and hello.role == "trainer"):
+            return
+        text = (
+            f"{member.name} (pid {hello.pid} on {hello.machine}) {self._cause_of_death(member)}; "
+            f"see logs/{hello.role}{hello.index}.log in the run directory"
+        )
+        on_this_machine = hello.machine == self._members.machine
+        has_been_said = terminal.shared() and on_this_machine and not process_is_alive(hello.pid)
+        if has_been_said and hello.role == "trainer":
+            raise LaminarError("a worker has failed")
+        if self._is_needed(member):
+            raise LaminarError(f"{text}, then go on with the same command and resume=auto")
+        log.error(text)
+        if not has_been_said:
+            self._shared.say(f"{text}; the others go on")
+
+    def _cause_of_death(self, member: Member) -> str:
+        if member.hello.machine != self._members.machine:
+            return "has been silent for too long or has died"
+        if oom_kills() > self._oom_kills:
+            cure = _MEMORY_CURES.get(member.hello.role, "give the container more")
+            return f"was killed for want of memory: {cure}"
+        return "has died"

@@ -1,0 +1,140 @@
+"""When replicas are emptied into others, and which: feeds policies/repack.py with the replicas' reports and
+begins the moves that it plans.
+
+Called by the controller's tick every `pipeline.repack_seconds`, and soon after a publication.
+"""
+
+import time
+from dataclasses import dataclass
+
+from laminar_hpc.controller.migration import Migration
+from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.weights import Weights
+from laminar_hpc.messages import ReplicaLoad
+from laminar_hpc.policies import admission, repack
+from laminar_hpc.policies.moves import room
+
+KV_SHARE = 0.9  # C_max as a share of the cache: room for growth without preemption
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A replica's report at the newest planning, and its KV tokens at the one before."""
+
+    report: ReplicaLoad
+    kv_tokens_before: float
+
+
+class Repacker:
+    def __init__(
+        self,
+        shared: Shared,
+        tracker: TrajectoryTracker,
+        replicas: Replicas,
+        weights: Weights,
+        migration: Migration,
+    ) -> None:
+        self._shared, self._config, self._tracker = shared, shared.config, tracker
+        self._replicas, self._weights, self._migration = replicas, weights, migration
+        self._seen: dict[int, _Seen] = {}  # by replica
+        self._next = 0.0
+
+    def tick(self, now: float) -> None:
+        """`now`: monotonic seconds."""
+        if self._config.pipeline.repack != "off" and now >= self._next:
+            self.consolidate(now)
+
+    def consolidate_soon(self) -> None:
+        """There are newer weights to be had."""
+        self._next = 0.0
+
+    def consolidate(self, now: float) -> None:
+        """Plans and begins moves, unless an emptied replica would find no work."""
+        self._next = now + self._config.pipeline.repack_seconds
+        self._seen = {
+            replica: self._compared(replica, report)
+            for replica, row in self._replicas.rows().items()
+            if (report := row.current_report) is not None
+        }
+        candidates = self._candidates()
+        if len(candidates) < 2 or not self._work_ahead():
+            return
+        begun = time.perf_counter()
+        capacity = KV_SHARE * min(seen.report.kv_capacity for seen in candidates.values())
+        measured = [seen.report.batch_max for seen in candidates.values() if seen.report.batch_max]
+        requests_max = self._config.pipeline.repack_requests or min(measured, default=0)
+        merges = repack.plan([_view(*item) for item in candidates.items()], capacity, requests_max)
+        seconds = time.perf_counter() - begun
+        if merges:
+            moved = sum([self._begin(merge, candidates[merge.source].report, now) for merge in merges])
+            self._shared.metrics.write(
+                "repack",
+                replicas=len(candidates),
+                sources=[merge.source for merge in merges],
+                destinations=[merge.destination for merge in merges],
+                trajectories=moved,
+                planner_ms=seconds * 1e3,
+            )
+
+    def _compared(self, replica: int, report: ReplicaLoad) -> _Seen:
+        """A fall shows between two plannings at a replica that drained at both. A ping may repeat a report,
+        and planning may come before the next one: the same report is no new one."""
+        earlier = self._seen.get(replica)
+        if earlier is None:
+            return _Seen(report, 0.0)
+        if earlier.report == report:
+            return earlier
+        comparable = _drains(earlier.report) and earlier.report.weight_id == report.weight_id
+        return _Seen(report, earlier.report.kv_tokens if comparable else 0.0)
+
+    def _candidates(self) -> dict[int, _Seen]:
+        """Replicas that generate for training (the tracker knows their work), with nothing waiting, and that
+        no move under way concerns.
+
+        Some of a report's requests may have ended since: the tracker's count is the newer one, and never the
+        larger."""
+        busy, count = self._migration.busy_replicas(), self._tracker.in_progress_counts()
+        return {
+            replica: seen
+            for replica, seen in self._seen.items()
+            if replica not in busy
+            and self._shared.members.at("rollout", replica) is not None
+            and _drains(seen.report)
+            and 0 < count.get(replica, 0) <= seen.report.in_flight <= self._config.rollout.max_concurrent
+            and seen.report.weight_id == self._replicas.at(replica).weight_id
+        }
+
+    def _work_ahead(self) -> bool:
+        """Whether admission would give a replica on the newest weights something to do."""
+        newest, config = self._weights.newest, self._config
+        if self._shared.state.stopping or newest is None:
+            return False
+        size, bound = config.algorithm.prompts_per_step, config.pipeline.max_staleness
+        return admission.quota(newest.step, self._tracker.counted, size, config.steps, bound) > 0
+
+    def _begin(self, merge: repack.Merge, report: ReplicaLoad, now: float) -> int:
+        """Moves whatever the source has in progress; returns how many trajectories that is."""
+        begun = 0
+        for group, trajectory_id, sample in self._tracker.in_progress().get(merge.source, []):
+            if trajectory_id not in self._migration.moving:
+                prompt = len(self._tracker.prompt_of(group).tokens)
+                response_max = self._config.sampling.max_response_tokens
+                tokens = room(prompt, response_max, report.kv_tokens, report.in_flight)
+                ends = (merge.source, merge.destination)
+                self._migration.begin(trajectory_id, sample.attempt, *ends, report.weight_id, tokens, now)
+                begun += 1
+        return begun
+
+
+def _view(replica: int, seen: _Seen) -> repack.ReplicaView:
+    report = seen.report
+    return repack.ReplicaView(
+        replica, report.weight_id, report.kv_tokens, seen.kv_tokens_before, report.in_flight
+    )
+
+
+def _drains(report: ReplicaLoad) -> bool:
+    """It generates, and nothing waits in its engine."""
+    return report.phase == "draining" and report.queued == 0

@@ -1,0 +1,116 @@
+"""What rollouts report of trajectories: generated, scored, lost, or so far. For evaluations the same messages
+go to controller/evaluations.py."""
+
+import logging
+import time
+
+from laminar_hpc import messages as m
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.evaluations import Evaluations
+from laminar_hpc.controller.groups import Group
+from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.partials import PartialPool
+from laminar_hpc.controller.rescuer import Rescuer
+from laminar_hpc.controller.rewards import RewardErrors
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.observability import console
+from laminar_hpc.policies import filtering
+
+log = logging.getLogger(__name__)
+_PROGRESS_SECONDS = 5.0
+
+
+class TrajectoryReports:
+    def __init__(
+        self,
+        shared: Shared,
+        tracker: TrajectoryTracker,
+        evaluations: Evaluations | None,
+        pool: PartialPool,
+        rescuer: Rescuer,
+    ) -> None:
+        self._shared, self._tracker, self._evaluations = shared, tracker, evaluations
+        self._pool, self._rescuer = pool, rescuer
+        self.reward_errors = RewardErrors(shared.config, shared.say)
+        self._last_progress = 0.0
+
+    def on_generated(self, _: Member, generated: m.Generated) -> None:
+        if generated.evaluation and self._evaluations:
+            self._evaluations.generated(generated)
+        elif self._tracker.generated(generated.trajectory, self._shared.state.trainer_step):
+            self._rescuer.trajectory_ended(generated.trajectory.trajectory_id)
+
+    def on_increment(self, _: Member, increment: m.Increment) -> None:
+        if self._tracker.counts_as(increment.trajectory_id, increment.attempt):
+            self._pool.add(increment)
+
+    def on_lost(self, _: Member, lost: m.Lost) -> None:
+        log.warning("trajectory %d, attempt %d, was lost: %s", lost.trajectory_id, lost.attempt, lost.reason)
+        if lost.evaluation and self._evaluations:
+            self._evaluations.lost(lost)
+            return
+        if self._tracker.lost(lost.trajectory_id, lost.attempt):
+            self._tracker.counts.tokens_discarded += self._rescuer.trajectory_ended(lost.trajectory_id)
+        fields = {"trajectory_id": lost.trajectory_id, "attempt": lost.attempt, "reason": lost.reason}
+        self._shared.metrics.write("lost", **fields)
+
+    # ---- scores --------------------------------------------------------------------------------------------
+
+    def on_scored(self, _: Member, scored: m.Scored) -> None:
+        self._watch_reward(scored)
+        if scored.evaluation and self._evaluations:
+            self._evaluation_scored(self._evaluations, scored)
+            return
+        group = self._tracker.scored(
+            scored.trajectory_id, scored.attempt, scored.reward, scored.parts, scored.error, scored.time
+        )
+        if group is not None and not group.finished:
+            self._group_given_up(group)
+
+    def _watch_reward(self, scored: m.Scored) -> None:
+        """A whole batch of failures ends the run: at once when nothing was trained yet, else with a
+        checkpoint."""
+        if scored.error:
+            log.warning("reward of trajectory %d: %s", scored.trajectory_id, scored.error)
+            if not self.reward_errors.count:
+                where = {"trajectory_id": scored.trajectory_id, "evaluation": scored.evaluation}
+                self._shared.metrics.write("reward_error", text=scored.error, **where)
+        if why := self.reward_errors.take(scored):
+            if not self._shared.state.steps_done:
+                raise LaminarError(why)
+            self._shared.fail(why, "every reward fails")
+
+    def _group_given_up(self, group: Group) -> None:
+        """It is without advantage. Ends the run, with a checkpoint, when nothing but such groups has come
+        for long."""
+        reason = filtering.reason([s.reward for s in group.samples.values()])
+        self._shared.metrics.write(
+            "given_up", group_id=group.group_id, prompt_index=group.prompt_index, reason=reason
+        )
+        in_a_row = self._tracker.filtered_in_a_row
+        if filtering.exhausted(in_a_row, self._shared.config.algorithm.prompts_per_step):
+            text = (
+                f"the last {in_a_row} groups were all filtered, the last because {reason}: nothing can be "
+                "learned from these prompts now; take easier or harder ones, check reward.function, or set "
+                "algorithm.zero_variance=keep"
+            )
+            self._shared.fail(text, "every group is filtered")
+
+    # ---- evaluations ---------------------------------------------------------------------------------------
+
+    def _evaluation_scored(self, evaluations: Evaluations, scored: m.Scored) -> None:
+        complete, state = evaluations.scored(scored), self._shared.state
+        if complete is None:
+            return
+        for result in evaluations.results(complete, time.time()):
+            self._shared.say(console.evaluation_line(self._shared.metrics.write("evaluation", **result)))
+        state.finished = state.finished or (state.trainer_done and not evaluations.queue)
+
+    def show_progress(self) -> None:
+        """Now and then, how far a long evaluation is."""
+        now = time.time()
+        for e in self._evaluations.queue if self._evaluations else []:
+            if e.scored and now - max(e.started, self._last_progress) > _PROGRESS_SECONDS:
+                self._last_progress = now
+                self._shared.say(console.evaluation_progress(e.name, e.label, e.scored, e.responses))

@@ -1,0 +1,94 @@
+"""What all parts of the controller share: the configuration, the run's state, who is in the run, and the ways
+out."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from laminar_hpc import messages as m
+from laminar_hpc.config.check import Derived
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.members import Member, Members
+from laminar_hpc.observability import console
+from laminar_hpc.observability.metrics import MetricsWriter
+
+
+class Outbox:
+    """Filled by the handlers of one turn, emptied by `Controller.turn` after its commit."""
+
+    def __init__(self) -> None:
+        self._messages: list[tuple[str, m.Message]] = []
+
+    def send(self, member: Member | None, message: m.Message) -> None:
+        """To nobody when `member` is None: it has left."""
+        if member is not None:
+            self._messages.append((member.identity, message))
+
+    def send_to(self, identity: str, message: m.Message) -> None:
+        """To a sender that need not be a member."""
+        self._messages.append((identity, message))
+
+    def take(self) -> list[tuple[str, m.Message]]:
+        """All of it, as (identity, message) in order."""
+        messages, self._messages = self._messages, []
+        return messages
+
+
+@dataclass
+class RunState:
+    """How far the run is, and whether it ends."""
+
+    trainer_step: int  # the version of the trainer's weights
+    groups_taken: int = 0  # by the trainer, of its present step
+    steps_done: int = 0  # since this launch
+    stopping: str = ""  # why the run stops before its last step
+    failure: str = ""  # why a run that stops in order has failed all the same
+    trainer_done: bool = False
+    finished: bool = False
+    ending: bool = False  # all workers have been told to leave
+    started: float = field(default_factory=time.time)
+
+    @property
+    def stops_here(self) -> bool:
+        """Nothing more is granted or trained. A step that has begun is finished first."""
+        return bool(self.stopping) and not self.groups_taken
+
+    @property
+    def seconds(self) -> float:
+        """Since this launch."""
+        return time.time() - self.started
+
+
+@dataclass(frozen=True)
+class Shared:
+    """`say` prints a line for the user. What goes into `outbox` leaves after the turn's commit."""
+
+    config: RunConfig
+    derived: Derived
+    state: RunState
+    members: Members
+    outbox: Outbox
+    metrics: MetricsWriter
+    say: Callable[[str], None]
+
+    @property
+    def roles_apart(self) -> bool:
+        """Whether each role has a torchrun of its own, so that relays and rollouts may come and go."""
+        return self.config.role != "all"
+
+    def request_stop(self, reason: str) -> None:
+        """The run ends after the step under way and a checkpoint."""
+        state = self.state
+        if state.stopping:
+            return
+        state.stopping = reason
+        text = f"{reason}: finishing step {state.trainer_step + 1}, then a checkpoint"
+        self.say(console.line("stopping", text))
+        if not self.members.at("trainer") or state.trainer_done:
+            state.finished = True
+
+    def fail(self, reason: str, why_it_stops: str) -> None:
+        """As `request_stop`; the run counts as failed for the first `reason` given."""
+        if not self.state.failure:
+            self.state.failure = reason
+            self.request_stop(why_it_stops)

@@ -1,0 +1,148 @@
+"""The trainer's side: it asks for the batch of a step, says when the step is done, checkpoints, and is done.
+
+TakeBatch -> `answer_trainer`, each tick -> Batch, Leave, or once a second NotYet with the reason
+StepDone -> Continue or Leave
+"""
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+
+import msgspec
+
+from laminar_hpc import messages as m
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.evaluations import Evaluations
+from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.observability import console
+from laminar_hpc.observability.shown_samples import ShownSamples
+from laminar_hpc.policies import admission
+
+log = logging.getLogger(__name__)
+_NOT_YET_SECONDS = 1.0
+
+
+class Training:
+    """`replay`: the store of another run, which then has all batches."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        tracker: TrajectoryTracker,
+        evaluations: Evaluations | None,
+        store: Store,
+        replay: Store | None,
+    ) -> None:
+        self._shared, self._config, self._state = shared, shared.config, shared.state
+        self._tracker, self._evaluations, self._store, self._replay = tracker, evaluations, store, replay
+        config = shared.config
+        self._samples = ShownSamples(Path(config.model.path), config.observability.show_samples, shared.say)
+        self._request: m.TakeBatch | None = None
+        self._wait_reason = ""
+        self._last_not_yet = self._last_step_time = 0.0
+        self._step_seconds: list[float] = []
+
+    @property
+    def waits_for(self) -> str:
+        """Why the trainer has no batch; empty when it does not wait."""
+        return self._wait_reason if self._request is not None else ""
+
+    # ---- batches -------------------------------------------------------------------------------------------
+
+    def on_take_batch(self, _: Member, request: m.TakeBatch) -> None:
+        if request.step != self._state.trainer_step:
+            raise LaminarError(
+                f"the trainer asks for step {request.step}, the run is "
+                f"at step {self._state.trainer_step}; go on with resume=auto"
+            )
+        if self._last_step_time == 0.0:
+            self._last_step_time = time.time()
+            self._shared.say(console.setup_line("the trainer is ready", self._state.seconds))
+        self._request, self._wait_reason, self._last_not_yet = request, "it has just asked", time.time()
+
+    def answer_trainer(self) -> None:
+        trainer = self._shared.members.at("trainer")
+        if self._request is None or trainer is None:
+            return
+        step, algorithm = self._request.step, self._config.algorithm
+        stream = self._config.pipeline.consumption == "stream"
+        size = algorithm.prompts_per_step // (algorithm.minibatches_per_step if stream else 1)
+        if self._state.stops_here:
+            self._request = None
+            self._shared.outbox.send(trainer, m.Leave(self._state.stopping))
+            return
+        payloads, reason = self._replayed(self._replay, step) if self._replay else self._take(step, size)
+        if payloads:
+            self._request = None
+            self._state.groups_taken += size
+            batch = [msgspec.Raw(payload) for payload in payloads]
+            self._shared.outbox.send(trainer, m.StoredBatch(step, batch, algorithm.samples_per_prompt))
+        elif time.time() - self._last_not_yet > _NOT_YET_SECONDS:
+            self._last_not_yet, self._wait_reason = time.time(), reason
+            self._shared.outbox.send(trainer, m.NotYet(step, reason))
+
+    def _replayed(self, replay: Store, step: int) -> tuple[list[bytes], str]:
+        payloads = replay.payloads(replay.consumed_groups(step))
+        if not payloads:
+            raise LaminarError(f"{self._config.source} holds no batch of step {step}; set steps={step}")
+        return payloads, ""
+
+    def _take(self, step: int, size: int) -> tuple[list[bytes], str]:
+        """The trajectories of `size` groups, encoded, which count as consumed from here on; else none, and
+        the reason to wait."""
+        ready = self._tracker.ready_groups
+        if ready < size:  # no need to look at them all, turn after turn
+            return [], f"{ready} of {size} groups are finished"
+        whole, bound = self._config.algorithm.prompts_per_step, self._config.pipeline.max_staleness
+        taken = self._state.groups_taken
+        choice = admission.choose(step, self._tracker.views(), whole, bound, taken, size)
+        if not choice.group_ids:
+            return [], choice.reason
+        return self._tracker.consume(sorted(choice.group_ids), step), ""
+
+    # ---- steps ---------------------------------------------------------------------------------------------
+
+    def on_step_done(self, member: Member, done: m.StepDone) -> None:
+        self._state.trainer_step, self._state.groups_taken = done.step + 1, 0
+        self._record(done)
+        self._samples.show(done.step, self._replay or self._store)
+        step, every = self._state.trainer_step, self._config.evaluation.every
+        if self._evaluations and every and step % every == 0 and step < self._config.steps:
+            self._evaluations.add("step", step, 1)
+        stopping = self._state.stopping
+        self._shared.outbox.send(member, m.Leave(stopping) if stopping else m.Continue())
+
+    def _record(self, done: m.StepDone) -> None:
+        """In the metrics, and as a line for the user."""
+        state, config, say, now = self._state, self._config, self._shared.say, time.time()
+        seconds, self._last_step_time = now - self._last_step_time, now
+        fields: dict[str, object] = {**done.metrics, "step": state.trainer_step, "seconds": seconds}
+        if self._replay is None:
+            fields |= dataclasses.asdict(self._tracker.take_counts())
+            self._store.note_gaps(done.gaps)
+        if state.steps_done:  # the first step holds the start-up of the engines
+            self._step_seconds.append(seconds)
+        state.steps_done += 1
+        record = self._shared.metrics.write("step", **fields)
+        left = console.eta(self._step_seconds, config.steps - state.trainer_step)
+        say(console.step_line(record, config.steps, left))
+        if skipped := done.metrics.get("skipped_updates"):
+            skipped_max = config.optimizer.max_skipped_updates
+            say(console.skipped_line(state.trainer_step, round(skipped), skipped_max))
+
+    def on_checkpointed(self, _: Member, saved: m.Checkpointed) -> None:
+        self._shared.metrics.write(
+            "checkpoint", step=saved.step, path=saved.path, seconds=saved.seconds, state_hash=saved.state_hash
+        )
+        log.info("checkpoint of step %d in %.1f s: %s", saved.step, saved.seconds, saved.path)
+
+    def on_trainer_done(self, _: Member, __: m.TrainerDone) -> None:
+        self._state.trainer_done = True
+        if self._state.stopping or self._evaluations is None:
+            self._state.finished = True
+        else:
+            self._evaluations.add("after", self._config.steps, self._shared.derived.rollout_ranks)
