@@ -51,7 +51,7 @@ def test_rows_are_read_with_their_fields(tmp_path):
         and found.prompts[1].row["answer"] == "8"
         and found.prompts[0].tokens
     )
-    assert found.words().endswith("rows.jsonl: 2 prompts")
+    assert found.summary().endswith("rows.jsonl: 2 prompts")
 
 
 def zst(content: bytes) -> bytes:
@@ -185,7 +185,7 @@ def test_too_long_prompts_are_refused_or_dropped_and_counted(tmp_path):
     with pytest.raises(LaminarError, match=r"at most 7 fit.*raise trainer.tokens_per_microbatch"):
         load(path, most=7, max_prompt_tokens=20)
     found = load(path, max_prompt_tokens=5, too_long="drop")
-    assert [p.text for p in found.prompts] == ["1+2=", "3+4="] and found.words().endswith(
+    assert [p.text for p in found.prompts] == ["1+2=", "3+4="] and found.summary().endswith(
         "2 prompts, 1 too long and dropped"
     )
     assert [p.text for p in load(path, most=5, too_long="drop", limit=1).prompts] == ["1+2="]
@@ -202,7 +202,7 @@ def test_duplicates_are_dropped_where_asked(tmp_path):
     )
     assert len(load(jsonl(tmp_path, rows)).prompts) == 3
     found = load(jsonl(tmp_path, rows), drop_duplicates=True)
-    assert len(found.prompts) == 2 and found.words().endswith("2 prompts, 1 duplicates dropped")
+    assert len(found.prompts) == 2 and found.summary().endswith("2 prompts, 1 duplicates dropped")
 
 
 @pytest.mark.parametrize(

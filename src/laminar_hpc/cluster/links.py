@@ -84,14 +84,7 @@ class Link:
                 await_peer(prefix, limit, given_up)
             else:
                 prefix.set("here", "")
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = timedelta(seconds=limit)
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            self._frames = self._data = dist.ProcessGroupGloo(prefix, self._me, 2, options)
-            if device.type == "cuda":
-                nccl = dist.ProcessGroupNCCL.Options()
-                nccl._timeout = timedelta(seconds=seconds)
-                self._data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", prefix), self._me, 2, nccl)
+            self._frames, self._data = self._groups(prefix, address, limit)
             # NCCL gets ready at the first use
             self._measure(limit if self._data is self._frames else seconds)
             self._window, self._there = self._meet_window(sender, window, limit)
@@ -103,6 +96,18 @@ class Link:
             raise LinkBroken(
                 f"no link to {peer} within {limit:.0f} s: it did not join epoch {epoch} ({first_line(error)})"
             ) from None
+
+    def _groups(self, store: dist.Store, address: str, limit: float) -> tuple[dist.Backend, dist.Backend]:
+        """For frames, and for tensors: one and the same unless the tensors are on a GPU."""
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=limit)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        frames = dist.ProcessGroupGloo(store, self._me, 2, options)
+        if self.device.type != "cuda":
+            return frames, frames
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timedelta(seconds=self.seconds)
+        return frames, dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), self._me, 2, nccl)
 
     # ---- tensors -------------------------------------------------------------------------------------------
 

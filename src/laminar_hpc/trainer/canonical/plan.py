@@ -103,6 +103,7 @@ class GatheredLane(NamedTuple):
 def gathered_lane(
     lane: Lane, held: Sequence[HeldSlice], slices: dict[str, list[HeldSlice]], whole: Manifest
 ) -> GatheredLane:
+    """`held` by all ranks, `slices` as `plan` has them, `whole` the layout."""
     own = {(s.name, s.start): s for s in held if s.rank == lane.sender}
     taken = {name: [own.get((name, s.start), s) for s in of_tensor] for name, of_tensor in slices.items()}
     bytes_of: Counter[int] = Counter()

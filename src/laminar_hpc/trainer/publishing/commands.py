@@ -7,6 +7,8 @@ from laminar_hpc.trainer.canonical.exchange import Exchange
 
 
 class Command(IntEnum):
+    """What to do next."""
+
     WAIT = 0  # sent while there is nothing to do, so that no rank's bounded wait runs out
     STATE = 1  # all say whether their lanes have links
     BEGIN = 2  # a publication, in chunks of `number` bytes, under `weight_id`
@@ -16,6 +18,8 @@ class Command(IntEnum):
 
 
 class Order(NamedTuple):
+    """A command with what it is about; 0 where it is about nothing."""
+
     command: Command
     number: int = 0
     weight_id: int = 0

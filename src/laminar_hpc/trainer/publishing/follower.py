@@ -10,6 +10,8 @@ from laminar_hpc.trainer.publishing.rank_lanes import Publishable, RankLanes
 
 
 class Follower:
+    """Called by `Publisher._run`, turn after turn."""
+
     def __init__(self, model: Publishable, lanes: RankLanes, handover: Handover) -> None:
         self._exchange, self._lanes, self._handover = model.publishing, lanes, handover
 

@@ -61,5 +61,6 @@ class Handover:
         return True
 
     def raise_error(self) -> None:
+        """By the trainer's thread, if the publisher's has failed."""
         if self.error is not None:
             raise self.error

@@ -21,6 +21,8 @@ _NO_LINK = "a relay to join"
 
 
 class Leader:
+    """Called by `Publisher._run`, turn after turn."""
+
     def __init__(
         self, context: RoleContext, model: Publishable, lanes: RankLanes, handover: Handover
     ) -> None:

@@ -28,6 +28,8 @@ class Claim(Enum):
 
 
 class Event(Enum):
+    """What moves a publication on, one of the two."""
+
     START = "the publisher's thread begins to read"
     ALL_READ = "it has read all"
     ARRIVED = "the first relay of every lane has all"
@@ -75,6 +77,7 @@ class Publication:
         return self.claim in (Claim.FENCED, Claim.GIVEN_UP)
 
     def allows(self, event: Event) -> bool:
+        """By the tables, and by the invariant, which binds the two together."""
         if event is Event.RELEASE and self.progress is Progress.READING:
             return False
         if event in (Event.START, Event.RESEND) and self.claim is Claim.RELEASED:

@@ -49,6 +49,8 @@ class Sent(NamedTuple):
 
 
 class RankLanes:
+    """`mine`: the lanes that this rank sends. Used by one thread, the publisher's."""
+
     def __init__(self, context: RoleContext, model: Publishable, handover: Handover, seconds: float) -> None:
         """`seconds` bounds each wait for a relay."""
         self._context, self._model, self._handover = context, model, handover
