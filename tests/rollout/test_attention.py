@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from laminar_hpc.rollout.sglang_plugin.platform import activate
+from laminar_hpc.engine.sglang.plugin.platform import activate
 
 activate()  # before SGLang is imported, as its own processes do
 
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
 
-from laminar_hpc.rollout.sglang_plugin import attention  # noqa: E402
-from laminar_hpc.rollout.sglang_plugin.attention import BatchedAttention, buckets_of  # noqa: E402
+from laminar_hpc.engine.sglang.plugin import attention  # noqa: E402
+from laminar_hpc.engine.sglang.plugin.attention import BatchedAttention, buckets_of  # noqa: E402
 
 HEADS, KV_HEADS, DIM, SLOTS, CONTEXT = 6, 2, 16, 4096, 512
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from ranks import Ranks
 from tokenizers import Tokenizer
 
-from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
+from laminar_hpc.engine.interface import sampling_parameters
+from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.trainer.attention import rotated, rotation_of
 from laminar_hpc.trainer.linear import float32_product
 from laminar_hpc.trainer.megatron import MegatronPolicy
@@ -150,7 +151,7 @@ def engine_logprobs(
         )
 
     try:
-        loop.run(engine.start(BASE, "0", seed=0), seconds=250)
+        loop.run(engine.start(BASE, 0, seed=0), seconds=250)
         probe = loop.run(engine.score(probe_sequences(16), "0"))
         responses = loop.run(generate())
     finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
+from laminar_hpc.engine.sglang.plugin.protocol import TensorShard
 from laminar_hpc.weights.sums import slice_sums
 
 
@@ -61,9 +61,9 @@ def canonical_views(model: torch.nn.Module, config: object, rank: int = 0, size:
             yield View(name, tensor, shape)
 
 
-def live_layout(views: Iterator[View]) -> list[TensorLayout]:
+def live_layout(views: Iterator[View]) -> list[TensorShard]:
     return [
-        TensorLayout(
+        TensorShard(
             v.name,
             list(v.shape),
             str(v.tensor.dtype).removeprefix("torch."),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from laminar_hpc.kv.errors import KvRefused
 
 _HEAD = struct.Struct("<64sQQQI")
-_MOST_BODY = 1 << 34
+_MAX_BODY = 1 << 34
 _BLOCK = 1 << 20
 _DATA = os.urandom(_BLOCK)
 
@@ -62,14 +62,14 @@ class Endpoint:
             while head := await reader.readexactly(_HEAD.size):
                 name, first, count, length, checksum = _HEAD.unpack(head)
                 offer = self._offers.get(name.rstrip(b"\0").decode())
-                found, left = 0, length
+                summed, left = 0, length
                 while left:
                     block = await reader.read(min(left, _BLOCK))
                     if not block:
                         raise asyncio.IncompleteReadError(b"", left)
-                    found, left = zlib.crc32(block, found), left - len(block)
-                fits = offer is not None and found == checksum and first <= offer.tokens
-                if fits:
+                    summed, left = zlib.crc32(block, summed), left - len(block)
+                fits = offer is not None and summed == checksum and first <= offer.tokens
+                if offer is not None and fits:
                     offer.tokens = max(offer.tokens, first + count)
                     offer.changed.set()
                 writer.write(b"\1" if fits else b"\0")
@@ -83,7 +83,7 @@ class Endpoint:
 async def send(address: str, move_id: str, first: int, count: int, body_bytes: int, seconds: float) -> None:
     """Sends tokens [first, first + count) as `body_bytes` bytes. Raises KvRefused when the destination does
     not take them in `seconds`."""
-    if body_bytes > _MOST_BODY:
+    if body_bytes > _MAX_BODY:
         raise KvRefused(
             f"KV move {move_id} refused: {body_bytes} bytes in one frame; lower emulation.wire_share"
         )

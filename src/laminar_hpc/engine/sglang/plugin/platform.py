@@ -14,4 +14,4 @@ def activate() -> str | None:
         return None
     import laminar_hpc.compat.torchvision  # noqa: F401  (declares what torchvision misses beside a CPU torch)
 
-    return "laminar_hpc.rollout.sglang_plugin.cpu_platform:CpuPlatform"
+    return "laminar_hpc.engine.sglang.plugin.cpu_platform:CpuPlatform"

@@ -1,5 +1,5 @@
-"""The engine process: `python -m laminar_hpc.rollout.sglang_plugin.serve <SGLang's server arguments>`,
-started by engine_process.py.
+"""The engine process: `python -m laminar_hpc.engine.sglang.plugin.serve <SGLang's server arguments>`,
+started by process.py.
 
 It is SGLang's own launcher, but: it dies with its parent; the API key comes from the environment (an argument
 would stand in the process list); and a missing installation of our entry points is said in one line instead
@@ -27,8 +27,8 @@ def check_plugins() -> None:
 
 
 def leave_freeze_gc_to_us() -> None:
-    """SGLang's own call of /freeze_gc comes before its server listens, and its failure fills the log;
-    sglang_server.py calls it later."""
+    """SGLang's own call of /freeze_gc (http_server.py:2473) comes before its server listens, and its failure
+    fills the log; server.py calls it later."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -44,7 +44,7 @@ def main() -> None:
     if os.environ.pop(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):
         sys.exit("the parent of this engine died before the engine was up")
     check_plugins()
-    from laminar_hpc.rollout.sglang_plugin import platform
+    from laminar_hpc.engine.sglang.plugin import platform
 
     platform.activate()  # older SGLang imports torchvision before it asks for a platform
     from sglang.srt.plugins import load_plugins

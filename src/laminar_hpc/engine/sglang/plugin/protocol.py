@@ -26,11 +26,11 @@ class Alive(Reply):
     pid: int
 
 
-class Layout(Request):
+class GetLayout(Request):
     """Names, shapes, dtypes and places of the live parameters of this rank."""
 
 
-class TensorLayout(msgspec.Struct):
+class TensorShard(msgspec.Struct):
     """A live shard of a tensor under its Hugging Face name: elements [start, start + length) along `dim` of
     the whole, of `shape`."""
 
@@ -43,10 +43,10 @@ class TensorLayout(msgspec.Struct):
 
 
 class LiveLayout(Reply):
-    tensors: list[TensorLayout]
+    tensors: list[TensorShard]
 
 
-class Sums(Request):
+class GetSums(Request):
     """Check sums of the live parameters of this rank."""
 
 
@@ -57,7 +57,7 @@ class LiveSums(Reply):
     sums: dict[str, tuple[int, int]]
 
 
-class Load(Request):
+class LoadWeights(Request):
     """The weights of a slot into the live parameters of this rank, while no request runs, or all are paused;
     answered with LiveSums, taken after the copy."""
 
@@ -124,7 +124,7 @@ class Refused(Reply):
     text: str
 
 
-AnyRequest = Ping | Layout | Sums | Load | KvReserve | KvSend | KvDetach | KvImport | KvEnd
+AnyRequest = Ping | GetLayout | GetSums | LoadWeights | KvReserve | KvSend | KvDetach | KvImport | KvEnd
 AnyReply = Alive | LiveLayout | LiveSums | KvReserved | KvDone | Refused
 
 _encoder = msgspec.msgpack.Encoder()

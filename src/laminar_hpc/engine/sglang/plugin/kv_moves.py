@@ -23,15 +23,15 @@ from typing import Any
 import torch
 
 from laminar_hpc.cluster.processes import machine_name
+from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
+from laminar_hpc.engine.sglang.plugin.kv_cache import Hold, KvCache
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header
 from laminar_hpc.kv.inbox import Expected, Inbox
 from laminar_hpc.kv.transfer import chunk_bytes, send_part
-from laminar_hpc.rollout.sglang_plugin import kv_cache, protocol
-from laminar_hpc.rollout.sglang_plugin.kv_cache import Hold, KvCache
 
 Steps = Iterator[protocol.Reply | None]  # the last is the reply
-MOST_THREADS = 8  # moves that are sent at once
+MAX_THREADS = 8  # moves that are sent at once
 DETACH_SECONDS = 30.0  # the request's last step; a prefill of others may be in it
 CLOSE_SECONDS = 5.0  # a thread stops within POLL_SECONDS of kv/inbox.py and one chunk
 
@@ -222,7 +222,7 @@ class KvMoves:
         size = chunk_bytes(move.address, machine)
         header = Header.of(cache.fingerprint, int(namespace), cache.pool.shape, ids, size, first, last)
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(MOST_THREADS, "kv-send")
+            self._threads = ThreadPoolExecutor(MAX_THREADS, "kv-send")
         options = {
             "machine": machine,
             "folder": move.folder,

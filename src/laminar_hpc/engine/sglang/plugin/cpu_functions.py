@@ -1,9 +1,4 @@
-"""What makes an engine on the CPU faster: forked processes, batched attention (attention.py), layers in few
-calls (cpu_layers.py).
-
-Registered by `port.register` where there is no CUDA; all are hooks of SGLang's own registry, and none changes
-a number but by rounding.
-"""
+"""Functions that hooks.py puts in place of SGLang's, or around them, for engines on the CPU."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -65,22 +60,3 @@ def rotated(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     cos, sin = factors.chunk(2, dim=-1)
     heads = x.view(len(x), -1, cos.shape[-1]).float()
     return torch.addcmul(heads * cos, heads.roll(cos.shape[-1] // 2, -1), sin).to(x.dtype).view(x.shape)
-
-
-def register() -> None:
-    if torch.cuda.is_available():
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    from laminar_hpc.rollout.sglang_plugin import attention, cpu_layers
-
-    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_children, HookType.AFTER)
-    unaligned = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
-    HookRegistry.register(unaligned, leave_shape, HookType.REPLACE)
-    HookRegistry.register(attention.TARGET, attention.BatchedAttention, HookType.REPLACE)
-    HookRegistry.register(
-        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native", rotate, HookType.AROUND
-    )
-    HookRegistry.register(
-        "sglang.srt.models.qwen2.Qwen2DecoderLayer.forward", cpu_layers.decoder_layer, HookType.AROUND
-    )

@@ -1,17 +1,15 @@
 """The engine port: a Unix socket into each of SGLang's schedulers, for what its HTTP interface cannot do
 (sums of live weights, KV moves).
 
-SGLang calls `register` in each of its processes (entry point group `sglang.srt.plugins`). A hook runs the
-port in the scheduler's own thread at each turn of its loop, also while nothing is being generated, so an
-operation sees the engine between two steps and needs no lock. An operation that waits for threads or for the
-engine is a generator: it goes on one step per turn, and its reply comes when it has ended. The socket's path
-comes from the environment, its folder is private to the user, frames are msgspec structs: nothing is
-unpickled.
+A hook (hooks.py) runs the port in the scheduler's own thread at each turn of its loop, also while nothing is
+being generated, so an operation sees the engine between two steps and needs no lock. An operation that waits
+for threads or for the engine is a generator: it goes on one step per turn, and its reply comes when it has
+ended. The socket's path comes from the environment, its folder is private to the user, frames are msgspec
+structs: nothing is unpickled.
 """
 
 import contextlib
 import hashlib
-import importlib.util
 import logging
 import os
 import time
@@ -22,11 +20,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from laminar_hpc.compat.optional import leave_out
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.rollout.sglang_plugin import cpu_hooks, kv_cache, protocol
-from laminar_hpc.rollout.sglang_plugin.kv_cache import tensor_parallel
-from laminar_hpc.rollout.sglang_plugin.kv_moves import KvMoves, Steps
+from laminar_hpc.engine.sglang.plugin import protocol
+from laminar_hpc.engine.sglang.plugin.kv_cache import tensor_parallel
+from laminar_hpc.engine.sglang.plugin.kv_moves import KvMoves, Steps
 
 logger = logging.getLogger(__name__)
 
@@ -36,37 +33,37 @@ def ping(scheduler: object, request: protocol.Ping) -> protocol.Reply:
 
 
 def _views(scheduler: object) -> Iterator:
-    from laminar_hpc.rollout.sglang_plugin.live_weights import canonical_views
+    from laminar_hpc.engine.sglang.plugin.live_weights import canonical_views
 
     runner = scheduler.tp_worker.model_runner
     return canonical_views(runner.model, runner.model_config.hf_config, *tensor_parallel())
 
 
-def layout(scheduler: object, request: protocol.Layout) -> protocol.Reply:
-    from laminar_hpc.rollout.sglang_plugin.live_weights import live_layout
+def layout(scheduler: object, request: protocol.GetLayout) -> protocol.Reply:
+    from laminar_hpc.engine.sglang.plugin.live_weights import live_layout
 
     return protocol.LiveLayout(live_layout(_views(scheduler)))
 
 
-def sums(scheduler: object, request: protocol.Sums) -> protocol.Reply:
-    from laminar_hpc.rollout.sglang_plugin.live_weights import live_sums
+def sums(scheduler: object, request: protocol.GetSums) -> protocol.Reply:
+    from laminar_hpc.engine.sglang.plugin.live_weights import live_sums
 
     return protocol.LiveSums(live_sums(_views(scheduler)))
 
 
-def load(scheduler: object, request: protocol.Load) -> protocol.Reply:
-    from laminar_hpc.rollout.sglang_plugin.load import load_slot
+def load_weights(scheduler: object, request: protocol.LoadWeights) -> protocol.Reply:
+    from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
 
     if not request.paused and not scheduler.flush_cache():  # also forgets the KV of the old weights
-        return protocol.Refused("Load: requests are running; drain the engine first")
+        return protocol.Refused("LoadWeights: requests are running; drain the engine first")
     return protocol.LiveSums(load_slot(list(_views(scheduler)), Path(request.directory)))
 
 
 OPERATIONS: dict[type[protocol.Request], Callable] = {
     protocol.Ping: ping,
-    protocol.Layout: layout,
-    protocol.Sums: sums,
-    protocol.Load: load,
+    protocol.GetLayout: layout,
+    protocol.GetSums: sums,
+    protocol.LoadWeights: load_weights,
 }
 KV_OPERATIONS: dict[type[protocol.Request], Callable[[KvMoves, protocol.Request], Steps]] = {
     protocol.KvReserve: KvMoves.reserve,
@@ -190,29 +187,3 @@ def load_snapshot_path(instance: str) -> str:
         os.path.dirname(os.environ[protocol.SOCKET_VARIABLE]),
         f"loads_{hashlib.sha256(instance.encode()).hexdigest()[:12]}",
     )
-
-
-def register() -> None:
-    """Entry point: hooks the port into the scheduler where the environment names a socket; a plain SGLang is
-    left alone."""
-    if not os.environ.get(protocol.SOCKET_VARIABLE):
-        return
-    # SGLang's debugging dumper would import it, and Weights & Biases with it, in every scheduler
-    leave_out("megatron")
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.process_input_requests", before_requests, HookType.BEFORE
-    )
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler.flush_cache", before_flush, HookType.BEFORE
-    )
-    checker = "sglang.srt.managers.scheduler_components.invariant_checker"
-    if importlib.util.find_spec(checker):  # not in 0.5.17
-        target = f"{checker}.SchedulerInvariantChecker._check_all_pools"
-        HookRegistry.register(target, kv_cache.account, HookType.AROUND)
-    if importlib.util.find_spec("sglang.srt.managers.load_snapshot"):  # not in 0.5.17
-        HookRegistry.register(
-            "sglang.srt.managers.load_snapshot.shm_path_for", load_snapshot_path, HookType.REPLACE
-        )
-    cpu_hooks.register()

@@ -13,15 +13,15 @@ _PERIOD = 251  # of the invented tokens and log-probs
 
 
 def response_length(
-    trajectory_id: int, group: int, median: float, sigma: float, most: int, seed: int = 0
+    trajectory_id: int, group: int, median: float, sigma: float, max_tokens: int, seed: int = 0
 ) -> int:
-    """Log-normal, at most `most`; those of one group are correlated (LAMINAR: lengths inside one prompt's
-    group are similar)."""
+    """Log-normal, at most `max_tokens`; those of one group are correlated (LAMINAR: lengths inside one
+    prompt's group are similar)."""
     shared, own = (
         random.Random(f"{seed}:{kind}").gauss(0.0, 1.0) for kind in (f"group{group}", f"one{trajectory_id}")
     )
     z = math.sqrt(GROUP_CORRELATION) * shared + math.sqrt(1.0 - GROUP_CORRELATION) * own
-    return max(1, min(most, round(median * math.exp(sigma * z))))
+    return max(1, min(max_tokens, round(median * math.exp(sigma * z))))
 
 
 def tokens(trajectory_id: int, start: int, end: int, vocabulary: int) -> list[int]:

@@ -4,7 +4,7 @@ torch_native backend up to rounding.
 Stock torch_native walks over the requests in Python, four small operations each per layer, which is most of
 an engine's time. Here the requests of a step are put in buckets of similar length, and each bucket is one
 gather and one scaled_dot_product_attention with a mask. While the same requests decode on, their buckets only
-grow by a column a step. Hooked in by `register` where there is no CUDA; what it does not cover (sliding
+grow by a column a step. Hooked in by hooks.py where there is no CUDA; what it does not cover (sliding
 windows, cross attention, very long prefills) goes to stock.
 """
 
@@ -15,7 +15,6 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-TARGET = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 SHRINK = 0.6  # a bucket takes lengths down to this share of its longest: at most 40% of a gather is padding
 SMALL_BUCKET = 8  # fewer requests are not worth a bucket of their own
 MASK_ELEMENTS = 1 << 24  # per bucket: 64 MB of float32

@@ -1,11 +1,10 @@
 """The engine as a process: starts SGLang's server as a child, notices its death, ends it with all that it
 started.
 
-Used by `sglang_server.SglangServer` only. The child runs in a session of its own, so that one signal reaches
-all of its processes, and dies with its parent (sglang_plugin/serve.py asks the kernel for that); its
-temporary files, the ports' sockets among them, lie in a folder that only this user can enter. `stop` removes
-it, and the segments of shared memory that the engine's processes left, which are noted in it; after a kill
-the next start on this machine does.
+Used by server.py only. The child runs in a session of its own, so that one signal reaches all of its
+processes, and dies with its parent (plugin/serve.py asks the kernel for that). Its temporary files, the
+ports' sockets among them, lie in a folder that only this user can enter. `stop` removes the folder, and the
+segments of shared memory noted in it; after a kill the next start on this machine does.
 """
 
 import asyncio
@@ -26,9 +25,11 @@ import psutil
 from laminar_hpc.cluster import folders, leftovers, shared_memory
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, claim
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.rollout.sglang_plugin import protocol, serve
+from laminar_hpc.engine.interface import EngineDied
+from laminar_hpc.engine.sglang.command_line import has_cuda
+from laminar_hpc.engine.sglang.plugin import protocol, serve
 
-MODEL_PACKAGE = "laminar_hpc.rollout.sglang_plugin.models"
+MODEL_PACKAGE = "laminar_hpc.engine.sglang.plugin.models"
 # What torchrun and Slurm tell their workers must not reach the engine's own torch.distributed.
 FOREIGN_VARIABLES = re.compile(
     r"^(TORCHELASTIC_|GROUP_|ROLE_|LOCAL_(RANK|WORLD_SIZE)$|RANK$|WORLD_SIZE$|MASTER_|TORCH_NCCL_|SLURM_)"
@@ -42,10 +43,6 @@ _ERROR_LINE = re.compile(
 )
 
 
-class EngineDied(LaminarError):
-    """The engine's process has ended."""
-
-
 def hold_port() -> socket.socket:
     """A free loopback port that nobody gets by chance while this socket is open: a server listens there many
     seconds later, as one that names the port and sets SO_REUSEADDR may."""
@@ -55,7 +52,7 @@ def hold_port() -> socket.socket:
     return held
 
 
-def last_words(log: Path, begin: int = 0, limit: int = 300) -> str:
+def last_log_line(log: Path, begin: int = 0, limit: int = 300) -> str:
     """The last line of `log`, from byte `begin` on, that tells of an error, else its last line at all."""
     try:
         with open(log, "rb") as file:
@@ -83,12 +80,6 @@ def _cpu_variables(ranks: int) -> dict[str, str]:
     }
 
 
-def has_cuda() -> bool:
-    """Whether the engine will run on a GPU; the same question as the platform plugin's, asked without
-    importing torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
 class EngineProcess:
     """One life of an engine. `dead` is set as soon as one of its processes has ended for a reason other than
     `stop`."""
@@ -104,7 +95,7 @@ class EngineProcess:
         # temporary files and the ports' sockets; made by `start`, removed by `stop`
         self.folder: Path | None = None
         self.dead = asyncio.Event()
-        self._child: subprocess.Popen | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._note: shared_memory.Note | None = None
         self._note_time = 0.0
         self._log_begin = 0
@@ -210,18 +201,18 @@ class EngineProcess:
             self._note.update(self.pid)
             self._note_time = time.monotonic()
 
-    def last_words(self) -> str:
-        """What this life said in the log that all lives share."""
-        return last_words(self.log, self._log_begin)
+    def last_log_line(self) -> str:
+        """The last error that this life wrote into the log that all lives share."""
+        return last_log_line(self.log, self._log_begin)
 
     def death(self) -> EngineDied:
         """What to raise when `dead` is set."""
         assert self._child is not None
         code = self._child.poll()
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        if self._ended:  # killed from outside it leaves no word: by hand, or by the kernel for want of memory
+        if self._ended:  # a process that is killed from outside logs nothing
             how = f"its process {self._ended} ended"
-        return EngineDied(f"{self.name} died ({how}): {self.last_words()} (log: {self.log})")
+        return EngineDied(f"{self.name} died ({how}): {self.last_log_line()} (log: {self.log})")
 
     async def stop(self) -> None:
         """Ends the server and all its processes at once, and removes its temporary files; at most some

@@ -2,7 +2,7 @@
 for engines on the CPU.
 
 With small models most of a step is Python: a dozen nested modules per layer, each with its dispatch. Hooked
-in by cpu_hooks.register. Layers that are more than their plain form (quantized, split over processes, other
+in by hooks.py. Layers that are more than their plain form (quantized, split over processes, other
 residuals) are computed by SGLang's own code.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, rms_norm, silu
 
-from laminar_hpc.rollout.sglang_plugin.cpu_hooks import rotated, rotation
+from laminar_hpc.engine.sglang.plugin.cpu_functions import rotated, rotation
 
 
 def _is_plain(layer: Any) -> bool:

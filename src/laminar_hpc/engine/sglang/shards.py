@@ -1,20 +1,19 @@
 """One engine's weights from what its tensor-parallel ranks tell of their shards: whole tensors, and the sums
 of whole tensors.
 
-Used by sglang_server.py. A shard may be held by several ranks (norms by all, few key-value heads by some):
+Used by server.py. A shard may be held by several ranks (norms by all, few key-value heads by some):
 the copies must be equal, and count once.
 """
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
+from laminar_hpc.engine.interface import Sums, TensorLayout
+from laminar_hpc.engine.sglang.plugin.protocol import TensorShard
 
-Sums = dict[str, tuple[int, int]]  # Hugging Face name -> (sum_words, sum_indexed)
 
-
-def whole_tensors(ranks: list[list[TensorLayout]]) -> list[TensorLayout]:
+def whole_tensors(ranks: list[list[TensorShard]]) -> list[TensorLayout]:
     """The tensors that the ranks hold between them. Raises LaminarError for one that is not covered, or of
     which they disagree."""
-    shards: dict[str, list[TensorLayout]] = {}
+    shards: dict[str, list[TensorShard]] = {}
     for rank in ranks:
         for shard in rank:
             shards.setdefault(shard.name, []).append(shard)
@@ -25,32 +24,32 @@ def whole_tensors(ranks: list[list[TensorLayout]]) -> list[TensorLayout]:
                 "ranks do not agree on its shape, dtype and split"
             )
         covered = 0
-        for shard in sorted({(s.start, s.length) for s in held}):
-            if shard[0] != covered:
+        for start, length in sorted({(s.start, s.length) for s in held}):
+            if start != covered:
                 break
-            covered += shard[1]
+            covered += length
         if covered != held[0].shape[held[0].dim]:
             raise LaminarError(
                 f"tensor {name}: the engine's tensor-parallel "
                 "ranks hold it only in part, or parts of it twice"
             )
-    return [TensorLayout(s.name, s.shape, s.dtype, s.dim, 0, s.shape[s.dim]) for s in ranks[0]]
+    return [TensorLayout(s.name, s.shape, s.dtype) for s in ranks[0]]
 
 
-def whole_sums(layouts: list[list[TensorLayout]], sums: list[Sums]) -> Sums:
+def whole_sums(layouts: list[list[TensorShard]], sums: list[Sums]) -> Sums:
     """Sums of the whole tensors; `layouts` and `sums` are the ranks'. Raises LaminarError where copies of one
     shard differ."""
-    parts: dict[str, dict[int, tuple[int, int]]] = {}
+    by_start: dict[str, dict[int, tuple[int, int]]] = {}  # name -> first row or column -> sums of the shard
     for layout, rank in zip(layouts, sums, strict=True):
         for shard in layout:
             if not shard.length:
                 continue
-            known = parts.setdefault(shard.name, {}).setdefault(shard.start, rank[shard.name])
+            known = by_start.setdefault(shard.name, {}).setdefault(shard.start, rank[shard.name])
             if known != rank[shard.name]:
                 raise LaminarError(
                     f"tensor {shard.name}: the engine's tensor-parallel ranks hold copies that differ"
                 )
     return {
         name: (sum(p[0] for p in held.values()) % 2**64, sum(p[1] for p in held.values()) % 2**64)
-        for name, held in parts.items()
+        for name, held in by_start.items()
     }

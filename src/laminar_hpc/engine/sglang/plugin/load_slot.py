@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.engine.sglang.plugin.live_weights import View
 from laminar_hpc.kernels import pack
-from laminar_hpc.rollout.sglang_plugin.live_weights import View
 from laminar_hpc.weights.manifest import (
     MANIFEST_FILE,
     WEIGHTS_FILE,
@@ -75,7 +75,7 @@ def sources(views: Sequence[View], data: torch.Tensor, manifest: Manifest) -> li
         raise LaminarError(
             f"weight id {manifest.weight_id} and the engine differ in {sorted(names ^ entries.keys())[:3]}"
         )
-    found = []
+    slices = []
     for view in views:
         entry = entries[view.name]
         if (tuple(entry.shape), entry.dtype) != (
@@ -88,8 +88,8 @@ def sources(views: Sequence[View], data: torch.Tensor, manifest: Manifest) -> li
             )
         begin = len(header) + entry.offset
         whole = data[begin : begin + entry.nbytes].view(view.tensor.dtype).view(tuple(entry.shape))
-        found.append(whole.narrow(view.dim, view.start, view.tensor.shape[view.dim]))
-    return found
+        slices.append(whole.narrow(view.dim, view.start, view.tensor.shape[view.dim]))
+    return slices
 
 
 def load_slot(views: Sequence[View], directory: Path) -> dict[str, tuple[int, int]]:
@@ -98,14 +98,14 @@ def load_slot(views: Sequence[View], directory: Path) -> dict[str, tuple[int, in
     with nothing written, when the slot does not fit the engine."""
     on_gpu = any(view.tensor.is_cuda for view in views)
     manifest = decode_manifest((directory / MANIFEST_FILE).read_bytes())
-    found = sources(views, map_file(directory / WEIGHTS_FILE, on_gpu), manifest)
+    slices = sources(views, map_file(directory / WEIGHTS_FILE, on_gpu), manifest)
     if on_gpu:
-        for view, source in zip(views, found, strict=True):
+        for view, source in zip(views, slices, strict=True):
             view.tensor.copy_(source, non_blocking=True)
-        found = [view.tensor for view in views]
+        slices = [view.tensor for view in views]
     pieces = [
         Piece(v.name, tuple(v.shape), v.dim, v.start, v.tensor.shape[v.dim], s)
-        for v, s in zip(views, found, strict=True)
+        for v, s in zip(views, slices, strict=True)
     ]
     # on a GPU onto themselves: one pass over the parameters
     sums = pack(pieces, [view.tensor for view in views])()
