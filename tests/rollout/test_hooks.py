@@ -69,6 +69,11 @@ OTHER_REASONS = {
         "_wait_and_warmup",
         "_freeze_gc_after_server_warmup(server_args)",
     ),
+    "kv_cache.moved_reason": (
+        "sglang.srt.managers.schedule_batch",
+        "Req.update_finish_state",
+        "self.finished_reason = self.to_finish",
+    ),
     "optional.leave_out('megatron')": ("sglang.srt.debug_utils.dumper", "", "from megatron.core import"),
     "process.MODEL_PACKAGE": (
         "sglang.srt.models.registry",

@@ -77,11 +77,10 @@ def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQu
         while step < config.steps:
             asked, waited = time.time(), 0.0
             trajectories: list[m.Trajectory] = []
-            for part in range(
-                config.algorithm.minibatches_per_step if config.pipeline.consumption == "stream" else 1
-            ):
+            stream = config.pipeline.consumption == "stream"
+            for minibatch in range(config.algorithm.minibatches_per_step if stream else 1):
                 begun = time.time()
-                channel.send(m.TakeBatch(step, part))
+                channel.send(m.TakeBatch(step, minibatch))
                 batch = _answer(channel, m.Batch)
                 if batch is None:
                     break

@@ -100,15 +100,12 @@ class Engine(Protocol):
     async def start(self, directory: Path, weight_id: int | None, seed: int) -> float:
         """Starts on the weights in the Hugging Face directory `directory`, whose id is None until they are
         verified. Returns the seconds until it answered. Raises EngineDied or LaminarError."""
-        ...
 
     async def stop(self) -> None:
         """Ends it at once with all that it started, whatever its state."""
-        ...
 
     async def died(self) -> EngineDied:
         """Waits for the engine's death, without a limit; returns what to raise. `stop` is no death."""
-        ...
 
     # ---- requests ------------------------------------------------------------------------------------------
 
@@ -123,49 +120,39 @@ class Engine(Protocol):
         """One response. KV is reused inside a `namespace` only; the rollout gives its weight id. `on_tokens`
         is called every rollout.increment_tokens tokens, but not for the rest at the end. Raises
         RequestFailed, EngineDied."""
-        ...
 
     async def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all of them; each returns what it has, with finish_reason "abort"."""
-        ...
 
     async def score(self, sequences: list[list[int]], namespace: str) -> list[list[float]]:
         """Log-probs of tokens 1.. of each sequence given the prefix, at temperature 1; NaN for one that is
         not finite. Raises RequestFailed, EngineDied."""
-        ...
 
     async def decode_curve(self, max_requests: int, context: int) -> list[tuple[int, float]]:
         """(requests, seconds per decode step) for 1, 2, 4 ... `max_requests` requests of `context` tokens,
         on the idle engine."""
-        ...
 
     async def utilization(self) -> Utilization | None:
         """How full the engine is; None when it does not say. Never raises, never disturbs the engine."""
-        ...
 
     # ---- weights -------------------------------------------------------------------------------------------
 
     async def layout(self) -> list[TensorLayout]:
         """The live parameters, each tensor whole. Raises LaminarError."""
-        ...
 
     async def sums(self) -> Sums:
         """Checksums over the live parameters. Raises LaminarError."""
-        ...
 
     async def load_weights(self, directory: Path, weight_id: int, paused: bool = False) -> Sums:
         """Copies the weights of a slot in place, and serves them as `weight_id` from then on; returns the
         sums of the live parameters afterwards. The caller has drained the engine, or paused it: then requests
         keep their KV. After an error the parameters may be of two ids, and the caller must stop it."""
-        ...
 
     async def pause(self) -> None:
         """All requests stand still, with their KV, until `resume`."""
-        ...
 
     async def resume(self) -> None:
         """Paused requests go on."""
-        ...
 
     # ---- moves of a running request's KV cache to another engine on the same weights -----------------------
     #
@@ -182,29 +169,23 @@ class Engine(Protocol):
     async def kv_reserve(self, move_id: str, weight_id: int, tokens: int) -> str:
         """The destination makes room for `tokens` tokens and listens; returns the address that the source
         needs, which is a secret."""
-        ...
 
     async def kv_send(self, move_id: str, request_id: str, address: str) -> None:
         """The source sends the KV of all full pages that the request has now; it decodes on."""
-        ...
 
     async def kv_detach(self, move_id: str, request_id: str) -> int:
         """The source ends the request after its current step and sends the rest; returns the number of tokens
         whose KV is at the destination. Refused when that step was the request's last one."""
-        ...
 
     async def kv_import(self, move_id: str, tokens: list[int]) -> int:
         """The destination takes the KV into its prefix cache, if it is of a prefix of `tokens`; returns that
         prefix's length."""
-        ...
 
     async def kv_commit(self, move_id: str) -> None:
         """Releases what is held for the move; its KV stays in the prefix cache until the room is needed."""
-        ...
 
     async def kv_abort(self, move_id: str) -> None:
         """Calls the move off and gives back what is reserved. An unknown move is no error."""
-        ...
 
 
 EngineFactory = Callable[[], Engine]

@@ -7,8 +7,8 @@ from laminar_hpc.engine.interface import Engine, EngineFactory
 
 
 class EngineLives:
-    """`current` is the engine to use now; it is not to be kept over an await. `seed` gives each life another
-    seed."""
+    """`current` is the engine to use now; only the weight loader replaces it, in a pull. `seed` gives each
+    life another seed."""
 
     def __init__(self, new_engine: EngineFactory, seed: Callable[[], int]) -> None:
         self._new_engine, self._seed = new_engine, seed

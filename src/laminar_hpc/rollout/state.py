@@ -23,6 +23,8 @@ from enum import Enum
 
 
 class Phase(Enum):
+    """What a replica is doing, see the top of this file."""
+
     UNVERIFIED = "unverified"  # the engine holds weights that nobody has checked
     PULLING = "pulling"
     VERIFIED = "verified"  # loaded, sums equal, probe scored; not announced yet

@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from laminar_hpc.engine.interface import Generation
-from laminar_hpc.messages import (
-    Grant,
-    MoveOrder,
-    Partial,
-    PromptGroup,
-    Sample,
-    Trajectory,
-    VersionSpan,
-)
+from laminar_hpc.messages import Grant, MoveOrder, Partial, PromptGroup, Sample, Trajectory, VersionSpan
 
 
 @dataclass

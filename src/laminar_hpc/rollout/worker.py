@@ -41,7 +41,6 @@ from laminar_hpc.messages import (
     WeightsOpened,
     Welcome,
 )
-from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.health import BatchHealth
@@ -57,8 +56,6 @@ from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
 logger = logging.getLogger(__name__)
-# requests, and tokens of each, up to which the decode curve is measured
-CURVE_MAX_REQUESTS, CURVE_CONTEXT = 256, 64
 
 
 def run(context: RoleContext) -> None:
@@ -211,7 +208,7 @@ class RolloutWorker:
         except SlotGone:
             self.state.failed()
             raise
-        await self._measure_saturation()
+        await self.reporter.measure_saturation()
         self.state.verified(pulled.weight_id)
         self.state.open(pulled.weight_step)
         self.context.channel.send(
@@ -223,21 +220,6 @@ class RolloutWorker:
                 pulled.probe_logprobs,
                 time.time(),
             )
-        )
-
-    async def _measure_saturation(self) -> None:
-        """Once, where the planner of moves needs it and the configuration does not say."""
-        pipeline = self.config.pipeline
-        measured = self.reporter.saturation_requests is not None
-        if measured or pipeline.repack == "off" or pipeline.repack_requests is not None:
-            return
-        limit = min(CURVE_MAX_REQUESTS, self.config.rollout.max_concurrent)
-        curve = await self.engines.current.decode_curve(limit, CURVE_CONTEXT)
-        self.reporter.saturation_requests = saturation_requests(curve)
-        logger.info(
-            "decode curve (requests, seconds per step) %s: %d requests saturate the engine",
-            curve,
-            self.reporter.saturation_requests,
         )
 
     # ---- work ----------------------------------------------------------------------------------------------

@@ -108,7 +108,6 @@ class EmulatedDecoding:
         return EngineDied(f"{self.name} died (it is emulated)")
 
     async def utilization(self) -> Utilization | None:
-        """See Engine."""
         self._settle()
         replica = self._replica
         return Utilization(
@@ -180,14 +179,12 @@ class EmulatedDecoding:
                 job.on_tokens(new.tokens, new.logprobs)
 
     async def pause(self) -> None:
-        """See Engine."""
         self._settle()
         self._paused = time.monotonic()
         if self._timer is not None:
             self._timer.cancel()
 
     async def resume(self) -> None:
-        """See Engine."""
         self._born += time.monotonic() - (self._paused or time.monotonic())
         self._paused = None
         self._settle()
@@ -241,7 +238,6 @@ class EmulatedDecoding:
                 self._replica.waiting.remove(job.request)
 
     async def abort(self, request_id: str | None = None) -> None:
-        """See Engine."""
         self._settle()
         for name, job in list(self._jobs.items()):
             if request_id in (None, name) and not job.future.done():

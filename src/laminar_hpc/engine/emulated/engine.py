@@ -20,7 +20,7 @@ _WIRE_SECONDS = 30.0  # maximum time for one frame to cross
 
 
 class EmulatedEngine(EmulatedDecoding):
-    """One life of one engine; its `seed` means nothing."""
+    """Each method does what Engine says of it; the seed of `start` means nothing."""
 
     def __init__(self, config: RunConfig, index: int, run_dir: Path) -> None:
         super().__init__(config, index, run_dir)
@@ -33,12 +33,10 @@ class EmulatedEngine(EmulatedDecoding):
     # ---- life ----------------------------------------------------------------------------------------------
 
     async def start(self, directory: Path, weight_id: int | None, seed: int) -> float:
-        """See Engine."""
         self._open(directory, weight_id)
         return 0.0
 
     async def stop(self) -> None:
-        """See Engine."""
         if self._timer is not None:
             self._timer.cancel()
         for job in self._jobs.values():
@@ -87,7 +85,6 @@ class EmulatedEngine(EmulatedDecoding):
     # ---- moves ---------------------------------------------------------------------------------------------
 
     async def kv_reserve(self, move_id: str, weight_id: int, tokens: int) -> str:
-        """See Engine."""
         self._settle()
         if weight_id != self.weight_id:
             raise KvRefused(
@@ -100,13 +97,11 @@ class EmulatedEngine(EmulatedDecoding):
         return await self._endpoint.open(move_id)
 
     async def kv_send(self, move_id: str, request_id: str, address: str) -> None:
-        """See Engine."""
         job = self._job(move_id, request_id)
         self._sent[move_id] = (address, job.trajectory_id, 0)
         await self._ship(move_id, self._context(job))
 
     async def kv_detach(self, move_id: str, request_id: str) -> int:
-        """See Engine."""
         job = self._job(move_id, request_id)
         if move_id not in self._sent:
             raise KvRefused(f"KV move {move_id} refused: nothing was sent before")
@@ -140,7 +135,6 @@ class EmulatedEngine(EmulatedDecoding):
         self._sent[move_id] = (address, trajectory_id, context)
 
     async def kv_import(self, move_id: str, tokens: list[int]) -> int:
-        """See Engine."""
         offer = self._endpoint.offer(move_id)
         if offer is None or move_id not in self._reserved:
             raise KvRefused(f"KV move {move_id} refused: it was not reserved at {self.name}")
@@ -152,13 +146,11 @@ class EmulatedEngine(EmulatedDecoding):
         return prefix
 
     async def kv_commit(self, move_id: str) -> None:
-        """See Engine."""
         if move_id in self._sent:
             self._warm.pop(self._sent[move_id][1], None)
         self._let_go(move_id)
 
     async def kv_abort(self, move_id: str) -> None:
-        """See Engine."""
         self._let_go(move_id)
 
     def _let_go(self, move_id: str) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import os
 import struct
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from laminar_hpc.kv.errors import KvRefused
 
@@ -30,7 +30,6 @@ class Offer:
 
     move_id: str
     tokens: int = 0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Endpoint:
@@ -71,7 +70,6 @@ class Endpoint:
                 fits = offer is not None and summed == checksum and first <= offer.tokens
                 if offer is not None and fits:
                     offer.tokens = max(offer.tokens, first + count)
-                    offer.changed.set()
                 writer.write(b"\1" if fits else b"\0")
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -18,21 +18,19 @@ R = TypeVar("R", bound=protocol.Reply)
 
 
 class MoveCalls:
-    """The base of SglangServer that has its KV operations. `kv_stalled_seconds`: how long the scheduler has
-    stood still for moves in all, on this engine."""
+    """The base of SglangServer that has its KV operations, as Engine says. `kv_stalled_seconds`: how long the
+    scheduler has stood still for moves in all."""
 
     def __init__(self, config: RunConfig, port: PortClient) -> None:
         self.config, self.port, self.kv_stalled_seconds = config, port, 0.0
 
     async def kv_reserve(self, move_id: str, weight_id: int, tokens: int) -> str:
-        """See Engine."""
         host = await asyncio.to_thread(own_address, self.config.cluster.host)
         folder = self.config.relay.shm_dir
         request = protocol.KvReserve(move_id, weight_id, tokens, host, folder, MOVE_SECONDS)
         return (await self._move(request, protocol.KvReserved)).address
 
     async def kv_send(self, move_id: str, request_id: str, address: str) -> None:
-        """See Engine."""
         folder = self.config.relay.shm_dir
         request = protocol.KvSend(move_id, request_id, address, folder, MOVE_SECONDS)
         await self._move(request, protocol.KvDone)
@@ -42,15 +40,12 @@ class MoveCalls:
         return (await self._move(protocol.KvDetach(move_id, request_id), protocol.KvDone)).tokens
 
     async def kv_import(self, move_id: str, tokens: list[int]) -> int:
-        """See Engine."""
         return (await self._move(protocol.KvImport(move_id, tokens), protocol.KvDone)).tokens
 
     async def kv_commit(self, move_id: str) -> None:
-        """See Engine."""
         await self._move(protocol.KvEnd(move_id), protocol.KvDone)
 
     async def kv_abort(self, move_id: str) -> None:
-        """See Engine."""
         await self._move(protocol.KvEnd(move_id), protocol.KvDone)
 
     async def _move(self, request: protocol.Request, reply: type[R]) -> R:

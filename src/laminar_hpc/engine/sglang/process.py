@@ -99,7 +99,7 @@ class EngineProcess:
         self._note: shared_memory.Note | None = None
         self._note_time = 0.0
         self._log_begin = 0
-        self._ended = ""  # the member that ended first, if it was not the server
+        self._ended: str | None = None  # the member that ended first, if it was not the server
         self._watched: list[int] = []  # descriptors of processes
 
     @property
@@ -127,17 +127,9 @@ class EngineProcess:
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._log_begin = os.fstat(descriptor).st_size
         try:
+            program = [sys.executable, "-m", serve.__name__, "--host", "127.0.0.1", "--port", str(self.port)]
             self._child = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    serve.__name__,
-                    "--host",
-                    "127.0.0.1",
-                    "--port",
-                    str(self.port),
-                    *arguments,
-                ],
+                [*program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=subprocess.STDOUT,
@@ -146,7 +138,7 @@ class EngineProcess:
             )
         finally:
             os.close(descriptor)
-        self._watch(self._child.pid, "")
+        self._watch(self._child.pid, None)
 
     def environment(self) -> dict[str, str]:
         """The server's environment variables."""
@@ -172,13 +164,13 @@ class EngineProcess:
             protocol.SOCKET_VARIABLE: str(self.socket_path),
         }
 
-    def _watch(self, pid: int, name: str) -> None:
+    def _watch(self, pid: int, name: str | None) -> None:
         """Sets `dead` at the end of this process, a child or not."""
         descriptor = os.pidfd_open(pid)
         self._watched.append(descriptor)
         asyncio.get_running_loop().add_reader(descriptor, self._member_ended, descriptor, name)
 
-    def _member_ended(self, descriptor: int, name: str) -> None:
+    def _member_ended(self, descriptor: int, name: str | None) -> None:
         asyncio.get_running_loop().remove_reader(descriptor)
         if not self.dead.is_set():
             self._ended = name

@@ -41,7 +41,7 @@ UNVERIFIED = "unverified"  # weight version of an engine whose weights have no i
 
 
 class SglangServer(MoveCalls):
-    """One life of one engine: `start`, use, `stop`; a second start needs a new object."""
+    """One life of one SGLang server. Each method does what Engine says of it."""
 
     def __init__(self, config: RunConfig, index: int, run_dir: Path) -> None:
         self.name = f"engine {index}"
@@ -80,13 +80,11 @@ class SglangServer(MoveCalls):
         return time.monotonic() - t0
 
     async def stop(self) -> None:
-        """See Engine."""
         await self.http.close()
         self.port.close()
         await self.process.stop()
 
     async def died(self) -> EngineDied:
-        """See Engine."""
         await self.process.dead.wait()
         return self.process.death()
 
@@ -139,12 +137,10 @@ class SglangServer(MoveCalls):
         return {"output_ids": tokens, "meta_info": {**meta, "output_token_logprobs": pairs}}
 
     async def abort(self, request_id: str | None = None) -> None:
-        """See Engine."""
         payload = {"rid": request_id or "", "abort_all": request_id is None}
         await self.http.post("/abort_request", payload, CONTROL_SECONDS)
 
     async def score(self, sequences: list[list[int]], namespace: str) -> list[list[float]]:
-        """See Engine."""
         payload = {
             "input_ids": sequences,
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
@@ -226,7 +222,6 @@ class SglangServer(MoveCalls):
         await self.http.post("/pause_generation", {"mode": "in_place"}, CONTROL_SECONDS)
 
     async def resume(self) -> None:
-        """See Engine."""
         await self.http.post("/continue_generation", {}, CONTROL_SECONDS)
 
     async def _layouts(self) -> list[list[protocol.TensorShard]]:

@@ -84,8 +84,9 @@ def attend(
     v_cache: torch.Tensor,
     buckets: list[Bucket],
     scaling: float | None,
-) -> None:
-    """query, output: [tokens, heads, dim]; k_cache, v_cache: [slots, KV heads, dim]. Fills `output`."""
+) -> torch.Tensor:
+    """query, output: [tokens, heads, dim]; k_cache, v_cache: [slots, KV heads, dim]. Fills and returns
+    `output`."""
     kv_heads, heads, dim, out_dim = k_cache.shape[1], query.shape[1], query.shape[2], v_cache.shape[2]
     group = heads // kv_heads
     for bucket in buckets:
@@ -113,6 +114,7 @@ def attend(
         if bucket.taken is not None:
             result = result.index_select(0, bucket.taken)
         output.index_copy_(0, bucket.written, result)
+    return output
 
 
 class Decoding:
@@ -205,75 +207,22 @@ class BatchedAttention(TorchNativeAttnBackend):
         size = MASK_ELEMENTS // each
         return [group[i : i + size] for i in range(0, len(group), size)] if size else [[]]
 
-    def _batched(
-        self, query: torch.Tensor, output: torch.Tensor, caches: tuple, scaling: float | None
-    ) -> torch.Tensor:
-        assert self._buckets is not None
-        attend(query, output, *caches, self._buckets, scaling)
-        return output
-
     def _covers(self, encoder_lens: object, options: dict) -> bool:
         special = (
             encoder_lens is not None or options.get("is_cross_attn") or options.get("sliding_window_size")
         )
         return self._buckets is not None and not special
 
-    def _run_sdpa_forward_decode(
-        self,
-        query,
-        output,
-        k_cache,
-        v_cache,
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        encoder_lens=None,
-        scaling=None,
-        **options,
-    ) -> torch.Tensor:
-        if self._covers(encoder_lens, options):
-            return self._batched(query, output, (k_cache, v_cache), scaling)
-        return super()._run_sdpa_forward_decode(
-            query,
-            output,
-            k_cache,
-            v_cache,
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            encoder_lens,
-            scaling,
-            **options,
-        )
+    # `rest` are tables of the batch, which the buckets have replaced; the last is encoder_lens
 
-    def _run_sdpa_forward_extend(
-        self,
-        query,
-        output,
-        k_cache,
-        v_cache,
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        prefix_lens,
-        new_lens,
-        encoder_lens=None,
-        scaling=None,
-        **options,
-    ) -> torch.Tensor:
-        if self._covers(encoder_lens, options) and options.get("causal"):
-            return self._batched(query, output, (k_cache, v_cache), scaling)
-        return super()._run_sdpa_forward_extend(
-            query,
-            output,
-            k_cache,
-            v_cache,
-            req_to_token,
-            req_pool_indices,
-            seq_lens,
-            prefix_lens,
-            new_lens,
-            encoder_lens,
-            scaling,
-            **options,
-        )
+    def _run_sdpa_forward_decode(self, query, output, k_cache, v_cache, *rest, scaling=None, **options):
+        if self._covers(rest[-1], options):
+            return attend(query, output, k_cache, v_cache, self._buckets, scaling)
+        stock = super()._run_sdpa_forward_decode
+        return stock(query, output, k_cache, v_cache, *rest, scaling=scaling, **options)
+
+    def _run_sdpa_forward_extend(self, query, output, k_cache, v_cache, *rest, scaling=None, **options):
+        if self._covers(rest[-1], options) and options.get("causal"):
+            return attend(query, output, k_cache, v_cache, self._buckets, scaling)
+        stock = super()._run_sdpa_forward_extend
+        return stock(query, output, k_cache, v_cache, *rest, scaling=scaling, **options)

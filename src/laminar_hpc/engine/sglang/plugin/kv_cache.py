@@ -33,12 +33,12 @@ def tensor_parallel() -> tuple[int, int]:
     return group.rank_in_group, group.world_size
 
 
-def served_weight_id() -> int:
-    """The weight id that the engine serves; -1 where its version's name is none."""
+def served_weight_id() -> int | None:
+    """The weight id that the engine serves; None where its version's name is none."""
     from sglang.srt.runtime_context import get_serving
 
     name = str(get_serving().weight_version)
-    return int(name) if name.isdigit() else -1
+    return int(name) if name.isdigit() else None
 
 
 def pool_of(buffers: object, page_size: int) -> Pool:
@@ -225,3 +225,28 @@ def _objection(request: Any) -> str:
         "session": "a session",
     }
     return next((text for name, text in others.items() if getattr(request, name, None) is not None), "")
+
+
+def moved_reason(request: Any) -> Any:
+    """What `request.to_finish` is set to, so that the request ends after its current step as "moved".
+    `natural` says afterwards that this step was the last one anyhow.
+
+    SGLang takes `to_finish` for the reason before it looks whether the step ended the request
+    (schedule_batch.py:1923), so that is looked up when the reason is written into the answer.
+    """
+    from sglang.srt.managers.schedule_batch import BaseFinishReason
+
+    class Moved(BaseFinishReason):
+        json: dict | None = None
+        natural = False
+
+        def to_json(self) -> dict:
+            if self.json is None:
+                request.finished_reason = request.to_finish = None
+                request.update_finish_state()
+                own, request.finished_reason = request.finished_reason, self
+                self.natural = own is not None
+                self.json = own.to_json() if own is not None else {"type": "moved"}
+            return self.json
+
+    return Moved()

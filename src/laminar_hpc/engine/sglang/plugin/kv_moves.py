@@ -173,7 +173,7 @@ class KvMoves:
         running = self.cache.running(request.request_id)
         if running is not move.request:
             raise KvRefused(f"KV detach refused: {request.move_id} is of request {move.request.rid}")
-        ended = running.to_finish = _moved(running)
+        ended = running.to_finish = kv_cache.moved_reason(running)
         limit = _after(DETACH_SECONDS)
         while running.finished_reason is not ended:
             if running.finished() or time.monotonic() > limit:
@@ -288,23 +288,3 @@ class KvMoves:
 
 def _after(seconds: float) -> float:
     return time.monotonic() + seconds
-
-
-def _moved(request: Any) -> Any:
-    """SGLang's reason why `request` finished: "moved", unless its last step would have ended it anyhow."""
-    from sglang.srt.managers.schedule_batch import BaseFinishReason
-
-    class Moved(BaseFinishReason):
-        json: dict | None = None
-        natural = False
-
-        def to_json(self) -> dict:  # called when the answer goes out, in the step that ended it
-            if self.json is None:
-                request.finished_reason = request.to_finish = None
-                request.update_finish_state()
-                own, request.finished_reason = request.finished_reason, self
-                self.natural = own is not None
-                self.json = own.to_json() if own is not None else {"type": "moved"}
-            return self.json
-
-    return Moved()
