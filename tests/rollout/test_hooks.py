@@ -5,6 +5,7 @@ A failure here after an upgrade means: look at the cited lines again, and remove
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from laminar_hpc.compat import torchvision
 from laminar_hpc.engine.sglang.plugin.platform import activate
+from laminar_hpc.engine.sglang.process import EngineProcess
 
 activate()  # before SGLang is imported, as its own processes do
 
@@ -81,6 +83,13 @@ OTHER_REASONS = {
         "ModelRegistry._default_models_loaded = False",
     ),
 }
+READ_IN = {  # environment variables of the engine -> the module of SGLang that reads them
+    "SGLANG_CPU_OMP_THREADS_BIND": "sglang.srt.utils.numa_utils",
+    "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "sglang.srt.distributed.bootstrap",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang.srt.models.registry",
+    "SGLANG_ROPE_CACHE_FP32": "sglang.srt.layers.rotary_embedding.base",
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "sglang.srt.entrypoints.http_server",
+}
 
 
 def source_of(module: str, name: str) -> str:
@@ -115,6 +124,15 @@ def test_what_a_trick_is_for_still_stands(name):
     """The same for settings and replacements outside SGLang's registry of hooks."""
     module, where, piece = OTHER_REASONS[name]
     assert piece in source_of(module, where)
+
+
+def test_every_setting_of_the_environment_is_read(tmp_path):
+    """A variable that SGLang has renamed would be ignored without a word."""
+    process = EngineProcess("engine", tmp_path / "log", 1)
+    process.folder = tmp_path
+    ours = {name for name in process.environment() if name.startswith("SGLANG_") and name not in os.environ}
+    assert ours <= READ_IN.keys()
+    assert {name for name in ours if name not in source_of(READ_IN[name], "")} == set()
 
 
 def test_torchvision_needs_its_schemas():

@@ -98,14 +98,14 @@ def load_slot(views: Sequence[View], directory: Path) -> dict[str, tuple[int, in
     with nothing written, when the slot does not fit the engine."""
     on_gpu = any(view.tensor.is_cuda for view in views)
     manifest = decode_manifest((directory / MANIFEST_FILE).read_bytes())
-    slices = sources(views, map_file(directory / WEIGHTS_FILE, on_gpu), manifest)
+    origins = sources(views, map_file(directory / WEIGHTS_FILE, on_gpu), manifest)
     if on_gpu:
-        for view, source in zip(views, slices, strict=True):
+        for view, source in zip(views, origins, strict=True):
             view.tensor.copy_(source, non_blocking=True)
-        slices = [view.tensor for view in views]
+        origins = [view.tensor for view in views]
     pieces = [
         Piece(v.name, tuple(v.shape), v.dim, v.start, v.tensor.shape[v.dim], s)
-        for v, s in zip(views, slices, strict=True)
+        for v, s in zip(views, origins, strict=True)
     ]
     # on a GPU onto themselves: one pass over the parameters
     sums = pack(pieces, [view.tensor for view in views])()
