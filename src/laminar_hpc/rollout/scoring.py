@@ -1,4 +1,4 @@
-"""Rewards of finished trajectories: computed behind the local batch, so that they delay no weight load."""
+"""Rewards of finished trajectories: computed behind the local batch, so that they delay no pull."""
 
 import asyncio
 import logging

@@ -56,17 +56,17 @@ def decoder_layer(
         plain = layer.__dict__["laminar_plain"] = _is_plain(layer)
     if not plain:
         return original(layer, positions, hidden_states, forward_batch, residual)
-    parts = layer._modules
-    attention, mlp = parts["self_attn"], parts["mlp"]
+    modules = layer._modules
+    attention, mlp = modules["self_attn"], modules["mlp"]
     residual = hidden_states if residual is None else residual + hidden_states
-    x = _norm(parts["input_layernorm"], residual)
+    x = _norm(modules["input_layernorm"], residual)
     x = _linear(attention.qkv_proj, x)
     qk, v = x.split([attention.q_size + attention.kv_size, attention.kv_size], dim=-1)
     qk = rotated(qk.contiguous(), rotation(attention.rotary_emb, positions))
     q, k = qk.split([attention.q_size, attention.kv_size], dim=-1)
     x = _linear(attention.o_proj, attention.attn(q.contiguous(), k, v, forward_batch))
     residual = residual + x
-    x = _linear(mlp.gate_up_proj, _norm(parts["post_attention_layernorm"], residual))
+    x = _linear(mlp.gate_up_proj, _norm(modules["post_attention_layernorm"], residual))
     gate, up = x.chunk(2, dim=-1)
     return _linear(mlp.down_proj, silu(gate).mul_(up)), residual
 

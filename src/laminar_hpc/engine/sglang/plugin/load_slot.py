@@ -1,5 +1,5 @@
-"""The engine's load: each tensor-parallel rank copies its slices from the slot in shared memory straight into
-its live parameters.
+"""How an engine takes weights: each tensor-parallel rank copies its slices from the slot in shared memory
+into its live parameters.
 
 Called by port.py in the scheduler's thread, with no request running. Everything is checked before the first
 byte is written; what fails after it leaves parameters of two ids, and the caller ends the engine. A slot's

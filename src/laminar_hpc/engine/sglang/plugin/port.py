@@ -181,7 +181,7 @@ def before_flush(scheduler: object, *_: object, **__: object) -> None:
 
 
 def load_snapshot_path(instance: str) -> str:
-    """Hook: where the scheduler leaves its load figures; in /dev/shm a killed engine's would stay for
+    """Hook: where the scheduler leaves its utilization; in /dev/shm a killed engine's would stay for
     ever."""
     return os.path.join(
         os.path.dirname(os.environ[protocol.SOCKET_VARIABLE]),
