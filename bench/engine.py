@@ -47,9 +47,7 @@ class StockProcess(EngineProcess):
 
 
 class StockServer(SglangServer):
-    def __init__(self, config: RunConfig, index: int, run_dir: Path) -> None:
-        super().__init__(config, index, run_dir)
-        self.process = StockProcess("stock engine", self.log, config.rollout.threads)
+    Process = StockProcess
 
     async def ping(self, seconds: float = 0.0) -> None:
         """There is no port."""

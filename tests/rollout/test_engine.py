@@ -395,6 +395,7 @@ def test_a_response_of_two_weight_ids_is_seen(pair, slots):
 
 
 def test_an_aborted_response_is_refused(pair):
+    """What an abort leaves is no response to train on."""
     engine = pair.engines[0]
 
     async def aborted():

@@ -73,6 +73,7 @@ def test_a_paused_request_goes_on_with_other_weights(pair):
 
 
 def test_the_decode_curve_is_measured(pair):
+    """Powers of two up to the limit, each with the seconds of a step, from which repack takes its B."""
     curve = pair.loop.run(pair.engines[1].decode_curve(8, 16))
     assert [requests for requests, _ in curve] == [1, 2, 4, 8] and all(seconds > 0 for _, seconds in curve)
     assert 1 <= saturation_requests(curve) <= 8

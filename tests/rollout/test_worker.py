@@ -262,6 +262,7 @@ def test_scoring_delays_no_pull(replica):
 
 
 def test_a_broken_reward_is_counted_and_stops_nothing(replica):
+    """An exception of the user's function is a reward of 0 with its text, and the replica asks for more."""
     controller = replica.controller
     controller.grant(5, groups=1, kind="broken")
     scores = controller.collect(4, Scored)

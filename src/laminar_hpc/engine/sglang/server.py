@@ -43,11 +43,13 @@ UNVERIFIED = "unverified"  # weight version of an engine whose weights have no i
 class SglangServer(MoveCalls):
     """One life of one SGLang server. Each method does what Engine says of it."""
 
+    Process = EngineProcess
+
     def __init__(self, config: RunConfig, index: int, run_dir: Path) -> None:
         self.name = f"engine {index}"
         self.log = run_dir / "logs" / f"engine{index}.log"
         ranks = config.rollout.tensor_parallel
-        self.process = EngineProcess(self.name, self.log, config.rollout.threads, ranks)
+        self.process = self.Process(self.name, self.log, config.rollout.threads, ranks)
         self.http = HttpClient(self.process)
         super().__init__(config, PortClient(self.process, ranks))
         # what each tensor-parallel rank holds; as long as the engine lives
