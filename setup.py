@@ -183,7 +183,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["laminar = laminar_hpc.cli:main"],
-        "sglang.srt.platforms": ["laminar_cpu = laminar_hpc.rollout.sglang_plugin.platform:activate"],
-        "sglang.srt.plugins": ["laminar_port = laminar_hpc.rollout.sglang_plugin.port:register"],
+        "sglang.srt.platforms": ["laminar_cpu = laminar_hpc.engine.sglang.plugin.platform:activate"],
+        "sglang.srt.plugins": ["laminar_port = laminar_hpc.engine.sglang.plugin.hooks:register"],
     },
 )

@@ -25,9 +25,10 @@ import common
 
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.rollout.engine_process import EngineProcess
-from laminar_hpc.rollout.sglang_plugin import protocol
-from laminar_hpc.rollout.sglang_server import Generation, SglangServer, sampling_parameters
+from laminar_hpc.engine.interface import Generation, sampling_parameters
+from laminar_hpc.engine.sglang.plugin import protocol
+from laminar_hpc.engine.sglang.process import EngineProcess
+from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.rollout.tokens import model_config
 
 WAVES = 3
@@ -46,12 +47,10 @@ class StockProcess(EngineProcess):
 
 
 class StockServer(SglangServer):
-    def __init__(self, config: RunConfig, index: int, run_dir: Path) -> None:
-        super().__init__(config, index, run_dir)
-        self.process = StockProcess("stock engine", self.log, config.rollout.threads)
+    Process = StockProcess
 
-    async def ping(self, seconds: float = 0.0) -> list:
-        return []  # there is no port
+    async def ping(self, seconds: float = 0.0) -> None:
+        """There is no port."""
 
 
 async def generate(
@@ -96,7 +95,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[dict]:
     stock, ours = StockServer(config, 0, folder), SglangServer(config, 1, folder)
     rows = []
     try:
-        await asyncio.gather(*(server.start(model, "0", seed=1) for server in (stock, ours)))
+        await asyncio.gather(*(server.start(model, 0, seed=1) for server in (stock, ours)))
         await compare(stock, ours, config)
         for concurrent in options.concurrent:
             for repeat in range(options.repeats + 1):  # the first pair warms up

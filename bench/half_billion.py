@@ -151,7 +151,7 @@ class Peaks(threading.Thread):
         if words[0].startswith("sglang::"):
             return f"engine, {words[0].removeprefix('sglang::')}"
         for module, name in (
-            ("sglang_plugin.serve", "engine, server"),
+            ("sglang.plugin.serve", "engine, server"),
             ("reward_worker", "reward worker"),
             ("torch.distributed.run", "torchrun"),
         ):

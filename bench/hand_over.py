@@ -32,10 +32,10 @@ import torch
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import LinkBroken, host_store, reach_store
 from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.engine.sglang.plugin.live_weights import View
+from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
 from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.relay.chain import Stream, receive_stream
-from laminar_hpc.rollout.sglang_plugin.live_weights import View
-from laminar_hpc.rollout.sglang_plugin.load import load_slot
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 from laminar_hpc.weights.stream import decode_header, encode_header, encode_sums

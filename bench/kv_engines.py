@@ -28,7 +28,8 @@ import torch
 
 import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers)
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
+from laminar_hpc.engine.interface import sampling_parameters
+from laminar_hpc.engine.sglang.server import SglangServer
 
 COLUMNS = ("tokens", "repeat", "move ms", "prefill ms", "prefill / move", "stalled ms")
 START_SECONDS = 600.0
@@ -78,7 +79,7 @@ async def move(
     then."""
     source, destination = engines
     call = asyncio.create_task(source.generate(prompt, greedy, name, "0"))
-    while (await source.load_info()).kv_tokens < len(prompt):
+    while (await source.utilization()).kv_tokens < len(prompt):
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.2)  # it is decoding by now
     begin = time.perf_counter()
@@ -149,7 +150,7 @@ async def run(folder: Path, model: str, lengths: list[int], repeats: int) -> lis
     )
     engines = [SglangServer(config, index, folder) for index in range(2)]
     try:
-        await asyncio.gather(*(engine.start(folder / "model", "0", seed=1) for engine in engines))
+        await asyncio.gather(*(engine.start(folder / "model", 0, seed=1) for engine in engines))
         return await measure(engines, lengths, repeats, config)
     finally:
         await asyncio.gather(*(engine.stop() for engine in engines))

@@ -412,9 +412,10 @@ def measure_pull(options: argparse.Namespace, size: str) -> dict:
 async def pull(options: argparse.Namespace, size: str) -> dict:
     import torch
 
+    from laminar_hpc.engine.sglang.server import SglangServer
     from laminar_hpc.kernels.sums import tensor_sums
     from laminar_hpc.observability.trace import Trace
-    from laminar_hpc.rollout.sglang_server import SglangServer
+    from laminar_hpc.rollout.engine_lives import EngineLives
     from laminar_hpc.rollout.weight_loader import WeightLoader
     from laminar_hpc.weights.hf import TensorReader
     from laminar_hpc.weights.manifest import layout
@@ -429,10 +430,13 @@ async def pull(options: argparse.Namespace, size: str) -> dict:
     engine = SglangServer(config, 0, folder)
     reader = SlotReader(config.relay.shm_dir, f"bench-{folder.name}-pull")
     weight_loader = WeightLoader(
-        reader, probe_sequences(SHAPES[size][-1]), Trace(folder, "rollout", 0), lambda: engine, lambda: 0
+        reader,
+        probe_sequences(SHAPES[size][-1]),
+        Trace(folder, "rollout", 0),
+        EngineLives(lambda: engine, lambda: 0),
     )
     try:
-        await engine.start(directory, "0", 0)
+        await engine.start(directory, 0, 0)
         found, copies, copy = (
             [],
             [],
@@ -456,13 +460,13 @@ async def pull(options: argparse.Namespace, size: str) -> dict:
         await engine.stop()
         writer.close()
     memcpy, measured = statistics.median(copies[2:]), found[2:]
-    ways = [one.seconds - one.parts["probe"] for one in measured]
-    parts = {name: statistics.median(one.parts[name] for one in measured) for name in measured[0].parts}
+    ways = [one.seconds - one.phases["probe"] for one in measured]
+    parts = {name: statistics.median(one.phases[name] for one in measured) for name in measured[0].phases}
     text = " ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
     rows = [
         row(size, "pull, verified", statistics.median(ways), memcpy, text),
         row(size, "pull with the probe", statistics.median(one.seconds for one in measured), memcpy),
-        row(size, "first pull of a slot", found[1].seconds - found[1].parts["probe"], memcpy),
+        row(size, "first pull of a slot", found[1].seconds - found[1].phases["probe"], memcpy),
     ]
     return {"rows": rows, "figures": {"pull_over_memcpy": memcpy / statistics.median(ways)}}
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers)
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.kernels.sums import tensor_sums
-from laminar_hpc.rollout.sglang_server import SglangServer
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 
@@ -128,7 +128,7 @@ class Pair:
     async def load(self, engine: int, number: int, paused: bool = False) -> None:
         """`models[number]` from a slot, as weight id `number`."""
         directory, _ = fill_slot(self.writer, self.models[number], number, 0)
-        await self.engines[engine].load(directory, str(number), paused)
+        await self.engines[engine].load_weights(directory, number, paused)
 
     def stop(self) -> None:
         for engine in self.engines:
@@ -152,7 +152,7 @@ def start_pair(folder: Path) -> Pair:
     async def start() -> list[SglangServer]:
         engines = [SglangServer(config, index, folder) for index in range(2)]
         await asyncio.gather(
-            *(engine.start(models[0], "0", seed=index) for index, engine in enumerate(engines))
+            *(engine.start(models[0], 0, seed=index) for index, engine in enumerate(engines))
         )
         return engines
 

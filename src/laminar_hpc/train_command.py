@@ -24,8 +24,8 @@ def main(arguments: list[str]) -> int:
     loaded = load_config(arguments)
 
     from laminar_hpc.emulation.constants import unknown_constants
+    from laminar_hpc.engine.sglang.command_line import unknown_arguments
     from laminar_hpc.pretrained import pinned_words, resolve_model
-    from laminar_hpc.rollout.engine_arguments import unknown_arguments
 
     config = resolve_model(loaded, print)
     derived = check(config)

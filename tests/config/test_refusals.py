@@ -21,7 +21,7 @@ from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import load_config, read_config
 from laminar_hpc.config.schema import RENAMED, RunConfig
 from laminar_hpc.emulation.constants import unknown_constants
-from laminar_hpc.rollout.engine_arguments import argument_names, unknown_arguments
+from laminar_hpc.engine.sglang.command_line import argument_names, unknown_arguments
 from laminar_hpc.simulator.constants import GPUS, MODELS
 
 NOT_OURS = (

@@ -66,8 +66,7 @@ def sabotaged(saboteur: Saboteur, engine: type) -> type[RolloutWorker]:
                 if kind == "refuse":
                     raise KvRefused(f"{call} refused by the test")
                 self.die()
-                await self.process.dead.wait()
-                raise self.process.death()
+                raise await self.died()
             if kind == "hang":
                 await asyncio.sleep(saboteur.hang)
             result = await work
@@ -80,15 +79,12 @@ def sabotaged(saboteur: Saboteur, engine: type) -> type[RolloutWorker]:
             return (lambda *words: self._hurt(name, found(*words))) if name in CALLS else found
 
     class Worker(RolloutWorker):
-        def __init__(self, context, pool=None):
-            super().__init__(context, pool)
+        def __init__(self, context, pool):
+            super().__init__(context, lambda: Engine(context.config, context.index, context.run_dir), pool)
             send = context.channel.send
             context.channel.send = lambda word: (
                 None if saboteur.strikes(type(word).__name__, ("lost",)) else send(word)
             )
-
-        def _new_engine(self):
-            return Engine(self.config, self.context.index, self.context.run_dir)
 
         def _arrived(self, item):
             if not (isinstance(item, m.Message) and saboteur.strikes(type(item).__name__, ("lost",))):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from engines import LoopThread
 from laminar_hpc.cluster.hub import Hub
@@ -21,13 +22,12 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.rundir import prepare as prepare_run_dir
-from laminar_hpc.emulation import responses, stage
-from laminar_hpc.emulation.engine import EmulatedEngine
-from laminar_hpc.emulation.fleet import Replica
+from laminar_hpc.emulation import stage
+from laminar_hpc.emulation.fleet import NewWorker, Replica, new_worker
 from laminar_hpc.emulation.launch import prepare
+from laminar_hpc.engine.emulated import responses
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages import Trajectory, decode_trajectory
-from laminar_hpc.rollout.worker import RolloutWorker
 
 
 def small_config(folder: Path, replicas: int = 3, steps: int = 3, **pipeline: object) -> RunConfig:
@@ -52,6 +52,13 @@ def small_config(folder: Path, replicas: int = 3, steps: int = 3, **pipeline: ob
     for name, value in pipeline.items():
         setattr(config.pipeline, name, value)
     return config
+
+
+@runtime_checkable
+class Mortal(Protocol):
+    """An engine that a test can end."""
+
+    def die(self) -> None: ...
 
 
 class Shuffler:
@@ -81,16 +88,16 @@ class Shuffler:
 
 
 class Stand:
-    """One run. `each_turn` is called in the controller's thread after every turn, `worker` is the class of
+    """One run. `each_turn` is called in the controller's thread after every turn, `new_worker` makes
     the replicas' workers."""
 
     def __init__(
         self,
         config: RunConfig,
-        worker: type[RolloutWorker] = RolloutWorker,
+        new_worker: NewWorker = new_worker,
         each_turn: Callable[[Controller], None] = lambda _: None,
     ) -> None:
-        self.config, self._worker, self.each_turn = config, worker, each_turn
+        self.config, self._new_worker, self.each_turn = config, new_worker, each_turn
         self.lines: list[str] = []
         self.error: BaseException | None = None
         self.loop = LoopThread()
@@ -143,16 +150,18 @@ class Stand:
     async def _keep_alive(self, index: int) -> None:
         """A replica, and the next one in its place when it dies."""
         while not self.ending:
-            self.replicas[index] = Replica(self.config, index, self.pool, self._worker)
+            self.replicas[index] = Replica(self.config, index, self.pool, self._new_worker)
             self.lives += 1
             await self.replicas[index].run()
             await asyncio.sleep(0.05)
 
-    def engine(self, index: int) -> EmulatedEngine:
+    def engine(self, index: int) -> Mortal:
         """The engine of a replica."""
         worker = self.replicas[index].worker
         assert worker is not None
-        return worker.weight_loader.engine  # type: ignore[return-value]
+        engine = worker.engines.current
+        assert isinstance(engine, Mortal)
+        return engine
 
 
 def assert_is_whole(t: Trajectory, config: RunConfig) -> None:

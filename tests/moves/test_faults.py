@@ -11,7 +11,7 @@ from faults import FAULTS, Saboteur, sabotaged
 from stand import Shuffler, Stand, assert_every_one_ended_once, small_config
 
 from laminar_hpc.controller import migration
-from laminar_hpc.emulation.engine import EmulatedEngine
+from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.rollout import migration as replica_migration
 
 PHASE_SECONDS, AGAIN_SECONDS, HANG_SECONDS = 1.0, 0.2, 1.5

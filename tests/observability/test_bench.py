@@ -119,8 +119,8 @@ def test_the_model_made_on_the_fly_is_one_that_transformers_reads(load, tmp_path
 def test_the_stock_engine_has_none_of_our_hooks(load, tmp_path):
     """Promise: what is compared with is SGLang as it comes; the port's variable is what our plugin is
     switched on by."""
-    from laminar_hpc.rollout.engine_process import EngineProcess
-    from laminar_hpc.rollout.sglang_plugin.protocol import SOCKET_VARIABLE
+    from laminar_hpc.engine.sglang.plugin.protocol import SOCKET_VARIABLE
+    from laminar_hpc.engine.sglang.process import EngineProcess
 
     for kind, hooked in ((EngineProcess, True), (load("engine").StockProcess, False)):
         process = kind("engine", tmp_path / "log", 1)

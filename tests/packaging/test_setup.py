@@ -114,8 +114,8 @@ for words in (["experiment=demo"], ["--config-dir", "conf", "experiment=mine"]):
     assert {"laminar_hpc/_kv.abi3.so", "laminar_hpc/_sums.abi3.so"} <= names
     for line in (
         "laminar = laminar_hpc.cli:main",
-        "laminar_cpu = laminar_hpc.rollout",
-        "laminar_port = laminar_hpc.rollout",
+        "laminar_cpu = laminar_hpc.engine.sglang.plugin",
+        "laminar_port = laminar_hpc.engine.sglang.plugin",
     ):
         assert line in entry_points
 

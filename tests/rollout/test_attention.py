@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from laminar_hpc.rollout.sglang_plugin.platform import activate
+from laminar_hpc.engine.sglang.plugin.platform import activate
 
 activate()  # before SGLang is imported, as its own processes do
 
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
 
-from laminar_hpc.rollout.sglang_plugin import attention  # noqa: E402
-from laminar_hpc.rollout.sglang_plugin.attention import BatchedAttention, buckets_of  # noqa: E402
+from laminar_hpc.engine.sglang.plugin import attention  # noqa: E402
+from laminar_hpc.engine.sglang.plugin.attention import BatchedAttention, buckets_of  # noqa: E402
 
 HEADS, KV_HEADS, DIM, SLOTS, CONTEXT = 6, 2, 16, 4096, 512
 
@@ -167,6 +167,7 @@ def test_prefill_equals_stock(totals):
 
 
 def test_bfloat16_equals_stock():
+    """The same in the dtype of most models, to its own rounding."""
     stock, ours, _ = both(CASES["mixed"], None, torch.bfloat16)
     torch.testing.assert_close(ours, stock, atol=2e-2, rtol=2e-2)
 

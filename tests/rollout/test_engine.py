@@ -17,12 +17,15 @@ from safetensors.torch import load_file, save_file
 
 from engines import EOS, Pair, file_sums, fill_slot, hf_logprobs, make_model, reference
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.engine.interface import sampling_parameters
+from laminar_hpc.engine.sglang.plugin import protocol
+from laminar_hpc.engine.sglang.replies import REPORTS_SPANS
+from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
-from laminar_hpc.rollout.batch import objection
-from laminar_hpc.rollout.sglang_plugin import protocol
-from laminar_hpc.rollout.sglang_server import REPORTS_SPANS, SglangServer, sampling_parameters
+from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import EngineOverflows, SlotRefused, SumsDiffer, WeightLoader
+from laminar_hpc.rollout.work import objection
 from laminar_hpc.weights.manifest import WEIGHTS_FILE
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
@@ -119,11 +122,12 @@ def test_sums_of_live_parameters_are_those_of_the_file_and_change_with_a_load(pa
     sums; its id is that of the next tokens; what was cached is forgotten."""
     engine = pair.engines[1]
     for number in (1, 0):
-        told = pair.loop.run(engine.load(fill_slot(slots, pair.models[number], number, 0)[0], str(number)))
+        directory, _ = fill_slot(slots, pair.models[number], number, 0)
+        told = pair.loop.run(engine.load_weights(directory, number))
         assert told == pair.loop.run(engine.sums()) == file_sums(pair.models[number])
         generation = generate_all(pair, sampling(pair, 0.0, 4), f"load{number}", engine=1)[0]
         assert [(span.weight_id, span.start, span.end) for span in generation.spans] == [(number, 0, 4)]
-        assert objection(generation, number) == "" and "instead of 7" in objection(generation, 7)
+        assert objection(generation, number) is None and "instead of 7" in objection(generation, 7)
     shapes = {name: list(tensor.shape) for name, tensor in load_file(pair.models[0] / WEIGHTS_FILE).items()}
     assert {t.name: t.shape for t in pair.loop.run(engine.layout())} == shapes
     assert {t.dtype for t in pair.loop.run(engine.layout())} == {"float32"}
@@ -131,7 +135,7 @@ def test_sums_of_live_parameters_are_those_of_the_file_and_change_with_a_load(pa
 
 def test_a_tied_head_is_listed_once():
     """A tied lm_head is no tensor of the Hugging Face file, so it must be none of the engine's either."""
-    from laminar_hpc.rollout.sglang_plugin.live_weights import canonical_views
+    from laminar_hpc.engine.sglang.plugin.live_weights import canonical_views
 
     model = torch.nn.Module()
     model.model = torch.nn.Module()
@@ -182,7 +186,7 @@ def test_cached_kv_is_apart_by_weight_id(pair):
             "sampling_params": {"max_new_tokens": 2, "temperature": 0.0},
             "extra_key": namespace,
         }
-        return pair.loop.run(engine._post("/generate", payload, 60))["meta_info"]["cached_tokens"]
+        return pair.loop.run(engine.http.post("/generate", payload, 60))["meta_info"]["cached_tokens"]
 
     assert cached("id-41") == 0 and cached("id-41") > len(prompt) // 2
     assert cached("id-42") == 0, "the same prompt under another weight id"
@@ -205,7 +209,7 @@ def test_the_load_is_told_while_it_generates(pair):
         while not any(call.done() for call in calls):
             await asyncio.sleep(0.1)
             t0 = time.monotonic()
-            seen.append(await engine.load_info())
+            seen.append(await engine.utilization())
             seconds.append(time.monotonic() - t0)
         await asyncio.gather(*calls)
         return seen, sorted(seconds)[len(seconds) // 2]
@@ -215,7 +219,7 @@ def test_the_load_is_told_while_it_generates(pair):
     assert busiest.running == 6 and busiest.queued == 0 and busiest.kv_tokens > 100
     assert busiest.kv_capacity == pair.config.rollout.kv_cache_tokens
     assert median < 0.25, "a look takes milliseconds on an idle machine"
-    assert pair.loop.run(SglangServer(pair.config, 9, Path("/nowhere")).load_info()) is None
+    assert pair.loop.run(SglangServer(pair.config, 9, Path("/nowhere")).utilization()) is None
 
 
 def test_the_engine_is_private(pair):
@@ -240,7 +244,7 @@ def test_the_engine_is_private(pair):
 # ---- weights that must not be served -----------------------------------------------------------------------
 
 
-def new_puller(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightLoader:
+def new_loader(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightLoader:
     """A weight_loader on the second engine that takes the first mismatch for an error, so that this engine
     lives on."""
     monkeypatch.setattr(weight_loader, "TRIES", 0)
@@ -248,8 +252,7 @@ def new_puller(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> W
         SlotReader(str(tmp_path), "run"),
         probe_sequences(500),
         Trace(tmp_path, "rollout", 1),
-        lambda: pair.engines[1],
-        lambda: 1,
+        EngineLives(lambda: pair.engines[1], lambda: 1),
     )
     return made
 
@@ -265,11 +268,11 @@ def test_a_flipped_bit_is_found_after_the_load(pair, slots, tmp_path, monkeypatc
     path.write_bytes(blob)
     refusal = r"weight id 4: 1 of \d+ tensors in the engine differ .* first model.layers.1.mlp.up_proj.weight"
     with pytest.raises(Exception, match=refusal):
-        pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())
+        pair.loop.run(new_loader(pair, tmp_path, monkeypatch).pull())
     fill_slot(slots, pair.models[0], 5, 3)
-    pulled = pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())
+    pulled = pair.loop.run(new_loader(pair, tmp_path, monkeypatch).pull())
     assert (pulled.weight_id, pulled.weight_step, len(pulled.probe_logprobs)) == (5, 3, 124)
-    assert set(pulled.parts) == {"lock", "check", "load", "sums", "probe"}
+    assert set(pulled.phases) == {"lock", "check", "load", "sums", "probe"}
 
 
 def test_weights_with_which_the_engine_overflows_are_refused_at_once(pair, slots, tmp_path, monkeypatch):
@@ -277,13 +280,12 @@ def test_weights_with_which_the_engine_overflows_are_refused_at_once(pair, slots
     refused with engine, step, cure and log, and without a fresh engine, which would do the same; a response
     is never trained on; the next weights mend it."""
     monkeypatch.setattr(weight_loader, "TRIES", 2)
-    monkeypatch.setattr(WeightLoader, "_kill", lambda _: pytest.fail("a fresh engine was started"))
+    monkeypatch.setattr(EngineLives, "replace", lambda _: pytest.fail("a fresh engine was started"))
     made = WeightLoader(
         SlotReader(str(tmp_path), "run"),
         probe_sequences(500),
         Trace(tmp_path, "rollout", 1),
-        lambda: pair.engines[1],
-        lambda: 1,
+        EngineLives(lambda: pair.engines[1], lambda: 1),
     )
     spoilt = tmp_path / "spoilt"
     shutil.copytree(pair.models[1], spoilt)
@@ -308,7 +310,7 @@ def test_weights_with_which_the_engine_overflows_are_refused_at_once(pair, slots
 def test_a_missing_tensor_and_a_wrong_shape_are_found_before_the_load(pair, slots, tmp_path, monkeypatch):
     """SGLang would load the rest and answer success, and would end itself on a wrong shape: neither is ever
     given to it."""
-    monkeypatch.setattr(SglangServer, "load", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(SglangServer, "load_weights", lambda *_: pytest.fail("it was loaded"))
     directory, manifest = fill_slot(slots, pair.models[1], 4, 2)
     other = tmp_path / "other"
     shutil.copytree(directory, other)
@@ -320,7 +322,7 @@ def test_a_missing_tensor_and_a_wrong_shape_are_found_before_the_load(pair, slot
         change(tensors)
         save_file(tensors, directory / WEIGHTS_FILE)  # the file differs from its manifest
         with pytest.raises(SlotRefused, match="not laid out as its manifest says"):
-            pair.loop.run(new_puller(pair, tmp_path, monkeypatch).pull())
+            pair.loop.run(new_loader(pair, tmp_path, monkeypatch).pull())
         save_file(tensors, other / "changed.safetensors")
         layout = pair.loop.run(
             pair.engines[1].layout()
@@ -342,14 +344,15 @@ def test_a_load_is_refused_while_a_request_runs_and_for_another_model(pair, slot
         request = asyncio.create_task(engine.generate(PROMPTS[3], parameters, "busy", "0"))
         await asyncio.sleep(0.2)
         with pytest.raises(LaminarError, match="requests are running"):
-            await engine._call(protocol.Load(str(directory)), 10)
+            load = protocol.LoadWeights(str(directory))
+            await engine.port.call(load, protocol.LiveSums, 10)
         await request
 
     pair.loop.run(busy())
     model = make_model(tmp_path / "tied", 3, tied=True)  # has no lm_head
     other = SlotWriter(str(tmp_path), "other", 1, model)
     with pytest.raises(LaminarError, match=r"differ in \['lm_head.weight'\]"):
-        pair.loop.run(engine.load(fill_slot(other, model, 5, 0)[0], "5"))
+        pair.loop.run(engine.load_weights(fill_slot(other, model, 5, 0)[0], 5))
     other.close()
     assert pair.loop.run(engine.sums()) == before
 
@@ -375,13 +378,13 @@ def test_a_response_of_two_weight_ids_is_seen(pair, slots):
 
     async def mixed():
         parameters = sampling(pair, 1.0, 400) | {"ignore_eos": True, "stop_token_ids": []}
-        await engine.load(directory, "10")
+        await engine.load_weights(directory, 10)
         request = asyncio.create_task(engine.generate(PROMPTS[3], parameters, "mixed", "10"))
         await asyncio.sleep(0.15)
-        await engine._post("/pause_generation", {"mode": "in_place"}, 10)
+        await engine.http.post("/pause_generation", {"mode": "in_place"}, 10)
         payload = {"model_path": str(pair.models[1]), "weight_version": "11", "flush_cache": False}
-        await engine._post("/update_weights_from_disk", payload, 10)
-        await engine._post("/continue_generation", {}, 10)
+        await engine.http.post("/update_weights_from_disk", payload, 10)
+        await engine.http.post("/continue_generation", {}, 10)
         return await request
 
     generation = pair.loop.run(mixed())
@@ -392,6 +395,7 @@ def test_a_response_of_two_weight_ids_is_seen(pair, slots):
 
 
 def test_an_aborted_response_is_refused(pair):
+    """What an abort leaves is no response to train on."""
     engine = pair.engines[0]
 
     async def aborted():

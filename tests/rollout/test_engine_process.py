@@ -19,27 +19,22 @@ from laminar_hpc.cluster import leftovers
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
 from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.rollout.engine_process import (
-    FOREIGN_VARIABLES,
-    EngineDied,
-    EngineProcess,
-    hold_port,
-    last_words,
-)
-from laminar_hpc.rollout.sglang_server import SglangServer
+from laminar_hpc.engine.interface import EngineDied
+from laminar_hpc.engine.sglang.process import FOREIGN_VARIABLES, EngineProcess, hold_port, last_log_line
+from laminar_hpc.engine.sglang.server import SglangServer
 
 PARENT = """
 import asyncio, json, sys
 from pathlib import Path
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.rollout.sglang_server import SglangServer
+from laminar_hpc.engine.sglang.server import SglangServer
 
 async def main(model, folder):
     config = RunConfig()
     config.model.path = model
     config.rollout.tensor_parallel = 2
     engine = SglangServer(config, 0, Path(folder))
-    await engine.start(Path(model), "0", 1)
+    await engine.start(Path(model), 0, 1)
     print(json.dumps(engine.process.pid), flush=True)
     await asyncio.sleep(600)
 
@@ -73,7 +68,7 @@ def test_a_start_that_fails_is_one_line(parent, tmp_path, monkeypatch):
     async def start() -> None:
         engine = SglangServer(engine_config(broken), 3, tmp_path)
         try:
-            await engine.start(broken, "0", 1)
+            await engine.start(broken, 0, 1)
         finally:
             folder = engine.process.folder
             await engine.stop()
@@ -89,7 +84,7 @@ def test_a_worker_needs_no_torch():
     """Each rollout rank and each engine's launcher would pay for it: seconds of a core, and 200 MB for as
     long as it runs."""
     code = (
-        "import laminar_hpc.rollout.worker, laminar_hpc.rollout.sglang_plugin.serve, sys; "
+        "import laminar_hpc.rollout.worker, laminar_hpc.engine.sglang.plugin.serve, sys; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
@@ -132,7 +127,7 @@ def test_an_engine_that_does_not_answer_in_time(model, tmp_path):
     async def start() -> None:
         engine = SglangServer(config, 4, tmp_path)
         try:
-            await engine.start(model, "0", 1)
+            await engine.start(model, 0, 1)
         finally:
             await engine.stop()
 
@@ -152,14 +147,14 @@ def test_an_engine_that_was_never_started_can_be_stopped(tmp_path, monkeypatch):
     assert (tmp_path / "precious").exists()
 
 
-def test_last_words(tmp_path):
+def test_last_log_line(tmp_path):
     """The last error of a log, else its last line."""
     log = tmp_path / "log"
-    assert last_words(log) == "it left no log"
+    assert last_log_line(log) == "it left no log"
     log.write_text("[12:00] loading\nValueError: no room\n  at x\nkill_process_tree called\n")
-    assert last_words(log) == "ValueError: no room"
+    assert last_log_line(log) == "ValueError: no room"
     log.write_text("one\ntwo\n\n")
-    assert last_words(log) == "two"
+    assert last_log_line(log) == "two"
 
 
 def test_what_torchrun_says_to_its_ranks_does_not_reach_the_engine():

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from engines import LoopThread, engine_config, file_sums, fill_slot, hf_logprobs
+from laminar_hpc.engine.interface import sampling_parameters
+from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.observability.trace import Trace
-from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
+from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
@@ -54,13 +56,15 @@ def test_an_engine_of_each_family(family: str, ranks: int, tmp_path: Path) -> No
         )
 
     try:
-        loop.run(engine.start(models[0], "0", seed=0), seconds=250)
+        loop.run(engine.start(models[0], 0, seed=0), seconds=250)
         fill_slot(writer, models[1], 4, 2)
         reader = SlotReader(str(tmp_path), "run")
         pulled = loop.run(
-            WeightLoader(reader, probe, Trace(tmp_path, "rollout", 0), lambda: engine, lambda: 0).pull()
+            WeightLoader(
+                reader, probe, Trace(tmp_path, "rollout", 0), EngineLives(lambda: engine, lambda: 0)
+            ).pull()
         )
-        assert pulled.weight_id == 4 and "start" not in pulled.parts, "it was loaded by the engine that ran"
+        assert pulled.weight_id == 4 and "start" not in pulled.phases, "it was loaded by the engine that ran"
         assert loop.run(engine.sums()) == file_sums(models[1])
         expected = torch.cat([hf_logprobs(model, s[:1], s[1:]) for s in probe])
         torch.testing.assert_close(torch.tensor(pulled.probe_logprobs), expected, atol=1e-4, rtol=0)

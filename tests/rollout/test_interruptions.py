@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from engines import LoopThread, engine_config, hf_logprobs, make_model, reference
+from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.messages import Partial
 from laminar_hpc.policies.sizing import saturation_requests
-from laminar_hpc.rollout.batch import extended
-from laminar_hpc.rollout.sglang_server import SglangServer
+from laminar_hpc.rollout.work import extended
 
 PROMPT = [(7 * i) % 200 for i in range(40)]
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
@@ -73,6 +73,7 @@ def test_a_paused_request_goes_on_with_other_weights(pair):
 
 
 def test_the_decode_curve_is_measured(pair):
+    """Powers of two up to the limit, each with the seconds of a step, from which repack takes its B."""
     curve = pair.loop.run(pair.engines[1].decode_curve(8, 16))
     assert [requests for requests, _ in curve] == [1, 2, 4, 8] and all(seconds > 0 for _, seconds in curve)
     assert 1 <= saturation_requests(curve) <= 8
@@ -91,7 +92,7 @@ def test_increments_are_the_response(tmp_path):
         told[1].extend(logprobs)
 
     async def run():
-        await engine.start(model, "0", seed=0)
+        await engine.start(model, 0, seed=0)
         try:
             return await engine.generate(
                 PROMPT, {**SAMPLING, "max_new_tokens": 100}, "run-3-0-0", "0", on_tokens

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from engines import EOS, Pair
+from laminar_hpc.engine.interface import Generation, sampling_parameters
+from laminar_hpc.engine.sglang import move_calls
+from laminar_hpc.engine.sglang.plugin.kv_cache import _objection, pool_of
+from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.kv import transfer
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header, Shape
 from laminar_hpc.kv.pool import Pool
-from laminar_hpc.rollout import kv_engine
-from laminar_hpc.rollout.batch import objection
-from laminar_hpc.rollout.sglang_plugin.kv_cache import _objection, pool_of
-from laminar_hpc.rollout.sglang_server import Generation, SglangServer, sampling_parameters
+from laminar_hpc.rollout.work import objection
 
 CAPACITY = 16384
 
@@ -81,7 +82,7 @@ async def moved(
 
 
 def used(pair: Pair, engine: int) -> int:
-    return pair.loop.run(pair.engines[engine].load_info()).kv_tokens
+    return pair.loop.run(pair.engines[engine].utilization()).kv_tokens
 
 
 async def same_answers(pair: Pair, numbers: range, length: int, way: str) -> None:
@@ -130,7 +131,7 @@ def test_the_next_token_is_drawn_from_the_same_distribution(pair):
             "top_logprobs_num": 400,
         }
         return [
-            await pair.engines[1]._post("/generate", payload | {"extra_key": key}, 60)
+            await pair.engines[1].http.post("/generate", payload | {"extra_key": key}, 60)
             for key in ("0", "fresh")
         ]
 
@@ -270,7 +271,7 @@ def test_room_is_made_and_the_moved_prefix_is_kept(pair):
             *(theirs.generate(prompt_of(50 + i, 1500), one, f"fill-{i}", "0") for i in range(9))
         )
         big = await theirs.kv_reserve("big", 0, 12000)
-        assert big and (await theirs.load_info()) is not None
+        assert big and (await theirs.utilization()) is not None
         await theirs.kv_abort("big")
         call = asyncio.create_task(ours.generate(prompt_of(40), greedy(pair, 300), "kept", "0"))
         await decoding(ours, "kept", "kept", await theirs.kv_reserve("kept", 0, 400))
@@ -292,7 +293,7 @@ def test_room_is_made_and_the_moved_prefix_is_kept(pair):
 def test_a_move_that_nobody_ends(pair, monkeypatch):
     """Promise: what is held for a move is given back after its time limit, also by an engine that has nothing
     else to do."""
-    monkeypatch.setattr(kv_engine, "MOVE_SECONDS", 0.3)
+    monkeypatch.setattr(move_calls, "MOVE_SECONDS", 0.3)
     pair.loop.run(pair.engines[1].kv_reserve("forgotten", 0, CAPACITY))
     deadline = time.monotonic() + 10
     while True:

@@ -101,7 +101,7 @@ def test_after_a_pull_that_failed_nothing_is_open():
         state.failed()
     state.begin_pull(2, back=True)
     state.failed()
-    assert (state.phase, state.weight_id) == (Phase.UNVERIFIED, -1)
+    assert (state.phase, state.weight_id) == (Phase.UNVERIFIED, None)
     with pytest.raises(WrongState):
         state.grant(3, requests=1)
     state.begin_pull(3)
@@ -111,20 +111,20 @@ def test_after_a_pull_that_failed_nothing_is_open():
 def test_invariants_over_all_short_histories():
     """Whatever is called in whatever order: work in flight only while DRAINING, and the id only grows."""
     steps = {
-        "pull": lambda s: s.begin_pull(s.weight_id + 1),
-        "verified": lambda s: s.verified(s.weight_id + 1),
+        "pull": lambda s: s.begin_pull(s.next_weight_id),
+        "verified": lambda s: s.verified(s.next_weight_id),
         "open": lambda s: s.open(0),
         "grant": lambda s: s.grant(s.weight_id, 2),
         "finished": lambda s: s.finished(),
     }
     for history in itertools.product(steps, repeat=6):
         state = ReplicaState()
-        last = -1
+        last = 0
         for name in history:
             try:
                 steps[name](state)
             except WrongState:
                 continue
             assert (state.in_flight > 0) == (state.phase is Phase.DRAINING)
-            assert state.weight_id >= last
-            last = state.weight_id
+            assert state.next_weight_id >= last
+            last = state.next_weight_id

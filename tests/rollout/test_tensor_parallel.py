@@ -13,16 +13,17 @@ from safetensors.torch import load_file, save_file
 from engines import LoopThread, ended, engine_config, file_sums, fill_slot, hf_logprobs, make_model, reference
 from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.engine.interface import EngineDied, sampling_parameters
+from laminar_hpc.engine.sglang.plugin.live_weights import canonical_views, live_layout, live_sums
+from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
+from laminar_hpc.engine.sglang.plugin.protocol import TensorShard
+from laminar_hpc.engine.sglang.server import SglangServer
+from laminar_hpc.engine.sglang.shards import whole_sums, whole_tensors
 from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
-from laminar_hpc.rollout.engine_process import EngineDied
-from laminar_hpc.rollout.sglang_plugin.live_weights import canonical_views, live_layout, live_sums
-from laminar_hpc.rollout.sglang_plugin.load import load_slot
-from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
-from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
-from laminar_hpc.rollout.shards import whole_sums, whole_tensors
+from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.weights.manifest import WEIGHTS_FILE
 from laminar_hpc.weights.probe import probe_sequences
@@ -39,7 +40,7 @@ class Split:
         config.rollout.tensor_parallel = 2
         self.sampling = sampling_parameters(config.sampling, 1.0, 12, [])
         self.engine = SglangServer(config, 0, folder)
-        self.loop.run(self.engine.start(self.models[0], "0", 1), seconds=250)
+        self.loop.run(self.engine.start(self.models[0], 0, 1), seconds=250)
 
     def members(self) -> list[psutil.Process]:
         server = psutil.Process(self.engine.process.pid)
@@ -87,8 +88,7 @@ def test_a_pull_verifies_the_shards_of_both(split, tmp_path, monkeypatch):
         SlotReader(str(tmp_path), "run"),
         probe_sequences(500),
         Trace(tmp_path, "rollout", 0),
-        lambda: split.engine,
-        lambda: 1,
+        EngineLives(lambda: split.engine, lambda: 1),
     ).pull
     fill_slot(writer, split.models[1], 4, 2)
     pulled = split.loop.run(pull())
@@ -231,7 +231,7 @@ def test_shards_add_up_also_with_fewer_key_value_heads_than_ranks():
     whole = random_weights()
     engines = [Engine(whole, rank) for rank in range(2)]
 
-    def told() -> tuple[list[list[TensorLayout]], list[dict]]:
+    def told() -> tuple[list[list[TensorShard]], list[dict]]:
         views = [list(canonical_views(engine, CONFIG, rank, 2)) for rank, engine in enumerate(engines)]
         return [live_layout(v) for v in views], [live_sums(v) for v in views]
 

@@ -20,6 +20,8 @@ from engines import ended, engine_config, fill_slot, hf_logprobs, make_model, re
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.engine.factory import engine_factory
+from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.messages import (
     Generated,
     Grant,
@@ -40,8 +42,7 @@ from laminar_hpc.messages import (
 )
 from laminar_hpc.observability.trace import Trace, read_spans
 from laminar_hpc.rollout import worker
-from laminar_hpc.rollout.batch import Work, works
-from laminar_hpc.rollout.sglang_server import SglangServer
+from laminar_hpc.rollout.work import Work, works
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotWriter
 
@@ -136,7 +137,8 @@ class Replica:
         context = RoleContext(
             config, "rollout", 0, "here", folder, self.controller, Welcome("run", -1, 0, 0), self.trace
         )
-        self.worker = worker.RolloutWorker(context)
+        self.new_engine = engine_factory(config, 0, folder)
+        self.worker = worker.RolloutWorker(context, self.new_engine)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -154,7 +156,7 @@ class Replica:
         self.controller.tell(WeightsAvailable(weight_id, weight_id))
 
     def scheduler(self) -> psutil.Process:
-        engine = psutil.Process(self.worker.weight_loader.engine.process.pid)
+        engine = psutil.Process(self.worker.engines.current.process.pid)
         return next(p for p in engine.children(recursive=True) if p.cmdline()[0].startswith("sglang::sched"))
 
     def ended(self, seconds: float = 60.0) -> bool:
@@ -224,7 +226,7 @@ def test_a_local_batch(replica):
         torch.testing.assert_close(torch.tensor(trajectory.logprobs), expected, atol=1e-4, rtol=0)
         score = scored[trajectory.trajectory_id]
         assert score.error == "" and score.parts == {"accuracy": 1.0, "prompt": 1.0}
-        assert score.reward == len(replica.worker.decoder.text(trajectory.response_tokens))
+        assert score.reward == len(replica.worker.scoring.decoder.text(trajectory.response_tokens))
     assert (
         len({tuple(t.response_tokens) for t in generated.values()}) > 12
     )  # four samples of a prompt are four samples
@@ -260,6 +262,7 @@ def test_scoring_delays_no_pull(replica):
 
 
 def test_a_broken_reward_is_counted_and_stops_nothing(replica):
+    """An exception of the user's function is a reward of 0 with its text, and the replica asks for more."""
     controller = replica.controller
     controller.grant(5, groups=1, kind="broken")
     scores = controller.collect(4, Scored)
@@ -282,7 +285,7 @@ def test_a_grant_for_other_weights_is_refused(replica):
 def test_more_than_one_version_is_lost(replica, monkeypatch):
     """docs/architecture.md#one-policy: a response that the engine reports under two ids is given back with
     the reason, and is never Generated."""
-    from laminar_hpc.rollout import sglang_server
+    from laminar_hpc.engine.sglang import server as sglang_server
 
     def two_versions(reply: dict, parse=sglang_server.parse_generation):
         generation = parse(reply)
@@ -301,7 +304,7 @@ def test_more_than_one_version_is_lost(replica, monkeypatch):
 
 def spoil_logprobs(monkeypatch: pytest.MonkeyPatch, spoilt: Callable[[int], bool]) -> None:
     """What SGLang writes for a log-prob that is not finite, in the replies whose numbers `spoilt` says."""
-    from laminar_hpc.rollout import sglang_server
+    from laminar_hpc.engine.sglang import server as sglang_server
 
     numbers = itertools.count()
 
@@ -328,7 +331,7 @@ def test_a_response_whose_logprobs_are_not_finite_is_lost_alone(replica, monkeyp
 def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):
     """One trajectory that overflows again and again, or a whole local batch: never retried for ever, one line
     with the cure."""
-    idle = worker.RolloutWorker(replica.worker.context, replica.worker.pool)
+    idle = worker.RolloutWorker(replica.worker.context, replica.new_engine, replica.worker.pool)
     groups = [PromptGroup(1, [1, 2], "", {}, [Sample(90, 0), Sample(91, 0)])]
 
     def overflow(work: Work) -> None:
@@ -360,16 +363,16 @@ def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):
 def test_a_pull_that_fails_is_mended_by_a_fresh_engine(replica, monkeypatch):
     """The engine dies in the middle of a load: it is started from the slot, verified, and serves the new
     id."""
-    real_load, killed = SglangServer.load, []
+    real_load, killed = SglangServer.load_weights, []
 
-    async def load(self, directory, weight_version):
+    async def load_weights(self, directory, weight_id, paused):
         scheduler = replica.scheduler()
         killed.append(scheduler.pid)
         scheduler.send_signal(signal.SIGSTOP)
         scheduler.kill()
-        await real_load(self, directory, weight_version)
+        await real_load(self, directory, weight_id, paused)
 
-    monkeypatch.setattr(SglangServer, "load", load)
+    monkeypatch.setattr(SglangServer, "load_weights", load_weights)
     replica.publish(0, 7)
     opened = replica.controller.get(WeightsOpened)
     assert (
@@ -489,7 +492,7 @@ def test_older_weights_are_kept_from_the_grant_on(replica, monkeypatch):
 def test_the_death_of_an_idle_engine_is_one_line(replica):
     """It is noticed at once, not at the next request; the error says how it died and where its log is;
     nothing stays behind."""
-    engine = psutil.Process(replica.worker.weight_loader.engine.process.pid)
+    engine = psutil.Process(replica.worker.engines.current.process.pid)
     family = [engine, *engine.children(recursive=True)]
     replica.scheduler().kill()
     assert replica.ended(4)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
-from laminar_hpc.rollout.sglang_plugin.live_weights import canonical_views, live_layout, live_sums
-from laminar_hpc.rollout.sglang_plugin.load import load_slot
-from laminar_hpc.rollout.shards import whole_sums, whole_tensors
+from laminar_hpc.engine.sglang.plugin.live_weights import canonical_views, live_layout, live_sums
+from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
+from laminar_hpc.engine.sglang.shards import whole_sums, whole_tensors
 from laminar_hpc.weights.slots import SlotHandle
 
 

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from ranks import Ranks
 from tokenizers import Tokenizer
 
-from laminar_hpc.rollout.sglang_server import SglangServer, sampling_parameters
+from laminar_hpc.engine.interface import sampling_parameters
+from laminar_hpc.engine.sglang.command_line import arguments
+from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.trainer.megatron.attention import rotated, rotation_of
 from laminar_hpc.trainer.megatron.linear import float32_product
 from laminar_hpc.trainer.megatron.packs import make_pack
@@ -111,17 +113,14 @@ def test_gradients_are_those_of_float32_at_every_layout(family: str, ranks: Rank
 # ---- engine and trainer ------------------------------------------------------------------------------------
 
 
-def test_the_engine_is_told_of_the_head(tmp_path: Path) -> None:
+def test_the_engine_is_told_of_the_head() -> None:
     """By SGLang's own option, for bfloat16 only; rollout.engine_arguments has the last word."""
 
-    def told(dtype: str, float32_head: bool = True, **arguments: str) -> bool:
+    def told(dtype: str, float32_head: bool = True, **given: str) -> bool:
         config = engine_config(BASE)
-        config.model.dtype, config.model.float32_head, config.rollout.engine_arguments = (
-            dtype,
-            float32_head,
-            arguments,
-        )
-        return "--enable-fp32-lm-head" in SglangServer(config, 0, tmp_path).arguments(BASE, "0", 0)
+        config.model.dtype, config.model.float32_head = dtype, float32_head
+        config.rollout.engine_arguments = given
+        return "--enable-fp32-lm-head" in arguments(config, BASE, "0", 0)
 
     assert told("bfloat16") and not told("float32") and not told("bfloat16", False)
     assert not told("bfloat16", enable_fp32_lm_head="false")
@@ -142,7 +141,7 @@ def engine_logprobs(
         )
 
     try:
-        loop.run(engine.start(BASE, "0", seed=0), seconds=250)
+        loop.run(engine.start(BASE, 0, seed=0), seconds=250)
         probe = loop.run(engine.score(probe_sequences(16), "0"))
         responses = loop.run(generate())
     finally:

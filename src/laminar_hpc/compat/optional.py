@@ -4,11 +4,12 @@ seconds to import."""
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import cast
 
 
 def leave_out(name: str) -> None:
     """From now on `import name` finds no such package in this process, unless it is imported already."""
-    sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    cast("dict[str, object]", sys.modules).setdefault(name, None)
 
 
 @contextlib.contextmanager

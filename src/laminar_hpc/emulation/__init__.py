@@ -1,2 +1,2 @@
-"""Emulated engines: no model, no weights, no GPU; real workers, processes, sockets and messages around the
-simulator's costs."""
+"""Runs with emulated engines (engine/emulated/): real workers, processes, sockets and messages, stand-ins for
+trainer and relay."""

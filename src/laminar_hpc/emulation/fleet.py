@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.cluster.channel import Channel
@@ -15,6 +16,7 @@ from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages import Failure, Hello
 from laminar_hpc.observability.trace import Trace
@@ -23,13 +25,21 @@ from laminar_hpc.rollout.worker import RolloutWorker
 logger = logging.getLogger(__name__)
 
 
+NewWorker = Callable[[RoleContext, RewardPool], RolloutWorker]
+
+
+def new_worker(context: RoleContext, pool: RewardPool) -> RolloutWorker:
+    """A worker with the configured engine."""
+    return RolloutWorker(context, engine_factory(context.config, context.index, context.run_dir), pool)
+
+
 class Replica:
     """One worker of the fleet and its line to the controller."""
 
     def __init__(
-        self, config: RunConfig, index: int, pool: RewardPool, worker: type[RolloutWorker] = RolloutWorker
+        self, config: RunConfig, index: int, pool: RewardPool, new_worker: NewWorker = new_worker
     ) -> None:
-        self.config, self.index, self.pool, self._worker = config, index, pool, worker
+        self.config, self.index, self.pool, self._new_worker = config, index, pool, new_worker
         self.worker: RolloutWorker | None = None
 
     async def run(self) -> None:
@@ -47,7 +57,7 @@ class Replica:
             context = RoleContext(
                 config, "rollout", self.index, machine, run_dir, channel, channel.welcome, trace
             )
-            self.worker = self._worker(context, self.pool)
+            self.worker = self._new_worker(context, self.pool)
             await self.worker.run()
             goodbye = True
         except Exception as error:

@@ -54,13 +54,13 @@ class Emulation:
             for first in range(0, replicas, per_process)
         }
 
-    def start(self, role: str, *numbers: str) -> subprocess.Popen:
+    def start(self, role: str, *numbers: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "laminar_hpc.emulation", role, str(self.run_dir), *numbers]
         return subprocess.Popen(
             command, stdout=self.log, stderr=self.log, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
 
-    def fleet(self, first: int, count: int) -> subprocess.Popen:
+    def fleet(self, first: int, count: int) -> subprocess.Popen[bytes]:
         return self.start("fleet", str(first), str(count))
 
     def wait(self, seconds: float) -> int | None:

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,12 +20,13 @@ from laminar_hpc import messages as m
 from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.emulation.weights import weights_file
+from laminar_hpc.engine.emulated.weights import weights_file
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 
 _WAIT = 600.0
+A = TypeVar("A", bound=m.Message)
 
 
 def _join(config: RunConfig, role: str) -> Channel:
@@ -73,12 +75,12 @@ def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQu
         channel.request(m.Ping(), m.EpochProposed, timeout=_WAIT, what="the first epoch")
         weight_id = _publish(channel, step, handed)
         while step < config.steps:
-            asked, trajectories, waited = time.time(), [], 0.0
-            for part in range(
-                config.algorithm.minibatches_per_step if config.pipeline.consumption == "stream" else 1
-            ):
+            asked, waited = time.time(), 0.0
+            trajectories: list[m.Trajectory] = []
+            stream = config.pipeline.consumption == "stream"
+            for minibatch in range(config.algorithm.minibatches_per_step if stream else 1):
                 begun = time.time()
-                channel.send(m.TakeBatch(step, part))
+                channel.send(m.TakeBatch(step, minibatch))
                 batch = _answer(channel, m.Batch)
                 if batch is None:
                     break
@@ -106,14 +108,14 @@ def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQu
         channel.close()
 
 
-def _answer(channel: Channel, wanted: type) -> m.AnyMessage | None:
+def _answer(channel: Channel, wanted: type[A]) -> A | None:
     """None when the run is to end here."""
     deadline = time.monotonic() + _WAIT
     while time.monotonic() < deadline:
         heard = channel.wait(wanted, m.Leave, m.NotYet, timeout=1.0)
         if isinstance(heard, m.Leave):
             return None
-        if heard is not None and not isinstance(heard, m.NotYet):
+        if isinstance(heard, wanted):
             return heard
     raise TimeoutError(f"no {wanted.__name__} from the controller within {_WAIT:g} s")
 
@@ -131,8 +133,10 @@ def _publish(channel: Channel, step: int, handed: "queue.SimpleQueue[m.WeightId]
 def run(config: RunConfig, seconds_per_token: float) -> None:
     """Both, each in a thread, until the run is over."""
     handed: queue.SimpleQueue[m.WeightId] = queue.SimpleQueue()
-    targets = [(relay, (config, handed)), (trainer, (config, seconds_per_token, handed))]
-    threads = [threading.Thread(target=target, args=words) for target, words in targets]
+    threads = [
+        threading.Thread(target=relay, args=(config, handed)),
+        threading.Thread(target=trainer, args=(config, seconds_per_token, handed)),
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

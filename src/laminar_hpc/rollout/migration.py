@@ -6,16 +6,18 @@ both.
     destination   Reserve -> room -> Reserved ... Import -> hold -> Imported
                   ... MoveCommit: it goes on here | MoveAbort
 
-Where "..." stands the replica waits and says its last word again every AGAIN_SECONDS; the controller answers
-each time, a move that it does not know with MoveAbort. So no message may be lost for good, and no wait is
-without end. Whatever fails of a KV cache, the tokens go on.
+Where "..." stands the replica waits and sends its last message again every AGAIN_SECONDS; the controller
+answers each time, a move that it does not know with MoveAbort. So a lost message is made up for, and every
+wait ends. Where the KV cache does not arrive, the tokens do.
 """
 
 import asyncio
 import logging
 import time
+from typing import TypeVar
 
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.engine.interface import Engine, RequestFailed
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.messages import (
     Import,
@@ -30,12 +32,14 @@ from laminar_hpc.messages import (
     Reserve,
     Reserved,
 )
-from laminar_hpc.rollout.batch import LocalBatch, Work
-from laminar_hpc.rollout.sglang_server import RequestFailed
+from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.state import ReplicaState, WrongState
+from laminar_hpc.rollout.work import Work
 
 logger = logging.getLogger(__name__)
 AGAIN_SECONDS = 2.0
+FromController = Import | MoveCommit | MoveAbort
+M = TypeVar("M", bound=FromController)
 
 
 class ReplicaMigration:
@@ -43,12 +47,12 @@ class ReplicaMigration:
 
     def __init__(self, context: RoleContext, batch: LocalBatch, state: ReplicaState) -> None:
         self.context, self.batch, self.state = context, batch, state
-        self._mail: dict[str, asyncio.Queue[Message]] = {}
+        self._mail: dict[str, asyncio.Queue[FromController]] = {}
         batch.hand_over = self.hand_over
 
     @property
-    def _engine(self):
-        return self.batch.weight_loader.engine
+    def _engine(self) -> Engine:
+        return self.batch.engines.current
 
     def arrived(self, message: Message) -> None:
         """In the worker's event loop, in the order of arrival."""
@@ -59,18 +63,18 @@ class ReplicaMigration:
         elif isinstance(message, Import | MoveCommit | MoveAbort) and message.move_id in self._mail:
             self._mail[message.move_id].put_nowait(message)
 
-    async def _answer(self, word: Message, *wanted: type) -> Message:
-        """Says `word` until one of the wanted messages comes."""
-        mail = self._mail[word.move_id]
-        self.context.channel.send(word)
+    async def _answer(self, message: MoveReady | Reserved | Imported, *wanted: type[M]) -> M:
+        """Sends `message`, again and again, until one of the wanted answers comes."""
+        mail = self._mail[message.move_id]
+        self.context.channel.send(message)
         while True:
             try:
-                message = await asyncio.wait_for(mail.get(), AGAIN_SECONDS)
+                answer = await asyncio.wait_for(mail.get(), AGAIN_SECONDS)
             except TimeoutError:
-                self.context.channel.send(word)
+                self.context.channel.send(message)
                 continue
-            if isinstance(message, wanted):
-                return message
+            if isinstance(answer, wanted):
+                return answer
 
     # ---- source --------------------------------------------------------------------------------------------
 
@@ -98,8 +102,9 @@ class ReplicaMigration:
         work.sent.set()
 
     async def hand_over(self, work: Work) -> bool:
-        """The request of an ordered work stands still: whether it has gone, else it goes on here."""
-        order, began = work.order, time.time()
+        """The request of a work with an order stands still. Returns whether the work has moved away; else it
+        goes on here."""
+        order, t0 = work.order, time.time()
         assert order is not None
         await work.sent.wait()
         self._mail[order.move_id] = asyncio.Queue()
@@ -110,13 +115,9 @@ class ReplicaMigration:
         gone = isinstance(outcome, MoveCommit)
         if order.address:
             await (self._engine.kv_commit(order.move_id) if gone else self._engine.kv_abort(order.move_id))
+        tokens = len(work.partial.tokens)
         self.context.trace.record(
-            "move",
-            began,
-            time.time(),
-            trajectory_id=work.trajectory_id,
-            gone=gone,
-            tokens=len(work.partial.tokens),
+            "move", t0, time.time(), trajectory_id=work.trajectory_id, gone=gone, tokens=tokens
         )
         return gone
 
@@ -134,7 +135,7 @@ class ReplicaMigration:
         self.batch.add(self._receive(reserve))
 
     async def _receive(self, reserve: Reserve) -> None:
-        began, move_id = time.time(), reserve.move_id
+        t0, move_id = time.time(), reserve.move_id
         try:
             taken = await self._take(reserve)
         finally:
@@ -144,8 +145,7 @@ class ReplicaMigration:
                 await self._engine.kv_abort(move_id)
             self.state.finished()
             return
-        (commit, came), arrived = taken, time.time()
-        partial = Partial(came.tokens, came.logprobs, came.spans, came.time_started, came.moves + 1)
+        (commit, partial), t1 = taken, time.time()
         work = Work(
             reserve.trajectory_id,
             commit.attempt,
@@ -154,14 +154,15 @@ class ReplicaMigration:
             reserve.weight_step,
             reserve.temperature,
             reserve.max_response_tokens,
-            "",
-            partial,
+            partial=Partial(
+                partial.tokens, partial.logprobs, partial.spans, partial.time_started, partial.moves + 1
+            ),
         )
-        # The request first, then the end of the lock: what it needs is held until it has it.
+        # The request goes in before the commit: until it has the KV, the move holds it.
         await asyncio.gather(self.batch.one(work), *([self._engine.kv_commit(move_id)] if reserve.kv else []))
-        hit = work.cached_tokens  # by the engine's own word
+        trajectory_id, cached = reserve.trajectory_id, work.cached_tokens
         self.context.trace.record(
-            "move", began, arrived, trajectory_id=reserve.trajectory_id, came=True, cached_tokens=hit
+            "move", t0, t1, trajectory_id=trajectory_id, came=True, cached_tokens=cached
         )
 
     async def _take(self, reserve: Reserve) -> tuple[MoveCommit, Partial] | None:
@@ -173,15 +174,16 @@ class ReplicaMigration:
         except (KvRefused, RequestFailed) as error:
             self.context.channel.send(MoveFailed(reserve.move_id, str(error)))
             return None
-        came = await self._answer(Reserved(reserve.move_id, address), Import, MoveAbort)
-        if not isinstance(came, Import):
+        arrival = await self._answer(Reserved(reserve.move_id, address), Import, MoveAbort)
+        if not isinstance(arrival, Import):
             return None
+        partial = arrival.partial
         if address:
             try:
                 prefix = await self._engine.kv_import(
-                    reserve.move_id, reserve.group.prompt_tokens + came.partial.tokens
+                    reserve.move_id, reserve.group.prompt_tokens + partial.tokens
                 )
             except (KvRefused, RequestFailed) as error:
                 logger.warning("trajectory %d is prefilled again: %s", reserve.trajectory_id, error)
         outcome = await self._answer(Imported(reserve.move_id, prefix), MoveCommit, MoveAbort)
-        return (outcome, came.partial) if isinstance(outcome, MoveCommit) else None
+        return (outcome, partial) if isinstance(outcome, MoveCommit) else None

@@ -23,6 +23,8 @@ from enum import Enum
 
 
 class Phase(Enum):
+    """What a replica is doing, see the top of this file."""
+
     UNVERIFIED = "unverified"  # the engine holds weights that nobody has checked
     PULLING = "pulling"
     VERIFIED = "verified"  # loaded, sums equal, probe scored; not announced yet
@@ -35,12 +37,19 @@ class WrongState(Exception):
 
 
 class ReplicaState:
+    """See the top of this file. `in_flight`: requests of the local batch, and reservations."""
+
     def __init__(self) -> None:
         self.phase = Phase.UNVERIFIED
-        self.weight_id = -1  # the open id; -1 = none was ever open
-        self.weight_step = -1
+        self.weight_id: int | None = None  # the open id
+        self.weight_step: int | None = None
         self.in_flight = 0
-        self._pulling_id = -1
+        self._pulling_id = 0  # while PULLING or VERIFIED
+
+    @property
+    def next_weight_id(self) -> int:
+        """The least id that is newer than the open one."""
+        return 0 if self.weight_id is None else self.weight_id + 1
 
     def _require(self, allowed: bool, step: str) -> None:
         if not allowed:
@@ -58,16 +67,16 @@ class ReplicaState:
         self._require(
             ready or (interrupted and self.phase is Phase.DRAINING), f"pulling weight id {weight_id}"
         )
-        self._require(weight_id > self.weight_id or back, f"going back to weight id {weight_id}")
+        self._require(weight_id >= self.next_weight_id or back, f"going back to weight id {weight_id}")
         self.phase, self._pulling_id = Phase.PULLING, weight_id
 
     def failed(self) -> None:
         """The slot was gone: nobody knows what the engine holds, and the newest weights are due."""
         self._require(self.phase is Phase.PULLING and self.in_flight == 0, "a pull that failed")
-        self.phase, self.weight_id, self.weight_step = Phase.UNVERIFIED, -1, -1
+        self.phase, self.weight_id, self.weight_step = Phase.UNVERIFIED, None, None
 
     def verified(self, weight_id: int) -> None:
-        """`weight_id` is in the engine: the one that was asked for, or a newer one that came meanwhile."""
+        """`weight_id` is in the engine and verified: the one that was asked for, or a newer one."""
         self._require(
             self.phase is Phase.PULLING and weight_id >= self._pulling_id,
             f"a verification of weight id {weight_id}",
@@ -75,6 +84,7 @@ class ReplicaState:
         self.phase, self._pulling_id = Phase.VERIFIED, weight_id
 
     def open(self, weight_step: int) -> None:
+        """The verified weights, of that trainer step, are announced."""
         self._require(self.phase is Phase.VERIFIED, "opening")
         self.phase = Phase.DRAINING if self.in_flight else Phase.OPEN
         self.weight_id, self.weight_step = self._pulling_id, weight_step

@@ -3,17 +3,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from laminar_hpc.config.errors import LaminarError
 
 
-def _read_json(path: Path) -> dict:
+def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def model_config(model: Path) -> dict:
+def model_config(model: Path) -> dict[str, Any]:
     """config.json of the model. Raises LaminarError when it is not there."""
     if not (model / "config.json").exists():
         raise LaminarError(f"model.path={model} holds no config.json: give a Hugging Face directory")
@@ -33,6 +34,8 @@ def stop_token_ids(model: Path) -> list[int]:
 
 
 class TextDecoder:
+    """Text by the tokenizer.json of a model. Raises LaminarError when there is none."""
+
     def __init__(self, model: Path) -> None:
         path = model / "tokenizer.json"
         if not path.exists():
@@ -43,4 +46,4 @@ class TextDecoder:
 
     def text(self, token_ids: list[int]) -> str:
         """The text without special tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -1,9 +1,10 @@
-"""How a drained replica gets newer weights: check the slot, load it, compare sums of the live parameters,
-score the probe.
+"""How a drained replica gets newer weights: check the slot, copy it into the engine, compare sums of the live
+parameters, score the probe.
 
-Used by worker.py. A slot that does not fit the engine is refused before anything is loaded. Whatever goes
-wrong from the load on, the engine is killed and started from the slot, then verified again; weights are
-announced only when the live parameters have the manifest's sums (docs/architecture.md#verified-weights).
+Used by worker.py. A slot that does not fit the engine is refused before anything is copied. Whatever goes
+wrong from the copy on, the engine is replaced by one that starts from the slot, and is verified again;
+weights are announced only when the live parameters have the manifest's sums
+(docs/architecture.md#verified-weights).
 """
 
 import asyncio
@@ -13,20 +14,18 @@ import math
 import os
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.engine.interface import Sums, TensorLayout
 from laminar_hpc.observability.trace import Trace
-from laminar_hpc.rollout.sglang_plugin.protocol import TensorLayout
-from laminar_hpc.rollout.sglang_server import SglangServer
-from laminar_hpc.rollout.shards import Sums
+from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, safetensors_header
 from laminar_hpc.weights.slots import SlotGone, SlotHandle, SlotReader
 
 logger = logging.getLogger(__name__)
 TRIES = 2  # fresh engines in a row before the weights themselves are held to be wrong
-LEASE_SECONDS = 30.0  # longest time in which every slot looked at is being rewritten
+LEASE_SECONDS = 30.0  # maximum time in which every slot looked at is being rewritten
 
 
 OVERFLOW_CURE = (
@@ -49,29 +48,30 @@ class SumsDiffer(LaminarError):
 
 @dataclass
 class Pulled:
-    """Weights that are loaded and verified; `parts` are seconds."""
+    """Weights that are in the engine and verified. `phases`: seconds by name (lock, check, load, ...)."""
 
     weight_id: int
     weight_step: int
     seconds: float
-    parts: dict[str, float]
+    phases: dict[str, float]
     probe_logprobs: list[float]
 
 
 @dataclass
 class _Clock:
-    parts: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
     last: float = field(default_factory=time.monotonic)
 
-    def lap(self, part: str) -> None:
+    def lap(self, phase: str) -> None:
         now = time.monotonic()
-        self.parts[part] = self.parts.get(part, 0.0) + now - self.last
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self.last
         self.last = now
 
 
-def check_layout(engine: list[TensorLayout], manifest: Manifest) -> None:
-    """Raises SlotRefused unless manifest and engine agree on names, shapes and dtypes."""
-    have = {tensor.name: (list(tensor.shape), tensor.dtype) for tensor in engine}
+def check_layout(layout: list[TensorLayout], manifest: Manifest) -> None:
+    """Raises SlotRefused unless manifest and engine agree on names, shapes and dtypes; `layout` is the
+    engine's."""
+    have = {tensor.name: (list(tensor.shape), tensor.dtype) for tensor in layout}
     want = {tensor.name: (list(tensor.shape), tensor.dtype) for tensor in manifest.tensors}
     for name in sorted(have.keys() | want.keys()):
         if have.get(name) != want.get(name):
@@ -83,8 +83,8 @@ def check_layout(engine: list[TensorLayout], manifest: Manifest) -> None:
 
 
 def check_file(handle: SlotHandle) -> None:
-    """Raises SlotRefused unless the file is laid out as its manifest says: SGLang takes what it finds, and a
-    wrong shape ends it. Raises SlotGone when it has left with its relay."""
+    """Raises SlotRefused unless the file is laid out as its manifest says, on which a fresh start relies.
+    Raises SlotGone when it has left with its relay."""
     path, expected = handle.directory / WEIGHTS_FILE, safetensors_header(handle.manifest)
     try:
         with open(path, "rb") as file:
@@ -99,7 +99,7 @@ def check_file(handle: SlotHandle) -> None:
         raise SlotRefused(f"weight id {handle.weight_id}: {path} is not laid out as its manifest says")
 
 
-def check_sums(live: dict[str, tuple[int, int]], manifest: Manifest) -> None:
+def check_sums(live: Sums, manifest: Manifest) -> None:
     """Raises SumsDiffer unless every live tensor has the manifest's sums."""
     wrong = [t.name for t in manifest.tensors if tuple(live.get(t.name, ())) != (t.sum_words, t.sum_indexed)]
     if wrong:
@@ -111,22 +111,12 @@ def check_sums(live: dict[str, tuple[int, int]], manifest: Manifest) -> None:
 
 
 class WeightLoader:
-    """Owns the engine's lives: `engine` is the one to use now, made by `new_engine`."""
+    """Gives the engine of `engines` other weights, and another engine if that is needed."""
 
     def __init__(
-        self,
-        reader: SlotReader,
-        probe: list[list[int]],
-        trace: Trace,
-        new_engine: Callable[[], SglangServer],
-        seed: Callable[[], int],
+        self, reader: SlotReader, probe: list[list[int]], trace: Trace, engines: EngineLives
     ) -> None:
-        self.reader = reader
-        self.probe = probe
-        self.trace = trace
-        self.new_engine = new_engine
-        self.seed = seed
-        self.engine = new_engine()
+        self.reader, self.probe, self.trace, self.engines = reader, probe, trace, engines
         self._layout: list[TensorLayout] | None = None  # of the running engine
         self._held = contextlib.ExitStack()
 
@@ -137,6 +127,7 @@ class WeightLoader:
         self._held.enter_context(self.reader.lease(self.reader.find(weight_id)))
 
     def let_go(self) -> None:
+        """Ends `hold`, if there is one."""
         self._held.close()
 
     async def pull(self, paused: bool = False, weight_id: int | None = None) -> Pulled:
@@ -144,33 +135,15 @@ class WeightLoader:
         LaminarError when TRIES fresh engines fail as well; SlotGone only with `weight_id`.
 
         `paused`: its requests stand still in it and go on as soon as the sums are equal; if it must be
-        restarted they fail.
+        replaced they fail.
         """
-        t0, clock = time.time(), _Clock()
-        restarts = 0
+        t0, clock, restarts = time.time(), _Clock(), 0
         deadline = time.monotonic() + LEASE_SECONDS
         while True:
+            handle = None
             try:
-                handle = self.reader.newest() if weight_id is None else self.reader.find(weight_id)
-                if handle is None:  # a relay that has been started again writes its slots anew
-                    raise SlotGone(f"there is no complete one under {self.reader.root}")
-                with self.reader.lease(handle):
-                    clock.lap("lock")
-                    live = await self._give(
-                        handle, clock, restart=restarts > 0, paused=paused and not restarts
-                    )
-                check_sums(live, handle.manifest)
-                clock.lap("sums")
-                if paused and not restarts:
-                    await self.engine.resume()
-                values = await self.engine.score(self.probe, str(handle.weight_id))
-                clock.lap("probe")
-                if not all(math.isfinite(value) for sequence in values for value in sequence):
-                    raise EngineOverflows(
-                        f"{self.engine.name} holds the trainer's weights of step "
-                        f"{handle.step} bit for bit and they are finite, but its log-probs "
-                        f"of the fixed probe are not: {OVERFLOW_CURE}; see {self.engine.log}"
-                    )
+                handle = self._slot(weight_id)
+                logprobs = await self._verified(handle, clock, restart=restarts > 0, paused=paused)
                 break
             except SlotGone as gone:
                 if weight_id is not None:
@@ -192,37 +165,54 @@ class WeightLoader:
                 logger.warning(
                     "pull of weight id %d: %s; starting the engine from the slot", handle.weight_id, error
                 )
-                await self._kill()
+                await self.engines.replace()
+                self._layout = None
         t1 = time.time()
         self.trace.record("pull", t0, t1, weight_id=handle.weight_id, step=handle.step, restarts=restarts)
-        return Pulled(
-            handle.weight_id,
-            handle.step,
-            t1 - t0,
-            clock.parts,
-            [value for sequence in values for value in sequence],
-        )
+        return Pulled(handle.weight_id, handle.step, t1 - t0, clock.phases, logprobs)
 
-    async def _give(self, handle: SlotHandle, clock: _Clock, restart: bool, paused: bool = False) -> Sums:
-        """The slot's weights into the engine, by a load or by a fresh start; the sums of its live parameters
+    def _slot(self, weight_id: int | None) -> SlotHandle:
+        handle = self.reader.newest() if weight_id is None else self.reader.find(weight_id)
+        if handle is None:  # a relay that has been started again writes its slots anew
+            raise SlotGone(f"there is no complete one under {self.reader.root}")
+        return handle
+
+    async def _verified(self, handle: SlotHandle, clock: _Clock, restart: bool, paused: bool) -> list[float]:
+        """The slot's weights in the engine, verified; returns the log-probs of the probe."""
+        paused = paused and not restart
+        with self.reader.lease(handle):
+            clock.lap("lock")
+            sums = await self._give(handle, clock, restart, paused)
+        check_sums(sums, handle.manifest)
+        clock.lap("sums")
+        engine = self.engines.current
+        if paused:
+            await engine.resume()
+        scores = await engine.score(self.probe, str(handle.weight_id))
+        clock.lap("probe")
+        logprobs = [value for sequence in scores for value in sequence]
+        if not all(math.isfinite(value) for value in logprobs):
+            raise EngineOverflows(
+                f"{engine.name} holds the trainer's weights of step {handle.step} bit for bit and they are "
+                f"finite, but its log-probs of the fixed probe are not: {OVERFLOW_CURE}; see {engine.log}"
+            )
+        return logprobs
+
+    async def _give(self, handle: SlotHandle, clock: _Clock, restart: bool, paused: bool) -> Sums:
+        """The slot's weights into the engine, by a copy or by a fresh start; the sums of its live parameters
         afterwards."""
         check_file(handle)
+        engine = self.engines.current
         if restart:
-            await self.engine.start(handle.directory, str(handle.weight_id), self.seed())
+            await self.engines.start(handle.directory, handle.weight_id)
             clock.lap("start")
         if self._layout is None:
-            self._layout = await self.engine.layout()
+            self._layout = await engine.layout()
         check_layout(self._layout, handle.manifest)
         clock.lap("check")
         if restart:
-            return await self.engine.sums()
+            return await engine.sums()
         with self.trace.span("load", weight_id=handle.weight_id, step=handle.step):
-            live = await self.engine.load(
-                handle.directory, str(handle.weight_id), *([True] if paused else [])
-            )
+            sums = await engine.load_weights(handle.directory, handle.weight_id, paused)
         clock.lap("load")
-        return live
-
-    async def _kill(self) -> None:
-        await self.engine.stop()
-        self.engine, self._layout = self.new_engine(), None
+        return sums

@@ -1,0 +1,1 @@
+"""What an engine is (interface.py), which kind a run has (factory.py), and the two kinds."""

@@ -1,0 +1,255 @@
+"""Continuous batching without a model: requests of invented length take the time that the simulator's
+`Replica` gives them, at emulation.time_scale.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import time
+from pathlib import Path
+
+from laminar_hpc.config.models import model_config
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.engine.emulated import responses
+from laminar_hpc.engine.interface import (
+    UNKNOWN_WEIGHTS,
+    EngineDied,
+    Generation,
+    OnTokens,
+    SamplingParameters,
+    Utilization,
+)
+from laminar_hpc.messages import VersionSpan
+from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS
+from laminar_hpc.simulator.cost import engine_costs
+from laminar_hpc.simulator.replica import INFINITY, Replica
+from laminar_hpc.simulator.request import Admission, Request
+
+_ALMOST = 1e-7  # steps before its end at which the replica ends a request
+
+
+@dataclasses.dataclass
+class _Group:
+    group_id: int
+
+
+class Job:
+    """A request in the engine. `first`: response tokens that came with it; `wanted`: response tokens at its
+    end."""
+
+    def __init__(
+        self, trajectory_id: int, first: int, wanted: int, cut: bool, context: int, on_tokens: OnTokens | None
+    ) -> None:
+        self.trajectory_id, self.first, self.wanted = trajectory_id, first, wanted
+        self.cut, self.on_tokens = cut, on_tokens
+        self.spans: list[tuple[int, int]] = []  # (weight id, its last token) of earlier weights
+        self.told = first  # up to here `on_tokens` has had them
+        self.future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self.request = Request(trajectory_id, None, [wanted - first], [], context, 0)
+
+    def generated(self, replica: Replica) -> int:
+        """Response tokens by now, those that came with it included."""
+        request = self.request
+        left = (
+            max(0.0, request.end - replica.steps) if request.ticket in replica.running else request.remaining
+        )
+        return self.wanted - max(0, min(self.wanted - self.first, math.ceil(left - _ALMOST)))
+
+
+class EmulatedDecoding:
+    """The base of EmulatedEngine that has its clock, its requests and its death."""
+
+    def __init__(self, config: RunConfig, index: int, run_dir: Path) -> None:
+        self.config, self.index = config, index
+        self.name = f"emulated engine {index}"
+        self.log = run_dir / "logs" / f"rollout{index}.log"
+        self._dead = asyncio.Event()
+        emulation = config.emulation
+        self.scale = emulation.time_scale
+        constants = dataclasses.replace(DEFAULT, **emulation.constants)
+        self.model = MODELS[emulation.model]
+        self.costs = engine_costs(self.model, GPUS[emulation.gpu], self.model.tensor_parallel, constants)
+        self.vocabulary = model_config(config.model.path)["vocab_size"]
+        self.weight_id: int | None = None
+        admission = Admission.of(config.sampling.max_response_tokens, constants)
+        self._born = time.monotonic()
+        rollout = config.rollout
+        self._replica = Replica(
+            index,
+            self.costs,
+            rollout.kv_cache_tokens,
+            rollout.max_concurrent,
+            admission,
+            self.model.tensor_parallel,
+        )
+        self._jobs: dict[str, Job] = {}
+        self._job_of: dict[int, Job] = {}
+        self._paused: float | None = None  # since when
+        self._timer: asyncio.TimerHandle | None = None
+        # KV that is here without a running request: tokens, by trajectory, or for what came from elsewhere by
+        # the hash of the tokens.
+        self._warm: dict[int, int] = {}
+        self._came: dict[int, int] = {}
+
+    async def died(self) -> EngineDied:
+        """See Engine; only `die` ends it."""
+        await self._dead.wait()
+        return self._death()
+
+    def die(self) -> None:
+        """As if its process had ended."""
+        self._dead.set()
+        for job in self._jobs.values():
+            if not job.future.done():
+                job.future.set_exception(self._death())
+
+    def _death(self) -> EngineDied:
+        return EngineDied(f"{self.name} died (it is emulated)")
+
+    async def utilization(self) -> Utilization | None:
+        self._settle()
+        replica = self._replica
+        return Utilization(
+            len(replica.running),
+            len(replica.waiting),
+            round(replica.kv + replica.parked_kv),
+            round(replica.capacity),
+        )
+
+    # ---- time ----------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return ((self._paused or time.monotonic()) - self._born) * self.scale
+
+    async def _pass(self, seconds: float) -> None:
+        """Emulated seconds. Raises EngineDied when the engine dies meanwhile."""
+        with contextlib.suppress(TimeoutError):
+            raise await asyncio.wait_for(self.died(), seconds / self.scale)
+
+    def _settle(self) -> None:
+        """Brings the engine to now, event by event, so that a late timer changes nothing; then sets the next
+        one."""
+        replica, now = self._replica, self._now()
+        while (when := replica.next_time()) <= now:
+            replica.advance(when, at_event=True)
+            for request in replica.pop_finished():
+                job = self._job_of[id(request)]
+                self._end(job, "length" if job.cut else "stop")
+            replica.make_room()
+            replica.fill()
+        replica.advance(now)
+        replica.fill()
+        when = replica.next_time()
+        self._tell()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if when < INFINITY:
+            every = self.config.rollout.increment_tokens
+            limit = every * self.costs.step(1, 0) if every else INFINITY
+            self._timer = asyncio.get_running_loop().call_later(
+                min(max(when - now, 0.0), limit) / self.scale, self._settle
+            )
+
+    def _end(self, job: Job, reason: str) -> None:
+        """The pending `generate` returns; the request must be out of the replica."""
+        self._job_of.pop(id(job.request), None)
+        end = job.generated(self._replica)
+        if not job.future.done():
+            job.future.set_result(self._generation(job, job.first, end, reason))
+
+    def _generation(self, job: Job, start: int, end: int, reason: str) -> Generation:
+        tokens = responses.tokens(job.trajectory_id, start, end, self.vocabulary)
+        logprobs = responses.logprobs(job.trajectory_id, start, end)
+        spans, at = [], start
+        for weight_id, until in [*job.spans, (self._served(), end)]:
+            if until > at:
+                spans.append(VersionSpan(weight_id, at - start, until - start))
+                at = until
+        return Generation(tokens, logprobs, reason, spans)
+
+    def _tell(self) -> None:
+        every = self.config.rollout.increment_tokens
+        for job in self._jobs.values() if every else ():
+            now = job.generated(self._replica)
+            if job.on_tokens is not None and now - job.told >= every and not job.future.done():
+                new = self._generation(job, job.told, now, "")
+                job.told = now
+                job.on_tokens(new.tokens, new.logprobs)
+
+    async def pause(self) -> None:
+        self._settle()
+        self._paused = time.monotonic()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def resume(self) -> None:
+        self._born += time.monotonic() - (self._paused or time.monotonic())
+        self._paused = None
+        self._settle()
+
+    # ---- requests ------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_tokens: list[int],
+        sampling: SamplingParameters,
+        request_id: str,
+        namespace: str,
+        on_tokens: OnTokens | None = None,
+    ) -> Generation:
+        """See Engine. The request id ends with trajectory, attempt and a counter."""
+        if self._dead.is_set():
+            raise self._death()
+        trajectory_id = int(request_id.split("-")[-3])
+        config, max_tokens = self.config, self.config.sampling.max_response_tokens
+        group = trajectory_id // config.algorithm.samples_per_prompt
+        length = responses.response_length(
+            trajectory_id, group, config.emulation.median_response_tokens, config.emulation.sigma, max_tokens
+        )
+        first = max_tokens - sampling["max_new_tokens"]
+        wanted = max(first + 1, length)
+        job = Job(trajectory_id, first, wanted, length >= max_tokens, len(prompt_tokens), on_tokens)
+        came = self._came.pop(hash(tuple(prompt_tokens)), 0) if self._came else 0
+        warm = min(came or self._warm.pop(trajectory_id, 0), len(prompt_tokens))
+        if warm:
+            job.request.uncached = float(len(prompt_tokens) - warm)
+        elif not first:
+            job.request.group = _Group(hash(tuple(prompt_tokens)))
+        self._settle()
+        self._jobs[request_id] = self._job_of[id(job.request)] = job
+        self._replica.waiting.append(job.request)
+        self._settle()
+        try:
+            return await job.future
+        finally:
+            if job.future.cancelled():
+                self._take(job)
+            self._jobs.pop(request_id, None)
+            self._job_of.pop(id(job.request), None)
+
+    def _take(self, job: Job) -> None:
+        """The request out of the engine, running or waiting."""
+        if job.request.ticket in self._replica.running:
+            self._replica.stop(job.request)
+        else:
+            with contextlib.suppress(ValueError):
+                self._replica.waiting.remove(job.request)
+
+    async def abort(self, request_id: str | None = None) -> None:
+        self._settle()
+        for name, job in list(self._jobs.items()):
+            if request_id in (None, name) and not job.future.done():
+                self._take(job)
+                self._warm[job.trajectory_id] = self._context(job)
+                self._end(job, "abort")
+        self._settle()
+
+    def _served(self) -> int:
+        return UNKNOWN_WEIGHTS if self.weight_id is None else self.weight_id
+
+    def _context(self, job: Job) -> int:
+        """Tokens with KV: prompt and response so far."""
+        running = job.request.ticket in self._replica.running
+        return int(job.request.offset + self._replica.steps) if running else int(job.request.context)

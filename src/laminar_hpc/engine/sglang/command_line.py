@@ -1,0 +1,91 @@
+"""SGLang's command line: what an engine is started with, and which names SGLang knows.
+
+`rollout.engine_arguments` goes to SGLang as it is; an unknown name would end the run half a minute later. The
+names are read from SGLang's source text: importing it takes seconds.
+"""
+
+import importlib.util
+import re
+from pathlib import Path
+
+from laminar_hpc.config.errors import did_you_mean
+from laminar_hpc.config.schema import RunConfig
+
+_MIN_NAMES = 100  # fewer mean that this version of SGLang declares them in another way
+_FIELD = re.compile(r"^    ([a-z]\w+)\s*:", re.M)
+_FLAG = re.compile(r"[\"']--([a-z][\w-]+)[\"']")
+
+
+def argument_names() -> set[str]:
+    """Names as on SGLang's command line, without dashes: rather too many than too few. Empty where they
+    cannot be read."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        return set()
+    folder = Path(spec.submodule_search_locations[0]) / "srt"
+    names: set[str] = set()
+    for file in (folder / "server_args.py", *(folder / "arg_groups" / "fields").glob("*.py")):
+        if file.is_file():
+            text = file.read_text()
+            names |= {name.replace("_", "-") for name in _FIELD.findall(text)} | set(_FLAG.findall(text))
+    return names if len(names) >= _MIN_NAMES else set()
+
+
+def unknown_arguments(config: RunConfig) -> list[str]:
+    """One line for each entry of rollout.engine_arguments that SGLang does not have; its argparse takes
+    unique beginnings too."""
+    if not config.rollout.engine_arguments or config.rollout.engine != "sglang":
+        return []
+    names = argument_names()
+    asked = {key: key.replace("_", "-") for key in config.rollout.engine_arguments}
+    return [
+        f"rollout.engine_arguments.{key}: SGLang's server has no argument --{name}{did_you_mean(name, names)}"
+        for key, name in asked.items()
+        if names and not any(known.startswith(name.removeprefix("no-")) for known in names)
+    ]
+
+
+def has_cuda() -> bool:
+    """Whether the engine will run on a GPU; the same question as the platform plugin's, asked without
+    importing torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int) -> list[str]:
+    """The words behind the program's name, without host, port and key."""
+    rollout = config.rollout
+    values = {
+        "model-path": str(directory),
+        "weight-version": weight_version,
+        "dtype": config.model.dtype,
+        "random-seed": str(seed),
+        "tensor-parallel-size": str(rollout.tensor_parallel),
+        "max-total-tokens": str(rollout.kv_cache_tokens),
+        "max-running-requests": str(rollout.max_concurrent),
+        "log-level-http": "warning",  # one line per request would be most of the log
+        "skip-tokenizer-init": "true",
+        # it sleeps a second first; the probe of the first verification warms up as well
+        "skip-server-warmup": "true",
+        "sleep-on-idle": "true",
+    }
+    if config.model.float32_head and config.model.dtype != "float32":
+        values["enable-fp32-lm-head"] = "true"
+    if rollout.increment_tokens:
+        values["incremental-streaming-output"] = "true"
+    if not has_cuda():
+        # A whole batch of short prompts is prefilled at once; the KV cache is bounded by max-total-tokens,
+        # not by a share of memory.
+        values |= {
+            "device": "cpu",
+            "chunked-prefill-size": "16384",
+            "max-prefill-tokens": "16384",
+            "mem-fraction-static": "0.8",
+            # nothing overlaps on the same cores: it costs a wasted row per response
+            "disable-overlap-schedule": "true",
+        }
+    values |= {key.replace("_", "-"): value for key, value in rollout.engine_arguments.items()}
+    words: list[str] = []
+    for key, value in values.items():
+        if value != "false":
+            words += [f"--{key}"] if value == "true" else [f"--{key}", value]
+    return words

@@ -1,0 +1,62 @@
+"""Functions that hooks.py puts in place of SGLang's, or around them, for engines on the CPU."""
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def fork_children(result: object, *_: object, **__: object) -> None:
+    """Hook after SGLang has chosen "spawn": the scheduler and the detokenizer are forked, and get the
+    launcher's imports for nothing.
+
+    At that time the launcher has one thread and has run no tensor operation; a process that uses CUDA could
+    not be forked.
+    """
+    multiprocessing.set_start_method("fork", force=True)
+
+
+def leave_shape(model_config: Any, *_: object) -> Any:
+    """In place of what SGLang does for its own CPU kernels, which are not used here: it pads the feed-forward
+    layers to multiples of 32 per rank and heads to multiples of the ranks, and takes Qwen2's heads for
+    hidden_size / heads wide. The weights would not fit."""
+    return model_config
+
+
+def rotate(
+    original: Callable,
+    rope: Any,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *rest: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hook around RotaryEmbedding.forward_native. positions: [tokens]; query, key: [tokens, heads *
+    head_size].
+
+    Whole heads in the NeoX order are x * [cos, cos] + swapped(x) * [-sin, sin], with the two factors made
+    once per embedding; in float32 and rounded once, as SGLang's kernels for CUDA do.
+    """
+    special = any(rest) or any(value is not None for value in options.values())
+    if special or not rope.is_neox_style or rope.rotary_dim != rope.head_size:
+        return original(rope, positions, query, key, *rest, **options)
+    factors = rotation(rope, positions)
+    return rotated(query, factors), rotated(key, factors)
+
+
+def rotation(rope: Any, positions: torch.Tensor) -> torch.Tensor:
+    """float32 [tokens, 1, 2 * head_size]: the two factors of each position."""
+    # made at first, and when SGLang lengthens its cache
+    if len(getattr(rope, "laminar_factors", ())) != len(rope.cos_sin_cache):
+        cos, sin = rope.cos_sin_cache.float().chunk(2, dim=-1)
+        rope.laminar_factors = torch.cat((cos, cos, -sin, sin), dim=-1)
+    return rope.laminar_factors.index_select(0, positions.flatten())[:, None]
+
+
+def rotated(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """x: [tokens, heads * head_size], any mixture of query and key heads."""
+    cos, sin = factors.chunk(2, dim=-1)
+    heads = x.view(len(x), -1, cos.shape[-1]).float()
+    return torch.addcmul(heads * cos, heads.roll(cos.shape[-1] // 2, -1), sin).to(x.dtype).view(x.shape)

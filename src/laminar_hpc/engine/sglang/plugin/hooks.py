@@ -1,0 +1,96 @@
+"""All that is hooked into SGLang, in one table. SGLang's own registry applies the hooks; its files stay
+untouched. The lines cited are those of SGLang 0.5.21; tests/rollout/test_hooks.py fails where SGLang no
+longer does what a hook is for.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from laminar_hpc.compat.optional import leave_out
+from laminar_hpc.engine.sglang.plugin import kv_cache, port, protocol
+
+
+@dataclass(frozen=True)
+class Hook:
+    """`kind` is the name of one of SGLang's HookType: when `function` runs relative to its target."""
+
+    module: str
+    name: str
+    kind: str
+    function: Callable[..., Any]
+
+    @property
+    def target(self) -> str:
+        """As SGLang's registry names it."""
+        return f"{self.module}.{self.name}"
+
+
+SCHEDULER = "sglang.srt.managers.scheduler"
+PORT_HOOKS = (
+    # scheduler.py:2079: the only place that each turn passes in the scheduler's thread, idle or not
+    Hook(SCHEDULER, "Scheduler.process_input_requests", "BEFORE", port.before_requests),
+    # scheduler.py:5187 clears the KV pool, into which threads of moves may still write
+    Hook(SCHEDULER, "Scheduler.flush_cache", "BEFORE", port.before_flush),
+    # invariant_checker.py:507 takes pages that a move has reserved for a leak
+    Hook(
+        "sglang.srt.managers.scheduler_components.invariant_checker",
+        "SchedulerInvariantChecker._check_all_pools",
+        "AROUND",
+        kv_cache.account,
+    ),
+    # load_snapshot.py:299 names a file in /dev/shm, which outlives a killed engine
+    Hook("sglang.srt.managers.load_snapshot", "shm_path_for", "REPLACE", port.load_snapshot_path),
+)
+NOT_IN_0_5_17 = {hook.module for hook in PORT_HOOKS[2:]}
+
+
+def cpu_hooks() -> tuple[Hook, ...]:
+    """What makes an engine on the CPU faster; none changes a number but by rounding."""
+    from laminar_hpc.engine.sglang.plugin import attention, cpu_functions, cpu_layers
+
+    return (
+        # engine.py:1890: each process would import everything anew
+        Hook("sglang.srt.entrypoints.engine", "_set_envs_and_config", "AFTER", cpu_functions.fork_children),
+        # update_config.py:277 pads the model for kernels that are not used here
+        Hook(
+            "sglang.srt.configs.update_config",
+            "adjust_config_with_unaligned_cpu_tp",
+            "REPLACE",
+            cpu_functions.leave_shape,
+        ),
+        # torch_native_backend.py:108 and 216 walk over the requests in Python
+        Hook(
+            "sglang.srt.layers.attention.torch_native_backend",
+            "TorchNativeAttnBackend",
+            "REPLACE",
+            attention.BatchedAttention,
+        ),
+        # rotary_embedding/base.py:279 cuts, rotates and joins query and key apart
+        Hook(
+            "sglang.srt.layers.rotary_embedding.base",
+            "RotaryEmbedding.forward_native",
+            "AROUND",
+            cpu_functions.rotate,
+        ),
+        # models/qwen2.py:297 calls a dozen nested modules per layer
+        Hook("sglang.srt.models.qwen2", "Qwen2DecoderLayer.forward", "AROUND", cpu_layers.decoder_layer),
+    )
+
+
+def register() -> None:
+    """Entry point, called in each of SGLang's processes. Nothing is hooked unless the environment names the
+    port's socket: a plain SGLang is left alone."""
+    if not os.environ.get(protocol.SOCKET_VARIABLE):
+        return
+    # debug_utils/dumper.py:1824 would import it, and Weights & Biases with it, in every scheduler
+    leave_out("megatron")
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in PORT_HOOKS if torch.cuda.is_available() else (*PORT_HOOKS, *cpu_hooks()):
+        if hook.module not in NOT_IN_0_5_17 or importlib.util.find_spec(hook.module):
+            HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

@@ -1,0 +1,151 @@
+"""What crosses the engine port: one request, one reply, as msgspec structs. Spoken by `port.EnginePort` and
+`port_client.PortClient`.
+
+A new operation is a request struct and a reply struct here, and one handler in `port.OPERATIONS`.
+"""
+
+import msgspec
+
+# path of the Unix sockets, without the tensor-parallel rank that each ends with
+SOCKET_VARIABLE = "LAMINAR_ENGINE_PORT"
+
+
+class Request(msgspec.Struct, tag=True):
+    """Base of the requests."""
+
+
+class Reply(msgspec.Struct, tag=True):
+    """Base of the replies."""
+
+
+class Ping(Request):
+    """Is the scheduler's loop alive?"""
+
+
+class Alive(Reply):
+    pid: int
+
+
+class GetLayout(Request):
+    """Names, shapes, dtypes and places of the live parameters of this rank."""
+
+
+class TensorShard(msgspec.Struct):
+    """A live shard of a tensor under its Hugging Face name: elements [start, start + length) along `dim` of
+    the whole, of `shape`."""
+
+    name: str
+    shape: list[int]
+    dtype: str  # as torch names it, without "torch."
+    dim: int
+    start: int
+    length: int
+
+
+class LiveLayout(Reply):
+    tensors: list[TensorShard]
+
+
+class GetSums(Request):
+    """Check sums of the live parameters of this rank."""
+
+
+class LiveSums(Reply):
+    """Hugging Face name -> what this rank adds to (sum_words, sum_indexed) of the whole tensor, see
+    kernels/sums.py."""
+
+    sums: dict[str, tuple[int, int]]
+
+
+class LoadWeights(Request):
+    """The weights of a slot into the live parameters of this rank, while no request runs, or all are paused;
+    answered with LiveSums, taken after the copy."""
+
+    directory: str
+    paused: bool = False
+
+
+class KvReserve(Request):
+    """Room for a request's KV of `tokens` tokens; answered with the address that its source sends to."""
+
+    move_id: str
+    weight_id: int
+    tokens: int
+    host: str  # the destination's own address
+    folder: str  # shared memory
+    seconds: float  # after which the move is given up
+
+
+class KvReserved(Reply):
+    address: str
+
+
+class KvSend(Request):
+    """The KV of the full pages of a running request, to a reserved engine."""
+
+    move_id: str
+    request_id: str
+    address: str
+    folder: str
+    seconds: float
+
+
+class KvDetach(Request):
+    """Ends the request with finish_reason "moved" and sends the rest of its KV."""
+
+    move_id: str
+    request_id: str
+
+
+class KvImport(Request):
+    """The destination takes the KV, of a prefix of `tokens`, into its prefix cache and holds it."""
+
+    move_id: str
+    tokens: list[int]
+
+
+class KvEnd(Request):
+    """The move is over; what was held for it is let go. A move that is unknown is over."""
+
+    move_id: str
+
+
+class KvDone(Reply):
+    """`tokens`: whose KV was sent, or is held. `stalled`: seconds that the scheduler stood still for the
+    operation."""
+
+    tokens: int
+    stalled: float = 0.0
+
+
+class Refused(Reply):
+    """The operation failed; the engine goes on."""
+
+    text: str
+
+
+AnyRequest = Ping | GetLayout | GetSums | LoadWeights | KvReserve | KvSend | KvDetach | KvImport | KvEnd
+AnyReply = Alive | LiveLayout | LiveSums | KvReserved | KvDone | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(AnyRequest)
+_reply_decoder = msgspec.msgpack.Decoder(AnyReply)
+
+
+def socket_path(base: str, rank: int) -> str:
+    """Where the scheduler of a tensor-parallel rank listens."""
+    return f"{base}{rank}"
+
+
+def encode(message: Request | Reply) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes) -> AnyRequest:
+    """Raises msgspec.ValidationError or msgspec.DecodeError on anything else."""
+    return _request_decoder.decode(frame)
+
+
+def decode_reply(frame: bytes) -> AnyReply:
+    """Raises msgspec.ValidationError or msgspec.DecodeError on anything else."""
+    return _reply_decoder.decode(frame)

@@ -1,0 +1,68 @@
+"""The engine process: `python -m laminar_hpc.engine.sglang.plugin.serve <SGLang's server arguments>`,
+started by process.py.
+
+It is SGLang's own launcher, but: it dies with its parent; the API key comes from the environment (an argument
+would stand in the process list); and a missing installation of our entry points is said in one line instead
+of by a crash deep inside SGLang.
+"""
+
+import os
+import sys
+from importlib.metadata import entry_points
+
+from laminar_hpc.cluster.processes import die_with_parent
+
+KEY_VARIABLE = "LAMINAR_ENGINE_KEY"
+PARENT_VARIABLE = "LAMINAR_ENGINE_PARENT"
+
+
+def check_plugins() -> None:
+    """SGLang's processes find our plugins through the installed package's entry points only; ends the process
+    when they are not there."""
+    for group, name in (("sglang.srt.platforms", "laminar_cpu"), ("sglang.srt.plugins", "laminar_port")):
+        if name not in entry_points(group=group).names:
+            sys.exit(
+                f"SGLang does not find the plugin {name}: install this package in {sys.prefix} (make setup)"
+            )
+
+
+def leave_freeze_gc_to_us() -> None:
+    """SGLang's own call of /freeze_gc (http_server.py:2473) comes before its server listens, and its failure
+    fills the log; server.py calls it later."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if hasattr(http_server, "_freeze_gc_after_server_warmup"):  # not in 0.5.17
+        target = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
+        HookRegistry.register(target, lambda *_: None, HookType.REPLACE)
+        HookRegistry.apply_hooks()
+
+
+def main() -> None:
+    # SGLang asks the kernel the same for the processes that it starts, so none is left behind
+    die_with_parent()
+    if os.environ.pop(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):
+        sys.exit("the parent of this engine died before the engine was up")
+    check_plugins()
+    from laminar_hpc.engine.sglang.plugin import platform
+
+    platform.activate()  # older SGLang imports torchvision before it asks for a platform
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    leave_freeze_gc_to_us()
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    arguments = sys.argv[1:]
+    if key := os.environ.pop(KEY_VARIABLE, ""):
+        arguments += ["--api-key", key]
+    try:
+        launch_server(prepare_server_args(arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Speaks with our plugin inside SGLang (plugin/port.py) from the rollout worker's event loop. Every call has
+a time limit; the engine's death ends it."""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.engine.sglang.plugin import protocol
+from laminar_hpc.engine.sglang.process import EngineProcess
+
+T = TypeVar("T")
+R = TypeVar("R", bound=protocol.Reply)
+
+
+class PortClient:
+    """The ports of an engine's tensor-parallel ranks; used after the start of `process`."""
+
+    def __init__(self, process: EngineProcess, ranks: int) -> None:
+        self.process, self.ranks = process, ranks
+        self._context = zmq.asyncio.Context()
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._turn = asyncio.Lock()
+
+    async def call(self, request: protocol.Request, reply: type[R], seconds: float) -> list[R]:
+        """Each rank's `reply`, in their order, one call at a time. Raises LaminarError when a rank refuses or
+        does not answer within `seconds`, and EngineDied."""
+        return await self._unless_dead(self._call(request, reply, seconds))
+
+    async def call_beside(self, request: protocol.Request, seconds: float) -> list[protocol.AnyReply]:
+        """As `call`, for operations that take long: beside other calls, and a refusal is a reply."""
+        return await self._unless_dead(self._call_beside(request, seconds))
+
+    async def _call(self, request: protocol.Request, reply: type[R], seconds: float) -> list[R]:
+        async with self._turn:
+            if not self._sockets:
+                self._sockets = self._connected()
+            deadline = time.monotonic() + seconds
+            # the first rank wakes the others up, so they must have theirs by then
+            for socket in reversed(self._sockets):
+                await socket.send(protocol.encode(request))
+            return [
+                await self._receive(rank, request, reply, deadline, seconds) for rank in range(self.ranks)
+            ]
+
+    async def _receive(
+        self, rank: int, request: protocol.Request, reply: type[R], deadline: float, seconds: float
+    ) -> R:
+        socket, name = self._sockets[rank], type(request).__name__
+        if not await socket.poll(round(max(0.0, deadline - time.monotonic()) * 1000)):
+            self._drop()  # a late reply must not answer the next request
+            raise self._late(request, rank, seconds)
+        said = protocol.decode_reply(await socket.recv())
+        if not isinstance(said, reply):
+            self._drop()  # with the other ranks' replies, which nobody has read
+            why = said.text if isinstance(said, protocol.Refused) else f"it answered {type(said).__name__}"
+            raise LaminarError(f"the engine refused {name}: {why}")
+        return said
+
+    async def _call_beside(self, request: protocol.Request, seconds: float) -> list[protocol.AnyReply]:
+        sockets = self._connected()
+        try:
+            for socket in reversed(sockets):
+                await socket.send(protocol.encode(request))
+            frames = await asyncio.wait_for(asyncio.gather(*(s.recv() for s in sockets)), seconds)
+            return [protocol.decode_reply(frame) for frame in frames]
+        except TimeoutError:
+            raise self._late(request, 0, seconds) from None
+        finally:
+            for socket in sockets:
+                socket.close(linger=0)
+
+    async def _unless_dead(self, work: Coroutine[Any, Any, T]) -> T:
+        call, death = asyncio.create_task(work), asyncio.create_task(self.process.dead.wait())
+        try:
+            await asyncio.wait((call, death), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise self.process.death()
+            return call.result()
+        finally:
+            call.cancel()
+            death.cancel()
+
+    def _late(self, request: protocol.Request, rank: int, seconds: float) -> LaminarError:
+        name, path = type(request).__name__, self._path(rank)
+        return LaminarError(f"the engine did not answer {name} on {path} within {seconds:g} s")
+
+    def _path(self, rank: int) -> str:
+        return protocol.socket_path(str(self.process.socket_path), rank)
+
+    def _connected(self) -> list[zmq.asyncio.Socket]:
+        sockets = []
+        for rank in range(self.ranks):
+            socket = self._context.socket(zmq.REQ, socket_class=zmq.asyncio.Socket)
+            socket.linger = 0
+            socket.connect(f"ipc://{self._path(rank)}")
+            sockets.append(socket)
+        return sockets
+
+    def _drop(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._sockets = []
+
+    def close(self) -> None:
+        """May be called at any time; calls under way fail."""
+        self._drop()
+        self._context.destroy(linger=0)

@@ -1,0 +1,62 @@
+"""When a replica whose responses come back unusable must end: once may be chance, again and again is not."""
+
+from collections import Counter
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.rollout.engine_lives import EngineLives
+from laminar_hpc.rollout.state import ReplicaState
+from laminar_hpc.rollout.weight_loader import OVERFLOW_CURE
+from laminar_hpc.rollout.work import Work, first_not_finite
+
+MAX_OVERFLOWS = 3  # of one trajectory on one replica, see work.objection
+# one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
+MAX_LOST_BATCHES_IN_A_ROW = 3
+
+
+class BatchHealth:
+    """Counts over one local batch after the other: `begin`, `finished` and `lost` of each trajectory, `end`.
+    `lost` and `end` raise LaminarError when the replica must not go on."""
+
+    def __init__(self, replica: int, state: ReplicaState, engines: EngineLives) -> None:
+        self.replica, self.state, self.engines = replica, state, engines
+        self.tokens = 0  # of the responses of this local batch
+        self._overflowed = 0  # responses of this local batch with log-probs that are not finite
+        self._overflows: Counter[tuple[str, int]] = Counter()  # the same by evaluation and trajectory
+        self._lost_batches_in_a_row = 0
+
+    def begin(self) -> None:
+        """A local batch begins."""
+        self.tokens = self._overflowed = 0
+
+    def finished(self, tokens: int) -> None:
+        """A response of so many tokens is whole."""
+        self.tokens += tokens
+
+    def lost(self, work: Work) -> None:
+        """A response is lost."""
+        if first_not_finite(work.partial.logprobs) is None:
+            return
+        key = (work.evaluation, work.trajectory_id)
+        self._overflowed += 1
+        self._overflows[key] += 1
+        if self._overflows[key] >= MAX_OVERFLOWS:
+            raise self._overflow(f"{MAX_OVERFLOWS} responses to one prompt (trajectory {work.trajectory_id})")
+
+    def end(self, trajectories: int, moved_away: int) -> None:
+        """The local batch of so many trajectories is done."""
+        if trajectories and self._overflowed >= trajectories:
+            raise self._overflow(f"all {trajectories} responses of a local batch")
+        lost_all = not self.tokens and not moved_away
+        self._lost_batches_in_a_row = self._lost_batches_in_a_row + 1 if lost_all else 0
+        if self._lost_batches_in_a_row == MAX_LOST_BATCHES_IN_A_ROW:
+            raise LaminarError(
+                f"rollout {self.replica} lost all trajectories of {MAX_LOST_BATCHES_IN_A_ROW} "
+                f"local batches in a row: see its log and {self.engines.current.log}"
+            )
+
+    def _overflow(self, what: str) -> LaminarError:
+        engine = self.engines.current
+        return LaminarError(
+            f"{engine.name} gave log-probs that are not finite for {what}, with the trainer's weights of id "
+            f"{self.state.weight_id} bit for bit, which are finite: {OVERFLOW_CURE}; see {engine.log}"
+        )

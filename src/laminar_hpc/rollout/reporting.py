@@ -1,0 +1,67 @@
+"""How busy a replica is, told to the controller with its pings: the engine's utilization, and the tokens per
+second of late."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.messages import Ping
+from laminar_hpc.policies.sizing import saturation_requests
+from laminar_hpc.rollout.engine_lives import EngineLives
+from laminar_hpc.rollout.state import ReplicaState
+from laminar_hpc.rollout.wire import replica_load
+
+logger = logging.getLogger(__name__)
+REPORT_SECONDS = 1.0
+# requests, and tokens of each, up to which the decode curve is measured
+CURVE_MAX_REQUESTS, CURVE_CONTEXT = 256, 64
+RATE_SECONDS = 30.0  # over which tokens per second are counted
+
+
+class UtilizationReporter:
+    """`scoring` gives the number of trajectories whose reward is awaited."""
+
+    def __init__(
+        self, context: RoleContext, state: ReplicaState, engines: EngineLives, scoring: Callable[[], int]
+    ) -> None:
+        self.context, self.state, self.engines, self.scoring = context, state, engines, scoring
+        self._saturation: int | None = None  # requests that saturate the engine
+        self._finished: deque[tuple[float, int]] = deque()  # (when, response tokens)
+
+    def finished(self, tokens: int) -> None:
+        """A trajectory of so many response tokens has its last token."""
+        self._finished.append((time.monotonic(), tokens))
+
+    async def measure_saturation(self) -> None:
+        """Once, on the idle engine, where the planner of moves needs it and the configuration is silent."""
+        config = self.context.config
+        given = config.pipeline.repack_requests is not None
+        if config.pipeline.repack == "off" or given or self._saturation is not None:
+            return
+        limit = min(CURVE_MAX_REQUESTS, config.rollout.max_concurrent)
+        curve = await self.engines.current.decode_curve(limit, CURVE_CONTEXT)
+        self._saturation = saturation_requests(curve)
+        text = "decode curve (requests, seconds per step) %s: %d requests saturate the engine"
+        logger.info(text, curve, self._saturation)
+
+    async def run(self) -> None:
+        """Until it is cancelled: once a second, or more often for repack, what the next ping will say."""
+        channel, pipeline = self.context.channel, self.context.config.pipeline
+        while True:
+            utilization = await self.engines.current.utilization()
+            channel.load = replica_load(
+                self.state, self.scoring(), utilization, self._rate(), self._saturation
+            )
+            if pipeline.repack == "off":
+                await asyncio.sleep(REPORT_SECONDS)
+            else:  # the planner decides by what is reported
+                channel.send(Ping(channel.load))
+                await asyncio.sleep(min(REPORT_SECONDS, pipeline.repack_seconds))
+
+    def _rate(self) -> float:
+        while self._finished and self._finished[0][0] < time.monotonic() - RATE_SECONDS:
+            self._finished.popleft()
+        return sum(tokens for _, tokens in self._finished) / RATE_SECONDS

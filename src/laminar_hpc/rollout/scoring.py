@@ -1,0 +1,66 @@
+"""Rewards of finished trajectories: computed behind the local batch, so that they delay no pull."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.environments.reward_pool import RewardPool
+from laminar_hpc.messages import PromptGroup, Scored, Trajectory
+from laminar_hpc.rollout.tokens import TextDecoder
+
+logger = logging.getLogger(__name__)
+
+
+class Scoring:
+    """`pool` is started and closed by the caller. `failed(error)` is called when no reward worker can be
+    started any more."""
+
+    def __init__(
+        self, context: RoleContext, pool: RewardPool, failed: Callable[[BaseException], None]
+    ) -> None:
+        self.context, self.pool, self.failed = context, pool, failed
+        self.decoder = TextDecoder(Path(context.config.model.path))
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pending(self) -> int:
+        """Trajectories whose reward is awaited."""
+        return len(self._tasks)
+
+    def begin(self, evaluation: str, group: PromptGroup, trajectory: Trajectory) -> None:
+        """Scored is sent when the reward is there."""
+        task = asyncio.create_task(self._score(evaluation, group, trajectory))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def settle(self) -> None:
+        """Before the replica leaves: waits for the last rewards, for a limited time."""
+        config = self.context.config
+        limit = min(config.reward.timeout_seconds, config.cluster.stop_timeout_seconds / 2)
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=limit)
+            if late:
+                logger.warning("%d scores were not there %g s after Stop and are dropped", len(late), limit)
+
+    async def _score(self, evaluation: str, group: PromptGroup, trajectory: Trajectory) -> None:
+        tokens, trajectory_id = trajectory.response_tokens, trajectory.trajectory_id
+        score = await self.pool.score(group.prompt, self.decoder.text(tokens), group.row, tokens)
+        self.context.trace.record("score", score.t0, score.t1, trajectory_id=trajectory_id)
+        self.context.channel.send(
+            Scored(
+                trajectory_id,
+                trajectory.attempt,
+                score.reward,
+                score.parts,
+                score.error,
+                score.t1,
+                evaluation,
+            )
+        )
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failed(error)

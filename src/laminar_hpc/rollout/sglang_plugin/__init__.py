@@ -1,6 +1,0 @@
-"""What runs inside the SGLang processes: our platform for machines without a GPU, the engine port, and the
-launcher.
-
-SGLang finds `platform.activate` and `port.register` through the entry points that setup.py declares; its own
-files stay untouched.
-"""

@@ -1,0 +1,142 @@
+"""Each hook into a foreign package is still needed: what it is for still stands in the installed source.
+
+A failure here after an upgrade means: look at the cited lines again, and remove the hook if it can go.
+"""
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc.compat import torchvision
+from laminar_hpc.engine.sglang.plugin.platform import activate
+from laminar_hpc.engine.sglang.process import EngineProcess
+
+activate()  # before SGLang is imported, as its own processes do
+
+from laminar_hpc.engine.sglang.plugin import hooks  # noqa: E402
+
+# what is hooked -> where its reason stands: module, definition, a piece of its source
+NEEDED_FOR = {
+    "Scheduler.process_input_requests": (
+        "sglang.srt.managers.scheduler",
+        "Scheduler",
+        "self.process_input_requests(recv_reqs)",
+    ),
+    "Scheduler.flush_cache": (
+        "sglang.srt.managers.scheduler",
+        "Scheduler.flush_cache",
+        "self.token_to_kv_pool_allocator.clear()",
+    ),
+    "SchedulerInvariantChecker._check_all_pools": (
+        "sglang.srt.managers.scheduler_components.invariant_checker",
+        "SchedulerInvariantChecker._check_all_pools",
+        "self._check_full_pool(ps, uncached=uncached)",
+    ),
+    "shm_path_for": ("sglang.srt.managers.load_snapshot", "shm_path_for", '"/dev/shm/'),
+    "_set_envs_and_config": (
+        "sglang.srt.entrypoints.engine",
+        "_set_envs_and_config",
+        'set_start_method("spawn"',
+    ),
+    "adjust_config_with_unaligned_cpu_tp": (
+        "sglang.srt.configs.update_config",
+        "adjust_config_with_unaligned_cpu_tp",
+        "intermediate_padding_size",
+    ),
+    "TorchNativeAttnBackend": (
+        "sglang.srt.layers.attention.torch_native_backend",
+        "TorchNativeAttnBackend._run_sdpa_forward_decode",
+        "for seq_idx in range(",
+    ),
+    "RotaryEmbedding.forward_native": (
+        "sglang.srt.layers.rotary_embedding.base",
+        "RotaryEmbedding.forward_native",
+        "torch.cat((query_rot, query_pass)",
+    ),
+    "Qwen2DecoderLayer.forward": (
+        "sglang.srt.models.qwen2",
+        "Qwen2DecoderLayer.forward",
+        "self.post_attention_layernorm(",
+    ),
+}
+# the same for what is no hook of SGLang's registry, by the name of our function or setting
+OTHER_REASONS = {
+    "serve.leave_freeze_gc_to_us": (
+        "sglang.srt.entrypoints.http_server",
+        "_wait_and_warmup",
+        "_freeze_gc_after_server_warmup(server_args)",
+    ),
+    "kv_cache.moved_reason": (
+        "sglang.srt.managers.schedule_batch",
+        "Req.update_finish_state",
+        "self.finished_reason = self.to_finish",
+    ),
+    "optional.leave_out('megatron')": ("sglang.srt.debug_utils.dumper", "", "from megatron.core import"),
+    "process.MODEL_PACKAGE": (
+        "sglang.srt.models.registry",
+        "",
+        "ModelRegistry._default_models_loaded = False",
+    ),
+}
+READ_IN = {  # environment variables of the engine -> the module of SGLang that reads them
+    "SGLANG_CPU_OMP_THREADS_BIND": "sglang.srt.utils.numa_utils",
+    "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "sglang.srt.distributed.bootstrap",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang.srt.models.registry",
+    "SGLANG_ROPE_CACHE_FP32": "sglang.srt.layers.rotary_embedding.base",
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "sglang.srt.entrypoints.http_server",
+}
+
+
+def source_of(module: str, name: str) -> str:
+    """The source of a definition, or of the whole module; nothing is imported but parent packages."""
+    root, _, rest = module.partition(".")
+    spec = importlib.util.find_spec(root)
+    assert spec is not None and spec.submodule_search_locations
+    path = Path(spec.submodule_search_locations[0], *rest.split(".")).with_suffix(".py")
+    text = path.read_text()
+    node: ast.AST = ast.parse(text)
+    for part in name.split(".") if name else ():
+        node = next(n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == part)
+    return ast.get_source_segment(text, node) or "" if name else text
+
+
+def test_every_hook_has_a_reason():
+    """A hook that is added without a line in this file is not tested to be needed."""
+    assert {hook.name for hook in (*hooks.PORT_HOOKS, *hooks.cpu_hooks())} == NEEDED_FOR.keys()
+
+
+@pytest.mark.parametrize("name", NEEDED_FOR)
+def test_what_a_hook_is_for_still_stands(name):
+    """The hook's target exists, and the source still does what the hook changes."""
+    hook = next(h for h in (*hooks.PORT_HOOKS, *hooks.cpu_hooks()) if h.name == name)
+    assert source_of(hook.module, hook.name)
+    module, where, piece = NEEDED_FOR[name]
+    assert piece in source_of(module, where)
+
+
+@pytest.mark.parametrize("name", OTHER_REASONS)
+def test_what_a_trick_is_for_still_stands(name):
+    """The same for settings and replacements outside SGLang's registry of hooks."""
+    module, where, piece = OTHER_REASONS[name]
+    assert piece in source_of(module, where)
+
+
+def test_every_setting_of_the_environment_is_read(tmp_path):
+    """A variable that SGLang has renamed would be ignored without a word."""
+    process = EngineProcess("engine", tmp_path / "log", 1)
+    process.folder = tmp_path
+    ours = {name for name in process.environment() if name.startswith("SGLANG_") and name not in os.environ}
+    assert ours <= READ_IN.keys()
+    assert {name for name in ours if name not in source_of(READ_IN[name], "")} == set()
+
+
+def test_torchvision_needs_its_schemas():
+    """Beside this build of torch `import torchvision` fails exactly where compat/torchvision.py says so."""
+    program = "import torch, torchvision"
+    failed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode
+    assert (torchvision._library is not None) == bool(failed)
