@@ -105,7 +105,7 @@ SHAPES = {
     "--steps=3": "write steps=3; settings are key=value, without dashes",
     "--steps 3": "--steps 3: write steps=3;",
     "-steps=3": "write steps=3;",
-    "--multirun": "no such option; settings are key=value",
+    "--hydra-help": "no such option; settings are key=value",
     "--reward.function a$b": "write 'reward.function=a$b'",
     "reward.function=my reward": "if it belongs to the value before it, write 'reward.function=my reward'",
     "data.train=my long file.jsonl": "long file.jsonl: not key=value; if it belongs to the value before it, "
@@ -400,7 +400,9 @@ def test_help_and_version():
     """Promise: help is help (stdout, exit code 0), for the whole and for every command; so is the version."""
     assert laminar("--version") == ([f"laminar {__version__}"], [], 0)
     out, err, code = laminar("train", "--help")
-    assert (err, code) == ([], 0) and out[0] == "usage: laminar train [key=value ...] [--config-dir DIR]"
+    assert (err, code) == ([], 0) and out[0].startswith(
+        "usage: laminar train [key=value ...] [--config-dir DIR]"
+    )
     for part in (
         "experiment=demo",
         "docs/configuration.md",
