@@ -32,8 +32,8 @@ from pathlib import Path
 
 import common
 
-from laminar_hpc.observability import rundata
 from laminar_hpc.policies.sizing import trainer_splits
+from laminar_hpc.report import rundata
 from laminar_hpc.simulator import measured
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, SIGMA_DORA, Constants
 from laminar_hpc.simulator.load import load, load_plan

@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from laminar_hpc.observability.svg import (
+from laminar_hpc.report.svg import (
     BOTTOM,
     LEFT,
     RIGHT,

@@ -103,7 +103,7 @@ COMMANDS: dict[str, Command] = {
         ("RUN_DIR",),
     ),
     "top": Command(
-        elsewhere("laminar_hpc.observability.top"),
+        elsewhere("laminar_hpc.report.top"),
         "a run as it goes: ranks, weights, KV cache, queues, staleness, tokens per second",
         {
             "laminar top runs/demo": "once a second, until Ctrl-C; the run goes on",
@@ -113,7 +113,7 @@ COMMANDS: dict[str, Command] = {
         ("--once",),
     ),
     "report": Command(
-        elsewhere("laminar_hpc.observability.report"),
+        elsewhere("laminar_hpc.report.document"),
         "write summary.json and report.html again",
         {"laminar report runs/demo": "of a run that goes on, has ended or died"},
         ("RUN_DIR",),

@@ -22,7 +22,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import migration
 from laminar_hpc.emulation import stage
 from laminar_hpc.messages import RelayHas, Stop, Trajectory, decode_trajectory
-from laminar_hpc.observability import rundata, summary
+from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import migration as replica_migration
 from laminar_hpc.rollout.sglang_server import SglangServer
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout
