@@ -1,5 +1,5 @@
-"""Writes the plots of docs/simulator.md as SVG files, from what `python bench/simulator.py --json` has
-written.
+"""Writes the plots of docs/simulator-validation.md as SVG files, from what `python bench/simulator.py
+--json` has written.
 
     python docs/make_simulator_plots.py docs/benchmarks/simulator.json
 

@@ -33,13 +33,13 @@ def stop(arguments: list[str]) -> int:
 
 
 def sim_help() -> str:
-    from laminar_hpc.simulator.load import experiments
+    from laminar_hpc.simulator.settings import experiments
 
     return f"\nEXPERIMENT is one of {', '.join(experiments())}. {_SIMULATOR_KEYS}"
 
 
 def plan_help() -> str:
-    from laminar_hpc.simulator.load import questions
+    from laminar_hpc.simulator.settings import questions
 
     return f"\nQUESTION is one of {', '.join(questions())}. {_SIMULATOR_KEYS}"
 

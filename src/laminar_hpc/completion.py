@@ -51,7 +51,7 @@ def _places(command: str, before: Sequence[str]) -> list[str]:
     """The experiments or questions that a command of the simulator begins with."""
     if command not in ("sim", "plan") or before:
         return []
-    from laminar_hpc.simulator.load import experiments, questions
+    from laminar_hpc.simulator.settings import experiments, questions
 
     return experiments() if command == "sim" else questions()
 
