@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, QuotedString, Transformer
@@ -58,7 +58,7 @@ def alternatives(word: str, keys: Keys) -> list[str]:
         return [word]  # a text that stands as it is
     if not override.is_sweep_override():
         return [word]
-    key, value = override.key_or_group, override.value()
+    key, value = override.key_or_group, cast(object, override.value())
     if isinstance(value, Glob):
         values = value.filter(list(keys.groups.get(key, ())))
         if not values:

@@ -19,10 +19,15 @@ from laminar_hpc.config.schema import RunConfig
 def main(arguments: list[str]) -> int:
     """Refuses, or shows, or starts what the words ask for."""
     options, words = take_options(arguments)
-    if options.cfg or options.info:
-        from laminar_hpc.config import show as shown
+    if options.cfg:
+        from laminar_hpc.config.show import composed
 
-        print(shown.composed(words, options.cfg) if options.cfg else shown.information(words, options.info))
+        print(composed(words, options.cfg))
+        return 0
+    if options.info:
+        from laminar_hpc.config.show import information
+
+        print(information(words, options.info))
         return 0
     if not words:
         raise LaminarError(

@@ -292,13 +292,12 @@ def launches(run: Run) -> str:
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(launch.start))
         origin = "the beginning" if launch.restored_step < 0 else f"step {launch.restored_step}"
         end = launch.reason or "none recorded"
-        cells = (index, started, origin, len(launch.steps), duration(launch.end - launch.start), end)
-        rows += tag("tr", "".join(tag("td", text(cell)) for cell in cells))
+        lasted = duration(launch.end - launch.start)
+        rows += _row(index, started, origin, len(launch.steps), lasted, end)
     for restart in run.records.get("restart", []):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(restart["time"]))
         origin, why = f"step {max(0, restart['restored_step'])}", f"because: {restart['cause']}"
-        cells = ("restart", when, origin, "", "", why)
-        rows += tag("tr", "".join(tag("td", text(cell)) for cell in cells))
+        rows += _row("restart", when, origin, "", "", why)
     kinds = ("given_up", "lost", "regranted")
     incidents = [
         f"{len(run.records[kind])} × {kind.replace('_', ' ')}" for kind in kinds if kind in run.records
@@ -308,6 +307,10 @@ def launches(run: Run) -> str:
     return section(
         "Launches", tag("table", head + rows), "Incidents: " + (", ".join(incidents) or "none") + "."
     )
+
+
+def _row(*cells: object) -> str:
+    return tag("tr", "".join(tag("td", text(cell)) for cell in cells))
 
 
 ALL = (

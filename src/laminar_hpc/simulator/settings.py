@@ -11,7 +11,7 @@ from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean
 from laminar_hpc.config.load import compose_config, conf_directory
 from laminar_hpc.config.models import known_models
-from laminar_hpc.config.words import Keys
+from laminar_hpc.config.words import Keys, Words
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS, Constants
 from laminar_hpc.simulator.cost import kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
@@ -78,11 +78,11 @@ def _compose(
     schema: type[Config], node: str, folder: str, group: dict[str, str], overrides: list[str]
 ) -> Config:
     keys = Keys(schema, {}, "src/laminar_hpc/simulator/schema.py")
-    read = keys.read(overrides)
+    read: Words = keys.read(overrides)
     if read.broken:
         raise Refused(read.wrong)
     read.groups = group
-    config = compose_config(schema, node, conf_directory() / "simulation" / folder, keys, read)
+    config: Config = compose_config(schema, node, conf_directory() / "simulation" / folder, keys, read)
     if read.wrong:
         raise Refused([*read.wrong, *wrong_values(config)])
     return config
