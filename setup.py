@@ -168,7 +168,7 @@ setup(
         **{name: ["*.yaml"] for name in conf},
         **{name: ["*.json", "*.jsonl", "*.safetensors"] for name in examples},
         **{name: ["*.sbatch"] for name in slurm},
-        "laminar_hpc.observability": ["*.css", "*.js"],
+        "laminar_hpc.report": ["*.css", "*.js"],
         "laminar_hpc.project": ["template/**/*"],
     },
     include_package_data=False,

@@ -26,9 +26,9 @@ import yaml
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.launch import Emulation, prepare
-from laminar_hpc.observability import rundata
-from laminar_hpc.observability.idle import busy, overlap
-from laminar_hpc.observability.rundata import Run
+from laminar_hpc.report import rundata
+from laminar_hpc.report.idle import busy, overlap
+from laminar_hpc.report.rundata import Run
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, PROMPT_TOKENS
 from laminar_hpc.simulator.cost import job_costs, trainer_layout
 

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from laminar_hpc.observability import rundata, summary
-from laminar_hpc.observability.idle import busy, overlap, training_windows, union
-from laminar_hpc.observability.rundata import Run
+from laminar_hpc.report import rundata, summary
+from laminar_hpc.report.idle import busy, overlap, training_windows, union
+from laminar_hpc.report.rundata import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 STOP_SECONDS = 60.0  # for an orderly stop of a run that took too long

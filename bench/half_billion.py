@@ -27,7 +27,7 @@ import torch
 from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.config.check import count_parameters
 from laminar_hpc.config.load import load_config
-from laminar_hpc.observability.rundata import Run
+from laminar_hpc.report.rundata import Run
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout, safetensors_header
 
 SHAPE = {

@@ -11,7 +11,7 @@ control, which has nothing to learn from and must stay near or below 0. Medians 
 
 import common
 
-from laminar_hpc.observability import summary
+from laminar_hpc.report import summary
 
 KEYS = (
     "accuracy_before",

@@ -34,8 +34,9 @@ from pathlib import Path
 import common
 
 from laminar_hpc.emulation.launch import Emulation, prepare
-from laminar_hpc.observability import rundata, status
+from laminar_hpc.observability import status
 from laminar_hpc.policies.repack import ReplicaView, plan
+from laminar_hpc.report import rundata
 from laminar_hpc.simulator import run as simulation
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, PROMPT_TOKENS
 from laminar_hpc.simulator.cost import job_costs, trainer_layout

@@ -32,15 +32,15 @@ from pathlib import Path
 
 import common
 
-from laminar_hpc.observability import rundata
 from laminar_hpc.policies.sizing import trainer_splits
+from laminar_hpc.report import rundata
 from laminar_hpc.simulator import measured
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, SIGMA_DORA, Constants
-from laminar_hpc.simulator.load import load, load_plan
 from laminar_hpc.simulator.plan import Candidate, describe, evaluate, search
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import Outcome, setup, simulate
 from laminar_hpc.simulator.schema import SimulationConfig, WorkloadConfig
+from laminar_hpc.simulator.settings import load_plan, load_simulation
 from laminar_hpc.simulator.sweep import point, rules_of, split
 from laminar_hpc.simulator.workload import capped_mean
 
@@ -399,7 +399,7 @@ def main() -> None:
     options = options.parse_args()
     parts = options.only.split(",")
     figures, rows = kept(options.json, parts)
-    dora_config, repack_config = load("dora", []), load("repack", [])
+    dora_config, repack_config = load_simulation("dora", []), load_simulation("repack", [])
     if "dora" in parts:
         figures |= dora(rows, dora_config)
     if "repack" in parts:
@@ -408,7 +408,9 @@ def main() -> None:
     if "headline" in parts:
         figures |= headline(rows, "headline", WorkloadConfig(), SCALES, PUBLISHED)
     if "tools" in parts:
-        found = headline(rows, "tools", load("tools", []).workload, TOOLS_SCALES, {"sync": (2.62, 5.42)})
+        found = headline(
+            rows, "tools", load_simulation("tools", []).workload, TOOLS_SCALES, {"sync": (2.62, 5.42)}
+        )
         figures["tools_speedup_over_sync"] = found["speedup_over_sync"]
     if "speed" in parts:
         figures |= speed(rows)

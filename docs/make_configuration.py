@@ -1,11 +1,11 @@
-"""Writes docs/configuration.md: every key with its type, default, unit and meaning, from config/schema.py and
-conf/pipeline.
+"""Writes docs/configuration.md: every key with its type, default, unit and meaning, from config/schema.py,
+config/system_schema.py and conf/pipeline.
 
     python docs/make_configuration.py          write the page
     python docs/make_configuration.py --check  exit 1 if the page on disk is another one (a test runs this)
 
-Meanings are the comments of the schema, behind a key or above it; MEANING holds those of keys whose name says
-most of it. A key with neither is an error. Bounds and choices are those that the checker has.
+A meaning is the text below a key in the schema; a key without one is an error. Bounds and choices are those
+that the checker has.
 """
 
 import ast
@@ -13,7 +13,6 @@ import dataclasses
 import inspect
 import itertools
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -53,8 +52,8 @@ dry run). What cannot fit is refused with its cure: in a dry run by `trainer.gpu
 ranks of a machine put on each of its GPUs as well. 5% are left to CUDA, NCCL and fragmentation. Without a
 GPU only a warning is given, when the host's memory is too small.
 
-This page is made by `python docs/make_configuration.py` from `src/laminar_hpc/config/schema.py`; a test keeps
-the two together.
+This page is made by `python docs/make_configuration.py` from `config/schema.py` and `config/system_schema.py`
+under `src/laminar_hpc/`; a test keeps them together.
 """
 
 # By the ending of a key's name, else by the whole key.
@@ -90,90 +89,18 @@ UNITS = {
     "algorithm.more_samples": "trajectories",
     "pipeline.local_batch_groups": "prompt groups",
 }
-MEANING = {
-    "run_dir": "folder of the run: metrics, traces, store, checkpoints, report",
-    "seed": "of the order of prompts, the mini-batches and the shuffled rewards; the engines' seeds follow "
-    "from it",
-    "model.path": "Hugging Face directory of the model to train, or OWNER/NAME[@REVISION] of the hub; see "
-    "models.md",
-    "data.train": "the training prompts: a JSONL or Parquet file, a folder, or a Hugging Face dataset as "
-    "OWNER/NAME[:SUBSET][@SPLIT]",
-    "data.prompt_field": "field of a row that holds the prompt",
-    "data.answer_field": "field of a row that holds the right answer",
-    "data.max_prompt_tokens": "longest prompt",
-    "reward.timeout_seconds": "longest time for one call; then the trajectory gets `reward.score_on_failure`",
-    "sampling.temperature": "of the softmax over next tokens",
-    "sampling.max_response_tokens": "a response is cut here",
-    "sampling.top_p": "refused for training unless 1.0",
-    "sampling.top_k": "refused for training unless -1",
-    "sampling.min_p": "refused for training unless 0.0",
-    "sampling.frequency_penalty": "refused for training unless 0.0",
-    "sampling.presence_penalty": "refused for training unless 0.0",
-    "sampling.repetition_penalty": "refused for training unless 1.0",
-    "algorithm.prompts_per_step": "prompt groups in the global batch of a trainer step",
-    "algorithm.samples_per_prompt": "trajectories per prompt (the most, with `algorithm.first_samples`): the "
-    "group over which advantages are taken",
-    "algorithm.advantage": "how rewards become advantages",
-    "algorithm.more_samples": "samples that a group gets at a time after its first, up to "
-    "`algorithm.samples_per_prompt`",
-    "algorithm.normalize_std": "divide advantages by the group's standard deviation",
-    "algorithm.loss": "policy loss",
-    "algorithm.clip_low": "importance ratios are clipped below 1 - clip_low",
-    "algorithm.clip_high": "importance ratios are clipped above 1 + clip_high",
-    "algorithm.kl_estimator": "estimate of the divergence from one token",
-    "optimizer.lr": "Adam's learning rate",
-    "optimizer.weight_decay": "decoupled, as in AdamW",
-    "optimizer.beta1": "Adam's decay of the first moment",
-    "optimizer.beta2": "Adam's decay of the second moment",
-    "optimizer.eps": "Adam's epsilon",
-    "optimizer.clip_grad": "largest global gradient norm",
-    "optimizer.warmup_steps": "linear warm-up of the learning rate",
-    "trainer.tensor_parallel": "ranks over which every layer is split; divides the model's heads, key-value "
-    "heads and feed-forward width",
-    "trainer.pipeline_parallel": "stages of consecutive layers; at most the number of layers",
-    "trainer.data_parallel": "replicas of the trainer (tensor_parallel x pipeline_parallel ranks); each "
-    "takes its share of every batch",
-    "trainer.distributed_optimizer": "Megatron's distributed optimizer",
-    "relay.slots": "complete weight versions kept in shared memory per machine",
-    "relay.shm_dir": "folder in memory that holds the slots",
-    "relay.chunk_megabytes": "size of the pieces in which weights are sent; the trainer's rank 0 has two "
-    "such buffers on its device",
-    "relay.full_every": "with delta=auto one publication in so many goes in full, whatever has changed; 1 "
-    "sends all in full",
-    "relay.publish_timeout_seconds": "longest time for one publication to reach a relay",
-    "relay.threads": "of a relay's process",
-    "rollout.replicas": "rollout ranks, each with an engine of its own",
-    "rollout.tensor_parallel": "processes per replica that share one copy of the weights; divides the "
-    "model's heads",
-    "rollout.kv_cache_tokens": "size of an engine's KV cache",
-    "rollout.engine_start_seconds": "longest time for an engine to be ready",
-    "rollout.request_timeout_seconds": "longest time for one generation",
-    "pipeline.name": "shown in logs and reports; decides nothing",
-    "cluster.heartbeat_timeout_seconds": "a process that is silent for so long counts as dead",
-    "cluster.stop_timeout_seconds": "longest time for an orderly stop",
-    "observability.wandb_project": "project on Weights & Biases",
-    "checkpoint.keep": "the newest so many stay on disk",
-}
 
 
-def comments() -> dict[tuple[str, str], str]:
-    """(class name, field name) -> the comment behind the field."""
-    source = Path(schema.__file__).read_text()
-    lines = source.splitlines()
-    found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            for part in node.body:
-                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                    above = [line.strip() for line in lines[: part.lineno - 1]]
-                    block = list(itertools.takewhile(lambda line: line.startswith("#"), reversed(above)))
-                    behind = re.search(r"#\s*(.+)$", lines[part.lineno - 1])
-                    text = (
-                        behind.group(1) if behind else " ".join(line.lstrip("# ") for line in reversed(block))
-                    )
-                    if text:
-                        found[node.name, part.target.id] = text
-    return found
+def meanings(cls: type) -> dict[str, str]:
+    """Field name -> the text below it in the class."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
 
 
 def unit(key: str) -> str:
@@ -197,20 +124,15 @@ def values(field: dataclasses.Field) -> str:
     return limits.words() if isinstance(limits, bounds.Bounds) and limits != bounds.Bounds() else ""
 
 
-def rows(cls: type, prefix: str, known: dict[tuple[str, str], str]) -> list[str]:
+def rows(cls: type, prefix: str) -> list[str]:
     """The table rows of a dataclass's plain fields. Raises SystemExit for a key without a meaning."""
-    found = []
+    lines, texts = [], meanings(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(field.type):
             continue
         key = prefix + field.name
-        comment = known.get((cls.__name__, field.name))
-        meaning = "; ".join(text for text in (MEANING.get(key), comment) if text)
-        if not meaning:
-            raise SystemExit(
-                f"{key} has no meaning: write a comment behind it "
-                f"in {schema.__file__}, or an entry of MEANING here"
-            )
+        if field.name not in texts:
+            raise SystemExit(f"{key} has no meaning: write it below the key in {inspect.getfile(cls)}")
         kind = (
             field.type.__name__
             if isinstance(field.type, type) and not hasattr(field.type, "__args__")
@@ -223,10 +145,10 @@ def rows(cls: type, prefix: str, known: dict[tuple[str, str], str]) -> list[str]
             f"`{default(field)}`",
             values(field),
             unit(key),
-            meaning.replace("|", "or"),
+            texts[field.name].replace("|", r"\|"),
         )
-        found.append(f"| {' | '.join(cells)} |")
-    return found
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def presets() -> list[str]:
@@ -247,8 +169,7 @@ def presets() -> list[str]:
 
 def page() -> str:
     head = ["| key | type | default | allowed | unit | meaning |", "|---|---|---|---|---|---|"]
-    known = comments()
-    text = [INTRO, "## The run", "", *head, *rows(schema.RunConfig, "", known), ""]
+    text = [INTRO, "## The run", "", *head, *rows(schema.RunConfig, ""), ""]
     for field in dataclasses.fields(schema.RunConfig):
         if dataclasses.is_dataclass(field.type):
             assert isinstance(field.type, type)
@@ -260,7 +181,7 @@ def page() -> str:
                 "",
                 *([about, ""] if about else []),
                 *head,
-                *rows(field.type, f"{field.name}.", known),
+                *rows(field.type, f"{field.name}."),
                 "",
             ]
             if field.name == "pipeline":

@@ -1,5 +1,5 @@
-"""Writes the plots of docs/simulator.md as SVG files, from what `python bench/simulator.py --json` has
-written.
+"""Writes the plots of docs/simulator-validation.md as SVG files, from what `python bench/simulator.py
+--json` has written.
 
     python docs/make_simulator_plots.py docs/benchmarks/simulator.json
 
@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from laminar_hpc.observability.svg import (
+from laminar_hpc.report.svg import (
     BOTTOM,
     LEFT,
     RIGHT,

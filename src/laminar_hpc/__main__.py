@@ -42,6 +42,7 @@ from laminar_hpc.messages import Failure, Hello
 from laminar_hpc.observability import console
 from laminar_hpc.pretrained import follow, prepare_rank
 
+SPEAK_SECONDS = 10.0  # for rank 0 to say an error that all ranks see
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
 
 
@@ -196,7 +197,7 @@ def run_controller(config: RunConfig, relays: int, say: Callable[[str], None]) -
     )
 
 
-def cure(error: Exception) -> str:
+def cure(error: BaseException) -> str:
     """What to do about an error of a library, where that is known. By name: torch is not imported for it."""
     if type(error).__name__ == "OutOfMemoryError":
         return (
@@ -206,69 +207,102 @@ def cure(error: Exception) -> str:
     return ""
 
 
-def main(overrides: list[str]) -> int:
-    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed for
-    good."""
-    die_with_parent()
-    user, mine = UserTerminal(), None
-    started = time.monotonic()
-    try:
-        config = prepare_rank(load_config(overrides), user.say, user.print_error)
+def wait_for_rank_0() -> None:
+    """Until torchrun signals the end of rank 0, which says what all ranks see; at most SPEAK_SECONDS."""
+    signals = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.sigtimedwait(signals, SPEAK_SECONDS)
+
+
+class Rank:
+    """This process from its words to its end: what it prints, and its exit code."""
+
+    def __init__(self) -> None:
+        self._user, self._started = UserTerminal(), time.monotonic()
+        self._mine: RoleOfRank | None = None
+        self._config: RunConfig | None = None
+
+    def run(self, overrides: list[str]) -> None:
+        """Finds its role and plays it, shows a dry run, or does nothing for a run that is complete."""
+        user = self._user
+        config = self._config = prepare_rank(load_config(overrides), user.say, user.print_error)
         mine, here, relays = place(config)
+        self._mine = mine
         if os.environ.get("LOCAL_RANK", "0") == "0" and not config.dry_run and (sizes := gigabytes_of_gpus()):
             check_gpus(config, derive(config), here, sizes)
         if config.dry_run:
             if mine.role == "controller":
                 importlib.import_module("laminar_hpc.controller.rewards").check_rewards(config)
-                for text in console.dry_run_lines(
-                    derived_values(config, check(config)), missing_inputs(config)
-                ):
+                derived = derived_values(config, check(config))
+                for text in console.dry_run_lines(derived, missing_inputs(config)):
                     user.say(text)
-            return 0
+            return
         if was_restarted(config):
             config.resume = "auto"
         if completed_step(config) is not None:  # no rank waits for another
             if mine.role == "controller":
                 close_completed(config, user.say)
-            return 0
+            return
         if mine.role == "controller":
             run_controller(config, relays, user.say)
         else:
             run_worker(config, mine, here)
+
+    def _speaks(self) -> bool:
+        """Whether it is for this rank to say an error: one of its own, or, for rank 0, one that all see."""
+        return self._mine is not None or os.environ.get("RANK", "0") == "0"
+
+    def refused(self, error: Refused) -> int:
+        if not self._speaks():
+            wait_for_rank_0()
+            return REFUSED
+        for line in str(error).splitlines():
+            self._user.print_error(f"refused: {line}")  # the launcher knows it by this word
+        return REFUSED
+
+    def failed(self, error: LaminarError) -> int:
+        """An error with a text of ours."""
+        mine = self._mine
+        if str(error) == "a worker has failed":  # it has said itself why
+            return terminal.FAILED_ELSEWHERE
+        if self._speaks():
+            named = mine is not None and mine.role != "controller"
+            self._user.print_error(f"{mine.role} {mine.index}: {error}" if mine and named else str(error))
+        else:
+            wait_for_rank_0()
+        if isinstance(error, PermanentFailure):
+            return PERMANENT
+        return 1 if mine is not None and time.monotonic() - self._started > 1 else REFUSED
+
+    def crashed(self, error: BaseException) -> int:
+        """Any other error; its traceback goes to the log."""
+        logging.getLogger(__name__).error("failed", exc_info=True)
+        mine = self._mine
+        who = f"{mine.role} {mine.index}" if mine else "start-up"
+        full = full_disk_text(error, self._config) if mine and self._config else ""
+        words = str(error).splitlines()[0] if str(error) else ""
+        where = "(the traceback is in the run directory's logs/)"
+        self._user.print_error(f"{who}: {full or f'{type(error).__name__}: {words}{cure(error)} {where}'}")
+        return PERMANENT if full else 1
+
+
+def main(overrides: list[str]) -> int:
+    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed for
+    good."""
+    die_with_parent()
+    rank = Rank()
+    try:
+        rank.run(overrides)
     except StopReceived as stop:
         return terminal.FAILED_ELSEWHERE if stop.reason == RUN_FAILED else 0
     except Refused as error:
-        if int(os.environ.get("RANK", "0")) == 0 or mine is not None:
-            for line in str(error).splitlines():
-                user.print_error(f"refused: {line}")  # the launcher knows it by this word
-        else:
-            time.sleep(10)  # as below
-        return REFUSED
+        return rank.refused(error)
     except LaminarError as error:
-        if str(error) == "a worker has failed":  # it has said itself why
-            return terminal.FAILED_ELSEWHERE
-        if mine is None and os.environ.get("RANK", "0") != "0":
-            # all ranks see this error: rank 0 says it, and its exit makes torchrun end the others
-            time.sleep(10)
-        if mine is not None or int(os.environ.get("RANK", "0")) == 0:
-            user.print_error(
-                f"{mine.role} {mine.index}: {error}" if mine and mine.role != "controller" else str(error)
-            )
-        if isinstance(error, PermanentFailure):
-            return PERMANENT
-        began = mine is not None and time.monotonic() - started > 1
-        return 1 if began else REFUSED
+        return rank.failed(error)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        logging.getLogger(__name__).error("failed", exc_info=True)
-        who = f"{mine.role} {mine.index}" if mine else "start-up"
-        full = full_disk_text(error, config) if mine else ""
-        words = str(error).splitlines()[0] if str(error) else ""
-        where = "(the traceback is in the run directory's logs/)"
-        text = full or f"{type(error).__name__}: {words}{cure(error)} {where}"
-        user.print_error(f"{who}: {text}")
-        return PERMANENT if full else 1
+        return rank.crashed(error)
     return 0
 
 

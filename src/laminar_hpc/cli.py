@@ -14,6 +14,9 @@ from pathlib import Path
 from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean
 
+WIDE = 60  # columns of an example; what a longer one does follows right behind it
+_SIMULATOR_KEYS = "The keys are in src/laminar_hpc/simulator/schema.py."
+
 
 def train_help() -> str:
     from laminar_hpc.train_command import more_help
@@ -30,20 +33,15 @@ def stop(arguments: list[str]) -> int:
 
 
 def sim_help() -> str:
-    from laminar_hpc.simulator.load import experiments
+    from laminar_hpc.simulator.settings import experiments
 
-    return (
-        f"\nEXPERIMENT is one of {', '.join(experiments())}. The keys are in "
-        "src/laminar_hpc/simulator/schema.py."
-    )
+    return f"\nEXPERIMENT is one of {', '.join(experiments())}. {_SIMULATOR_KEYS}"
 
 
 def plan_help() -> str:
-    from laminar_hpc.simulator.load import questions
+    from laminar_hpc.simulator.settings import questions
 
-    return (
-        f"\nQUESTION is one of {', '.join(questions())}. The keys are in src/laminar_hpc/simulator/schema.py."
-    )
+    return f"\nQUESTION is one of {', '.join(questions())}. {_SIMULATOR_KEYS}"
 
 
 def elsewhere(module: str) -> Callable[[list[str]], int]:
@@ -54,44 +52,80 @@ def elsewhere(module: str) -> Callable[[list[str]], int]:
 class Command:
     run: Callable[[list[str]], int]  # takes the words behind the command, returns the exit code
     about: str
+    examples: dict[str, str]  # a command line -> what it does
     places: tuple[str, ...] = ()  # the words that it needs
     options: tuple[str, ...] = ()  # "--once", or with a value "--config-dir DIR"
     keys: bool = False  # key=value words may follow; whoever reads them refuses what is not one
     help: Callable[[], str] = str
 
-    def usage(self, name: str) -> str:
+    def page(self, name: str) -> str:
+        """What `--help` prints."""
+        width = min(WIDE, max(map(len, self.examples)))
+        lines = [f"  {words:<{width}}  {text}".rstrip() for words, text in self.examples.items()]
+        parts = [f"usage: {self.usage(name)}", "", self.about, "", "examples", *lines, self.help()]
+        return "\n".join(parts).rstrip()
+
+    def usage(self, name: str, options_max: int = 9) -> str:
         keys = ["[key=value ...]"] if self.keys else []
-        return " ".join(["laminar", name, *self.places, *keys, *(f"[{option}]" for option in self.options)])
+        options = [f"[{option}]" for option in self.options]
+        options = options if len(options) <= options_max else ["[OPTION ...]"]
+        return " ".join(["laminar", name, *self.places, *keys, *options])
 
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
         elsewhere("laminar_hpc.train_command"),
         "check, then run the job on this machine and watch over it (a torchrun of all roles)",
-        options=("--config-dir DIR",),
+        {
+            "laminar train experiment=demo": "a small model learns sums on two CPU cores",
+            "laminar train experiment=demo steps=20 dry_run=true": "what would start, and whether it fits",
+            "laminar train experiment=demo resume=auto": "go on from the newest checkpoint",
+            "laminar train experiment=demo --cfg job": "print the configuration and stop",
+            "laminar train --multirun experiment=demo seed=1,2": "two runs, and a table of both",
+            "laminar train --config-dir conf experiment=mine": "a file of your own folder",
+            "laminar train model.path=Qwen/Qwen2.5-0.5B data.train=prompts.jsonl "
+            "reward.function=my_rewards.score": "",
+        },
+        options=("--config-dir DIR", "--cfg job|hydra|all", "--info", "--multirun", "--slurm"),
         keys=True,
         help=train_help,
     ),
     "init": Command(
         elsewhere("laminar_hpc.project"),
         "a small project of your own: data, reward, experiment, a Slurm script",
+        {"laminar init mine": "the folder mine/, with a README.md that goes on from there"},
         ("DIR",),
     ),
-    "stop": Command(stop, "let a running job finish its step, write a checkpoint and exit 0", ("RUN_DIR",)),
+    "stop": Command(
+        stop,
+        "let a running job finish its step, write a checkpoint and exit 0",
+        {"laminar stop runs/demo": "as Ctrl-C in its terminal, from any machine that sees the folder"},
+        ("RUN_DIR",),
+    ),
     "top": Command(
-        elsewhere("laminar_hpc.observability.top"),
+        elsewhere("laminar_hpc.report.top"),
         "a run as it goes: ranks, weights, KV cache, queues, staleness, tokens per second",
+        {
+            "laminar top runs/demo": "once a second, until Ctrl-C; the run goes on",
+            "laminar top runs/demo --once": "one frame; exit code 1 if the run died",
+        },
         ("RUN_DIR",),
         ("--once",),
     ),
     "report": Command(
-        elsewhere("laminar_hpc.observability.report"),
+        elsewhere("laminar_hpc.report.document"),
         "write summary.json and report.html again",
+        {"laminar report runs/demo": "of a run that goes on, has ended or died"},
         ("RUN_DIR",),
     ),
     "sim": Command(
         elsewhere("laminar_hpc.simulator.command"),
         "simulate pipelines and scales; needs no GPU",
+        {
+            "laminar sim dora": "the pipelines of DORA's table at 64 and 128 GPUs",
+            "laminar sim laminar 'gpus=[64,256]' model=7B rollout_mtbf_hours=50": "scales, with failures",
+            "laminar sim laminar workload.lengths_file=runs/demo": "the lengths of a run's own store",
+        },
         ("EXPERIMENT",),
         ("--json",),
         keys=True,
@@ -100,6 +134,10 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         elsewhere("laminar_hpc.simulator.plan_command"),
         "divide a cluster between trainer, relays and rollouts",
+        {
+            "laminar plan node": "one machine of 8 GPUs: how many train, how many generate?",
+            "laminar plan mixed 'pools=[{gpu: H100, count: 16}, {gpu: H20, count: 32}]'": "who trains?",
+        },
         ("QUESTION",),
         ("--json",),
         keys=True,
@@ -108,15 +146,22 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(
         elsewhere("laminar_hpc.doctor"),
         "what this machine can run, and what killed runs have left on it, which --clean removes",
+        {
+            "laminar doctor": "one line for each thing that a run needs; exit code 1 if one fails",
+            "laminar doctor --clean": "remove what killed runs have left in shared memory",
+        },
         options=("--clean",),
     ),
 }
 
 
 def overview() -> str:
-    lines = [f"  {command.usage(name):<52} {command.about}" for name, command in COMMANDS.items()]
-    more = "laminar COMMAND --help says more; laminar --version. A first run: laminar train experiment=demo"
-    return "\n".join(["usage: laminar COMMAND ...", "", *lines, "", more])
+    lines = [f"  {command.usage(name, 2):<52} {command.about}" for name, command in COMMANDS.items()]
+    more = (
+        "laminar COMMAND --help says more; laminar --version. A first run: laminar train experiment=demo",
+        'Completion in bash: eval "$(laminar --completion bash)"',
+    )
+    return "\n".join(["usage: laminar COMMAND ...", "", *lines, "", *more])
 
 
 def check_words(name: str, words: list[str]) -> None:
@@ -158,6 +203,21 @@ def main() -> None:
         sys.exit(0)
 
 
+def complete(name: str, arguments: list[str]) -> int:
+    """`--completion bash` prints the script for bash, which asks with `--complete LINE`."""
+    from laminar_hpc import completion
+
+    if name == "--complete" and arguments:
+        options = {name: [option.partition(" ")[0] for option in COMMANDS[name].options] for name in COMMANDS}
+        print("\n".join(completion.candidates(arguments[0], options)))
+    else:
+        flag, _, shell = name.partition("=")
+        if flag != "--completion":
+            raise LaminarError(f"laminar {flag}: no such option; write laminar --completion bash")
+        print(completion.script(shell or (arguments or ["bash"])[0]))
+    return 0
+
+
 def run(words: list[str]) -> int:
     """The exit code of one command line. Raises LaminarError for what cannot begin."""
     if not words:
@@ -167,6 +227,8 @@ def run(words: list[str]) -> int:
     if name in ("-V", "--version", "version"):
         print(f"laminar {__version__}")
         return 0
+    if name.startswith("--complet"):
+        return complete(name, arguments)
     asks = [word for word in words if word in ("-h", "--help")]
     if name == "help" or (asks and name not in COMMANDS):
         name, asks = (arguments or [""])[0], ["help"]
@@ -181,7 +243,7 @@ def run(words: list[str]) -> int:
         )
     command = COMMANDS[name]
     if asks:
-        print(f"usage: {command.usage(name)}\n\n{command.about}\n{command.help()}".rstrip())
+        print(command.page(name))
         return 0
     check_words(name, arguments)
     return command.run(arguments)

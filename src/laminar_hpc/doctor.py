@@ -79,7 +79,8 @@ def usable_cores() -> float:
 
 def usable_memory() -> int:
     """Bytes of memory that are free for new processes, cut by the container's limit."""
-    available = int(re.search(r"MemAvailable: +(\d+) kB", _read("/proc/meminfo"))[1]) * 1024  # type: ignore[index]
+    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
     limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
     return min(available, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else available
 

@@ -1,4 +1,5 @@
-"""`laminar train`: everything is checked, then a dry run shows what would start, or the job starts.
+"""`laminar train`: everything is checked, then a dry run shows what would start, or the job starts. With
+options of config/options.py the configuration is shown, or one run made for each combination of values.
 
 Whatever can be refused is refused here, before any rank is up: words and values, model and data, rewards
 (each is called once), this machine's memory and ports. Parts are imported when they are called, so that a
@@ -6,35 +7,61 @@ refusal need not wait for them.
 """
 
 import sys
+from collections.abc import Callable, Sequence
 
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, missing_inputs, warnings
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.config.load import conf_directory, group_names, load_config, with_absolute_config_dir
+from laminar_hpc.config.load import conf_directory, group_names, load_config
+from laminar_hpc.config.options import INFO, take_options, with_absolute_config_dir
 from laminar_hpc.config.schema import RunConfig
 
 
 def main(arguments: list[str]) -> int:
     """Refuses, or shows, or starts what the words ask for."""
-    if not arguments:
+    options, words = take_options(arguments)
+    if options.cfg:
+        from laminar_hpc.config.show import composed
+
+        print(composed(words, options.cfg))
+        return 0
+    if options.info:
+        from laminar_hpc.config.show import information
+
+        print(information(words, options.info))
+        return 0
+    if not words:
         raise LaminarError(
             "laminar train needs a model, prompts and a reward: try `laminar train "
             "experiment=demo`, or name your own with model.path=DIR data.train=FILE "
             "reward.function=MODULE.NAME; `laminar train --help` shows more"
         )
-    loaded = load_config(arguments)
+    if options.multirun:
+        from laminar_hpc import multirun
 
-    from laminar_hpc.emulation.constants import unknown_constants
-    from laminar_hpc.engine.sglang.command_line import unknown_arguments
-    from laminar_hpc.pretrained import pinned_words, resolve_model
-
-    config = resolve_model(loaded, print)
-    derived = check(config)
-    if lines := [*unknown_arguments(config), *unknown_constants(config)]:
-        raise Refused(lines)
+        every = multirun.combinations(words, lambda chosen: prepare(chosen, lambda _: None)[1])
+        return multirun.run_here(every) if options.slurm is None else multirun.submit(every, options.slurm)
+    loaded, config, derived = prepare(words, print)
     if config.dry_run:
         show(config, derived)
         return 0
-    return start(config, derived, [*with_absolute_config_dir(arguments), *pinned_words(loaded, config)])
+    from laminar_hpc.pretrained import pinned_words
+
+    return start(config, derived, [*with_absolute_config_dir(words), *pinned_words(loaded, config)])
+
+
+def prepare(words: Sequence[str], say: Callable[[str], None]) -> tuple[RunConfig, RunConfig, Derived]:
+    """(as the words have it, with the model's files resolved, what follows). Raises LaminarError for
+    whatever can be refused without a look at this machine."""
+    from laminar_hpc.emulation.constants import unknown_constants
+    from laminar_hpc.engine.sglang.command_line import unknown_arguments
+    from laminar_hpc.pretrained import resolve_model
+
+    loaded = load_config(words)
+    config = resolve_model(loaded, say)
+    derived = check(config)
+    if lines := [*unknown_arguments(config), *unknown_constants(config)]:
+        raise Refused(lines)
+    return loaded, config, derived
 
 
 def show(config: RunConfig, derived: Derived) -> None:
@@ -99,21 +126,21 @@ def check_devices(config: RunConfig, derived: Derived) -> None:
 
 
 def more_help() -> str:
-    """Behind the usage line of `laminar train --help`."""
+    """Behind the examples of `laminar train --help`."""
     folder = conf_directory()
     return f"""
-examples
-  laminar train experiment=demo                        a small model learns sums on two CPU cores
-  laminar train experiment=demo steps=20 dry_run=true  what would start, and whether it fits
-  laminar train experiment=demo resume=auto            go on from the newest checkpoint
-  laminar train model.path=Qwen/Qwen2.5-0.5B data.train=prompts.jsonl reward.function=my_rewards.score
-  laminar train --config-dir conf experiment=mine      conf/experiment/mine.yaml, of a folder of your own
-
 settings: key=value, without dashes. Every key, its bounds and its default are in docs/configuration.md.
   text    stands as it is: data.train=/data/lr=1,b.jsonl; for a space quote the word: \
 'data.train=my file.jsonl'
   list    'evaluation.files=[a.jsonl,b.jsonl]'
-  table   rollout.engine_arguments.mem-fraction-static=0.3
+  table   rollout.engine_arguments.mem-fraction-static=0.3; ~rollout.engine_arguments.NAME takes one out
+
+options, as Hydra has them
+  --cfg job|hydra|all   print the composed configuration and stop
+  --info [WHAT]         where it comes from: {", ".join(INFO)}
+  --config-dir DIR      a folder of your own beside conf/, with experiment/NAME.yaml and pipeline/NAME.yaml
+  --multirun, -m        one run for each combination of seed=1,2  'steps=range(1,4)'  'pipeline=glob(*)'
+  --slurm[=OPTIONS]     with --multirun: one Slurm job each; OPTIONS are sbatch's
 
 experiment={"|".join(group_names(folder / "experiment"))}   ({folder}/experiment)
 pipeline={"|".join(group_names(folder / "pipeline"))}"""

@@ -21,7 +21,8 @@ from laminar_hpc.config.models import (
     trainer_bytes,
 )
 from laminar_hpc.config.rewards import reward_functions
-from laminar_hpc.config.schema import RewardFunction, TrainerConfig
+from laminar_hpc.config.schema import RewardFunction
+from laminar_hpc.config.system_schema import TrainerConfig
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],

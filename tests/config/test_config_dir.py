@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import load_config, take_config_dir, with_absolute_config_dir
+from laminar_hpc.config.load import load_config
+from laminar_hpc.config.options import take_config_dir, with_absolute_config_dir
 
 MINE = "# @package _global_\nsteps: 7\ndefaults:\n  - override /pipeline: mine\n"
 

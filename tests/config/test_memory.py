@@ -20,7 +20,7 @@ from laminar_hpc.config.models import (
     rollout_bytes,
     trainer_bytes,
 )
-from laminar_hpc.config.schema import TrainerConfig
+from laminar_hpc.config.system_schema import TrainerConfig
 
 GPU_EXPERIMENTS = sorted(
     path.stem for path in (conf_directory() / "experiment").glob("*.yaml") if path.stem != "demo"

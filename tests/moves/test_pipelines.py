@@ -5,7 +5,7 @@ import pytest
 from stand import Stand, assert_every_one_ended_once, small_config
 
 from laminar_hpc.messages import Trajectory
-from laminar_hpc.observability import rundata
+from laminar_hpc.report import rundata
 
 
 def run(tmp_path, steps: int = 4, **pipeline: object) -> tuple[Stand, list[Trajectory]]:

@@ -10,7 +10,7 @@ import pytest
 from stand import assert_every_one_ended_once, small_config
 
 from laminar_hpc.emulation.launch import Emulation
-from laminar_hpc.observability import rundata
+from laminar_hpc.report import rundata
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

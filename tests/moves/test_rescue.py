@@ -11,7 +11,7 @@ import pytest
 from faults import Killer
 from stand import Stand, assert_every_one_ended_once, small_config
 
-from laminar_hpc.observability import rundata, summary
+from laminar_hpc.report import rundata, summary
 
 
 def refusals(tmp_path) -> int:

@@ -4,7 +4,7 @@ change their replica."""
 import pytest
 from stand import Shuffler, Stand, assert_every_one_ended_once, small_config
 
-from laminar_hpc.observability import rundata
+from laminar_hpc.report import rundata
 
 
 @pytest.mark.parametrize("how", ["kv", pytest.param("reprefill", marks=pytest.mark.slow)])

@@ -13,7 +13,7 @@ import pytest
 import synthetic
 
 from laminar_hpc.config.load import load_config
-from laminar_hpc.observability import rundata
+from laminar_hpc.report import rundata
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from laminar_hpc.observability import console, summary
+from laminar_hpc.observability import console
+from laminar_hpc.report import summary
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from laminar_hpc.observability import summary
 from laminar_hpc.observability.trace import KINDS
+from laminar_hpc.report import summary
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

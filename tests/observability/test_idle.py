@@ -2,10 +2,11 @@
 
 import pytest
 
-from laminar_hpc.observability import jsonl, rundata
-from laminar_hpc.observability.idle import idle_fraction, overlap, training_windows, union
-from laminar_hpc.observability.timeline import accounts
+from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace
+from laminar_hpc.report import rundata
+from laminar_hpc.report.idle import idle_fraction, overlap, training_windows, union
+from laminar_hpc.report.timeline import accounts
 
 
 def make_run(tmp_path, *, launches=(0.0,), **processes):

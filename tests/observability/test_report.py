@@ -8,8 +8,9 @@ import pytest
 import synthetic
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.observability import jsonl, report, rundata, samples, timeline, trajectory_page
+from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace
+from laminar_hpc.report import document, rundata, samples, timeline, trajectory_page
 
 SECTIONS = [
     "Accuracy and reward",
@@ -55,7 +56,7 @@ def check(page: str) -> None:
 def test_a_finished_run(finished):
     """Promise: all parts are there, with decoded samples of the first and the last step."""
     run_dir = finished[0]
-    page = report.write(run_dir).read_text()
+    page = document.write(run_dir).read_text()
     check(page)
     assert sections(page) == SECTIONS
     assert "held-out harder: filled greedy, hollow sampled" in page, "a plot for every evaluated file"
@@ -74,7 +75,7 @@ def test_a_run_that_died_at_step_3(tmp_path):
     synthetic.write(tmp_path / "run", steps=3, crash=True)
     with open(tmp_path / "run" / "trace" / "trainer0.jsonl", "ab") as file:
         file.write(b'{"kind":"tra')
-    page = report.write(tmp_path / "run").read_text()
+    page = document.write(tmp_path / "run").read_text()
     check(page)
     assert "no end recorded after step 3" in page and "0.210 → -" in page
 
@@ -86,7 +87,7 @@ def test_a_run_that_never_took_a_step(tmp_path):
         {"kind": "start", "time": 5.0, "restored_step": -1, "pipeline": "sync", "derived": {"parameters": 3}}
     )
     metrics.write({"kind": "end", "time": 9.0, "reason": "failed: <engine> did not start", "step": 0})
-    page = report.write(tmp_path).read_text()
+    page = document.write(tmp_path).read_text()
     check(page)
     assert "failed: &lt;engine&gt; did not start" in page and "Where the time went" not in sections(page)
 
@@ -94,7 +95,7 @@ def test_a_run_that_never_took_a_step(tmp_path):
 def test_a_resumed_run(resumed):
     """Promise: both launches are listed, and the time between them is cut out of the time line."""
     run_dir, before, after = resumed
-    page = report.write(run_dir).read_text()
+    page = document.write(run_dir).read_text()
     check(page)
     assert sections(page) == SECTIONS
     assert "steps done again after a restore: 3" in page and "<td>step 4</td>" in page
@@ -179,7 +180,7 @@ def test_long_answers_are_cut_and_their_curve_is_thinned(finished):
 def test_a_replay(finished, tmp_path):
     """Promise: a replay's report leaves out what a replay has not."""
     synthetic.replay_of(tmp_path / "again", finished[1])
-    page = report.write(tmp_path / "again").read_text()
+    page = document.write(tmp_path / "again").read_text()
     check(page)
     assert "trained again from elsewhere" in page
     assert (
@@ -193,7 +194,7 @@ def test_a_model_that_is_gone(tmp_path):
     """Promise: samples are shown as token ids where the tokenizer is not there any more."""
     synthetic.write(tmp_path / "run", steps=2)
     (tmp_path / "model" / "tokenizer.json").unlink()
-    page = report.write(tmp_path / "run").read_text()
+    page = document.write(tmp_path / "run").read_text()
     assert any(
         f"<code>{' '.join(map(str, tokens))}</code>" in page for tokens in first_prompts(tmp_path / "run")
     )
@@ -215,18 +216,18 @@ def test_the_command(finished, tmp_path, capsys):
     run_dir = finished[0]
     for name in ("summary.json", "report.html"):
         (run_dir / name).unlink(missing_ok=True)
-    assert report.main([str(run_dir)]) == 0
+    assert document.main([str(run_dir)]) == 0
     assert (
         capsys.readouterr().out.strip() == str(run_dir / "report.html")
         and (run_dir / "summary.json").is_file()
     )
     with pytest.raises(LaminarError, match="is no run"):
-        report.main([str(tmp_path)])
-    assert report.main([]) == 2
+        document.main([str(tmp_path)])
+    assert document.main([]) == 2
 
 
 @pytest.mark.parametrize("pattern", ["*.html", "*.json"])
 def test_files_come_in_one_piece(finished, pattern):
     """Promise: a reader never sees half a file, and nothing temporary stays behind."""
-    report.main([str(finished[0])])
+    document.main([str(finished[0])])
     assert not [path for path in finished[0].glob("." + pattern)]

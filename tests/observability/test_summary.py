@@ -7,7 +7,8 @@ import synthetic
 from synthetic import EPOCH
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.observability import jsonl, report, rundata, summary
+from laminar_hpc.observability import jsonl
+from laminar_hpc.report import document, rundata, summary
 
 KEYS = [
     "accuracy_before",
@@ -246,5 +247,5 @@ def test_restarts_are_counted_and_listed_with_their_causes(tmp_path):
     metrics.close()
     synthetic.write(run_dir, steps=10, start_step=4, start=before.end + 10, seed=1)
     assert summary.build(run_dir)["restarts"] == 1 and summary.build(run_dir)["steps"] == 10
-    page = report.write(run_dir).read_text()
+    page = document.write(run_dir).read_text()
     assert f"because: {cause}" in page and "step 4" in page

@@ -8,10 +8,11 @@ import synthetic
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages import ReplicaLoad
-from laminar_hpc.observability import jsonl, status, top
-from laminar_hpc.observability.live import Follower
+from laminar_hpc.observability import jsonl, status
 from laminar_hpc.observability.status import Queues, Rank, Status
 from laminar_hpc.observability.trace import Trace
+from laminar_hpc.report import top
+from laminar_hpc.report.live import Follower
 
 
 def now_status(when: float) -> Status:

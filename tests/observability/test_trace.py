@@ -102,7 +102,8 @@ def test_metrics_import_no_torch():
     """Promise: the controller, which writes the metrics, runs without torch."""
     code = (
         "import sys, tempfile, pathlib;"
-        "from laminar_hpc.observability import console, report, summary, trace;"
+        "from laminar_hpc.observability import console, trace;"
+        "from laminar_hpc.report import document, summary;"
         "from laminar_hpc.observability.metrics import MetricsWriter;"
         "w = MetricsWriter(pathlib.Path(tempfile.mkdtemp()));"
         "w.write('step', step=1, loss=1.0); w.close(); sys.exit('torch' in sys.modules)"

@@ -1,19 +1,20 @@
 """`laminar sim` and `laminar plan`: what they print and write, and what they refuse; real lengths; presets as
 the live pipelines."""
 
+import dataclasses
 import json
 import math
 import sqlite3
 
 import pytest
-import yaml
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import conf_directory
+from laminar_hpc.config.load import conf_directory, load_config
+from laminar_hpc.config.system_schema import PipelineConfig
 from laminar_hpc.simulator import command
-from laminar_hpc.simulator.load import experiments, load, load_plan, questions
-from laminar_hpc.simulator.rules import PIPELINES
+from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.settings import experiments, load_plan, load_simulation, questions
 from laminar_hpc.simulator.workload import Workload, capped_mean, mu_of_mean, read_lengths
 
 SMALL = [
@@ -26,17 +27,25 @@ SMALL = [
 
 
 def test_presets_are_those_of_the_live_run():
-    """The same pipeline name means the same policy values in conf/pipeline and in the simulator."""
-    for path in sorted((conf_directory() / "pipeline").glob("*.yaml")):
-        live = yaml.safe_load(path.read_text())
-        if path.stem in PIPELINES:
-            rules = PIPELINES[path.stem]
-            assert (rules.refresh, rules.max_staleness) == (live["refresh"], live["max_staleness"]), path.stem
-    assert {"sync", "laminar"} <= PIPELINES.keys()
+    """The same pipeline name means the same policy values in conf/pipeline and in the simulator, in every
+    field that both have; `laminar` adds repack, `laminar_no_repack` is the preset itself."""
+    shared = {field.name for field in dataclasses.fields(Rules)} & {
+        field.name for field in dataclasses.fields(PipelineConfig)
+    }
+    assert {"refresh", "max_staleness", "consumption", "repack", "keep_kv"} == shared
+    names = [path.stem for path in sorted((conf_directory() / "pipeline").glob("*.yaml"))]
+    assert len(names) >= 5
+    for name in names:
+        live = load_config([f"pipeline={name}"]).pipeline
+        rules = PIPELINES["laminar_no_repack" if name == "laminar" else name]
+        assert {key: getattr(rules, key) for key in shared} == {key: getattr(live, key) for key in shared}, (
+            name
+        )
+    assert PIPELINES["laminar"] == dataclasses.replace(PIPELINES["laminar_no_repack"], repack="kv")
 
 
 def test_every_shipped_file_is_read():
-    assert {load(name, []).name for name in experiments()} and {
+    assert {load_simulation(name, []).name for name in experiments()} and {
         load_plan(name, []).name for name in questions()
     }
 

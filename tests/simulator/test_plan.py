@@ -12,7 +12,6 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.memory import USABLE
 from laminar_hpc.simulator import plan, plan_command
 from laminar_hpc.simulator.constants import GPUS
-from laminar_hpc.simulator.load import load_plan
 from laminar_hpc.simulator.plan import (
     Candidate,
     bound,
@@ -24,6 +23,7 @@ from laminar_hpc.simulator.plan import (
     trainer_settings,
 )
 from laminar_hpc.simulator.plan_files import rollout_machines, trainer_machines
+from laminar_hpc.simulator.settings import load_plan
 from laminar_hpc.simulator.workload import Workload
 
 SMALL = [

@@ -3,7 +3,7 @@
 import pytest
 from runs import Run, metrics, summary
 
-from laminar_hpc.observability import rundata
+from laminar_hpc.report import rundata
 
 STEPS = 6
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

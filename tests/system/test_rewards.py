@@ -19,9 +19,9 @@ from runs import Run, metrics
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.launch import Emulation, prepare
-from laminar_hpc.observability import report, top
-from laminar_hpc.observability.live import Follower
-from laminar_hpc.observability.rundata import load
+from laminar_hpc.report import document, top
+from laminar_hpc.report.live import Follower
+from laminar_hpc.report.rundata import load
 
 FUNCTIONS = """
 def fails(*, prompt, response, row): raise KeyError("no_such_field")
@@ -105,7 +105,7 @@ def test_errors_are_seen_everywhere(config):
     assert f"errors in {errors} of 96 trajectories trained, the first: right: ValueError: of three" in printed
     assert "first and last step: right 1.000 to 1.000, short -1.000 to -1.000" in printed
     assert "the first: right: ValueError: of three" in seen_in_top(config.run_dir)
-    page = report.write(run_dir).read_text()
+    page = document.write(run_dir).read_text()
     assert (
         "mean of each reward function per batch" in page
         and f"<td>{errors}</td><td>right: ValueError: of three</td>" in page

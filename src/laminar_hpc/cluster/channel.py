@@ -159,7 +159,7 @@ class Channel:
         heard = pinged = turned = time.monotonic()
         lost = False
         while True:
-            events = dict(poller.poll(_PING_SECONDS * 1000))
+            events = dict(poller.poll(int(_PING_SECONDS * 1000)))
             now = time.monotonic()
             if now - turned > _ASLEEP_SECONDS:
                 heard = now
@@ -260,7 +260,8 @@ class Channel:
                     if isinstance(item, Exception):
                         raise item
                     if isinstance(item, wanted):
-                        return self._inbox.pop(position)
+                        del self._inbox[position]
+                        return item
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None

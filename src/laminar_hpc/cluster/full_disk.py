@@ -45,8 +45,8 @@ def full_disk_text(error: BaseException, config: RunConfig) -> str:
         return ""
     place = full[0] if full else getattr(error, "filename", None) or next(iter(places))
     left = f" ({size(room[place])} left)" if place in room else ""
-    found = steps(Path(config.run_dir))
-    safe = f"the checkpoint of step {found[-1]}" if found else "step 0, as there is no checkpoint yet"
+    saved = steps(Path(config.run_dir))
+    safe = f"the checkpoint of step {saved[-1]}" if saved else "step 0, as there is no checkpoint yet"
     return (
         f"{NO_ROOM} {place}{left}: make room, then go on with the same command and resume=auto, "
         f"which begins at {safe}"

@@ -64,7 +64,7 @@ class Hub:
         """What has come, as (sender's identity, message): waits up to `seconds` for the first, then takes at
         most `most` that are there."""
         messages: list[tuple[str, AnyMessage | UnreadableMessage]] = []
-        timeout = seconds * 1000
+        timeout = int(seconds * 1000)
         while len(messages) < most:
             events = dict(self._poller.poll(timeout))
             if not events:

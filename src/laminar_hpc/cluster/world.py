@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
@@ -42,7 +43,7 @@ def init_trainer_world(context: RoleContext) -> None:
         ) from None
 
 
-def _store(context: RoleContext, trainers: int, seconds: float) -> dist.Store:
+def _store(context: RoleContext, trainers: int, seconds: float) -> Store:
     """Listens at the address at which the others reach this machine, and nowhere else."""
     if context.index == 0:
         address = own_address(context.config.cluster.host)

@@ -4,13 +4,18 @@ Imports no torch."""
 import math
 from collections.abc import Iterator
 
-from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 
 
 def algorithm_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
     """(broken, what to say): settings that contradict each other, and those that would do nothing."""
-    a = config.algorithm
-    for wrong, text in (
+    for wrong, text in (*_loss_rules(config.algorithm), *_reward_rules(config)):
+        yield wrong, f"algorithm.{text}"
+
+
+def _loss_rules(a: AlgorithmConfig) -> Iterator[tuple[bool, str]]:
+    """Of the loss and its importance ratios."""
+    yield from (
         (
             a.clip_dual is not None and a.loss != "clip",
             f"clip_dual={a.clip_dual} belongs to algorithm.loss=clip, not {a.loss}",
@@ -45,6 +50,13 @@ def algorithm_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
             f"sequence_ratio_min={a.sequence_ratio_min} and sequence_ratio_max={a.sequence_ratio_max}: the "
             "first must be below the second",
         ),
+    )
+
+
+def _reward_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
+    """Of rewards, advantages and the KL divergence."""
+    a = config.algorithm
+    yield from (
         (
             a.zero_variance == "estimate"
             and (a.advantage != "grpo" or a.kl_in_reward or a.overlong_buffer_tokens > 0),
@@ -70,5 +82,4 @@ def algorithm_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
             f"overlong_buffer_tokens={a.overlong_buffer_tokens}: must be at most "
             f"sampling.max_response_tokens={config.sampling.max_response_tokens}",
         ),
-    ):
-        yield wrong, f"algorithm.{text}"
+    )

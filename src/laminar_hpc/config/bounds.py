@@ -27,12 +27,14 @@ _NAME = "laminar"  # of our entry in a field's metadata
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a number may be; None = no bound on that side."""
+    """What a number may be; None = no bound on that side. `why`: what is wrong beyond them, where the bound
+    alone does not say it."""
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    why: str = ""
 
     def hold(self, value: float) -> bool:
         return (
@@ -49,14 +51,16 @@ class Bounds:
         if not math.isfinite(value):
             return "a finite number" + (f", {self.words()}" if self != Bounds() else "")
         too_large = isinstance(value, int) and value > (LARGEST_INTEGER if self.at_most is None else math.inf)
-        return f"at most {LARGEST_INTEGER:,}" if too_large or self == Bounds() else self.words()
+        if too_large or self == Bounds():
+            return f"at most {LARGEST_INTEGER:,}"
+        return self.words() + (f": {self.why}" if self.why else "")
 
     def words(self) -> str:
         """All of them."""
         parts = [
-            f"{field.name.replace('_', ' ')} {bound:{',' if float(bound).is_integer() else 'g'}}"
+            f"{field.name.replace('_', ' ')} {bound:{',.0f' if float(bound).is_integer() else 'g'}}"
             for field in dataclasses.fields(self)
-            if (bound := getattr(self, field.name)) is not None
+            if field.name != "why" and (bound := getattr(self, field.name)) is not None
         ]
         return " and ".join(parts) or "finite"
 
@@ -74,9 +78,10 @@ def bounds(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    why: str = "",
 ) -> dict[str, Bounds]:
     """Metadata of a dataclass field that holds numbers."""
-    return {_NAME: Bounds(at_least, above, at_most, below)}
+    return {_NAME: Bounds(at_least, above, at_most, below, why)}
 
 
 def number(
@@ -86,9 +91,10 @@ def number(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    why: str = "",
 ) -> T:
     """A field that holds a number, or a list of numbers. Without bounds it has to be finite only."""
-    return dataclasses.field(default=default, metadata=bounds(at_least, above, at_most, below))
+    return dataclasses.field(default=default, metadata=bounds(at_least, above, at_most, below, why))
 
 
 def seconds(default: float) -> float:
@@ -98,7 +104,12 @@ def seconds(default: float) -> float:
 
 def choice(*names: str, default: str = "") -> str:
     """A field that holds one of `names`; the default is the first of them where it is not named."""
-    return dataclasses.field(default=default or names[0], metadata={_NAME: Choices(names)})
+    return dataclasses.field(default=default or names[0], metadata=choices(*names))
+
+
+def choices(*names: str) -> dict[str, Choices]:
+    """Metadata of a dataclass field that holds some of `names`."""
+    return {_NAME: Choices(names)}
 
 
 def allowed(field: "dataclasses.Field[Any]") -> Bounds | Choices | None:
@@ -165,23 +176,25 @@ def wrong_values(config: Any, prefix: str = "") -> list[str]:
             lines += wrong_values(value, f"{key}.")
             continue
         limits = allowed(field)
-        if isinstance(limits, Choices) and value not in limits.names:
-            lines.append(
-                f"{key}={shown(value)}: {requirement(field)}{did_you_mean(str(value), limits.names)}"
-            )
         for name, entry in _entries(key, value):
-            if dataclasses.is_dataclass(entry):
+            if isinstance(limits, Choices) and entry not in limits.names:
+                nearest = did_you_mean(str(entry), limits.names)
+                lines.append(f"{name}={shown(entry)}: {requirement(field)}{nearest}")
+            elif dataclasses.is_dataclass(entry):
                 lines += wrong_values(entry, f"{name}.")
             elif isinstance(limits, Bounds) and entry is not None and not limits.hold(entry):
-                lines.append(f"{name}={shown(entry)}: must be {limits.words_for(entry)}{_or_default(field)}")
+                given = f"{entry:g}" if isinstance(entry, float) else shown(entry)
+                lines.append(f"{name}={given}: must be {limits.words_for(entry)}{_or_default(field)}")
     return lines
 
 
 def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The value itself, or each entry of a list (under the list's key) or table (under its own)."""
+    """The value itself, or each entry of a list (under the list's key, a section under its index) or table
+    (under its own key)."""
     if isinstance(value, dict):
         yield from ((f"{key}.{name}", entry) for name, entry in value.items())
     elif isinstance(value, list):
-        yield from ((key, entry) for entry in value)
+        for index, entry in enumerate(value):
+            yield (f"{key}[{index}]" if dataclasses.is_dataclass(entry) else key), entry
     else:
         yield key, value

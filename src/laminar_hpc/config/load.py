@@ -3,7 +3,8 @@ not fit is refused, one line for each mistake. Every value of the result is with
 torch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,12 +13,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException, ValidationError
 
-from laminar_hpc.config.bounds import requirement, shown, wrong_values
+from laminar_hpc.config.bounds import shown, wrong_values
 from laminar_hpc.config.check import problems
 from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.schema import RENAMED, RunConfig
 from laminar_hpc.config.words import Keys, Words
 
@@ -47,47 +49,26 @@ def group_names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
-def take_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Splits `--config-dir DIR` or `--config-dir=DIR`, anywhere in the words, from the overrides. DIR is made
-    absolute.
-
-    Raises LaminarError when DIR is missing, given twice, or holds no configuration group.
-    """
-    found: list[str] = []
-    rest: list[str] = []
-    left = iter(words)
-    for word in left:
-        flag, equals, value = word.partition("=")
-        if flag == "--config-dir":
-            found.append(value if equals else next(left, ""))
-        else:
-            rest.append(word)
-    if not found:
-        return None, rest
-    usage = "write --config-dir DIR, where DIR holds experiment/NAME.yaml"
-    if len(found) > 1 or not found[0]:
-        wrong = f"one folder, not {len(found)}" if found[0] else "no folder given"
-        raise LaminarError(f"--config-dir: {wrong}; {usage}")
-    directory = Path(found[0]).expanduser().absolute()
-    if not directory.is_dir():
-        raise LaminarError(f"--config-dir={found[0]}: no such folder; {usage}")
-    if not any(directory.glob("*/*.yaml")):
-        loose = next(iter(sorted(directory.glob("*.yaml"))), None)
-        cure = f"move {loose.name} to {directory / 'experiment' / loose.name}" if loose else usage
-        raise LaminarError(f"--config-dir={found[0]}: no group of configurations in it; {cure}")
-    return directory, rest
-
-
-def with_absolute_config_dir(words: Sequence[str]) -> list[str]:
-    """The same words for a process that may have another working directory."""
-    directory, rest = take_config_dir(words)
-    return rest if directory is None else [f"--config-dir={directory}", *rest]
-
-
 def _search_path(directory: Path) -> str:
     """Hydra's override for a second folder of configurations; conf/ goes before it."""
     quoted = str(directory).replace("\\", "\\\\").replace('"', '\\"')
     return f'hydra.searchpath=["file://{quoted}"]'
+
+
+def keys_of(own: Path | None = None) -> Keys:
+    """The keys of a run, and the groups of files in conf/ and in a folder of the user's own."""
+    folders = [conf_directory()] if own is None else [conf_directory(), own]
+    groups = {
+        group: sorted({n for folder in folders for n in group_names(folder / group)}) for group in _GROUPS
+    }
+    return Keys(RunConfig, groups, "docs/configuration.md")
+
+
+def read_words(words: Sequence[str]) -> tuple[Keys, Words, Path | None]:
+    """The keys, the words read with them, and the folder of `--config-dir`."""
+    own, settings = take_config_dir(words)
+    keys = keys_of(own)
+    return keys, keys.read(settings), own
 
 
 def load_config(words: Sequence[str]) -> RunConfig:
@@ -95,21 +76,44 @@ def load_config(words: Sequence[str]) -> RunConfig:
 
     A name that both folders have is conf/'s, as with Hydra's own flag. Raises Refused with a line for every
     wrong word and value."""
-    OmegaConf.register_new_resolver("examples", examples_directory, replace=True)
-    own, settings = take_config_dir(words)
-    directory = conf_directory()
-    folders = [directory] if own is None else [directory, own]
-    groups = {
-        group: sorted({n for folder in folders for n in group_names(folder / group)}) for group in _GROUPS
-    }
-    keys = Keys(RunConfig, groups, "docs/configuration.md")
-    read = keys.read(settings)
+    keys, read, own = read_words(words)
     if read.broken:
         raise Refused(read.wrong)
-    config = compose_config(RunConfig, "schema", directory, keys, read, own)
+    config = compose_config(RunConfig, "schema", conf_directory(), keys, read, own)
     if read.wrong or wrong_values(config):
         raise Refused([*read.wrong, *problems(config, may_download=True)])
     return config
+
+
+@contextmanager
+def hydra_over(directory: Path, node: str, schema: type) -> Iterator[None]:
+    """Hydra at work on a folder of configurations, with the schema under its name there."""
+    OmegaConf.register_new_resolver("examples", examples_directory, replace=True)
+    ConfigStore.instance().store(name=node, node=schema)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(directory), version_base="1.3"):
+        yield
+
+
+def group_overrides(read: Words, own: Path | None) -> list[str]:
+    """The part of a command line that Hydra itself composes: files by their groups, and where they are."""
+    return [
+        *(f"{group}={name}" for group, name in read.groups.items()),
+        *([_search_path(own)] if own else []),
+    ]
+
+
+def _remove(composed: DictConfig, key: str, keys: Keys) -> str:
+    """Takes a table's entry, or all of them, out of what the files say; a line where there is none."""
+    table = keys.table_of(key) or key
+    entries = OmegaConf.select(composed, table)
+    names = [key.removeprefix(f"{table}.")] if key != table else list(entries)
+    if any(name not in entries for name in names):
+        return f"~{key}: {table} has {', '.join(map(str, entries)) or 'no entries'}; leave it out"
+    with open_dict(entries):
+        for name in names:
+            del entries[name]
+    return ""
 
 
 def compose_config(
@@ -119,21 +123,20 @@ def compose_config(
     type gets a line in `read.wrong`.
 
     Raises Refused where a file itself is wrong, or a reference leads nowhere."""
-    ConfigStore.instance().store(name=node, node=schema)
-    GlobalHydra.instance().clear()
-    groups = [f"{group}={name}" for group, name in read.groups.items()]
+    groups = group_overrides(read, own)
+    place = " ".join(f"{group}={name}" for group, name in read.groups.items()) or directory
     try:
-        with initialize_config_dir(str(directory), version_base="1.3"):
-            composed = compose("config", overrides=[*groups, *([_search_path(own)] if own else [])])
+        with hydra_over(directory, node, schema):
+            composed = compose("config", overrides=groups)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{mark.name}, line {mark.line + 1}" if mark else f"a file under {own or directory}"
         raise Refused([f"{where}: not YAML ({error.problem}); mend the line"]) from None
     except UnicodeDecodeError as error:
-        place = " ".join(groups) or directory
         raise Refused([f"{place}: not UTF-8 (byte {error.start}); convert the file"]) from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise Refused([f"{' '.join(groups) or directory}: {_of_a_file(error, keys)}"]) from None
+        raise Refused([f"{place}: {_of_a_file(error, keys)}"]) from None
+    read.wrong += [line for key in read.removed if (line := _remove(composed, key, keys))]
     for key, value in read.settings:
         try:
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
@@ -159,7 +162,7 @@ def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Key
         return keys.unknown(inner)
     for name in inner.removeprefix(key).strip(".").split("."):
         value = value.get(name, value) if isinstance(value, dict) else value
-    return f"{inner}={shown(value)}: {_requirement(inner, keys)}"
+    return f"{inner}={shown(value)}: {keys.requirement(inner)}"
 
 
 def _of_a_file(error: Exception, keys: Keys) -> str:
@@ -176,19 +179,12 @@ def _of_a_file(error: Exception, keys: Keys) -> str:
         return keys.unknown(key)
     if section := re.search(r"not a subclass of (\w+)Config", str(cause)):  # of `trainer: 3`, without the key
         key = section.group(1).lower()
-        return f"{key}: {_requirement(key, keys)}"
+        return f"{key}: {keys.requirement(key)}"
     return (
-        f"{key}: {_requirement(key, keys)}"
+        f"{key}: {keys.requirement(key)}"
         if key and isinstance(cause, ValidationError)
         else _first_line(cause)
     )
-
-
-def _requirement(key: str, keys: Keys) -> str:
-    if key in keys.sections:
-        return f"a section, not a value; its keys are {', '.join(keys.names_in(key))}"
-    table = keys.table_of(key)
-    return requirement(keys.fields[table or key], entry=table is not None)
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.schema import TrainerConfig
+from laminar_hpc.config.system_schema import TrainerConfig
 
 # layers, hidden, heads, KV heads, FFN, vocabulary, tied embeddings, positions: as in the config.json of
 # Qwen/<name> on Hugging Face.

@@ -1,8 +1,9 @@
 """What a user writes on the command line, `key=value` words, read with the schema at hand. Imports no torch.
 
 A text is taken as it stands behind the `=`, whatever signs it has; lists and tables are read by Hydra's
-grammar. Whatever cannot be meant is answered with what to write instead. `+key` is `key`: only tables can be
-added to, and they need no sign.
+grammar, and so are casts of numbers, as `steps=int(3)`. Whatever cannot be meant is answered with what to
+write instead. `+key` is `key`: only tables can be added to, and they need no sign. `~key` takes an entry out
+of a table.
 """
 
 import contextlib
@@ -15,13 +16,15 @@ from itertools import takewhile
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from laminar_hpc.config.bounds import all_fields, plain_type
+from laminar_hpc.config.bounds import Choices, all_fields, allowed, plain_type, requirement
 from laminar_hpc.config.errors import did_you_mean
 from laminar_hpc.config.schema import RENAMED
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_NUMBERS = (int, float, bool)
 _SPECIAL = "spaces or any of ,:=[]{}()$ in it"
 
 
@@ -31,6 +34,7 @@ class Words:
 
     groups: dict[str, str] = field(default_factory=dict)  # `experiment=demo`: the file of each group
     settings: list[tuple[str, Any]] = field(default_factory=list)  # (key, value), which may still be text
+    removed: list[str] = field(default_factory=list)  # `~key`: tables, or their entries, to be emptied first
     wrong: list[str] = field(default_factory=list)  # a line for each word that cannot be meant
     broken: bool = False  # nothing can be said of the rest
 
@@ -65,6 +69,8 @@ class Keys:
         section."""
         if key in RENAMED and RENAMED[key] in self.fields:
             return f"{key} is called {RENAMED[key]} now"
+        if key.startswith("hydra"):
+            return f"{key}: Hydra's own settings are not taken; a run writes to run_dir alone"
         section, _, last = key.rpartition(".")
         by_last: dict[str, list[str]] = {}
         for name in [*self.fields, *self.groups]:
@@ -84,7 +90,10 @@ class Keys:
         found, index = Words(), 0
         while index < len(words):
             key, equals, _ = words[index].partition("=")
-            if key and equals and key[0] not in "-~":
+            if key[:1] == "~" and not equals and (self.table_of(key[1:]) or key[1:] in self.tables):
+                found.removed.append(key[1:])
+                index += 1
+            elif key and equals and key[0] not in "-~":
                 self._word(words[index], found)
                 index += 1
             else:
@@ -99,10 +108,7 @@ class Keys:
         word, rest, before = words[index], words[index + 1 :], words[index - 1] if index else ""
         loose = [word, *takewhile(lambda w: "=" not in w and not w.startswith("-"), rest)]
         if word.startswith("~"):
-            return (
-                f"{word}: a setting cannot be removed; leave it out, or write key=null where null is a value",
-                1,
-            )
+            return f"{word}: {self._instead_of_removing(word[1:].partition('=')[0])}", 1
         if word.startswith("-"):
             return self._option(word, loose[1:2])
         if rest and rest[0].startswith("="):
@@ -125,6 +131,15 @@ class Keys:
         if self.kind_of(word):
             return f"{word}: write {word}=VALUE", 1
         return f"{word}: not key=value{did_you_mean(word, [*self.fields, *self.groups])}", 1
+
+    def _instead_of_removing(self, key: str) -> str:
+        if key in self.groups:
+            return f"a group cannot be removed; leave it out, or write {key}=NAME"
+        if table := self.table_of(key) or (key in self.tables and key):
+            return f"write ~{key} without a value; it takes the entry out of {table}"
+        null = f"write {key}=null" if (kind := self.kind_of(key)) and kind[1] else "null is no value of it"
+        tables = ", ".join(sorted(self.tables))
+        return f"a setting cannot be removed; leave it out; {null}; ~ takes entries out of {tables}"
 
     def _option(self, word: str, after: Sequence[str]) -> tuple[str, int]:
         name, equals, value = word.lstrip("-").partition("=")
@@ -152,7 +167,8 @@ class Keys:
             if text in names:
                 found.groups[key] = text
             else:
-                found.wrong.append(f"{word}: use one of {', '.join(names)}{did_you_mean(text, names)}")
+                hint = _sweep_hint(word) or did_you_mean(text, names)
+                found.wrong.append(f"{word}: use one of {', '.join(names)}{hint}")
                 found.broken = True
         elif kind is None:
             found.wrong.append(self.unknown(key))
@@ -162,8 +178,23 @@ class Keys:
             self._composite(key, text, dict, found)
         elif (typing.get_origin(kind[0]) or kind[0]) in (list, dict):
             self._composite(key, text, typing.get_origin(kind[0]) or kind[0], found)
+        elif hint := _sweep_hint(word) if self._is_plain(key, kind[0]) else "":
+            found.wrong.append(f"{key}={text}: {self.requirement(key)}{hint}")
+        elif kind[0] in _NUMBERS and (cast := _parsed(word)) is not None:
+            found.settings.append((key, cast.value()))
         else:
             found.settings.append((key, text[1:-1] if _QUOTED.fullmatch(text) else text))
+
+    def _is_plain(self, key: str, kind: object) -> bool:
+        """Whether a key takes a number, true or false, or one of some names: no text of any signs."""
+        return kind in _NUMBERS or (key in self.fields and isinstance(allowed(self.fields[key]), Choices))
+
+    def requirement(self, key: str) -> str:
+        """What the value of a key must be, in words."""
+        if key in self.sections:
+            return f"a section, not a value; its keys are {', '.join(self.names_in(key))}"
+        table = self.table_of(key)
+        return requirement(self.fields[table or key], entry=table is not None)
 
     def _composite(self, key: str, text: str, kind: type, found: Words) -> None:
         """A list or a table, by Hydra's grammar."""
@@ -187,6 +218,21 @@ class Keys:
             )
         else:
             found.wrong.append(f"{key}={text}: not a list; write {quoted(f'{key}=[{text}]')}")
+
+
+def _parsed(word: str) -> Override | None:
+    """A word by Hydra's grammar, where it is more than a plain value: a cast, a choice or a range."""
+    if not {",", "("} & set(word):
+        return None
+    with contextlib.suppress(HydraException):
+        return OverridesParser.create().parse_override(word)
+    return None
+
+
+def _sweep_hint(word: str) -> str:
+    override = _parsed(word)
+    several = override is not None and override.is_sweep_override()
+    return "; several values, one run each, need laminar train --multirun" if several else ""
 
 
 def quoted(word: str) -> str:

@@ -61,7 +61,7 @@ class RewardPool:
         try:
             await self._server.start()
             shared = len(self._server.asynchronous)
-            crews = [
+            crews: list[Crew | SharedCrew] = [
                 *([self._shared] if shared else []),
                 *([self._crew] if shared < len(self.entries) else []),
             ]
@@ -120,8 +120,9 @@ def combined(
         got = results[name]
         if got.error:
             errors.append(f"{name}: {got.error}" if several else got.error)
-        if got.error or got.reward is not None:
-            total += entry.weight * (on_failure if got.error else got.reward)
+        reward = on_failure if got.error else got.reward
+        if reward is not None:
+            total += entry.weight * reward
             applied = True
         if several and not got.error and got.reward is not None:
             parts[name] = got.reward

@@ -15,6 +15,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rewards import MAX_REWARD
@@ -253,9 +254,9 @@ def _number(key: object, value: object) -> float:
     return number
 
 
-def _scalar(value: object) -> object:
+def _scalar(value: Any) -> object:
     """A tensor or array of one element as a number; anything else as it is."""
     try:
-        return value.item()  # type: ignore[attr-defined]
+        return value.item()
     except Exception:
         return value

@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
@@ -112,8 +113,8 @@ def result(call: Call, t0: float, error: BaseException) -> Result:
 # ---- a worker, one call at a time --------------------------------------------------------------------------
 
 
-async def _awaited(value: object) -> object:
-    return await value  # type: ignore[misc]
+async def _awaited(value: Any) -> object:
+    return await value
 
 
 def serve_one_by_one(connection: socket.socket, rewards: dict[str, Reward]) -> None:

@@ -118,7 +118,7 @@ class Inbox:
         poller.register(self._zap, zmq.POLLIN)
         try:
             while not self._closing:
-                events = dict(poller.poll(POLL_SECONDS * 1000))
+                events = dict(poller.poll(int(POLL_SECONDS * 1000)))
                 if self._zap in events:
                     self._admit()
                 if self._router in events:
@@ -151,19 +151,19 @@ class Inbox:
         try:
             if self._refused:
                 raise KvRefused(self._refused)
-            match bytes(kind), len(rest):
+            match kind.bytes, len(rest):
                 case (b"part", 1):
-                    self._begin(bytes(sender), rest[0].buffer)
+                    self._begin(sender.bytes, rest[0].buffer)
                 case (b"gpu", 1) if self._part is not None:
                     self._from_gpu(self._part, rest[0].buffer)
                 case (b"shm", 1) if self._part is not None:
-                    self._from_memory(self._part, bytes(rest[0]).decode())
+                    self._from_memory(self._part, rest[0].bytes.decode())
                 case (b"rows", 1) if self._part is not None:
                     self._rows(self._part, rest[0].buffer)
                 case _:
                     raise KvRefused("KV move failed: a message that belongs to no part")
         except (KvRefused, UnicodeDecodeError, msgspec.DecodeError) as error:
-            to = self._part.sender if self._part is not None else bytes(sender)
+            to = self._part.sender if self._part is not None else sender.bytes
             self._part, self.complete = None, False
             self._refused = self._refused or str(error)
             self._router.send_multipart([to, b"no", self._refused.encode()])

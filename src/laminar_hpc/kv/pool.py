@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,9 +116,7 @@ def use_huge_pages(pool: Pool) -> None:
             libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)
 
 
-def gather(
-    pool: Pool, slots: torch.Tensor, chunk_bytes: int, threads: int, **options: bool | int
-) -> torch.Tensor:
+def gather(pool: Pool, slots: torch.Tensor, chunk_bytes: int, threads: int, **options: Any) -> torch.Tensor:
     """All chunk records of a request, as uint8 [bytes]; kv/frames.py has their layout."""
     plan = pool.plan(slots, chunk_bytes, threads, distinct=False, **options)
     records = aligned(pool.shape.record_bytes(chunk_bytes) * pool.shape.chunks(len(slots), chunk_bytes))
@@ -131,7 +130,7 @@ def scatter(
     records: torch.Tensor,
     chunk_bytes: int,
     threads: int,
-    **options: bool | int,
+    **options: Any,
 ) -> None:
     """Writes a request's records into reserved slots. Raises KvRefused, with the slots in part written, where
     a chunk fails its check."""

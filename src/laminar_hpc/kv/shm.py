@@ -20,6 +20,7 @@ import secrets
 import stat
 import struct
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 
@@ -71,7 +72,7 @@ class _Side:
             os.close(self._fd)
             self._fd = -1
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,7 +107,7 @@ class Offer(_Side):
                 f"KV move refused: {folder} has no {size} bytes for it ({error.strerror})"
             ) from None
 
-    def send(self, pool: Pool, slots: torch.Tensor, threads: int = 1, **options: bool | int) -> None:
+    def send(self, pool: Pool, slots: torch.Tensor, threads: int = 1, **options: Any) -> None:
         """Gathers `slots` chunk by chunk as the ring has room; returns once the destination has accepted,
         else raises KvRefused."""
         _same(self.header, pool, slots)
@@ -161,7 +162,7 @@ class Taken(_Side):
             raise KvRefused(f"KV offer {path} refused: it is taken, or {error.strerror}") from None
         Path(path).unlink(missing_ok=True)
 
-    def receive(self, pool: Pool, slots: torch.Tensor, threads: int = 1, **options: bool | int) -> None:
+    def receive(self, pool: Pool, slots: torch.Tensor, threads: int = 1, **options: Any) -> None:
         """Scatters into reserved `slots`, every chunk checked. Raises KvRefused, with the slots in part
         written, where that fails."""
         _same(self.header, pool, slots)

@@ -127,7 +127,7 @@ def _connect(context: zmq.Context, place: Place, seconds: float) -> zmq.Socket:
 
 
 def _answer(stream: zmq.Socket, place: Place, seconds: float, *wanted: bytes) -> bytes:
-    if not stream.poll(seconds * 1000):
+    if not stream.poll(int(seconds * 1000)):
         raise KvRefused(
             f"KV move failed: the destination at {place.host}:{place.port} said nothing for {seconds:g} s"
         )
@@ -180,7 +180,7 @@ def _stream(
     for number in range(shape.chunks(header.tokens, header.chunk_bytes)):
         extension().pack_chunk(*plan, number, record)
         length = 64 + int.from_bytes(record[8:16].tobytes(), "little")
-        streams[number % len(streams)].send_multipart([b"rows", memoryview(record)[:length]])
+        streams[number % len(streams)].send_multipart([b"rows", record.data[:length]])
         if streams[0].poll(0):  # an early "no"
             return
         if time.monotonic() - start > 10 * seconds:

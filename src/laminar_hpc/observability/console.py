@@ -170,29 +170,37 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
             ),
         )
     ]
+    lines += [*_accuracy_lines(summary), *_incident_lines(summary)]
+    lines.append(line("run", str(run_dir)))
+    if report is not None:
+        lines.append(line("report", str(report)))
+    return lines
+
+
+def _accuracy_lines(summary: Mapping) -> list[str]:
+    """Held-out accuracy of each file, and the means of several rewards."""
+    lines = []
     if summary["accuracy_before"] is not None or summary["accuracy_after"] is not None:
-        sampled = summary["accuracy_after_sampled"]
-        lines.append(
-            line(
-                "accuracy",
-                f"before {number(summary['accuracy_before'])}   after {number(summary['accuracy_after'])}"
-                + (f"   (sampled {number(sampled)})" if sampled is not None else ""),
-            )
-        )
-    for file, found in list(summary["evaluations"].items())[1:]:
-        sampled = found["after_sampled"]
-        lines.append(
-            line(
-                "accuracy",
-                f"before {number(found['before'])}   after {number(found['after'])}"
-                + (f"   (sampled {number(sampled)})" if sampled is not None else "")
-                + f"   {file}",
-            )
-        )
+        keys = ("accuracy_before", "accuracy_after", "accuracy_after_sampled")
+        lines.append(_accuracy_line(*(summary[key] for key in keys)))
+    for file, accuracy in list(summary["evaluations"].items())[1:]:
+        keys = ("before", "after", "after_sampled")
+        lines.append(f"{_accuracy_line(*(accuracy[key] for key in keys))}   {file}")
     if len(summary["rewards"]) > 1:
         means = summary["rewards"].items()
         shown = (f"{name} {number(mean['first'])} to {number(mean['last'])}" for name, mean in means)
         lines.append(line("rewards", f"first and last step: {', '.join(shown)}"))
+    return lines
+
+
+def _accuracy_line(before: float | None, after: float | None, sampled: float | None) -> str:
+    more = f"   (sampled {number(sampled)})" if sampled is not None else ""
+    return line("accuracy", f"before {number(before)}   after {number(after)}{more}")
+
+
+def _incident_lines(summary: Mapping) -> list[str]:
+    """What did not go as usual: reward errors, filtered groups, rescued, lost and saved work."""
+    lines = []
     if summary["reward_errors"]:
         of = f"{summary['reward_errors']:,} of {summary['trajectories_trained']:,} trajectories trained"
         lines.append(line("reward", f"errors in {of}, the first: {summary['reward_error_first']}"))
@@ -223,9 +231,6 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
                 f"{summary['tokens_saved_fraction'] * 100:.0f}% of what full groups would have taken",
             )
         )
-    lines.append(line("run", str(run_dir)))
-    if report is not None:
-        lines.append(line("report", str(report)))
     return lines
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from laminar_hpc.observability import jsonl
 
@@ -51,15 +51,15 @@ class MetricsWriter:
         self._file.write(record)
         if kind == "start":
             self._open_board(fields.get("restored_step"))
-        elif kind not in NOT_CURVES and isinstance(fields.get("step"), int):
+        elif kind not in NOT_CURVES and isinstance(step := fields.get("step"), int):
             board = self._board or self._open_board(None)
-            found = list(curves(record))
+            points = list(curves(record))
             # on a full disk the thread behind it dies, and its queue would block us for good
             if board.file_writer.event_writer._worker.is_alive():
-                for tag, value in found:
-                    board.add_scalar(tag, value, global_step=fields["step"], walltime=record["time"])
+                for tag, value in points:
+                    board.add_scalar(tag, value, global_step=step, walltime=record["time"])
             if self._mirror is not None:
-                self._mirror.log(found, fields["step"])
+                self._mirror.log(points, step)
         elif kind == "end" and self._mirror is not None:
             self._mirror.close(failed=str(fields.get("reason", "")).startswith("failed"))
         return record
@@ -106,7 +106,7 @@ def _summary_writer_class() -> "type[SummaryWriter]":
     """tensorboardX's writer, loaded without torch: it would import it for tensors, which cost seconds and
     memory and are not used here."""
     had_torch = "torch" in sys.modules
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    sys.modules.setdefault("torch", cast(Any, None))
     try:
         from tensorboardX import SummaryWriter
     finally:

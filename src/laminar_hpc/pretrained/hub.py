@@ -235,7 +235,7 @@ def _check_room(name: HubName, folder: Path, needed: int) -> None:
 def _bar(say: Say | None, name: HubName, made: list[Any]) -> type:
     """A class for the library's bars, which are added to `made`. Of its three the one that counts bytes is
     shown; without a terminal it is a line now and then."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from laminar_hpc.simulator import report
-from laminar_hpc.simulator.load import experiments, load, take_apart
+from laminar_hpc.simulator.settings import experiments, load_simulation, take_apart
 from laminar_hpc.simulator.sweep import sweep
 
 
 def main(arguments: list[str]) -> int:
     name, overrides, as_json = take_apart(arguments, "sim", "experiment", experiments())
-    config = load(name, overrides)
+    config = load_simulation(name, overrides)
     rows = sweep(config, lambda line: print(line, file=sys.stderr, flush=True))
     folder = Path(config.out_dir or f"runs/sim-{config.name}")
     report.write(folder / "report.html", config.name, dataclasses.asdict(config), rows)

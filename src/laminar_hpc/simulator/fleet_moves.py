@@ -152,7 +152,7 @@ class Failures:
                 rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
         drained = r.rules.refresh == "drained"
         views = [self._orphan(q, q.weight_step if drained else dead.weight_id) for q in orphans.values()]
-        placed = redirect(views, rooms, dead.admission.least * dead.admission.clip)
+        placed = redirect(views, rooms, dead.admission.ratio_min * dead.admission.clip)
         dead.waiting.clear()
         dead.parked.clear()
         dead.parked_kv, dead.pending = 0.0, 0
@@ -202,7 +202,7 @@ class Failures:
             replica.capacity,
             replica.generated / now * replica.costs.pull,
         )
-        reserved = replica.admission.least * replica.admission.clip
+        reserved = replica.admission.ratio_min * replica.admission.clip
         reloads, again = plan_reloads(
             [self._orphan(q, q.weight_step) for q in self.stranded.values()], [mine], reserved
         )

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.observability import rundata
-from laminar_hpc.observability.rundata import Run
 from laminar_hpc.observability.trace import Span
+from laminar_hpc.report import rundata
+from laminar_hpc.report.rundata import Run
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import EngineCosts, JobCosts, Layout
 from laminar_hpc.simulator.request import Admission

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.schema import TrainerConfig
+from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS, Constants
 from laminar_hpc.simulator.cost import engine_costs, job_costs, kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
@@ -80,13 +80,13 @@ def price(config: PlanConfig, candidate: Candidate) -> float:
 def tensor_parallels(config: PlanConfig, pool: PoolConfig, c: Constants) -> list[int]:
     """TPs within a machine at which the model and the longest trajectory fit; the smallest three, as more
     only adds exchanges."""
-    model, least = MODELS[config.model], 2 * config.workload.longest
+    model, tokens_min = MODELS[config.model], 2 * config.workload.longest
     return [
         tp
         for tp in (1, 2, 4, 8)
         if tp <= pool.count
         and shards(model, tp)
-        and kv_capacity(model, GPUS[pool.gpu], tp, c.kv_memory_share) >= least
+        and kv_capacity(model, GPUS[pool.gpu], tp, c.kv_memory_share) >= tokens_min
     ][:3]
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
-from laminar_hpc.simulator.load import load_plan, questions, take_apart
 from laminar_hpc.simulator.plan import (
     Plan,
     describe,
@@ -30,6 +29,7 @@ from laminar_hpc.simulator.plan_files import (
     trainer_machines,
 )
 from laminar_hpc.simulator.schema import PlanConfig
+from laminar_hpc.simulator.settings import load_plan, questions, take_apart
 
 
 def expectations(config: PlanConfig, plan: Plan) -> list[str]:

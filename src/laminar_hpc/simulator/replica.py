@@ -139,8 +139,8 @@ class Replica:
     def reserve(self) -> float:
         """Tokens that are kept free for the growth of each running request."""
         a = self.admission
-        ratio = self.ratio - (self.steps - self.ratio_steps) * (a.start - a.least) / a.steps
-        return max(1.0, (ratio if ratio > a.least else a.least) * a.clip)
+        ratio = self.ratio - (self.steps - self.ratio_steps) * (a.start - a.ratio_min) / a.steps
+        return max(1.0, (ratio if ratio > a.ratio_min else a.ratio_min) * a.clip)
 
     def fill(self) -> None:
         """Admits waiting requests while their KV and some growth fit; their prefill holds up decoding."""

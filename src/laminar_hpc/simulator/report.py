@@ -1,15 +1,15 @@
-"""The page and the table of a sweep, with the charts of observability/ and the same time line as a live run's
+"""The page and the table of a sweep, with the charts of report/ and the same time line as a live run's
 report."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from laminar_hpc.observability import svg, timeline
 from laminar_hpc.observability.console import count
-from laminar_hpc.observability.page import figure, grid, keys, page, section, tiles
-from laminar_hpc.observability.rundata import Launch, Run
-from laminar_hpc.observability.svg import Series, tag, text
 from laminar_hpc.observability.trace import KINDS, Span
+from laminar_hpc.report import svg, timeline
+from laminar_hpc.report.page import figure, grid, keys, page, section, tiles
+from laminar_hpc.report.rundata import Launch, Run
+from laminar_hpc.report.svg import Series, tag, text
 from laminar_hpc.simulator.run import Outcome
 
 PALETTE = (

@@ -13,7 +13,7 @@ class Admission:
     """When an engine admits a request, and which one it preempts when the KV is full.
 
     SGLang: all running ones are expected to grow by `ratio` of `clip` tokens, the new one by all of `clip`.
-    `ratio` starts at `start`, falls to `least` within `steps` decode steps, and is set by a preemption
+    `ratio` starts at `start`, falls to `ratio_min` within `steps` decode steps, and is set by a preemption
     (constants.py). The request that has generated least goes to the end of the queue. vLLM
     (v1/core/sched/scheduler.py): what fits now is admitted, `clip` is 0; the one admitted last goes back to
     the head of the queue.
@@ -24,7 +24,7 @@ class Admission:
     longest: int
     clip: float
     start: float = 0.0
-    least: float = 0.0
+    ratio_min: float = 0.0
     steps: float = 1.0
     retract_steps: float = 0.0
     newest_back: bool = False
@@ -38,7 +38,7 @@ class Admission:
             longest,
             clip,
             c.new_token_ratio,
-            c.new_token_ratio_least,
+            c.new_token_ratio_min,
             c.new_token_ratio_steps,
             c.retract_steps,
         )

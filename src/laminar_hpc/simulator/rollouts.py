@@ -162,14 +162,14 @@ class Rollouts:
         if self.rescue(replica):
             self.waiting_replicas.pop(replica.index, None)
             return
-        most = self.local_batch[replica.index]
+        groups_max = self.local_batch[replica.index]
         given = 0
-        for request in self.tracker.lost[: most * self.samples]:
+        for request in self.tracker.lost[: groups_max * self.samples]:
             self.tracker.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
             self.give(replica, request)
             given += 1
         del self.tracker.lost[:given]
-        for _ in range(min(most, self.quota(replica.weight_step)) if not given else 0):
+        for _ in range(min(groups_max, self.quota(replica.weight_step)) if not given else 0):
             for request in self.tracker.new_group(replica.weight_step).requests:
                 self.give(replica, request)
                 given += 1
@@ -185,11 +185,11 @@ class Rollouts:
         """Continuous filling: whole groups while there is room, up to the replica's share of what admission
         allows to be in flight."""
         samples = self.samples
-        most = self.local_batch[replica.index] * (1 + (self.rules.max_staleness or 0)) * samples
+        pending_max = self.local_batch[replica.index] * (1 + (self.rules.max_staleness or 0)) * samples
         while (
             not replica.waiting
             and len(replica.running) + samples <= replica.max_concurrent
-            and replica.pending + samples <= most
+            and replica.pending + samples <= pending_max
         ):
             if self.tracker.lost:
                 request = self.tracker.lost.pop()
@@ -290,7 +290,7 @@ class Rollouts:
         if replica.index in self.down:
             return
         replica.advance(self.clock.now)
-        self.unload(replica, keep_kv=self.rules.interrupted_kv == "stale")
+        self.unload(replica, keep_kv=self.rules.keep_kv)
         for request in replica.waiting:
             request.versions += request.remaining < request.turns[request.turn] or request.turn > 0
         self.schedule(replica)

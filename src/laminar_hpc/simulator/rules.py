@@ -1,42 +1,60 @@
-"""Pipelines as policy values; nothing in the simulator branches on a pipeline's name. `laminar` and `sync`
-are those of conf/pipeline."""
+"""Pipelines as policy values; nothing in the simulator branches on a pipeline's name. What a run has too is
+read from conf/pipeline."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from laminar_hpc.config.load import conf_directory
+from laminar_hpc.config.system_schema import PipelineConfig
 
 
 @dataclass(frozen=True)
 class Rules:
-    """`refresh`: drained (a replica pulls when its local batch is done), barrier (all wait for each other),
-    interrupt (new weights come into running trajectories). `consumption`: batch or stream (mini-batches).
-    `placement`: split GPUs, or colocated (all do both in turns)."""
+    """The first five are those of PipelineConfig. `placement`: split GPUs, or colocated (all do both in
+    turns)."""
 
     refresh: str
     max_staleness: int | None
     consumption: str = "batch"
+    keep_kv: bool = False
+    repack: str = "off"
     placement: str = "split"
-    repack: str = "off"  # off | reprefill | kv
-    interrupted_kv: str = "reprefill"  # reprefill | stale
     relays: bool = False  # weights through the relay tier; else a global synchronisation
     isolated: bool = False  # a failure stops one role; else it restarts the job
 
 
+def preset(name: str, **changes: Any) -> Rules:
+    """The pipeline of conf/pipeline/NAME.yaml, with changes and what only the simulator knows."""
+    live = PipelineConfig(**yaml.safe_load((conf_directory() / "pipeline" / f"{name}.yaml").read_text()))
+    shared = {field.name for field in dataclasses.fields(Rules)} & dataclasses.asdict(live).keys()
+    return Rules(**{**{key: getattr(live, key) for key in shared}, **changes})
+
+
+def laminar(**changes: Any) -> Rules:
+    """The preset `laminar` with its relays and its isolation of failures."""
+    return preset("laminar", relays=True, isolated=True, **changes)
+
+
 PIPELINES = {
-    "sync": Rules("barrier", 0, placement="colocated"),
-    "sync_split": Rules("barrier", 0),
-    "one_step": Rules("barrier", 1),
-    "stream": Rules("barrier", 1, consumption="stream"),
-    "partial": Rules("interrupt", 4),  # AReaL: staleness 4, prefill again
-    "partial_stale_kv": Rules("interrupt", 4, interrupted_kv="stale"),
+    "sync": preset("sync", placement="colocated"),
+    "sync_split": preset("sync"),
+    "one_step": preset("one_step"),
+    "stream": preset("stream"),
+    "partial": preset("partial"),  # AReaL: staleness 4, prefill again
+    "partial_stale_kv": preset("partial", keep_kv=True),
     # generation stops when a batch is full, the rest goes on later
-    "partial_colocated": Rules("interrupt", 1, placement="colocated"),
-    "laminar": Rules("drained", 2, repack="kv", relays=True, isolated=True),
-    "laminar_reprefill": Rules("drained", 2, repack="reprefill", relays=True, isolated=True),
-    "laminar_no_repack": Rules("drained", 2, relays=True, isolated=True),
+    "partial_colocated": preset("partial", max_staleness=1, placement="colocated"),
+    "laminar": laminar(repack="kv"),
+    "laminar_reprefill": laminar(repack="reprefill"),
+    "laminar_no_repack": laminar(),
     # As the paper: no bound on staleness, first finished first trained.
-    "laminar_unbounded": Rules("drained", None, repack="kv", relays=True, isolated=True),
-    "laminar_unbounded_no_repack": Rules("drained", None, relays=True, isolated=True),
+    "laminar_unbounded": laminar(max_staleness=None, repack="kv"),
+    "laminar_unbounded_no_repack": laminar(max_staleness=None),
     # DORA (arXiv 2604.26256), K = 3. Section 4.2: at most K versions generate, and the next enters when all
     # of the oldest have been forwarded to training, so staleness is two steps at most; training begins as
     # soon as a batch is complete; KV moves between replicas of one version.
-    "dora": Rules("drained", 2, repack="kv", relays=True, isolated=True),
+    "dora": laminar(max_staleness=2, repack="kv"),
 }

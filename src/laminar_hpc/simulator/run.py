@@ -5,6 +5,7 @@ import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -118,7 +119,7 @@ def setup(
     c: Constants,
     engine: str = "sglang",
     layout: Layout | None = None,
-    **settings: object,
+    **settings: Any,
 ) -> Setup:
     """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same
     GPUs as the trainer's. `layout`: the trainer's, None = that of a published system."""
@@ -139,7 +140,7 @@ def setup(
         workload,
         admission=Admission.of(workload.max_response_tokens, c, engine),
         repack_kv_share=c.repack_kv_share,
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )
 
 
@@ -172,7 +173,8 @@ class _Window:
 
 def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
     """All replicas and the share of a batch that each one's local batch is: by its rate at a full batch."""
-    made, weights = [], []
+    made: list[Replica] = []
+    weights: list[float] = []
     mean = setup.workload.prompt_tokens + setup.workload.mean_response_tokens / 2
     for kind in setup.engines:
         batch = max(1.0, min(setup.max_concurrent, kind.capacity / mean))

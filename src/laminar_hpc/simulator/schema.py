@@ -3,12 +3,17 @@ no numpy."""
 
 from dataclasses import dataclass, field
 
+from laminar_hpc.config.bounds import bounds, choice, choices, number
 from laminar_hpc.simulator.constants import (
+    GPUS,
     GROUP_CORRELATION,
     MEAN_RESPONSE_TOKENS_LAMINAR,
+    MODELS,
     PROMPT_TOKENS,
     SIGMA_LAMINAR,
 )
+from laminar_hpc.simulator.request import ENGINES
+from laminar_hpc.simulator.rules import PIPELINES
 
 
 @dataclass
@@ -16,21 +21,27 @@ class WorkloadConfig:
     """Responses: a log-normal body capped at `max_response_tokens`, similar inside a group; or real lengths
     from a file."""
 
-    prompts_per_step: int = 512
-    samples_per_prompt: int = 16
-    updates_per_step: int = 16  # mini-batches per trainer step
-    prompt_tokens: int = PROMPT_TOKENS
-    mean_response_tokens: float = MEAN_RESPONSE_TOKENS_LAMINAR
-    max_response_tokens: int = 16384
-    sigma: float = SIGMA_LAMINAR  # of the log-lengths
-    group_correlation: float = GROUP_CORRELATION  # of the log-lengths inside a group
-    growth: float = 0.0  # the median grows by this share over the run
+    prompts_per_step: int = number(512, at_least=1, at_most=1_000_000)
+    samples_per_prompt: int = number(16, at_least=1, at_most=10_000)
+    updates_per_step: int = number(16, at_least=1, at_most=10_000)  # mini-batches per trainer step
+    prompt_tokens: int = number(PROMPT_TOKENS, at_least=1, at_most=10_000_000)
+    mean_response_tokens: float = number(MEAN_RESPONSE_TOKENS_LAMINAR, at_least=1, at_most=10_000_000)
+    max_response_tokens: int = number(16384, at_least=2, at_most=10_000_000)
+    # of the log-lengths
+    sigma: float = number(
+        SIGMA_LAMINAR, at_least=0.01, at_most=10, why="for equal lengths give workload.lengths_file"
+    )
+    # of the log-lengths inside a group
+    group_correlation: float = number(GROUP_CORRELATION, at_least=0, at_most=1)
+    growth: float = number(0.0, at_least=-0.99, at_most=100)  # the median grows by this share over the run
     # a run directory (its store is replayed), or lines of JSON lists: lengths of one group each
     lengths_file: str = ""
-    turns: int = 1  # most turns of a trajectory; evenly distributed from 1
-    turn_seconds: float = 0.0  # median wait for the environment after a turn
-    turn_sigma: float = 0.0  # of its log
-    turn_tokens: int = 0  # tokens that the environment adds after a turn
+    turns: int = number(1, at_least=1, at_most=1000)  # maximum of a trajectory; evenly distributed from 1
+    # median wait for the environment after a turn
+    turn_seconds: float = number(0.0, at_least=0, at_most=100_000)
+    turn_sigma: float = number(0.0, at_least=0, at_most=5)  # of its log
+    # tokens that the environment adds after a turn
+    turn_tokens: int = number(0, at_least=0, at_most=1_000_000)
 
     @property
     def longest(self) -> int:
@@ -44,26 +55,40 @@ class SimulationConfig:
 
     name: str = "simulation"
     out_dir: str = ""  # of report.html and result.json; empty = runs/sim-NAME
-    seed: int = 0
-    steps: int = 12  # trainer steps simulated
-    warmup_steps: int = 4  # left out of the figures
-    model: str = "32B"
-    gpus: list[int] = field(default_factory=lambda: [64, 128])
-    trainer_gpu: str = "H800"
-    rollout_gpu: str = "H800"
-    engine: str = "sglang"  # whose admission and preemption: sglang or vllm
-    tensor_parallel: int | None = None  # GPUs of a replica; null = the model's own
-    trainer_share: float | None = None  # of the GPUs, for pipelines that split them; null = the best of a few
+    seed: int = number(0, at_least=0)
+    steps: int = number(12, at_least=1, at_most=10_000)  # trainer steps simulated
+    warmup_steps: int = number(4, at_least=0, at_most=9_999)  # left out of the figures
+    model: str = choice(*MODELS, default="32B")
+    gpus: list[int] = field(default_factory=lambda: [64, 128], metadata=bounds(at_least=2, at_most=131_072))
+    trainer_gpu: str = choice(*GPUS)
+    rollout_gpu: str = choice(*GPUS)
+    engine: str = choice(*ENGINES)  # whose admission and preemption
+    # GPUs of a replica; null = the model's own
+    tensor_parallel: int | None = number(None, at_least=1, at_most=8)
+    # of the GPUs, for pipelines that split them; null = the best of a few
+    trainer_share: float | None = number(None, at_least=0.001, at_most=0.999)
     # known trainer shares by PIPELINE or PIPELINE@GPUS; they go before the search
-    splits: dict[str, float] = field(default_factory=dict)
-    pipelines: list[str] = field(default_factory=lambda: ["sync", "one_step", "stream", "partial", "laminar"])
-    max_staleness: int | None = None  # of laminar and partial; null = the preset's
-    max_concurrent: int = 256  # requests per replica
-    checkpoint_every: int = 20
-    rollout_mtbf_hours: float | None = None  # mean time between failures of a replica; null = never
-    trainer_mtbf_hours: float | None = None  # of the trainer as a whole
+    splits: dict[str, float] = field(default_factory=dict, metadata=bounds(at_least=0.001, at_most=0.999))
+    pipelines: list[str] = field(
+        default_factory=lambda: ["sync", "one_step", "stream", "partial", "laminar"],
+        metadata=choices(*PIPELINES),
+    )
+    # of laminar and partial; null = the preset's
+    max_staleness: int | None = number(
+        None, at_least=0, at_most=1000, why="with less than 0 no prompt is ever given out"
+    )
+    max_concurrent: int = number(256, at_least=1, at_most=100_000)  # requests per replica
+    checkpoint_every: int = number(20, at_least=1, at_most=1_000_000)
+    # mean time between failures of a replica; null = never
+    rollout_mtbf_hours: float | None = number(
+        None, at_least=0.05, at_most=1e6, why="a replica needs two minutes to come back"
+    )
+    # of the trainer as a whole
+    trainer_mtbf_hours: float | None = number(
+        None, at_least=0.25, at_most=1e6, why="a job needs five minutes to start again"
+    )
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    # other values for fields of constants.Constants
+    # other values for fields of constants.Constants, which have the bounds
     constants: dict[str, float] = field(default_factory=dict)
 
 
@@ -71,13 +96,16 @@ class SimulationConfig:
 class PoolConfig:
     """GPUs of one type in whole machines. A preemptible pool is for rollouts only."""
 
-    gpu: str = "H800"
-    count: int = 64
-    price: float | None = None  # $ per GPU and hour; null = the example price of constants.py
+    gpu: str = choice(*GPUS)
+    count: int = number(64, at_least=1, at_most=65_536)
+    # $ per GPU and hour; null = the example price of constants.py
+    price: float | None = number(
+        None, above=0, at_most=1e6, why="tokens per $ are asked for; null takes an example price"
+    )
     preemptible: bool = False
-    mtbf_hours: float | None = (
-        # mean time between failures or preemptions of a replica, of a machine for the trainer; null = never
-        None
+    # mean time between failures or preemptions of a replica, of a machine for the trainer; null = never
+    mtbf_hours: float | None = number(
+        None, at_least=0.25, at_most=1e6, why="a replica needs two minutes to come back"
     )
 
 
@@ -87,14 +115,16 @@ class PlanConfig:
 
     name: str = "plan"
     out_dir: str = ""  # of NAME.yaml and NAME.sbatch; empty = runs/plan-NAME
-    seed: int = 0
-    model: str = "32B"
+    seed: int = number(0, at_least=0)
+    model: str = choice(*MODELS, default="32B")
     pools: list[PoolConfig] = field(default_factory=lambda: [PoolConfig()])
-    # throughput: most tokens/s of all GPUs; cost: most tokens per $ that keeps the trainer busy
-    objective: str = "throughput"
-    trainer_busy: float = 0.9  # least share of time, with objective=cost
-    max_staleness: int = 3
-    max_concurrent: int = 256
-    steps: int = 6
-    warmup_steps: int = 2
+    # throughput: the maximum of tokens/s of all GPUs; cost: of tokens per $ that keeps the trainer busy
+    objective: str = choice("throughput", "cost")
+    trainer_busy: float = number(0.9, at_least=0, at_most=1)  # minimum share of time, with objective=cost
+    max_staleness: int = number(
+        3, at_least=0, at_most=1000, why="with less than 0 no prompt is ever given out"
+    )
+    max_concurrent: int = number(256, at_least=1, at_most=100_000)
+    steps: int = number(6, at_least=1, at_most=1000)
+    warmup_steps: int = number(2, at_least=0, at_most=999)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)

@@ -6,6 +6,9 @@ groups that `choose` takes          Rollouts.finish -> poke
 weights at the relays / replicas    its own publication -> Rollouts.weights_available
 """
 
+from collections.abc import Callable
+from typing import Protocol
+
 import numpy as np
 
 from laminar_hpc.policies import admission
@@ -27,15 +30,25 @@ def updates_seconds(
     trajectory.
     """
     each = -(-len(tokens) // (updates * layout.ranks))
-    dealt = np.zeros(updates * layout.ranks * each)
-    dealt[: len(tokens)] = tokens
-    dealt = random.permutation(dealt).reshape(updates, layout.ranks, each)
+    padded = np.zeros(updates * layout.ranks * each)
+    padded[: len(tokens)] = tokens
+    dealt = random.permutation(padded).reshape(updates, layout.ranks, each)
     seconds = (dealt * costs.train_token + dealt * dealt * costs.train_attention).sum(axis=2)
     microbatches = dealt.sum(axis=2) / np.maximum(1.0, dealt.max(axis=2))
     return float(
         (seconds * (1.0 + (layout.stages - 1) / np.maximum(1.0, microbatches))).max(axis=1).sum()
         * layout.ranks
     )
+
+
+class Generating(Protocol):
+    """What a trainer tells those who generate."""
+
+    global_sync_seconds: float
+
+    def start_training(self) -> None: ...
+
+    def weights_available(self, step: int) -> None: ...
 
 
 class Trainer:
@@ -57,7 +70,7 @@ class Trainer:
         self.parts = updates if rules.consumption == "stream" else 1
         self.updates_per_part = updates // self.parts
         self.layout, self.random = layout, np.random.default_rng([seed, 1])
-        self.rollouts = None  # set by the run: start_training() and weights_available(step)
+        self.rollouts: Generating  # set by the rollouts themselves
         self.step = 0
         self.waiting_since: float | None = 0.0
         self.taken = self.part = 0
@@ -68,7 +81,7 @@ class Trainer:
         self.since_checkpoint = 0.0
         self.delay = 0.0
         self.spans: list[tuple[str, float, float]] = []
-        self.on_step = None  # called at the end of each step
+        self.on_step: Callable[[int], None] = lambda step: None  # called at the end of each step
 
     def _book(self, kind: str, start: float, end: float) -> None:
         if end > start:
@@ -151,8 +164,7 @@ class Trainer:
         self.step_ends.append(now)
         self.step_tokens.append(self.tokens)
         self.tokens = 0
-        if self.on_step is not None:
-            self.on_step(self.step)
+        self.on_step(self.step)
         if self.step >= self.steps:
             self.clock.running = False
             return

@@ -4,7 +4,7 @@ its experiment file."""
 import math
 
 from laminar_hpc.config.models import known_models, kv_heads, trainer_bytes
-from laminar_hpc.config.schema import TrainerConfig
+from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.simulator.constants import Gpu, Model
 from laminar_hpc.simulator.cost import Layout
 from laminar_hpc.simulator.schema import WorkloadConfig

@@ -14,9 +14,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from laminar_hpc.messages import Trajectory
-from laminar_hpc.observability import trajectory_page
-from laminar_hpc.observability.rundata import Consumed, Run
-from laminar_hpc.observability.svg import tag, text
+from laminar_hpc.report import trajectory_page
+from laminar_hpc.report.rundata import Consumed, Run
+from laminar_hpc.report.svg import tag, text
 
 STEPS = 4
 PROMPTS_PER_STEP = 2

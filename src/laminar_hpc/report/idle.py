@@ -8,8 +8,8 @@ up and the evaluations before and after do not count.
 
 from collections.abc import Iterable, Sequence
 
-from laminar_hpc.observability.rundata import Run
 from laminar_hpc.observability.trace import BUSY, Span
+from laminar_hpc.report.rundata import Run
 
 Interval = tuple[float, float]
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from laminar_hpc.messages import Trajectory
-from laminar_hpc.observability import svg
 from laminar_hpc.observability.console import duration
-from laminar_hpc.observability.page import keys
-from laminar_hpc.observability.rundata import Consumed, Run
-from laminar_hpc.observability.svg import Series, tag, text
+from laminar_hpc.report import svg
+from laminar_hpc.report.page import keys
+from laminar_hpc.report.rundata import Consumed, Run
+from laminar_hpc.report.svg import Series, tag, text
 
 MAX_CHARACTERS = 6000  # of an answer; some are hundreds of kilobytes
 CURVE_POINTS = 200

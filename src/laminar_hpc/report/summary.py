@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from laminar_hpc.observability import rundata
-from laminar_hpc.observability.idle import idle_fraction
-from laminar_hpc.observability.rundata import Consumed, Run
+from laminar_hpc.report import rundata
+from laminar_hpc.report.idle import idle_fraction
+from laminar_hpc.report.rundata import Consumed, Run
 
 GOAL = 0.70  # mean accuracy of the trained batches ...
 REWARD_PREFIX = "reward_mean/"  # of a step's field, before the name of a reward function

@@ -2,7 +2,8 @@
 refused in one line."""
 
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,18 +11,17 @@ from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean
 from laminar_hpc.config.load import compose_config, conf_directory
 from laminar_hpc.config.models import known_models
-from laminar_hpc.config.words import Keys
-from laminar_hpc.simulator import bounds
-from laminar_hpc.simulator.bounds import choice, numbers, refuse
+from laminar_hpc.config.words import Keys, Words
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS, Constants
 from laminar_hpc.simulator.cost import kv_capacity
-from laminar_hpc.simulator.request import ENGINES
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import PlanConfig, SimulationConfig
 from laminar_hpc.simulator.trainer_fit import shards
 from laminar_hpc.simulator.workload import read_lengths
 
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
+_TRAJECTORIES_MAX = 20_000_000  # of a simulated run, some 20 us each
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def take_apart(
@@ -54,7 +54,7 @@ def _unknown(what: str, name: str, folder: str, names: list[str]) -> str:
     return f"no {what} '{name}'{did_you_mean(name, names)}: there are {known}"
 
 
-def load(name: str, overrides: list[str]) -> SimulationConfig:
+def load_simulation(name: str, overrides: list[str]) -> SimulationConfig:
     """The experiment `name` of conf/simulation/experiment with overrides. Raises LaminarError that names what
     is wrong."""
     if name not in experiments():
@@ -78,11 +78,11 @@ def _compose(
     schema: type[Config], node: str, folder: str, group: dict[str, str], overrides: list[str]
 ) -> Config:
     keys = Keys(schema, {}, "src/laminar_hpc/simulator/schema.py")
-    read = keys.read(overrides)
+    read: Words = keys.read(overrides)
     if read.broken:
         raise Refused(read.wrong)
     read.groups = group
-    config = compose_config(schema, node, conf_directory() / "simulation" / folder, keys, read)
+    config: Config = compose_config(schema, node, conf_directory() / "simulation" / folder, keys, read)
     if read.wrong:
         raise Refused([*read.wrong, *wrong_values(config)])
     return config
@@ -93,57 +93,72 @@ def constants_of(config: SimulationConfig) -> Constants:
 
 
 def check(config: SimulationConfig) -> None:
-    """Refuses what cannot be simulated: numbers beyond their bounds first, then what doesn't go together."""
-    w = config.workload
-    splits = [choice("splits", key.partition("@")[0], PIPELINES) for key in config.splits]
-    splits += [
-        bounds.SIMULATION["trainer_share"].refusal(f"splits.{key}", value)
-        for key, value in config.splits.items()
-    ]
-    refuse(
+    """Refuses what cannot be simulated: values beyond their bounds first, then what doesn't go together."""
+    names = [key.partition("@")[0] for key in config.splits]
+    _refuse(
         [
-            choice("model", config.model, MODELS),
-            choice("trainer_gpu", config.trainer_gpu, GPUS),
-            choice("rollout_gpu", config.rollout_gpu, GPUS),
-            choice("engine", config.engine, ENGINES),
-            bounds.name(config.name),
-            *(choice("pipelines", pipeline, PIPELINES) for pipeline in config.pipelines),
+            *wrong_values(config),
+            _wrong_name(config.name),
             "" if config.gpus else "gpus is empty: name at least one number of GPUs",
             "" if config.pipelines else f"pipelines is empty: name at least one of {', '.join(PIPELINES)}",
-            *numbers(config, bounds.SIMULATION),
-            *numbers(w, bounds.WORKLOAD, "workload."),
-            *bounds.constants(config.constants),
-            *splits,
+            *_wrong_constants(config.constants),
+            *(_unknown_entry("splits", name, PIPELINES) for name in names),
         ]
     )
-    refuse([*_work(config), *_replicas(config)])
+    _refuse([*_work(config), *_replicas(config)])
 
 
 def check_plan(config: PlanConfig) -> None:
     """Refuses what cannot be planned, in the same order."""
-    pools = [
-        text for i, pool in enumerate(config.pools) for text in numbers(pool, bounds.POOL, f"pools[{i}].")
-    ]
-    refuse(
+    example = "name at least one, for example 'pools=[{gpu: H100, count: 8}]'"
+    _refuse(
         [
-            choice("model", config.model, MODELS),
-            choice("objective", config.objective, ("throughput", "cost")),
-            bounds.name(config.name),
-            *(choice("pools.gpu", pool.gpu, GPUS) for pool in config.pools),
-            ""
-            if config.pools
-            else "pools is empty: name at least one, for example 'pools=[{gpu: H100, count: 8}]'",
-            *numbers(config, bounds.PLAN),
-            *pools,
-            *numbers(config.workload, bounds.WORKLOAD, "workload."),
+            *wrong_values(config),
+            _wrong_name(config.name),
+            "" if config.pools else f"pools is empty: {example}",
         ]
     )
-    refuse([*_work(config), *_plannable(config)])
+    _refuse([*_work(config), *_plannable(config)])
+
+
+def _refuse(wrong: Iterable[str]) -> None:
+    """Raises Refused with all sentences that are not empty, each once."""
+    if lines := list(dict.fromkeys(text for text in wrong if text)):
+        raise Refused(lines)
+
+
+def _wrong_name(value: str) -> str:
+    if _NAME.fullmatch(value):
+        return ""
+    return f"name={value!r}: use letters, digits, '.', '_' and '-', at most 64, for files have it"
+
+
+def _unknown_entry(key: str, name: str, known: Collection[str]) -> str:
+    """A sentence that lists the entries a table may have, and the nearest one; empty for one of them."""
+    if name in known:
+        return ""
+    return f"{key}={name}: use one of {', '.join(known)}{did_you_mean(name, known)}"
+
+
+def _wrong_constants(values: dict[str, float]) -> Iterator[str]:
+    """A sentence for each constant that does not exist or lies beyond its bounds."""
+    known = [field.name for field in dataclasses.fields(Constants)]
+    yield from (_unknown_entry("constants", name, known) for name in values)
+    there = {name: value for name, value in values.items() if name in known}
+    yield from wrong_values(dataclasses.replace(DEFAULT, **there), "constants.")
 
 
 def _work(config: SimulationConfig | PlanConfig) -> Iterator[str]:
     w = config.workload
-    yield from bounds.run_length(config.steps, config.warmup_steps, w.prompts_per_step * w.samples_per_prompt)
+    trajectories = w.prompts_per_step * w.samples_per_prompt
+    if config.warmup_steps >= config.steps:
+        yield f"warmup_steps={config.warmup_steps} must be at least 0 and below steps={config.steps}"
+    if config.steps * trajectories > _TRAJECTORIES_MAX:
+        yield (
+            f"steps={config.steps} of {trajectories:,} trajectories are more than the {_TRAJECTORIES_MAX:,} "
+            "that are simulated in minutes: lower steps, workload.prompts_per_step or "
+            "workload.samples_per_prompt"
+        )
     if w.updates_per_step > w.prompts_per_step:
         yield (
             f"workload.updates_per_step={w.updates_per_step}: at most "

@@ -7,7 +7,7 @@ Colours are CSS variables with a light and a dark set, chosen by the reader's sy
 from collections.abc import Mapping
 from pathlib import Path
 
-from laminar_hpc.observability.svg import tag, text
+from laminar_hpc.report.svg import tag, text
 
 STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")

@@ -1,24 +1,16 @@
-"""run_dir/report.html: one self-contained page about a run, made from its files alone; also `laminar report
-RUN_DIR`.
+"""The sections of a run's report, in the order of the page: each a function from the run to HTML, empty where
+the run's files do not hold what it shows."""
 
-Written at the end of every run and again on demand; works for running, crashed, resumed and replayed runs,
-and leaves out what their files do not hold. The figures are those of `summary`; docs/metrics.md says what
-each means.
-"""
-
-import os
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
-from laminar_hpc.observability import rewards, rundata, samples, summary, svg, timeline
-from laminar_hpc.observability.console import count, duration, number, value_text
-from laminar_hpc.observability.page import figure, grid, keys, page, section, tiles
-from laminar_hpc.observability.rundata import Run
-from laminar_hpc.observability.svg import Series, tag, text
+from laminar_hpc.observability.console import duration, value_text
+from laminar_hpc.report import rewards, samples, summary, svg, timeline
+from laminar_hpc.report.page import figure, grid, keys, section
+from laminar_hpc.report.rundata import Run
+from laminar_hpc.report.svg import Series, tag, text
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = (
     "var(--generate)",
@@ -27,149 +19,6 @@ BLUE, ORANGE, GREEN, PURPLE, GREY = (
     "var(--publish)",
     "var(--soft)",
 )
-
-
-def write(run_dir: Path) -> Path:
-    """Writes run_dir/report.html in one piece and gives its path. Raises LaminarError when `run_dir` is no
-    run."""
-    run = rundata.load(run_dir)
-    path = Path(run_dir) / "report.html"
-    temporary = path.with_name(f".report.{os.getpid()}.html")
-    temporary.write_text(document(run), encoding="utf-8")
-    temporary.replace(path)
-    return path
-
-
-def main(argv: list[str]) -> int:
-    """`laminar report RUN_DIR`: makes summary.json and report.html anew and prints where the report lies.
-    Gives the exit code.
-
-    Raises LaminarError for what is no run."""
-    if len(argv) != 1 or argv[0].startswith("-"):
-        print("usage: laminar report RUN_DIR", file=sys.stderr)
-        return 2
-    summary.write(Path(argv[0]))
-    print(write(Path(argv[0])))
-    return 0
-
-
-def document(run: Run) -> str:
-    """The page of a loaded run."""
-    figures = summary.figures(run)
-    sections = (
-        learning,
-        rewards.rewards,
-        staleness,
-        lengths,
-        sampling,
-        time_line,
-        accounts,
-        trainer_curves,
-        weights,
-        sample_trajectories,
-        configuration,
-        launches,
-    )
-    body = header(run, figures) + headline(run, figures) + "".join(part(run) for part in sections)
-    return page(f"{run.directory.resolve().name}: laminar report", body)
-
-
-def header(run: Run, figures: dict) -> str:
-    launch = run.launches[-1] if run.launches else None
-    reason = launch.reason if launch else ""
-    wanted = run.config.get("steps")
-    state = (
-        f"ended: {reason}"
-        if reason
-        else f"no end recorded after step {figures['steps']}: still going, or cut off"
-    )
-    started = (
-        time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.launches[0].start))
-        if run.launches
-        else "never started"
-    )
-    facts = [
-        f"pipeline {figures['pipeline'] or 'unknown'}",
-        f"step {figures['steps']}" + (f" of {wanted}" if wanted else ""),
-        started,
-    ]
-    if str(run.config.get("source", "")).startswith("replay:"):
-        facts.append(f"trained again from {run.config['source'].removeprefix('replay:')}")
-    badge = tag(
-        "span",
-        text(state),
-        class_="state " + ("good" if reason and not reason.startswith("failed") else "bad"),
-    )
-    return tag(
-        "header", tag("h1", text(run.directory.resolve().name)) + badge + tag("p", text("  ·  ".join(facts)))
-    )
-
-
-def headline(run: Run, f: dict) -> str:
-    def share(value: float | None) -> str:
-        return "-" if value is None else f"{value * 100:.1f}%"
-
-    bound = (run.config.get("pipeline") or {}).get("max_staleness")
-    sampled = f["accuracy_after_sampled"]
-    seconds = [step["seconds"] for step in run.steps]
-    return tiles(
-        [
-            (
-                "held-out accuracy (greedy)",
-                f"{number(f['accuracy_before'])} → {number(f['accuracy_after'])}",
-                "" if sampled is None else f"sampled, after: {number(sampled)}",
-            ),
-            (
-                "trajectories trained",
-                f"{f['trajectories_trained']:,}" if f["trajectories_trained"] is not None else "-",
-                f"accuracy 0.70 after {f['trajectories_to_070']:,}"
-                if f["trajectories_to_070"]
-                else "accuracy 0.70 not reached",
-            ),
-            (
-                "wall time",
-                duration(f["wall_seconds"]),
-                f"{duration(statistics.median(seconds))} per step (median)" if seconds else "no step done",
-            ),
-            ("tokens per second", count(f["tokens_per_second"]), "batch over time between updates"),
-            (
-                "staleness at training",
-                f"{number(f['staleness_training_mean'], 2)} / {number(f['staleness_training_max'], 0)}",
-                "mean / max, " + ("no bound" if bound is None else f"bound {bound}"),
-            ),
-            (
-                "versions per trajectory",
-                str(f["max_versions_per_trajectory"] or "-"),
-                "the most in any trajectory trained",
-            ),
-            (
-                "trainer idle",
-                share(f["trainer_idle_fraction"]),
-                f"rollouts idle {share(f['rollout_idle_fraction'])}",
-            ),
-            (
-                "publishing holds up",
-                duration_ms(f["publish_stall_seconds_mean"]),
-                f"a pull takes {duration_ms(f['pull_seconds_mean'])}",
-            ),
-            *(
-                [
-                    (
-                        "weights changed per step",
-                        share(f["publish_changed_fraction_mean"]),
-                        f"{share(f['publish_bytes_over_full_mean'])} of the bytes of full copies were sent",
-                    )
-                ]
-                if f["publish_changed_fraction_mean"] is not None
-                else []
-            ),
-        ]
-    )
-
-
-def duration_ms(seconds: float | None) -> str:
-    """Milliseconds below one second."""
-    return f"{seconds * 1000:.0f} ms" if seconds is not None and seconds < 0.9995 else duration(seconds)
 
 
 def learning(run: Run) -> str:
@@ -443,13 +292,12 @@ def launches(run: Run) -> str:
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(launch.start))
         origin = "the beginning" if launch.restored_step < 0 else f"step {launch.restored_step}"
         end = launch.reason or "none recorded"
-        cells = (index, started, origin, len(launch.steps), duration(launch.end - launch.start), end)
-        rows += tag("tr", "".join(tag("td", text(cell)) for cell in cells))
+        lasted = duration(launch.end - launch.start)
+        rows += _row(index, started, origin, len(launch.steps), lasted, end)
     for restart in run.records.get("restart", []):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(restart["time"]))
         origin, why = f"step {max(0, restart['restored_step'])}", f"because: {restart['cause']}"
-        cells = ("restart", when, origin, "", "", why)
-        rows += tag("tr", "".join(tag("td", text(cell)) for cell in cells))
+        rows += _row("restart", when, origin, "", "", why)
     kinds = ("given_up", "lost", "regranted")
     incidents = [
         f"{len(run.records[kind])} × {kind.replace('_', ' ')}" for kind in kinds if kind in run.records
@@ -459,3 +307,23 @@ def launches(run: Run) -> str:
     return section(
         "Launches", tag("table", head + rows), "Incidents: " + (", ".join(incidents) or "none") + "."
     )
+
+
+def _row(*cells: object) -> str:
+    return tag("tr", "".join(tag("td", text(cell)) for cell in cells))
+
+
+ALL = (
+    learning,
+    rewards.rewards,
+    staleness,
+    lengths,
+    sampling,
+    time_line,
+    accounts,
+    trainer_curves,
+    weights,
+    sample_trajectories,
+    configuration,
+    launches,
+)

@@ -9,11 +9,11 @@ scripts both are still there. Time between launches is cut out.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laminar_hpc.observability import svg
-from laminar_hpc.observability.idle import busy, overlap, training_windows, union
-from laminar_hpc.observability.rundata import Run
-from laminar_hpc.observability.svg import tag
 from laminar_hpc.observability.trace import Span
+from laminar_hpc.report import svg
+from laminar_hpc.report.idle import busy, overlap, training_windows, union
+from laminar_hpc.report.rundata import Run
+from laminar_hpc.report.svg import tag
 
 COLORS = {
     "generate": "var(--generate)",

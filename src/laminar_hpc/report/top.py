@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from laminar_hpc.observability.console import count, duration, eta, number
-from laminar_hpc.observability.live import Follower, View
 from laminar_hpc.observability.status import Rank
+from laminar_hpc.report.live import Follower, View
 
 REFRESH_SECONDS = 1.0
 BAR = 10  # characters of the KV cache's bar

@@ -3,10 +3,10 @@ there is neither."""
 
 from collections import Counter
 
-from laminar_hpc.observability import summary, svg
-from laminar_hpc.observability.page import figure, grid, section
-from laminar_hpc.observability.rundata import Run
-from laminar_hpc.observability.svg import Series, tag, text
+from laminar_hpc.report import summary, svg
+from laminar_hpc.report.page import figure, grid, section
+from laminar_hpc.report.rundata import Run
+from laminar_hpc.report.svg import Series, tag, text
 
 COLORS = ("var(--generate)", "var(--train)", "var(--pull)", "var(--publish)", "var(--soft)")
 SHOWN_ERRORS = 8  # the most frequent ones

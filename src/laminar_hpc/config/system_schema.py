@@ -1,0 +1,182 @@
+"""The settings of the running system: trainer, relays, rollouts, pipeline, cluster; part of schema.py, which
+says how to read them. Imports no torch."""
+
+from dataclasses import dataclass, field
+
+from laminar_hpc.config.bounds import bounds, choice, number, seconds
+
+RANKS_MAX = 65_536  # a larger number of processes is a typing error
+THREADS_MAX = 1024
+
+
+@dataclass
+class TrainerConfig:
+    tensor_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
+    """ranks over which every layer is split; divides the model's heads, key-value heads and feed-forward
+    width"""
+    pipeline_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
+    """stages of consecutive layers; at most the number of layers"""
+    data_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
+    """replicas of the trainer (tensor_parallel x pipeline_parallel ranks); each takes its share of every
+    batch"""
+    tokens_per_microbatch: int = number(4096, at_least=1)
+    """packed; a longer trajectory is refused at start-up"""
+    distributed_optimizer: bool = False
+    """Megatron's distributed optimizer; its state is split over the data-parallel ranks"""
+    devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
+    """GPUs of each machine that trainer ranks use, one each in order; null = the first ones"""
+    recompute_activations: bool = False
+    """keep each layer's input only and compute the layer anew in the backward pass: less memory"""
+    threads: int = number(1, at_least=1, at_most=THREADS_MAX)
+    """CPU threads per rank"""
+    gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
+    """of each GPU, 10^9 bytes; what cannot fit is refused; null = this machine's, if it has any"""
+
+
+@dataclass
+class RelayConfig:
+    lanes: int = number(1, at_least=1, at_most=64)
+    """relay ranks per rollout machine; a publication is sent as this many streams, each over its own link"""
+    slots: int = number(3, at_least=2, at_most=64)
+    """complete weight versions kept in shared memory per machine"""
+    shm_dir: str = "/dev/shm"
+    """folder in memory that holds the slots"""
+    publish: str = choice("overlapped", "blocking")
+    """the trainer goes on while its weights are read, until the next update; blocking: it stands still"""
+    chunk_megabytes: int = number(64, at_least=1, at_most=65_536)
+    """size of the pieces in which weights are sent; the trainer's rank 0 has two such buffers on its device
+    """
+    publish_timeout_seconds: float = seconds(60.0)
+    """longest time for one publication to reach a relay"""
+    delta: str = choice("off", "auto")
+    """auto: send only what changed where that is smaller; senders then keep a copy of the weights in host
+    memory"""
+    full_every: int = number(20, at_least=1)
+    """with delta=auto one publication in so many goes in full, whatever has changed; 1 sends all in full"""
+    threads: int = number(1, at_least=1, at_most=THREADS_MAX)
+    """of a relay's process"""
+
+
+@dataclass
+class RolloutConfig:
+    replicas: int = number(1, at_least=1, at_most=RANKS_MAX)
+    """rollout ranks, each with an engine of its own"""
+    tensor_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
+    """processes per replica that share one copy of the weights; divides the model's heads"""
+    max_concurrent: int = number(256, at_least=1)
+    """requests in flight per replica"""
+    kv_cache_tokens: int = number(65536, at_least=1)
+    """size of an engine's KV cache"""
+    engine_start_seconds: float = seconds(180.0)
+    """longest time for an engine to be ready"""
+    request_timeout_seconds: float = seconds(600.0)
+    """longest time for one generation"""
+    threads: int = number(1, at_least=1, at_most=THREADS_MAX)
+    """CPU threads per engine"""
+    devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
+    """GPUs of each machine that replicas use, in order; null = those after the trainers', or all"""
+    engine_arguments: dict[str, str] = field(default_factory=dict)
+    """passed to SGLang's server as --key value"""
+    engine: str = choice("sglang", "emulated")
+    """emulated: no model at all, see `emulation`"""
+    gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
+    """as trainer.gpu_memory_gigabytes, for the engines' GPUs"""
+    increment_tokens: int = number(0, at_least=0)
+    """responses go to the partial-response pool every so many tokens and outlive their replica; 0 = never"""
+
+
+@dataclass
+class EmulationConfig:
+    """The emulated engine (rollout.engine=emulated): no model and no weights, invented tokens, decode and
+    moves paced by the simulator's costs, real processes, sockets and messages."""
+
+    time_scale: float = number(1.0, above=0)
+    """emulated seconds per second"""
+    model: str = choice("7B", "32B", "72B", default="32B")
+    """whose costs, by simulator/constants.py"""
+    gpu: str = choice("H800", "H100", "H20", "A100", "L40S")
+    """the same"""
+    median_response_tokens: float = number(1097.0, at_least=1)
+    """lengths are log-normal, similar inside a group, at most sampling.max_response_tokens"""
+    sigma: float = number(1.69, at_least=0, at_most=10)
+    """of the log-lengths"""
+    wire_share: float = number(1.0, at_least=0, at_most=1)
+    """of a KV cache's bytes that really cross the socket; all of them are charged"""
+    constants: dict[str, float] = field(default_factory=dict, metadata=bounds(at_least=0))
+    """other values for fields of simulator/constants.py"""
+
+
+@dataclass
+class PipelineConfig:
+    """A pipeline is a few policy values; `conf/pipeline/*.yaml` are presets of them."""
+
+    name: str = "laminar"
+    """shown in logs and reports; decides nothing"""
+    refresh: str = choice("drained", "barrier", "interrupt")
+    """drained: a replica pulls when its local batch is done; barrier: all together; interrupt: at once"""
+    max_staleness: int | None = number(2, at_least=0)
+    """in trainer steps at training time; null = no bound, first finished first trained"""
+    consumption: str = choice("batch", "stream")
+    """batch: the trainer takes a whole batch; stream: each mini-batch as soon as its groups are finished"""
+    local_batch_groups: int | None = number(None, at_least=1)
+    """prompt groups per local batch; null = ceil(prompts_per_step / replicas)"""
+    keep_kv: bool = False
+    """of interrupt: go on with the KV cache of the earlier weights; false = prefill again"""
+    repack: str = choice("off", "reprefill", "kv")
+    """the tail of a local batch moves to another replica on the same weights, with its KV cache (kv) or
+    without (reprefill)"""
+    repack_seconds: float = seconds(5.0)
+    """between two looks at the replicas; there is one more after each publication"""
+    repack_requests: int | None = number(None, at_least=1)
+    """most requests that a replica is filled to; null = from its measured decode curve"""
+
+
+@dataclass
+class EvaluationConfig:
+    """Accuracy on held-out rows: greedy (pass@1) and sampled at the training temperature (mean@k), each a
+    local batch on one weight id."""
+
+    files: list[str] = field(default_factory=list)
+    """named as data.train; the first is that of accuracy_before and _after; [] = none"""
+    problems: int | None = number(None, at_least=1)
+    """the first so many of each file; null = all"""
+    samples: int = number(1, at_least=0)
+    """responses per problem of the sampled evaluation (k); 0 = greedy only"""
+    every: int = number(0, at_least=0)
+    """trainer steps between evaluations on the way; 0 = before and after only"""
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = number(20, at_least=1)
+    """trainer steps; the last step is always checkpointed"""
+    keep: int = number(2, at_least=1)
+    """the newest so many stay on disk"""
+
+
+@dataclass
+class ClusterConfig:
+    host: str = "127.0.0.1"
+    """address at which the controller listens and others reach this run"""
+    port: int = number(0, at_least=0, at_most=65_535)
+    """0 = any free port"""
+    join_timeout_seconds: float = seconds(300.0)
+    """for all ranks to be there"""
+    heartbeat_timeout_seconds: float = seconds(10.0)
+    """a process that is silent for so long counts as dead"""
+    batch_timeout_seconds: float = seconds(900.0)
+    """a trainer's longest wait for a batch"""
+    stop_timeout_seconds: float = seconds(60.0)
+    """longest time for an orderly stop"""
+
+
+@dataclass
+class ObservabilityConfig:
+    """What a run shows besides its run directory. Everything in docs/observing.md works without it."""
+
+    show_samples: int = number(0, at_least=0, at_most=100)
+    """responses on the console after each step, with reward and staleness; 0 = none"""
+    wandb: str = choice("off", "offline", "online")
+    """offline: files under run_dir/wandb; online: needs `wandb login` or WANDB_API_KEY"""
+    wandb_project: str = "laminar"
+    """project on Weights & Biases"""

@@ -1,0 +1,13 @@
+"""What a command line is refused with."""
+
+import pytest
+
+from laminar_hpc import cli
+from laminar_hpc.config.errors import LaminarError
+
+
+def refusal(*words: str) -> list[str]:
+    """The lines of a refused command line."""
+    with pytest.raises(LaminarError) as error:
+        cli.run(list(words))
+    return str(error.value).splitlines()
