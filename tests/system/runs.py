@@ -38,6 +38,7 @@ class Run:
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         self.tree: set[psutil.Process] = set()
+        self.run_ids: set[str] = set()  # one per launch: other runs on this machine may have the same name
         self._seen = 0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -71,6 +72,8 @@ class Run:
         """All processes of the run as of now."""
         found = psutil.Process(self.process.pid).children(recursive=True)
         self.tree.update(found)
+        if (address := self.run_dir / "controller.json").exists():
+            self.run_ids.add(json.loads(address.read_text())["run_id"])
         return found
 
     def rank(self, role: str) -> psutil.Process:
@@ -119,7 +122,11 @@ class Run:
         """Every process of the run has ended and its shared memory is clean."""
         _, alive = psutil.wait_procs([p for p in self.tree if p.is_running()], timeout=seconds)
         assert not alive, [p.cmdline() for p in alive]
-        assert not list(Path("/dev/shm").glob(f"laminar-{self.run_dir.name}-*"))
+        assert not self.slots()
+
+    def slots(self) -> list[Path]:
+        """The weight slots of the run, in shared memory."""
+        return [path for run_id in self.run_ids for path in Path("/dev/shm").glob(f"laminar-{run_id}*")]
 
     def listens_beyond_loopback(self) -> list[str]:
         """Addresses at which a process of the run listens and other machines reach it."""

@@ -32,8 +32,7 @@ def left(run: Run) -> list[Path]:
         for path in Path(tempfile.gettempdir()).glob(f"{ENGINE_FOLDER_PREFIX}*/{OWNER_FILE}")
         if path.read_text().split()[0] in pids
     ]
-    slots = list(Path("/dev/shm").glob(f"laminar-{run.run_dir.name}-*"))
-    return [*slots, *engines, *(segment for folder in engines for segment in noted(folder))]
+    return [*run.slots(), *engines, *(segment for folder in engines for segment in noted(folder))]
 
 
 @pytest.mark.slow

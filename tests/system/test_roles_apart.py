@@ -102,7 +102,7 @@ def test_a_rollout_and_a_relay_die_and_come_back(tmp_path):
 def test_a_run_without_its_controller_or_trainer_ends_with_one_line_and_goes_on(tmp_path, role):
     """Within 25 s, and says what to do, which is then done: nothing is left in shared memory, no step is lost
     but those since the newest checkpoint."""
-    run_dir = tmp_path / "run"
+    run_dir = tmp_path / f"without-{role}"  # a name of its own in shared memory
     words = [ROOT / "launch/all_roles.sh", run_dir, *SHORT, "checkpoint.every=2", "evaluation.problems=8"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(tmp_path / "out", "w") as out:
