@@ -135,6 +135,8 @@ def run_here(every: Sequence[Combination]) -> int:
         print(console.line("multirun", f"{number} of {len(every)}  {each.label}"), flush=True)
         begin = time.monotonic()
         running.append(subprocess.Popen([sys.executable, "-m", "laminar_hpc.cli", "train", *each.all_words]))
+        if stopped:  # it came while the process was being made
+            running[-1].send_signal(stopped[-1])
         codes[each] = running[-1].wait(), time.monotonic() - begin
     print("\n".join(table(every, codes)), flush=True)
     return next((code for code, _ in codes.values() if code), 0)
