@@ -40,7 +40,7 @@ from laminar_hpc.controller.members import Members
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.kernels.sums import add_sums, tensor_sums
-from laminar_hpc.messages import Hello
+from laminar_hpc.messages.membership import Hello
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace

@@ -92,9 +92,11 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     import torch
     import torch.distributed as dist
 
-    from laminar_hpc import messages as m
     from laminar_hpc.config.load import load_config
     from laminar_hpc.controller.store import Store
+    from laminar_hpc.messages.chain import RelayHas
+    from laminar_hpc.messages.publication import Published
+    from laminar_hpc.messages.wire import decode_trajectory
     from laminar_hpc.trainer.megatron.policy import MegatronPolicy
     from laminar_hpc.trainer.publishing.publisher import Publisher
     from laminar_hpc.trainer.step.learner import Learner
@@ -120,14 +122,14 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     step = 0
     while True:
         publisher.publish(step)
-        script.wait_for(m.RelayHas, publish.RELAYS * (step + 1))
-        batch = [m.decode_trajectory(blob) for blob in store.payloads(store.consumed_groups(step))]
+        script.wait_for(RelayHas, publish.RELAYS * (step + 1))
+        batch = [decode_trajectory(blob) for blob in store.payloads(store.consumed_groups(step))]
         if not batch or step == options.steps:
             break
         learner.train(batch, step, publisher.fence)
         step += 1
     publisher.close()
-    told = script.wait_for(m.Published, step + 1)
+    told = script.wait_for(Published, step + 1)
     script.stop()
     changed, ratios = [p.changed for p in told[1:]], [p.bytes / p.full_bytes for p in told]
     return {

@@ -188,7 +188,7 @@ def relay_wait(pipe: object, timeout: float) -> object | None:
 
 def context(config: object, role: str, index: int, line: Line, folder: Path) -> object:
     from laminar_hpc.cluster.context import RoleContext
-    from laminar_hpc.messages import Welcome
+    from laminar_hpc.messages.membership import Welcome
     from laminar_hpc.observability.trace import Trace
 
     welcome = Welcome(f"bench-{folder.name}-{role}{index}", -1, 0, 0)
@@ -233,27 +233,28 @@ class Script:
 
     def link(self) -> None:
         """Links trainer and relays anew, each pair in an epoch of its own."""
-        from laminar_hpc import messages as m
+        from laminar_hpc.messages.chain import EpochProposed
 
         self.receivers = {}
         for place in range(self.relays):
             self.epoch += 1
             self.receivers[self.epoch] = place
-            proposed = m.EpochProposed(self.epoch, list(range(place, self.relays)))
+            proposed = EpochProposed(self.epoch, list(range(place, self.relays)))
             if place:
                 self.pipes[place - 1].send(proposed)
             else:
                 self.trainer.deliver(proposed)
 
     def told(self, message: object) -> None:
-        from laminar_hpc import messages as m
+        from laminar_hpc.messages.chain import JoinEpoch, StoreOpened
+        from laminar_hpc.messages.publication import NewWeightId, WeightId
 
-        if isinstance(message, m.StoreOpened):
+        if isinstance(message, StoreOpened):
             self.pipes[self.receivers[message.epoch]].send(
-                m.JoinEpoch(message.epoch, message.host, message.port, "its neighbour")
+                JoinEpoch(message.epoch, message.host, message.port, "its neighbour")
             )
-        elif isinstance(message, m.NewWeightId):
-            self.trainer.deliver(m.WeightId(self.next_id, message.step, self.relays))
+        elif isinstance(message, NewWeightId):
+            self.trainer.deliver(WeightId(self.next_id, message.step, self.relays))
             self.next_id += 1
         self.note(message)
 
@@ -276,7 +277,7 @@ class Script:
 def make_batch(vocabulary: int, seed: int) -> list:
     import random
 
-    from laminar_hpc.messages import Trajectory, VersionSpan
+    from laminar_hpc.messages.data import Trajectory, VersionSpan
 
     draw = random.Random(seed)
     return [
@@ -326,7 +327,8 @@ def measure_publish(options: argparse.Namespace, size: str) -> dict:
     import torch
     import torch.distributed as dist
 
-    from laminar_hpc import messages as m
+    from laminar_hpc.messages.chain import RelayHas
+    from laminar_hpc.messages.publication import Published
     from laminar_hpc.trainer.megatron.policy import MegatronPolicy
     from laminar_hpc.trainer.publishing.publisher import Publisher
     from laminar_hpc.trainer.step.learner import Learner
@@ -354,12 +356,12 @@ def measure_publish(options: argparse.Namespace, size: str) -> dict:
             publisher.publish(repeat + 1)
             sent += 1
             if repeat < 0:
-                script.wait_for(m.Published, sent)  # the link is there from now on
+                script.wait_for(Published, sent)  # the link is there from now on
             learner.train(batch, 0, publisher.fence)
             seconds = time.perf_counter() - started
-            told = script.wait_for(m.Published, sent)[-1]
+            told = script.wait_for(Published, sent)[-1]
             expected += relays
-            has = script.wait_for(m.RelayHas, expected)[-relays:]
+            has = script.wait_for(RelayHas, expected)[-relays:]
             if repeat >= 0:
                 copies.append(copy.seconds())
                 without.append(plain)

@@ -87,7 +87,7 @@ def in_process(options: argparse.Namespace, threads: int) -> list[dict]:
 
 def make_batch(vocabulary: int, seed: int) -> list:
     """PROMPTS groups of SAMPLES trajectories; lengths of responses are log-normal."""
-    from laminar_hpc.messages import Trajectory, VersionSpan
+    from laminar_hpc.messages.data import Trajectory, VersionSpan
 
     draw, sigma = random.Random(seed), math.log(P99_TOKENS / MEDIAN_TOKENS) / 2.326
     batch = []

@@ -1,5 +1,5 @@
-"""Which tests may run side by side (`make test WORKERS=N`): those of different files, so that fixtures of a file
-are made once; Slurm's are one file in this respect, as they share a cluster."""
+"""Which tests may run side by side (`make test WORKERS=N`): those of different files, so that a file's
+fixtures are made once. Slurm's files count as one, as they share a cluster."""
 
 import pytest
 from xdist.scheduler import LoadFileScheduling

@@ -38,7 +38,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
 from laminar_hpc.controller.rundir import completed_step, was_restarted
-from laminar_hpc.messages import Failure, Hello
+from laminar_hpc.messages.membership import Failure, Hello
 from laminar_hpc.observability import console
 from laminar_hpc.pretrained import follow, prepare_rank
 

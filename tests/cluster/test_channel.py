@@ -7,12 +7,17 @@ import time
 import pytest
 import zmq
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.channel import Channel, ControllerLost, MessageRefused, StopReceived
 from laminar_hpc.cluster.hub import Hub, UnreadableMessage
 from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages.data import PromptGroup
+from laminar_hpc.messages.membership import Failure, Hello, Ping, Pong, Stop, StopRequest, Welcome
+from laminar_hpc.messages.publication import NewWeightId, WeightId
+from laminar_hpc.messages.rollouts import Scored
+from laminar_hpc.messages.training import Batch, Continue, TakeBatch
+from laminar_hpc.messages.wire import encode
 
 
 class Served:
@@ -30,15 +35,15 @@ class Served:
                 if self.silent:
                     continue
                 self.got.append((identity, message))
-                if isinstance(message, m.Hello):
-                    self.hub.send(identity, m.Welcome("test", -1, 0, -1))
-                elif isinstance(message, m.Ping):
-                    self.hub.send(identity, m.Pong())
-                elif isinstance(message, m.NewWeightId):
-                    self.hub.send(identity, m.Continue())
-                    self.hub.send(identity, m.WeightId(7, message.step))
-                elif isinstance(message, m.TakeBatch):
-                    self.hub.send(identity, m.Stop("enough"))
+                if isinstance(message, Hello):
+                    self.hub.send(identity, Welcome("test", -1, 0, -1))
+                elif isinstance(message, Ping):
+                    self.hub.send(identity, Pong())
+                elif isinstance(message, NewWeightId):
+                    self.hub.send(identity, Continue())
+                    self.hub.send(identity, WeightId(7, message.step))
+                elif isinstance(message, TakeBatch):
+                    self.hub.send(identity, Stop("enough"))
 
     def close(self):
         self.running = False
@@ -54,14 +59,14 @@ def served(tmp_path):
 
 
 def connect(tmp_path, heartbeat=10.0, machine="elsewhere"):
-    return Channel(tmp_path, m.Hello("trainer", 0, "i", os.getpid(), machine), 10, heartbeat)
+    return Channel(tmp_path, Hello("trainer", 0, "i", os.getpid(), machine), 10, heartbeat)
 
 
 def test_request_leaves_other_messages_in_the_queue(tmp_path, served):
     channel = connect(tmp_path)
-    answer = channel.request(m.NewWeightId(3), m.WeightId, timeout=5, what="a weight id")
-    assert answer == m.WeightId(7, 3)
-    assert isinstance(channel.receive(5, "anything"), m.Continue)
+    answer = channel.request(NewWeightId(3), WeightId, timeout=5, what="a weight id")
+    assert answer == WeightId(7, 3)
+    assert isinstance(channel.receive(5, "anything"), Continue)
     channel.close()
 
 
@@ -76,7 +81,7 @@ def test_a_wait_ends_and_says_for_what(tmp_path, served):
 def test_stop_is_raised_where_one_waits(tmp_path, served):
     channel = connect(tmp_path)
     with pytest.raises(StopReceived, match="enough"):
-        channel.request(m.TakeBatch(0), m.Batch, timeout=5, what="a batch")
+        channel.request(TakeBatch(0), Batch, timeout=5, what="a batch")
     channel.close()
 
 
@@ -100,16 +105,16 @@ def test_nobody_gets_in_without_the_runs_key(tmp_path, served):
     stranger.curve_serverkey = address.server_public.encode()
     stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
     stranger.connect(f"tcp://{address.host}:{address.port}")
-    stranger.send(m.encode(m.StopRequest("evil")))
+    stranger.send(encode(StopRequest("evil")))
     plain = context.socket(zmq.DEALER)
     plain.setsockopt(zmq.LINGER, 0)
     plain.connect(f"tcp://{address.host}:{address.port}")
-    plain.send(m.encode(m.StopRequest("evil")))
+    plain.send(encode(StopRequest("evil")))
     request_stop(tmp_path, "good")  # the proof that the hub was serving meanwhile
     deadline = time.monotonic() + 5
-    while not any(isinstance(x, m.StopRequest) for _, x in served.got) and time.monotonic() < deadline:
+    while not any(isinstance(x, StopRequest) for _, x in served.got) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert [x.reason for _, x in served.got if isinstance(x, m.StopRequest)] == ["good"]
+    assert [x.reason for _, x in served.got if isinstance(x, StopRequest)] == ["good"]
     stranger.close()
     plain.close()
     context.term()
@@ -118,10 +123,10 @@ def test_nobody_gets_in_without_the_runs_key(tmp_path, served):
 GARBAGE = (
     b"",
     b"\xff\x00garbage",
-    m.encode(m.Ping())[:-1],
+    encode(Ping())[:-1],
     b"\x81\xa4type\xa4Nope",
-    m.encode(m.Scored(1, 0, None, {}, "", 0.0)),
-    m.encode(m.PromptGroup(0, [], "", {"a": 0}, []))[:-2] + b"\x81\xa1a" * 100_000 + b"\xc0",
+    encode(Scored(1, 0, None, {}, "", 0.0)),
+    encode(PromptGroup(0, [], "", {"a": 0}, []))[:-2] + b"\x81\xa1a" * 100_000 + b"\xc0",
 )
 
 
@@ -131,8 +136,8 @@ def test_garbage_comes_out_as_refused_and_the_channel_lives(tmp_path, served):
     channel = connect(tmp_path)
     for frame in GARBAGE:
         channel._outgoing.put(frame)
-    channel.send(m.NewWeightId(1))
-    assert isinstance(channel.request(m.NewWeightId(2), m.WeightId, timeout=5, what="an id"), m.WeightId)
+    channel.send(NewWeightId(1))
+    assert isinstance(channel.request(NewWeightId(2), WeightId, timeout=5, what="an id"), WeightId)
     refused = [
         (identity, message) for identity, message in served.got if isinstance(message, UnreadableMessage)
     ]
@@ -159,7 +164,7 @@ def test_what_the_worker_cannot_read_is_raised_where_it_waits(tmp_path, served, 
 def test_a_controllers_failure_is_the_workers(tmp_path, served):
     """What the controller has against a worker is the worker's error."""
     channel = connect(tmp_path)
-    served.hub.send("trainer:0:i", m.Failure("you speak another language"))
+    served.hub.send("trainer:0:i", Failure("you speak another language"))
     with pytest.raises(LaminarError, match=r"^you speak another language$"):
         channel.receive(5, "anything")
     channel.close()
@@ -167,7 +172,7 @@ def test_a_controllers_failure_is_the_workers(tmp_path, served):
 
 def test_no_controller_is_said_with_the_time_waited(tmp_path):
     with pytest.raises(LaminarError, match="waited 0 s for the controller"):
-        Channel(tmp_path, m.Hello("relay", 0, "i", os.getpid(), "x"), 0.3, 10)
+        Channel(tmp_path, Hello("relay", 0, "i", os.getpid(), "x"), 0.3, 10)
 
 
 def test_stop_request_without_a_job(tmp_path):
@@ -178,7 +183,7 @@ def test_stop_request_without_a_job(tmp_path):
 def test_a_worker_joins_the_controller_of_its_own_torchrun_only(tmp_path, served):
     """A second torchrun on the run directory of a live run, or one started at the same moment: its ranks wait
     for their own controller, which is refused, and do not take the place of the live run's ranks."""
-    hello = m.Hello("trainer", 0, "i", os.getpid(), "here")
+    hello = Hello("trainer", 0, "i", os.getpid(), "here")
     with pytest.raises(LaminarError, match="waited 1 s for the controller"):
         Channel(tmp_path, hello, 1.0, 10, launch="another torchrun")
     assert not served.got
@@ -188,6 +193,6 @@ def test_a_worker_joins_the_controller_of_its_own_torchrun_only(tmp_path, served
 
 def test_a_worker_whose_place_is_taken_is_told_so(tmp_path, served, monkeypatch):
     """The controller's answer to a second start of a role is the error that the user reads."""
-    monkeypatch.setattr(m, "Welcome", lambda *_: m.Failure("trainer 0 is in this run already"))
+    monkeypatch.setitem(globals(), "Welcome", lambda *_: Failure("trainer 0 is in this run already"))
     with pytest.raises(LaminarError, match="trainer 0 is in this run already"):
-        Channel(tmp_path, m.Hello("trainer", 0, "i", os.getpid(), "here"), 10, 10)
+        Channel(tmp_path, Hello("trainer", 0, "i", os.getpid(), "here"), 10, 10)

@@ -1,6 +1,6 @@
 """What replicas report to the controller, made up."""
 
-from laminar_hpc.messages import PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.messages.data import PromptGroup, Sample, Trajectory, VersionSpan
 
 
 def trajectory(group: PromptGroup, sample: Sample, weight_id: int = 0, step: int = 0) -> Trajectory:

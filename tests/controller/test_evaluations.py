@@ -5,7 +5,7 @@ from reports import trajectory
 
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages import Generated, Lost, Scored
+from laminar_hpc.messages.rollouts import Generated, Lost, Scored
 
 
 def files():

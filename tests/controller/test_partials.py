@@ -1,7 +1,8 @@
 """The partial-response pool: what it holds is a gapless beginning of one attempt's response."""
 
 from laminar_hpc.controller.partials import PartialPool
-from laminar_hpc.messages import Increment, Partial, VersionSpan
+from laminar_hpc.messages.data import Partial, VersionSpan
+from laminar_hpc.messages.rollouts import Increment
 
 
 def increment(attempt: int, start: int, tokens: list[int]) -> Increment:

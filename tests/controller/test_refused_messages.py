@@ -12,12 +12,17 @@ from pathlib import Path
 import pytest
 import zmq
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.channel import Channel
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages.data import PromptGroup
+from laminar_hpc.messages.membership import Failure, Hello, Ping, Welcome
+from laminar_hpc.messages.publication import NewWeightId, WeightId
+from laminar_hpc.messages.rollouts import Grant, Lost
+from laminar_hpc.messages.training import StepDone
+from laminar_hpc.messages.wire import encode
 
-GROUP = m.PromptGroup(0, [], "", {"a": 0}, [])
+GROUP = PromptGroup(0, [], "", {"a": 0}, [])
 DEEP = b"\x81\xa1a" * 50_000 + b"\xc0"
 
 
@@ -35,7 +40,7 @@ class Run:
         )
 
     def join(self, role: str, name: str = "") -> Channel:
-        return Channel(self.folder, m.Hello(name or role, 0, "i", os.getpid(), "elsewhere"), 30, 10)
+        return Channel(self.folder, Hello(name or role, 0, "i", os.getpid(), "elsewhere"), 30, 10)
 
     def end(self) -> tuple[int, list[str], float]:
         """Exit code, the lines of both outputs, and how long it took from now on."""
@@ -76,9 +81,9 @@ def stranger(folder: Path, identity: bytes, known: bool) -> zmq.Socket:
 @pytest.mark.parametrize(
     ("run", "frame", "reason"),
     [
-        ("all", m.encode(m.Lost(1, 0, 7)), "Expected `str`, got `int` - at `$.reason`"),
-        ("all", m.encode(m.Grant(0, 0, 0, [GROUP], 1.0, 1)).replace(b"\x81\xa1a\x00", DEEP), "recursion"),
-        ("controller", m.encode(m.Welcome("x", 0, 0, 0)), "a trainer sends no Welcome"),
+        ("all", encode(Lost(1, 0, 7)), "Expected `str`, got `int` - at `$.reason`"),
+        ("all", encode(Grant(0, 0, 0, [GROUP], 1.0, 1)).replace(b"\x81\xa1a\x00", DEEP), "recursion"),
+        ("controller", encode(Welcome("x", 0, 0, 0)), "a trainer sends no Welcome"),
     ],
     ids=["type", "depth", "kind"],
     indirect=["run"],
@@ -117,18 +122,18 @@ def test_who_can_be_done_without_goes_and_strangers_change_nothing(run: Run) -> 
         )
     ]
     for socket in sockets:
-        for frame in (b"", b"\xc1", DEEP, m.encode(m.Ping()), m.encode(m.Hello("cook", -1, "", 0, ""))):
+        for frame in (b"", b"\xc1", DEEP, encode(Ping()), encode(Hello("cook", -1, "", 0, ""))):
             socket.send(frame)
     with pytest.raises(
         LaminarError, match="a message from cook:0:i was refused: cook 0 is no place in this run"
     ):
         run.join("cook")
-    say(rollout, m.encode(m.StepDone(3, {})))
+    say(rollout, encode(StepDone(3, {})))
     with pytest.raises(LaminarError, match="rollout 0 was refused: a rollout sends no StepDone"):
         rollout.receive(10, "an answer")
-    answer = trainer.request(m.NewWeightId(0), m.WeightId, timeout=10, what="a weight id")
-    assert isinstance(answer, m.WeightId) and run.process.poll() is None
-    trainer.send(m.Failure("enough"))
+    answer = trainer.request(NewWeightId(0), WeightId, timeout=10, what="a weight id")
+    assert isinstance(answer, WeightId) and run.process.poll() is None
+    trainer.send(Failure("enough"))
     code, lines, _ = run.end()
     said = [line for line in lines if "refused" in line]
     assert (

@@ -4,8 +4,8 @@ relay that stands still is left out until it is heard."""
 
 import pytest
 
-from laminar_hpc import messages as m
 from laminar_hpc.controller.relay_chain import QUIET_SECONDS, SETTLE_SECONDS, SILENT_SECONDS, TRAINER, Chain
+from laminar_hpc.messages.chain import EpochProposed, JoinEpoch, SendAgain, StoreOpened
 
 
 class Clock:
@@ -47,7 +47,7 @@ def clock():
 
 
 def proposals(orders) -> list[tuple[int, int]]:
-    return [(who, message.relays[0]) for who, message in orders if isinstance(message, m.EpochProposed)]
+    return [(who, message.relays[0]) for who, message in orders if isinstance(message, EpochProposed)]
 
 
 def test_the_first_chain_waits_for_all_relays_and_the_trainer():
@@ -101,7 +101,7 @@ def test_the_masters_death_in_a_publication_elects_the_next_and_has_it_sent_agai
     orders = clock.turn(0.1)
     assert clock.chain.order == [1, 2, 3] and proposals(orders) == [(TRAINER, 1)]
     assert next(message for who, message in orders if who == TRAINER).resend, "nobody has what was sent last"
-    assert not any(isinstance(message, m.SendAgain) for _, message in orders)
+    assert not any(isinstance(message, SendAgain) for _, message in orders)
 
 
 def test_a_new_master_is_not_sent_what_it_has(clock):
@@ -127,7 +127,7 @@ def test_who_stands_behind_the_break_gets_them_from_a_relay(clock):
     clock.chain.relay_has(0, 8, epochs[1])
     assert clock.turn(0.1) == []
     clock.chain.relay_has(1, 8, 0)
-    assert clock.turn(0.1) == [(1, m.SendAgain(clock.epochs()[3], 1))]
+    assert clock.turn(0.1) == [(1, SendAgain(clock.epochs()[3], 1))]
     assert clock.turn(0.1) == [], "once is enough"
 
 
@@ -137,7 +137,7 @@ def test_a_late_comer_is_served_by_the_last_relay(clock):
     clock.come(9)
     assert clock.turn(0.1) == []
     orders = clock.turn(QUIET_SECONDS)
-    assert proposals(orders) == [(3, 9)] and orders[-1] == (3, m.SendAgain(clock.epochs()[9], 1))
+    assert proposals(orders) == [(3, 9)] and orders[-1] == (3, SendAgain(clock.epochs()[9], 1))
 
 
 def test_a_standstill_is_left_out_and_comes_back_to_the_end(clock):
@@ -159,9 +159,9 @@ def test_reports_of_links_that_are_no_more_are_void(clock):
     )
     assert clock.chain.link_down(clock.epochs()[3], 0, clock.now) is None, "it is not relay 0's link"
     clock.turn(SETTLE_SECONDS)
-    assert clock.chain.store_opened(m.StoreOpened(old, "h", 1), 1) == []
-    assert clock.chain.store_opened(m.StoreOpened(clock.epochs()[2], "h", 1), 1) == [
-        (2, m.JoinEpoch(clock.epochs()[2], "h", 1, "relay 1"))
+    assert clock.chain.store_opened(StoreOpened(old, "h", 1), 1) == []
+    assert clock.chain.store_opened(StoreOpened(clock.epochs()[2], "h", 1), 1) == [
+        (2, JoinEpoch(clock.epochs()[2], "h", 1, "relay 1"))
     ]
 
 

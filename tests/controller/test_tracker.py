@@ -7,7 +7,7 @@ from reports import trajectory
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages import decode_trajectory
+from laminar_hpc.messages.wire import decode_trajectory
 from laminar_hpc.policies.sampling import GroupSize
 
 

@@ -7,9 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from laminar_hpc import messages as m
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.messages.data import Message
 from laminar_hpc.rollout.worker import RolloutWorker
 
 CALLS = ("kv_reserve", "kv_send", "kv_detach", "kv_import", "kv_commit", "kv_abort")
@@ -87,7 +87,7 @@ def sabotaged(saboteur: Saboteur, engine: type) -> type[RolloutWorker]:
             )
 
         def _arrived(self, item):
-            if not (isinstance(item, m.Message) and saboteur.strikes(type(item).__name__, ("lost",))):
+            if not (isinstance(item, Message) and saboteur.strikes(type(item).__name__, ("lost",))):
                 super()._arrived(item)
 
     return Worker

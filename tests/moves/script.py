@@ -4,11 +4,16 @@ no clock but heartbeats."""
 import os
 from types import SimpleNamespace
 
-from laminar_hpc import messages as m
 from laminar_hpc.config.check import check
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.rundir import Start
+from laminar_hpc.messages.chain import RelayHas
+from laminar_hpc.messages.data import Message, Partial, ReplicaLoad, Trajectory, VersionSpan
+from laminar_hpc.messages.membership import Failure, Hello, Ping
+from laminar_hpc.messages.publication import NewWeightId
+from laminar_hpc.messages.rollouts import Generated, Grant, Increment, RequestWork, Scored, WeightsOpened
+from laminar_hpc.messages.wire import AnyMessage, decode, encode
 
 
 class Hub:
@@ -16,15 +21,15 @@ class Hub:
 
     def __init__(self) -> None:
         self.address = SimpleNamespace(run_id="script")
-        self.arrived: list[tuple[str, m.AnyMessage]] = []
-        self.left: dict[str, list[m.AnyMessage]] = {}
+        self.arrived: list[tuple[str, AnyMessage]] = []
+        self.left: dict[str, list[AnyMessage]] = {}
 
-    def poll(self, seconds: float) -> list[tuple[str, m.AnyMessage]]:
+    def poll(self, seconds: float) -> list[tuple[str, AnyMessage]]:
         arrived, self.arrived = self.arrived, []
-        return [(identity, m.decode(m.encode(message))) for identity, message in arrived]
+        return [(identity, decode(encode(message))) for identity, message in arrived]
 
-    def send(self, identity: str, message: m.Message) -> None:
-        self.left.setdefault(identity, []).append(m.decode(m.encode(message)))
+    def send(self, identity: str, message: Message) -> None:
+        self.left.setdefault(identity, []).append(decode(encode(message)))
 
 
 class Script:
@@ -36,13 +41,13 @@ class Script:
         self.controller = controller_run.build(
             config, check(config), Start(None, None), self.hub, 1, "apart", lambda _: None
         )
-        self.hear("trainer", 0, m.Hello("trainer", 0, "", os.getpid(), "apart"))
+        self.hear("trainer", 0, Hello("trainer", 0, "", os.getpid(), "apart"))
         self.relay(0, machine)
 
     def relay(self, index: int, machine: str, life: str = "") -> None:
-        self.hear("relay", index, m.Hello("relay", index, life, os.getpid(), machine), life=life)
+        self.hear("relay", index, Hello("relay", index, life, os.getpid(), machine), life=life)
 
-    def hear(self, role: str, index: int, *messages: m.Message, life: str = "") -> None:
+    def hear(self, role: str, index: int, *messages: Message, life: str = "") -> None:
         """Says them, each in a turn of its own."""
         for message in messages:
             self.hub.arrived.append((f"{role}:{index}:{life}", message))
@@ -50,48 +55,48 @@ class Script:
 
     def publish(self, step: int, *relays: int) -> int:
         """New weights of the trainer, which these relays then hold; returns their id."""
-        self.hear("trainer", 0, m.NewWeightId(step))
+        self.hear("trainer", 0, NewWeightId(step))
         weight_id = max(self.controller.weights.steps)
         for relay in relays:
-            self.hear("relay", relay, m.RelayHas(weight_id, step, 1, 0.1, 0.0))
+            self.hear("relay", relay, RelayHas(weight_id, step, 1, 0.1, 0.0))
         return weight_id
 
     def rollout(self, index: int, machine: str = "one", life: str = "", phase: str = "unverified") -> None:
-        hello = m.Hello("rollout", index, life, os.getpid(), machine)
-        self.hear("rollout", index, hello, m.Ping(m.ReplicaLoad(phase, -1, 0, 0)), life=life)
+        hello = Hello("rollout", index, life, os.getpid(), machine)
+        self.hear("rollout", index, hello, Ping(ReplicaLoad(phase, -1, 0, 0)), life=life)
 
     def asks(self, index: int, weight_id: int, seen: int = -1, life: str = "") -> None:
         """It has pulled these weights and wants work."""
         step = self.controller.weights.steps[weight_id]
-        opened = m.WeightsOpened(weight_id, step, 0.1, {}, [], 0.0)
-        self.hear("rollout", index, opened, m.RequestWork(weight_id, seen), life=life)
+        opened = WeightsOpened(weight_id, step, 0.1, {}, [], 0.0)
+        self.hear("rollout", index, opened, RequestWork(weight_id, seen), life=life)
 
-    def works(self, index: int, grant: m.Grant, tokens: int, life: str = "") -> None:
+    def works(self, index: int, grant: Grant, tokens: int, life: str = "") -> None:
         """It generates so many tokens more of all of a grant, and says so."""
         for sample in (sample for group in grant.groups for sample in group.samples):
             start = (
                 len(grant.parts[sample.trajectory_id].tokens) if sample.trajectory_id in grant.parts else 0
             )
             new = [(sample.trajectory_id + place) % 50 for place in range(start, start + tokens)]
-            spans = [m.VersionSpan(grant.weight_id, start, start + tokens)]
-            more = m.Increment(sample.trajectory_id, sample.attempt, start, new, [-1.0] * tokens, spans, 1.0)
+            spans = [VersionSpan(grant.weight_id, start, start + tokens)]
+            more = Increment(sample.trajectory_id, sample.attempt, start, new, [-1.0] * tokens, spans, 1.0)
             self.hear("rollout", index, more, life=life)
-        load = m.ReplicaLoad(
+        load = ReplicaLoad(
             "draining", grant.weight_id, len(samples_of(grant)), 0, kv_capacity=10_000, kv_tokens=9_999
         )
-        self.hear("rollout", index, m.Ping(load), life=life)
+        self.hear("rollout", index, Ping(load), life=life)
 
-    def ends(self, index: int, grant: m.Grant, tokens: int, life: str = "") -> None:
+    def ends(self, index: int, grant: Grant, tokens: int, life: str = "") -> None:
         """It generates the rest of a grant, so many tokens each, and scores it."""
         for group in grant.groups:
             for sample in group.samples:
-                part = grant.parts.get(sample.trajectory_id, m.Partial())
+                part = grant.parts.get(sample.trajectory_id, Partial())
                 whole = part.tokens + [
                     (sample.trajectory_id + place) % 50
                     for place in range(len(part.tokens), len(part.tokens) + tokens)
                 ]
-                spans = [m.VersionSpan(grant.weight_id, 0, len(whole))]
-                trajectory = m.Trajectory(
+                spans = [VersionSpan(grant.weight_id, 0, len(whole))]
+                trajectory = Trajectory(
                     sample.trajectory_id,
                     group.group_id,
                     sample.attempt,
@@ -108,16 +113,16 @@ class Script:
                     2.0,
                     moves=part.moves,
                 )
-                scored = m.Scored(sample.trajectory_id, sample.attempt, 1.0, {}, "", 3.0)
-                self.hear("rollout", index, m.Generated(trajectory), scored, life=life)
+                scored = Scored(sample.trajectory_id, sample.attempt, 1.0, {}, "", 3.0)
+                self.hear("rollout", index, Generated(trajectory), scored, life=life)
 
     def dies(self, index: int, life: str = "") -> None:
-        self.hear("rollout", index, m.Failure("its engine died"), life=life)
+        self.hear("rollout", index, Failure("its engine died"), life=life)
 
-    def granted(self, index: int, life: str = "") -> m.Grant | None:
+    def granted(self, index: int, life: str = "") -> Grant | None:
         """The newest grant that it was sent and that the test has not seen yet."""
         sent = self.hub.left.setdefault(f"rollout:{index}:{life}", [])
-        grants = [message for message in sent if isinstance(message, m.Grant)]
+        grants = [message for message in sent if isinstance(message, Grant)]
         sent.clear()
         assert len(grants) <= 1
         return grants[0] if grants else None
@@ -127,6 +132,6 @@ class Script:
         return self.controller.tracker.counts.tokens_discarded
 
 
-def samples_of(grant: m.Grant) -> dict[int, int]:
+def samples_of(grant: Grant) -> dict[int, int]:
     """Trajectory -> attempt."""
     return {sample.trajectory_id: sample.attempt for group in grant.groups for sample in group.samples}

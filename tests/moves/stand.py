@@ -27,7 +27,8 @@ from laminar_hpc.emulation.fleet import NewWorker, Replica, new_worker
 from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.engine.emulated import responses
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages import Trajectory, decode_trajectory
+from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.messages.wire import decode_trajectory
 
 
 def small_config(folder: Path, replicas: int = 3, steps: int = 3, **pipeline: object) -> RunConfig:

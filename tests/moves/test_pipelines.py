@@ -4,7 +4,7 @@ many policies is what is trained."""
 import pytest
 from stand import Stand, assert_every_one_ended_once, small_config
 
-from laminar_hpc.messages import Trajectory
+from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.report import rundata
 
 

@@ -23,7 +23,10 @@ from laminar_hpc.controller import migration
 from laminar_hpc.emulation import stage
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.kernels.sums import tensor_sums
-from laminar_hpc.messages import RelayHas, Stop, Trajectory, decode_trajectory
+from laminar_hpc.messages.chain import RelayHas
+from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.messages.membership import Stop
+from laminar_hpc.messages.wire import decode_trajectory
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import migration as replica_migration
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout

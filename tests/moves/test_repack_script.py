@@ -4,7 +4,9 @@ import pytest
 from script import Script, samples_of
 from stand import small_config
 
-from laminar_hpc import messages as m
+from laminar_hpc.messages.data import ReplicaLoad
+from laminar_hpc.messages.membership import Ping
+from laminar_hpc.messages.moves import Reserve
 
 
 @pytest.fixture
@@ -20,21 +22,19 @@ def script(tmp_path) -> Script:
     return script
 
 
-def looks(script: Script, *kv: int, repeats: int = 0, queued: int = 0) -> list[m.Reserve]:
+def looks(script: Script, *kv: int, repeats: int = 0, queued: int = 0) -> list[Reserve]:
     """Each replica reports so much KV, as its pings then repeat; returns what a look reserves."""
     for index, tokens in enumerate(kv):
         in_flight = script.controller.tracker.in_progress_counts()[index]
-        load = m.ReplicaLoad(
+        load = ReplicaLoad(
             "draining", 0, in_flight, 0, in_flight, queued, tokens, kv_capacity=10_000, batch_max=1000
         )
-        script.hear("rollout", index, *[m.Ping(load)] * (1 + repeats))
+        script.hear("rollout", index, *[Ping(load)] * (1 + repeats))
     for sent in script.hub.left.values():
         sent.clear()
     script.controller.repacker.consolidate(0.0)
     script.controller.turn()
-    return [
-        message for sent in script.hub.left.values() for message in sent if isinstance(message, m.Reserve)
-    ]
+    return [message for sent in script.hub.left.values() for message in sent if isinstance(message, Reserve)]
 
 
 @pytest.mark.parametrize("repeats", [0, 1, 2])

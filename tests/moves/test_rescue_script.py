@@ -5,9 +5,10 @@ import pytest
 from script import Script, samples_of
 from stand import small_config
 
-from laminar_hpc import messages as m
 from laminar_hpc.controller import rescuer
-from laminar_hpc.messages import decode_trajectory
+from laminar_hpc.messages.chain import RelayHas
+from laminar_hpc.messages.rollouts import Grant, NotLoaded, RequestWork, WeightsOpened
+from laminar_hpc.messages.wire import decode_trajectory
 
 TOKENS = 100
 
@@ -19,7 +20,7 @@ def new(tmp_path, replicas: int = 2, slots: int = 3, increments: int = 50) -> Sc
     return Script(config)
 
 
-def alone_on_older_weights(script: Script, tokens: int = TOKENS) -> m.Grant:
+def alone_on_older_weights(script: Script, tokens: int = TOKENS) -> Grant:
     """Replica 0 generates on id 0; id 1 has come, and replica 1 waits on it: admission has nothing for it."""
     script.publish(0, 0)
     for index in (0, 1):
@@ -51,7 +52,7 @@ def test_a_waiting_replica_loads_the_older_weights_and_every_trajectory_ends_onc
     assert {part.moves for part in rescue.parts.values()} == {1} and {
         g.group_id: g.prompt_tokens for g in rescue.groups
     } == {g.group_id: g.prompt_tokens for g in first.groups}
-    script.hear("rollout", 1, m.WeightsOpened(0, 0, 0.1, {}, [], 0.0))
+    script.hear("rollout", 1, WeightsOpened(0, 0, 0.1, {}, [], 0.0))
     script.works(1, rescue, 50)
     script.rollout(0, life="late")
     script.ends(0, first, 7, life="late")
@@ -78,7 +79,7 @@ def test_a_request_that_crossed_the_grant_is_void(tmp_path):
     script.controller.tracker.counted -= 1000
     script.asks(1, 1, seen=-1)
     assert script.granted(1) is None
-    script.hear("rollout", 1, m.WeightsOpened(0, 0, 0.1, {}, [], 0.0))
+    script.hear("rollout", 1, WeightsOpened(0, 0, 0.1, {}, [], 0.0))
     script.ends(1, rescue, 5)
     script.asks(1, 1, seen=rescue.batch_id)
     more = script.granted(1)
@@ -94,13 +95,13 @@ def test_what_cannot_be_loaded_starts_again_from_its_prompt(tmp_path, how):
         script.relay(1, "two")
     first = alone_on_older_weights(script, tokens=0 if how == "nothing known" else TOKENS)
     if how == "another machine":
-        script.hear("relay", 1, m.RelayHas(1, 1, 1, 0.1, 0.0))
+        script.hear("relay", 1, RelayHas(1, 1, 1, 0.1, 0.0))
         script.dies(1)
         script.rollout(1, machine="two", life="moved")
         script.asks(1, 1, life="moved")
     if how == "relay anew":
         script.relay(0, "one", life="anew")
-        script.hear("relay", 0, m.RelayHas(1, 1, 1, 0.1, 0.0), life="anew")
+        script.hear("relay", 0, RelayHas(1, 1, 1, 0.1, 0.0), life="anew")
     script.dies(0)
     again = script.granted(1, life="moved" if how == "another machine" else "")
     assert again is not None and again.weight_id == 1 and again.parts == {}
@@ -119,11 +120,11 @@ def test_a_slot_that_is_gone_meanwhile(tmp_path):
     script.hear(
         "rollout",
         1,
-        m.NotLoaded(rescue.batch_id, "weight id 0 is in no slot"),
-        m.NotLoaded(rescue.batch_id, "said twice"),
+        NotLoaded(rescue.batch_id, "weight id 0 is in no slot"),
+        NotLoaded(rescue.batch_id, "said twice"),
     )
     assert script.granted(1) is None and script.discarded == 0
-    script.hear("rollout", 1, m.RequestWork(1, rescue.batch_id))
+    script.hear("rollout", 1, RequestWork(1, rescue.batch_id))
     again = script.granted(1)
     assert (
         again is not None
@@ -159,7 +160,7 @@ def test_the_replica_dies_while_it_loads_and_one_that_is_starting_takes_over(tmp
     assert samples_of(second) == {i: attempt + 2 for i, attempt in samples_of(first).items()}
     script.rollout(1, life="new")
     assert script.granted(1, life="new") is None
-    script.hear("rollout", 0, m.WeightsOpened(0, 0, 0.1, {}, [], 0.0), life="new")
+    script.hear("rollout", 0, WeightsOpened(0, 0, 0.1, {}, [], 0.0), life="new")
     script.ends(0, second, 5, life="new")
     assert script.controller.tracker.ready_groups == len(first.groups) and script.discarded == 0
 

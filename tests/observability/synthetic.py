@@ -15,8 +15,8 @@ from pathlib import Path
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from laminar_hpc import messages
 from laminar_hpc.controller.store import Store
+from laminar_hpc.messages.data import Trajectory, VersionSpan
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace
 
@@ -226,11 +226,11 @@ def trajectory(
     versions: tuple[int, ...],
     replica: int = 0,
     end: float = EPOCH,
-) -> messages.Trajectory:
+) -> Trajectory:
     """A wrong answer, generated in equal parts with `versions` as weight ids and steps."""
     tokens = [CHARACTERS.index(c) for c in response]
     cuts = [len(tokens) * i // len(versions) for i in range(len(versions) + 1)]
-    return messages.Trajectory(
+    return Trajectory(
         trajectory_id=trajectory_id,
         group_id=group,
         attempt=1,
@@ -246,17 +246,14 @@ def trajectory(
         time_finished=end,
         step_finished=versions[0],
         version_spans=[
-            messages.VersionSpan(v, start, stop)
-            for v, start, stop in zip(versions, cuts, cuts[1:], strict=False)
+            VersionSpan(v, start, stop) for v, start, stop in zip(versions, cuts, cuts[1:], strict=False)
         ],
         time_scored=end,
         reward_parts={"accuracy": 0.0},
     )
 
 
-def make_rows(
-    rng, batch, step, steps, samples, first_group, first_id, available
-) -> list[messages.Trajectory]:
+def make_rows(rng, batch, step, steps, samples, first_group, first_id, available) -> list[Trajectory]:
     """The trajectories of one batch: answers get better and shorter with `step`."""
     rows = []
     skill = 0.2 + 0.75 * step / max(1, steps)
@@ -293,7 +290,7 @@ def make_rows(
     return rows
 
 
-def store_rows(store: Store, rows: list[messages.Trajectory], consumed_step: int) -> None:
+def store_rows(store: Store, rows: list[Trajectory], consumed_step: int) -> None:
     """Puts the trajectories into the store as the controller does: granted, finished, consumed with the
     weights of `consumed_step`."""
     groups = sorted({r.group_id for r in rows})
@@ -316,9 +313,7 @@ def store_rows(store: Store, rows: list[messages.Trajectory], consumed_step: int
     store.commit()
 
 
-def step_record(
-    rows: list[messages.Trajectory], step: int, wait: float, train: float, seconds: float
-) -> dict:
+def step_record(rows: list[Trajectory], step: int, wait: float, train: float, seconds: float) -> dict:
     """The fields of a metrics line of kind step."""
     lengths = [len(r.response_tokens) for r in rows]
     generation = [r.step_finished - r.weight_step for r in rows]

@@ -4,7 +4,7 @@ from synthetic import CHARACTERS, write_model
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages import Trajectory
+from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.observability.shown_samples import ShownSamples, shown, spread
 
 GROUPS, SAMPLES, STEP = 8, 4, 5

@@ -7,7 +7,7 @@ import pytest
 import synthetic
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import ReplicaLoad
+from laminar_hpc.messages.data import ReplicaLoad
 from laminar_hpc.observability import jsonl, status
 from laminar_hpc.observability.status import Queues, Rank, Status
 from laminar_hpc.observability.trace import Trace

@@ -17,7 +17,8 @@ import network
 from chain_roles import RUN_ID, ChainRun
 
 from laminar_hpc.cluster.channel import Channel
-from laminar_hpc.messages import Hello, WeightsAvailable
+from laminar_hpc.messages.membership import Hello
+from laminar_hpc.messages.rollouts import WeightsAvailable
 from laminar_hpc.weights.slots import SlotReader
 
 MEGABYTE = 1 << 20

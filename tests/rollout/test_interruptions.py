@@ -8,7 +8,7 @@ import torch
 
 from engines import LoopThread, engine_config, hf_logprobs, make_model, reference
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.messages import Partial
+from laminar_hpc.messages.data import Partial
 from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.rollout.work import extended
 

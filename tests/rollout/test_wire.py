@@ -1,7 +1,8 @@
 """None inside a replica is -1 or 0 in its messages, and nowhere else."""
 
 from laminar_hpc.engine.interface import Utilization
-from laminar_hpc.messages import ReplicaLoad, RequestWork
+from laminar_hpc.messages.data import ReplicaLoad
+from laminar_hpc.messages.rollouts import RequestWork
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.wire import replica_load, request_work
 

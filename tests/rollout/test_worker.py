@@ -22,24 +22,19 @@ from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.messages import (
+from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
+from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.messages.rollouts import (
     Generated,
     Grant,
     Lost,
-    Message,
     NotLoaded,
-    Partial,
-    PromptGroup,
     RequestWork,
-    Sample,
     Scored,
-    VersionSpan,
     WeightsAvailable,
     WeightsOpened,
-    Welcome,
-    decode,
-    encode,
 )
+from laminar_hpc.messages.wire import decode, encode
 from laminar_hpc.observability.trace import Trace, read_spans
 from laminar_hpc.rollout import worker
 from laminar_hpc.rollout.work import Work, works

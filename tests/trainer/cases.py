@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from laminar_hpc import messages as m
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import add_sums, tensor_sums
+from laminar_hpc.messages.chain import RelayHas
+from laminar_hpc.messages.publication import Published
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
@@ -158,14 +159,14 @@ def published(model: str, settings: dict, folder: str) -> int:
         learner.train(tiny.make_batch(seed=step), step, publisher.fence)
         if lead and step >= 2:
             arrived += 1
-            controller.wait_for(m.RelayHas, arrived)
+            controller.wait_for(RelayHas, arrived)
             slot = controller.newest(0)
             assert slot.step == step and publishing.slot_bytes(slot) == expected
         dist.barrier()
     publisher.publish(5)
     publisher.close()
     if lead:
-        controller.wait_for(m.RelayHas, 4)
+        controller.wait_for(RelayHas, 4)
         controller.stop()
     return 4
 
@@ -193,7 +194,7 @@ def published_in_lanes(model: str, settings: dict, folder: str, steps: int = 2) 
             engine_shards.load(slot, 1 + machine)
         dist.barrier()
     publisher.close()
-    told = controller.wait_for(m.Published, steps) if rank == 0 else []
+    told = controller.wait_for(Published, steps) if rank == 0 else []
     dist.barrier()
     controller.stop()
     return {

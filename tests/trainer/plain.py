@@ -8,7 +8,7 @@ import torch
 from tiny import token_logprobs
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages import Trajectory
+from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.trainer.step.packing import split_minibatches
 
 

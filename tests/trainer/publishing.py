@@ -8,12 +8,15 @@ from pathlib import Path
 
 import torch
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import reach_store
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.messages.chain import EpochProposed, JoinEpoch, StoreOpened
+from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.messages.publication import NewWeightId, WeightId
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.relay import run as relay
 from laminar_hpc.trainer.publishing.publisher import Publisher
@@ -31,15 +34,15 @@ class Line:
             controller,
         )
 
-    def deliver(self, message: m.Message | Exception) -> None:
+    def deliver(self, message: Message | Exception) -> None:
         with self.arrived:
             self.inbox.append(message)
             self.arrived.notify_all()
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: Message) -> None:
         self._controller.told(self.name, message)
 
-    def wait(self, *wanted: type, timeout: float) -> m.Message | None:
+    def wait(self, *wanted: type, timeout: float) -> Message | None:
         deadline = time.monotonic() + timeout
         with self.arrived:
             while True:
@@ -60,7 +63,7 @@ class Line:
     def interrupt(self, error: Exception) -> None:
         self.deliver(error)
 
-    def request(self, message: m.Message, *answers: type, timeout: float, what: str) -> m.Message:
+    def request(self, message: Message, *answers: type, timeout: float, what: str) -> Message:
         self.send(message)
         answer = self.wait(*answers, timeout=timeout)
         assert answer is not None, what
@@ -73,7 +76,7 @@ class Controller:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
         self.trainer, self.relays = Line("trainer", self), dict[int, Line]()
-        self.heard: list[tuple[str, m.Message]] = []
+        self.heard: list[tuple[str, Message]] = []
         self.epoch, self.next_id, self.chain = 0, 0, []
         self.deaf = False  # links are made, but nobody receives
         self._receivers: dict[int, int] = {}  # of each epoch's link
@@ -83,7 +86,7 @@ class Controller:
 
     def context(self, role: str, index: int, line: Line) -> RoleContext:
         machine = index // self.config.relay.lanes
-        run = m.Welcome(f"machine{machine}-{self.folder.name}", -1, 0, 0)
+        run = Welcome(f"machine{machine}-{self.folder.name}", -1, 0, 0)
         return RoleContext(
             self.config, role, index, "here", self.folder, line, run, Trace(self.folder, role, index)
         )
@@ -104,23 +107,23 @@ class Controller:
         for place, line in enumerate([self.trainer, *(self.relays[index] for index in chain[:-1])]):
             self.epoch += lanes + (chain[0] - self.epoch) % lanes
             self._receivers[self.epoch] = chain[place]
-            line.deliver(m.EpochProposed(self.epoch, self.chain[place:]))
+            line.deliver(EpochProposed(self.epoch, self.chain[place:]))
 
-    def told(self, name: str, message: m.Message) -> None:
-        if isinstance(message, m.StoreOpened):
-            join = m.JoinEpoch(message.epoch, message.host, message.port, name)
+    def told(self, name: str, message: Message) -> None:
+        if isinstance(message, StoreOpened):
+            join = JoinEpoch(message.epoch, message.host, message.port, name)
             if self.deaf:
                 threading.Thread(target=self._hold, args=(join,), daemon=True).start()
             else:
                 self.relays[self._receivers[message.epoch]].deliver(join)
-        elif isinstance(message, m.NewWeightId):
-            self.trainer.deliver(m.WeightId(self.next_id, message.step, len(self.chain)))
+        elif isinstance(message, NewWeightId):
+            self.trainer.deliver(WeightId(self.next_id, message.step, len(self.chain)))
             self.next_id += 1
         with self._changed:
             self.heard.append((name, message))
             self._changed.notify_all()
 
-    def _hold(self, join: m.JoinEpoch) -> None:
+    def _hold(self, join: JoinEpoch) -> None:
         store = reach_store(join.host, join.port, 5.0)
         self._held.append(Link(store, join.epoch, 0, False, join.peer, "127.0.0.1", torch.device("cpu"), 5.0))
 

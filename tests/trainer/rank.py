@@ -15,8 +15,10 @@ from pathlib import Path
 import msgspec
 import tiny
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch, TrainersMeet
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.trainer import loop
 
@@ -28,21 +30,21 @@ class ScriptedController:
     def __init__(self, job: dict, told: Path) -> None:
         self._job, self._told, self._answers = job, told, deque()
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: Message) -> None:
         with open(self._told, "a") as file:
             file.write(msgspec.json.encode(message).decode() + "\n")
-        if isinstance(message, m.TakeBatch):
+        if isinstance(message, TakeBatch):
             batch = tiny.make_batch(seed=100 + message.step, weight_step=message.step, **self._job["batch"])
             self._answers += [
-                m.NotYet(message.step, "scripted"),
-                m.Batch(message.step, batch, self._job["batch"]["samples"]),
+                NotYet(message.step, "scripted"),
+                Batch(message.step, batch, self._job["batch"]["samples"]),
             ]
-        elif isinstance(message, m.StepDone):
+        elif isinstance(message, StepDone):
             self._answers.append(
-                m.Leave("scripted") if message.step + 1 == self._job["leave_after"] else m.Continue()
+                Leave("scripted") if message.step + 1 == self._job["leave_after"] else Continue()
             )
 
-    def wait(self, *wanted: type, timeout: float) -> m.Message:
+    def wait(self, *wanted: type, timeout: float) -> Message:
         answer = self._answers.popleft()
         assert isinstance(answer, wanted), answer
         return answer
@@ -54,13 +56,13 @@ class TrainersPlace:
     def __init__(self, told: Path) -> None:
         self._told = told
 
-    def wait(self, wanted: type, timeout: float) -> m.Message | None:
-        assert wanted is m.TrainersMeet
+    def wait(self, wanted: type, timeout: float) -> Message | None:
+        assert wanted is TrainersMeet
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             for line in self._told.read_bytes().splitlines() if self._told.exists() else []:
                 if b"TrainersMeet" in line and line.endswith(b"}"):
-                    return msgspec.json.decode(line, type=m.TrainersMeet)
+                    return msgspec.json.decode(line, type=TrainersMeet)
             time.sleep(0.05)
         return None
 
@@ -71,7 +73,7 @@ def main() -> None:
     config = tiny.make_config(
         Path(job["model"]), source="replay:none", run_dir=str(run_dir), **job["settings"]
     )
-    welcome = m.Welcome("test", job["restored_step"], max(0, job["restored_step"]), 0)
+    welcome = Welcome("test", job["restored_step"], max(0, job["restored_step"]), 0)
     told = run_dir / "told.jsonl"
     channel = ScriptedController(job, told) if rank == 0 else TrainersPlace(told)
     loop.run(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import Welcome
+from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.trainer import loop
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy

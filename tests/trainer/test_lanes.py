@@ -9,8 +9,9 @@ import tiny
 from publishing import linked, scratch, slot_bytes, spoil, start, whole
 from ranks import Ranks
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster.channel import StopReceived
+from laminar_hpc.messages.chain import LinkDown, RelayHas
+from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 
 LARGE = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}  # 4.4 MB
@@ -68,29 +69,29 @@ def test_a_lane_that_fails_holds_the_slot_back(world: None, tmp_path: Path) -> N
         tiny.make_config(model, relay__lanes=2, relay__chunk_megabytes=1, relay__publish_timeout_seconds=20.0)
     )
     controller, publisher = start(policy.config, tmp_path, policy)
-    assert [told.ranks for told in controller.wait_for(m.LaneSenders)] == [[0, 0]]
+    assert [told.ranks for told in controller.wait_for(LaneSenders)] == [[0, 0]]
     controller.link(controller.add_relay(0))
     publisher.publish(0)
     publisher.fence()
-    assert not controller.all(m.NewWeightId)
+    assert not controller.all(NewWeightId)
     controller.link(controller.add_relay(1))
     linked(publisher)
     publisher.publish(1)
     assert slot_bytes(controller.wait_for_step(0, 1)) == whole(policy)
-    assert sorted(has.complete for has in controller.wait_for(m.RelayHas, 2)) == [False, True]
+    assert sorted(has.complete for has in controller.wait_for(RelayHas, 2)) == [False, True]
     controller.relays[1].deliver(StopReceived("it dies"))
     controller.threads[1].join(10)
     publisher.fence()
     spoil(policy)
     publisher.publish(2)
-    (down,) = controller.wait_for(m.LinkDown)
+    (down,) = controller.wait_for(LinkDown)
     assert down.epoch % 2 == 1 and controller.newest(0).step == 1
     controller.link(controller.add_relay(1))
     slot = controller.wait_for_step(0, 2)
     assert slot_bytes(slot) == whole(policy) and slot.weight_id > max(
-        has.weight_id for has in controller.all(m.RelayHas)[:2]
+        has.weight_id for has in controller.all(RelayHas)[:2]
     )
-    assert [p.step for p in controller.wait_for(m.Published, 2)] == [1, 2]
+    assert [p.step for p in controller.wait_for(Published, 2)] == [1, 2]
     publisher.close()
     controller.stop()
 
@@ -124,7 +125,7 @@ def test_changes_in_two_lanes(world: None, tmp_path: Path) -> None:
             assert slot_bytes(controller.wait_for_step(machine, step)) == expected
         publisher.fence()
         scratch(policy, step)
-    first, *others, last = controller.wait_for(m.Published, 4)
+    first, *others, last = controller.wait_for(Published, 4)
     assert first.changed is None and first.bytes == first.full_bytes > len(expected)
     for told in others:
         assert (

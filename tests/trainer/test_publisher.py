@@ -10,7 +10,8 @@ import tiny
 from publishing import Controller, Publisher, linked, scratch, slot_bytes, spoil, start, whole
 from ranks import Ranks
 
-from laminar_hpc import messages as m
+from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
+from laminar_hpc.messages.publication import NewWeightId, Published
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 
@@ -55,11 +56,11 @@ def test_what_arrives_is_what_was_published(
         expected = whole(policy)
         publisher.fence()
         spoil(policy)
-        controller.wait_for(m.RelayHas, 2 * step + 2)
+        controller.wait_for(RelayHas, 2 * step + 2)
         for index in (0, 1):
             slot = controller.newest(index)
             assert slot.step == step and slot_bytes(slot) == expected
-    published = controller.wait_for(m.Published, 4)
+    published = controller.wait_for(Published, 4)
     assert [p.weight_id for p in published] == [0, 1, 2, 3] and len(published[0].probe_logprobs) == 124
     assert all(len(expected) <= p.bytes <= 1.01 * len(expected) for p in published)
     publisher.close()
@@ -76,20 +77,20 @@ def test_a_relay_that_takes_nothing_costs_one_id(
     controller.link(controller.add_relay())
     linked(publisher)
     publisher.publish(0)
-    controller.wait_for(m.NewWeightId)
+    controller.wait_for(NewWeightId)
     started = time.monotonic()
     publisher.fence()
     assert time.monotonic() - started < 3.0
-    (down,) = controller.wait_for(m.LinkDown)
+    (down,) = controller.wait_for(LinkDown)
     assert "relay 0" in down.text
     spoil(policy)
     controller.deaf = False
     controller.link(controller.add_relay())
     linked(publisher)
     publisher.publish(1)
-    controller.wait_for(m.RelayHas)
+    controller.wait_for(RelayHas)
     assert controller.newest(1).step == 1 and slot_bytes(controller.newest(1)) == whole(policy)
-    assert [p.step for p in controller.wait_for(m.Published)] == [1]
+    assert [p.step for p in controller.wait_for(Published)] == [1]
 
 
 def test_without_a_link_the_trainer_does_not_wait(
@@ -100,7 +101,7 @@ def test_without_a_link_the_trainer_does_not_wait(
     publisher.publish(0)
     started = time.monotonic()
     publisher.fence()
-    assert time.monotonic() - started < 1.0 and not controller.all(m.NewWeightId)
+    assert time.monotonic() - started < 1.0 and not controller.all(NewWeightId)
 
 
 def test_a_new_epoch_gets_the_live_weights_again(
@@ -112,14 +113,14 @@ def test_a_new_epoch_gets_the_live_weights_again(
     publisher.publish(7)
     for epoch in range(3):
         controller.link(controller.add_relay())
-        controller.wait_for(m.RelayHas, epoch + 1)
+        controller.wait_for(RelayHas, epoch + 1)
         assert controller.newest(epoch).step == 7 and slot_bytes(controller.newest(epoch)) == whole(policy)
-    controller.wait_for(m.Published, 3)
+    controller.wait_for(Published, 3)
     publisher.fence()
     controller.link(controller.add_relay())
     linked(publisher)
     publisher.publish(8)
-    published = [(p.weight_id, p.step) for p in controller.wait_for(m.Published, 4)]
+    published = [(p.weight_id, p.step) for p in controller.wait_for(Published, 4)]
     assert published == [(0, 7), (1, 7), (2, 7), (3, 8)], "weights that may have changed are not sent again"
 
 
@@ -149,10 +150,10 @@ def test_changes_arrive_as_full_copies_would(served_as_bfloat16: MegatronPolicy,
         expected = whole(policy)
         publisher.fence()
         scratch(policy, step)
-        controller.wait_for(m.RelayHas, 2 * step + 2)
+        controller.wait_for(RelayHas, 2 * step + 2)
         for index in (0, 1):
             assert controller.newest(index).step == step and slot_bytes(controller.newest(index)) == expected
-    first, *others = controller.wait_for(m.Published, 4)
+    first, *others = controller.wait_for(Published, 4)
     assert first.changed is None and first.bytes == first.full_bytes > len(expected)
     count = len(list(policy.gpt.parameters()))
     for p in others:
@@ -173,22 +174,22 @@ def test_changes_to_weights_that_are_not_there_are_refused(
     controller.link(controller.add_relay())
     linked(publisher)
     publisher.publish(0)
-    controller.wait_for(m.RelayHas)
+    controller.wait_for(RelayHas)
     publisher.fence()
     (lane,) = publisher.lanes.mine
     before = lane.link
     controller.link(controller.add_relay())
-    controller.wait_for(m.StoreOpened, 2)
+    controller.wait_for(StoreOpened, 2)
     while lane.link is None or lane.link is before:
         time.sleep(0.01)
     lane.link.weight_id = lane.image.weight_id  # which this relay has never seen
     publisher.publish(1)
-    downs = controller.wait_for(m.LinkDown, 2)
+    downs = controller.wait_for(LinkDown, 2)
     assert any("weight id 1 came as changes to weight id 0, which is not here" in down.text for down in downs)
     controller.link(1)
-    controller.wait_for(m.RelayHas, 2)
+    controller.wait_for(RelayHas, 2)
     assert controller.newest(1).step == 1 and slot_bytes(controller.newest(1)) == whole(policy)
-    published = controller.wait_for(m.Published, 2)[1]
+    published = controller.wait_for(Published, 2)[1]
     assert published.bytes == published.full_bytes and published.changed is None, (
         "the image was of two publications"
     )
@@ -222,7 +223,7 @@ def test_200_steps_of_training_against_full_copies(rate: float, world: None, tmp
     for step in range(STEPS + 1):
         publisher.publish(step)
         expected = whole(policy)
-        controller.wait_for(m.RelayHas, 2 * step + 2)
+        controller.wait_for(RelayHas, 2 * step + 2)
         assert controller.newest(1).step == step and slot_bytes(controller.newest(1)) == expected
         batch = tiny.make_batch(seed=step)
         for trajectory in batch:
@@ -231,7 +232,7 @@ def test_200_steps_of_training_against_full_copies(rate: float, world: None, tmp
         learner.train(batch, step, publisher.fence)
     publisher.close()
     controller.stop()
-    told = controller.all(m.Published)
+    told = controller.all(Published)
     assert len(told) == STEPS + 1 and all(p.bytes <= p.full_bytes + 64 for p in told)
     changed = [p.changed for p in told[1:]]
     in_full = [p.weight_id for p in told if p.bytes == p.full_bytes]

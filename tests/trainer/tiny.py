@@ -8,7 +8,7 @@ import torch
 
 import laminar_hpc.compat.torchvision  # noqa: F401 (before transformers)
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages import Trajectory, VersionSpan
+from laminar_hpc.messages.data import Trajectory, VersionSpan
 from laminar_hpc.trainer.step.microbatch import Example
 
 VOCAB = 50  # no multiple of the padded vocabulary's granularity, so there is padding

@@ -20,20 +20,9 @@ from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import (
-    Failure,
-    Goodbye,
-    Hello,
-    Message,
-    Ping,
-    Pong,
-    Rejoin,
-    ReplicaLoad,
-    Stop,
-    Welcome,
-    decode,
-    encode,
-)
+from laminar_hpc.messages.data import Message, ReplicaLoad
+from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Pong, Rejoin, Stop, Welcome
+from laminar_hpc.messages.wire import decode, encode
 
 log = logging.getLogger(__name__)
 _PING_SECONDS = 1.0

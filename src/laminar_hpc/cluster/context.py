@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages import Welcome
+from laminar_hpc.messages.membership import Welcome
 
 if TYPE_CHECKING:
     from laminar_hpc.cluster.channel import Channel

@@ -16,7 +16,8 @@ from zmq.utils import z85
 
 from laminar_hpc.cluster.address import ControllerAddress, new_address, write_address
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import AnyMessage, Message, decode, encode
+from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.wire import AnyMessage, decode, encode
 
 
 @dataclass(frozen=True)

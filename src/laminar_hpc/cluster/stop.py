@@ -8,7 +8,8 @@ import zmq
 
 from laminar_hpc.cluster.address import read_address
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import StopRequest, encode
+from laminar_hpc.messages.membership import StopRequest
+from laminar_hpc.messages.wire import encode
 
 
 def request_stop(run_dir: Path, reason: str, seconds: float = 5.0) -> None:

@@ -14,7 +14,7 @@ from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.meeting import host_store, reach_store
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import TrainersMeet
+from laminar_hpc.messages.training import TrainersMeet
 
 
 def init_trainer_world(context: RoleContext) -> None:

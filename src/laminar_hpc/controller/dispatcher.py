@@ -6,7 +6,6 @@ admission allows.
 
 import time
 
-from laminar_hpc import messages as m
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.probes import Probes
@@ -15,6 +14,8 @@ from laminar_hpc.controller.rescuer import Rescue, Rescuer
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
+from laminar_hpc.messages.data import Partial, PromptGroup
+from laminar_hpc.messages.rollouts import Grant, RequestWork, WeightsOpened
 from laminar_hpc.observability import console
 from laminar_hpc.policies import admission
 from laminar_hpc.policies.rounds import Rounds
@@ -41,7 +42,7 @@ class Dispatcher:
 
     # ---- what replicas say ---------------------------------------------------------------------------------
 
-    def on_weights_opened(self, member: Member, opened: m.WeightsOpened) -> None:
+    def on_weights_opened(self, member: Member, opened: WeightsOpened) -> None:
         replica, weight_id = member.hello.index, opened.weight_id
         row = self._replicas.at(replica)
         if row.weight_id is None:
@@ -53,7 +54,7 @@ class Dispatcher:
         self._shared.metrics.write("pull", **fields, seconds=opened.seconds, parts=opened.parts)
         self._probes.scored(weight_id, opened.weight_step, f"rollout{replica}", opened.probe_logprobs)
 
-    def on_request_work(self, member: Member, request: m.RequestWork) -> None:
+    def on_request_work(self, member: Member, request: RequestWork) -> None:
         self._replicas.asks(member.hello.index, request)
 
     def replica_lost(self, replica: int) -> None:
@@ -83,12 +84,12 @@ class Dispatcher:
             if grant is not None:
                 self._grant(replica, grant)
 
-    def _grant(self, replica: int, grant: m.Grant) -> None:
+    def _grant(self, replica: int, grant: Grant) -> None:
         self._next_batch = grant.batch_id + 1
         self._replicas.granted(replica, grant.batch_id)
         self._shared.outbox.send(self._shared.members.at("rollout", replica), grant)
 
-    def _rescue_grant(self, rescue: Rescue) -> m.Grant:
+    def _rescue_grant(self, rescue: Rescue) -> Grant:
         """What is rescued, and along with it what admission gives to a replica that need not load first."""
         step, groups = self._weights.steps[rescue.weight_id], rescue.groups
         if self._replicas.at(rescue.replica).weight_id == rescue.weight_id:
@@ -97,17 +98,17 @@ class Dispatcher:
         return self._sampled(rescue.weight_id, step, groups, rescue.parts)
 
     def _sampled(
-        self, weight_id: int, step: int, groups: list[m.PromptGroup], parts: dict[int, m.Partial]
-    ) -> m.Grant:
+        self, weight_id: int, step: int, groups: list[PromptGroup], parts: dict[int, Partial]
+    ) -> Grant:
         length, temperature = self._config.sampling.max_response_tokens, self._config.sampling.temperature
-        return m.Grant(self._next_batch, weight_id, step, groups, temperature, length, parts=parts)
+        return Grant(self._next_batch, weight_id, step, groups, temperature, length, parts=parts)
 
-    def _evaluation_grant(self, replica: int, weight_id: int, step: int) -> m.Grant | None:
+    def _evaluation_grant(self, replica: int, weight_id: int, step: int) -> Grant | None:
         if self._evaluations is None:
             return None
         return self._evaluations.grant(replica, weight_id, step, self._next_batch, time.time())
 
-    def _training_grant(self, replica: int, weight_id: int, step: int) -> m.Grant | None:
+    def _training_grant(self, replica: int, weight_id: int, step: int) -> Grant | None:
         """What admission and the pipeline's rounds allow a replica on weights of trainer step `step`."""
         if self._state.trainer_done or not self._round_is_open(replica):
             return None

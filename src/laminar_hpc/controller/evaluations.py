@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass, field
 
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages import Generated, Grant, Lost, PromptGroup, Sample, Scored
+from laminar_hpc.messages.data import PromptGroup, Sample
+from laminar_hpc.messages.rollouts import Generated, Grant, Lost, Scored
 
 _NO_GROUP = -1  # on the wire: the groups of an evaluation have no ids
 

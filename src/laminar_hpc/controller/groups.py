@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from laminar_hpc.messages import Trajectory
+from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.policies.admission import GroupView
 
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster.hub import Hub, UnreadableMessage
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.models import model_config
@@ -40,6 +39,22 @@ from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.training import Training
 from laminar_hpc.controller.weights import Weights
+from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
+from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Pong, Stop, StopRequest
+from laminar_hpc.messages.moves import Imported, MoveFailed, MoveReady, Reserved
+from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published
+from laminar_hpc.messages.rollouts import (
+    Generated,
+    Increment,
+    Lost,
+    NotLoaded,
+    RequestWork,
+    Scored,
+    WeightsOpened,
+)
+from laminar_hpc.messages.training import Checkpointed, StepDone, TakeBatch, TrainerDone, TrainersMeet
+from laminar_hpc.messages.wire import AnyMessage
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 
@@ -47,7 +62,7 @@ _TICK_SECONDS = 0.1
 _SPAN_SECONDS = 0.003  # shorter turns are not traced: there are thousands, and they hold nobody up
 
 Handler = Callable[[Member, Any], None]  # the message's type is that of its line in the table
-Handlers = dict[type[m.Message], Handler]
+Handlers = dict[type[Message], Handler]
 
 
 class Controller:
@@ -94,34 +109,34 @@ class Controller:
     def _handlers(self) -> dict[str, Handlers]:
         """By the sender's role, who takes which message of a member."""
         everyone: Handlers = {
-            m.Ping: self.on_ping,
-            m.Goodbye: self.membership.on_goodbye,
-            m.Failure: self.membership.on_failure,
+            Ping: self.on_ping,
+            Goodbye: self.membership.on_goodbye,
+            Failure: self.membership.on_failure,
         }
         trainer: Handlers = {
-            m.TrainersMeet: self.membership.on_trainers_meet,
-            m.TakeBatch: self.training.on_take_batch,
-            m.StepDone: self.training.on_step_done,
-            m.Checkpointed: self.training.on_checkpointed,
-            m.TrainerDone: self.training.on_trainer_done,
-            m.LaneSenders: self.weights.on_lane_senders,
-            m.NewWeightId: self.weights.on_new_weight_id,
-            m.Published: self.weights.on_published,
+            TrainersMeet: self.membership.on_trainers_meet,
+            TakeBatch: self.training.on_take_batch,
+            StepDone: self.training.on_step_done,
+            Checkpointed: self.training.on_checkpointed,
+            TrainerDone: self.training.on_trainer_done,
+            LaneSenders: self.weights.on_lane_senders,
+            NewWeightId: self.weights.on_new_weight_id,
+            Published: self.weights.on_published,
         }
-        links: Handlers = {m.StoreOpened: self.weights.on_store_opened, m.LinkDown: self.weights.on_link_down}
-        relay: Handlers = {m.RelayHas: self.on_relay_has}
+        links: Handlers = {StoreOpened: self.weights.on_store_opened, LinkDown: self.weights.on_link_down}
+        relay: Handlers = {RelayHas: self.on_relay_has}
         rollout: Handlers = {
-            m.WeightsOpened: self.dispatcher.on_weights_opened,
-            m.RequestWork: self.dispatcher.on_request_work,
-            m.NotLoaded: self.rescuer.on_not_loaded,
-            m.Generated: self.reports.on_generated,
-            m.Increment: self.reports.on_increment,
-            m.Scored: self.reports.on_scored,
-            m.Lost: self.reports.on_lost,
-            m.Reserved: self.migration.on_reserved,
-            m.MoveReady: self.migration.on_move_ready,
-            m.Imported: self.migration.on_imported,
-            m.MoveFailed: self.migration.on_move_failed,
+            WeightsOpened: self.dispatcher.on_weights_opened,
+            RequestWork: self.dispatcher.on_request_work,
+            NotLoaded: self.rescuer.on_not_loaded,
+            Generated: self.reports.on_generated,
+            Increment: self.reports.on_increment,
+            Scored: self.reports.on_scored,
+            Lost: self.reports.on_lost,
+            Reserved: self.migration.on_reserved,
+            MoveReady: self.migration.on_move_ready,
+            Imported: self.migration.on_imported,
+            MoveFailed: self.migration.on_move_failed,
         }
         return {
             "trainer": everyone | trainer | links,
@@ -150,12 +165,12 @@ class Controller:
         for identity, message in self.outbox.take():
             self.hub.send(identity, message)
 
-    def handle(self, identity: str, message: m.AnyMessage | UnreadableMessage) -> None:
+    def handle(self, identity: str, message: AnyMessage | UnreadableMessage) -> None:
         if isinstance(message, UnreadableMessage):
             self.membership.refuse(identity, message.reason)
-        elif isinstance(message, m.Hello):
+        elif isinstance(message, Hello):
             self.membership.on_hello(identity, message)
-        elif isinstance(message, m.StopRequest):
+        elif isinstance(message, StopRequest):
             self.request_stop(message.reason)
         elif (member := self.members.of(identity)) is None:
             self.membership.on_stranger(identity, message)
@@ -185,12 +200,12 @@ class Controller:
 
     # ---- what concerns several parts -----------------------------------------------------------------------
 
-    def on_ping(self, member: Member, ping: m.Ping) -> None:
+    def on_ping(self, member: Member, ping: Ping) -> None:
         if ping.load is not None:
             self.replicas.reported(member.hello.index, ping.load)
-        self.outbox.send(member, m.Pong())
+        self.outbox.send(member, Pong())
 
-    def on_relay_has(self, member: Member, has: m.RelayHas) -> None:
+    def on_relay_has(self, member: Member, has: RelayHas) -> None:
         if self.weights.relay_has(member, has):
             self.repacker.consolidate_soon()
 
@@ -212,4 +227,4 @@ class Controller:
     def tell_all_to_leave(self, reason: str) -> None:
         self.state.ending = True
         for member in self.members.by_place.values():
-            self.outbox.send(member, m.Stop(reason))
+            self.outbox.send(member, Stop(reason))

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 
 from laminar_hpc.cluster.processes import process_is_alive
-from laminar_hpc.messages import Hello
+from laminar_hpc.messages.membership import Hello
 
 _SURELY_ALIVE_SECONDS = 2.0  # since its last ping, of one a second: no process is started again so fast
 

@@ -7,7 +7,6 @@ rollout.
 import logging
 from collections.abc import Callable
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.cluster.processes import oom_kills, process_is_alive
@@ -15,6 +14,10 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.weights import Weights
+from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Rejoin, Stop, Welcome
+from laminar_hpc.messages.rollouts import WeightsAvailable
+from laminar_hpc.messages.training import TrainersMeet
+from laminar_hpc.messages.wire import AnyMessage
 from laminar_hpc.pretrained import recorded_name
 
 log = logging.getLogger(__name__)
@@ -40,18 +43,18 @@ class Membership:
         self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
         self._weights, self._run_id, self._restored_step = weights, run_id, restored_step
         self._forget = forget
-        self._trainers_meet: m.TrainersMeet | None = None
+        self._trainers_meet: TrainersMeet | None = None
         self._oom_kills = oom_kills()
 
     # ---- who comes -----------------------------------------------------------------------------------------
 
-    def on_hello(self, identity: str, hello: m.Hello) -> None:
+    def on_hello(self, identity: str, hello: Hello) -> None:
         if hello.role not in ROLES or not identity.startswith(f"{hello.role}:{hello.index}:"):
             return self.refuse(identity, f"{hello.role} {hello.index} is no place in this run")
         if rival := self._members.rival(hello):
             where = f"pid {rival.hello.pid} on {rival.hello.machine}"
             text = f"{rival.name} is in this run already ({where}): start another run_dir, or set first_index"
-            return self._outbox.send_to(identity, m.Failure(text))
+            return self._outbox.send_to(identity, Failure(text))
         earlier = self._members.join(identity, hello)
         if earlier and earlier.identity != identity:
             self._forget(earlier)
@@ -62,13 +65,13 @@ class Membership:
         elif hello.role == "relay":
             self._weights.relay_joined(hello.index, hello.machine)
         elif hello.role == "rollout" and (newest := self._weights.newest_on(hello.machine)):
-            self._outbox.send_to(identity, m.WeightsAvailable(*newest))
+            self._outbox.send_to(identity, WeightsAvailable(*newest))
         return None
 
-    def _welcome(self) -> m.Welcome:
+    def _welcome(self) -> Welcome:
         """On the wire -1 stands for a fresh run, and for no weights yet."""
         newest = self._weights.newest
-        return m.Welcome(
+        return Welcome(
             self._run_id,
             -1 if self._restored_step is None else self._restored_step,
             self._shared.state.trainer_step,
@@ -76,23 +79,23 @@ class Membership:
             str(recorded_name(self._shared.config.model.path) or ""),
         )
 
-    def on_trainers_meet(self, member: Member, place: m.TrainersMeet) -> None:
+    def on_trainers_meet(self, member: Member, place: TrainersMeet) -> None:
         self._trainers_meet = place  # also for those who join later
         for trainer in self._members.all("trainer"):
             if trainer is not member:
                 self._outbox.send(trainer, place)
 
-    def on_stranger(self, identity: str, message: m.AnyMessage) -> None:
+    def on_stranger(self, identity: str, message: AnyMessage) -> None:
         """A worker that was taken for dead and still sends may come back, unless another process has taken
         its place."""
         log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
-        if self._shared.state.ending or not self._shared.roles_apart or not isinstance(message, m.Ping):
+        if self._shared.state.ending or not self._shared.roles_apart or not isinstance(message, Ping):
             return
         role, index, *_ = [*identity.split(":"), ""]
         if role not in ROLES or not index.isdecimal():
             return self.refuse(identity, "it is no role and index")
         replaced = self._members.at(role, int(index)) is not None
-        answer = m.Stop(f"another {role} {index} has taken its place") if replaced else m.Rejoin()
+        answer = Stop(f"another {role} {index} has taken its place") if replaced else Rejoin()
         self._outbox.send_to(identity, answer)
 
     # ---- who goes ------------------------------------------------------------------------------------------
@@ -104,7 +107,7 @@ class Membership:
         member = self._members.of(identity)
         text = f"a message from {member.name if member else identity} was refused: {reason}; {SAME_VERSION}"
         log.error(text)
-        self._outbox.send_to(identity, m.Failure(text))
+        self._outbox.send_to(identity, Failure(text))
         if member is None or self._shared.state.ending:
             return
         if self._is_needed(member):
@@ -121,10 +124,10 @@ class Membership:
         self._members.leave(member)
         self._forget(member)
 
-    def on_goodbye(self, member: Member, _: m.Goodbye) -> None:
+    def on_goodbye(self, member: Member, _: Goodbye) -> None:
         self._leave(member)
 
-    def on_failure(self, member: Member, failure: m.Failure) -> None:
+    def on_failure(self, member: Member, failure: Failure) -> None:
         self._members.leave(member)
         if self._is_needed(member):
             if not self._shared.state.ending:

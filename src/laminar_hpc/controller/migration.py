@@ -13,12 +13,23 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from laminar_hpc import messages as m
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.messages.data import Message, Partial
+from laminar_hpc.messages.moves import (
+    Import,
+    Imported,
+    MoveAbort,
+    MoveCommit,
+    MoveFailed,
+    MoveOrder,
+    MoveReady,
+    Reserve,
+    Reserved,
+)
 from laminar_hpc.policies.moves import Action, Move, Phase
 
 PHASE_SECONDS = 60.0  # a phase that takes longer is called off; KV caches of some GB move in seconds
@@ -32,7 +43,7 @@ class _Progress:
 
     move: Move
     began: float
-    partial: m.Partial | None
+    partial: Partial | None
     prefix_tokens: int = 0
 
 
@@ -71,7 +82,7 @@ class Migration:
         weight_id: int,
         tokens: int,
         now: float,
-        partial: m.Partial | None = None,
+        partial: Partial | None = None,
     ) -> None:
         """`source`: the owner, None when it is dead; then `partial` is the response so far. `tokens`: room
         for the KV cache at the destination. `now`: monotonic seconds."""
@@ -83,10 +94,10 @@ class Migration:
         config = self._shared.config
         kv = config.pipeline.repack == "kv" and source is not None
         sampling = (config.sampling.temperature, config.sampling.max_response_tokens)
-        reserve = m.Reserve(move_id, trajectory_id, group, weight_id, step, tokens, kv, *sampling)
+        reserve = Reserve(move_id, trajectory_id, group, weight_id, step, tokens, kv, *sampling)
         self._send(destination, reserve)
 
-    def _send(self, replica: int | None, message: m.Message) -> None:
+    def _send(self, replica: int | None, message: Message) -> None:
         if replica is not None:
             self._shared.outbox.send(self._shared.members.at("rollout", replica), message)
 
@@ -114,15 +125,15 @@ class Migration:
         """Of a move that concerns this replica; else the replica is told that it is off."""
         progress, replica = self._moves.get(move_id), member.hello.index
         if progress is None or replica not in (progress.move.source, progress.move.destination):
-            self._send(replica, m.MoveAbort(move_id, "it is not known here"))
+            self._send(replica, MoveAbort(move_id, "it is not known here"))
             return None
         return progress
 
-    def on_reserved(self, member: Member, message: m.Reserved) -> None:
+    def on_reserved(self, member: Member, message: Reserved) -> None:
         if progress := self._progress(member, message.move_id):
             self._act(progress, progress.move.reserved(message.address), member.hello.index)
 
-    def on_move_ready(self, member: Member, message: m.MoveReady) -> None:
+    def on_move_ready(self, member: Member, message: MoveReady) -> None:
         if progress := self._progress(member, message.move_id):
             move = progress.move
             if move.phase is Phase.DETACH:
@@ -130,12 +141,12 @@ class Migration:
                 self._pool.put(move.trajectory_id, move.attempt, message.partial)
             self._act(progress, move.ready(), member.hello.index)
 
-    def on_imported(self, member: Member, message: m.Imported) -> None:
+    def on_imported(self, member: Member, message: Imported) -> None:
         if progress := self._progress(member, message.move_id):
             progress.prefix_tokens = message.prefix_tokens
             self._act(progress, progress.move.imported(), member.hello.index)
 
-    def on_move_failed(self, member: Member, message: m.MoveFailed) -> None:
+    def on_move_failed(self, member: Member, message: MoveFailed) -> None:
         if progress := self._progress(member, message.move_id):
             move = progress.move
             if move.phase is Phase.RESERVE and move.source is None:
@@ -150,11 +161,11 @@ class Migration:
         for action in actions:
             move.deadline = now + PHASE_SECONDS
             if action is Action.ORDER:
-                order = m.MoveOrder(move.move_id, move.trajectory_id, move.attempt, move.address)
+                order = MoveOrder(move.move_id, move.trajectory_id, move.attempt, move.address)
                 self._send(move.source, order)
             elif action is Action.IMPORT:
                 assert progress.partial is not None
-                self._send(move.destination, m.Import(move.move_id, progress.partial))
+                self._send(move.destination, Import(move.move_id, progress.partial))
             elif action is Action.CHANGE_OWNER:
                 self._change_owner(progress, now)
             elif action is Action.CALL_OFF:
@@ -168,7 +179,7 @@ class Migration:
 
     def _call_off(self, move: Move) -> None:
         for replica in (move.source, move.destination):
-            self._send(replica, m.MoveAbort(move.move_id, move.reason))
+            self._send(replica, MoveAbort(move.move_id, move.reason))
         source = NO_SOURCE if move.source is None else move.source
         fields = {"trajectory_id": move.trajectory_id, "source": source, "reason": move.reason}
         self._shared.metrics.write("move_off", **fields)
@@ -205,12 +216,12 @@ class Migration:
             self._moves.pop(self._over.popleft(), None)
 
 
-def moved(partial: m.Partial) -> m.Partial:
+def moved(partial: Partial) -> Partial:
     """A response so far, at its new owner."""
-    return m.Partial(partial.tokens, partial.logprobs, partial.spans, partial.time_started, partial.moves + 1)
+    return Partial(partial.tokens, partial.logprobs, partial.spans, partial.time_started, partial.moves + 1)
 
 
-def _outcome(move: Move) -> m.MoveCommit | m.MoveAbort:
+def _outcome(move: Move) -> MoveCommit | MoveAbort:
     if move.phase is Phase.COMMITTED:
-        return m.MoveCommit(move.move_id, move.attempt + 1)
-    return m.MoveAbort(move.move_id, move.reason)
+        return MoveCommit(move.move_id, move.attempt + 1)
+    return MoveAbort(move.move_id, move.reason)

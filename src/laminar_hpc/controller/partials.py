@@ -5,7 +5,8 @@ Fed by increments every rollout.increment_tokens tokens and by moves. What is he
 same weights; what is not starts again from its prompt.
 """
 
-from laminar_hpc.messages import Increment, Partial
+from laminar_hpc.messages.data import Partial
+from laminar_hpc.messages.rollouts import Increment
 
 
 class PartialPool:

@@ -13,7 +13,8 @@ the number of lanes.
 from dataclasses import dataclass, field
 from typing import Final
 
-from laminar_hpc import messages as m
+from laminar_hpc.messages.chain import EpochProposed, JoinEpoch, SendAgain, StoreOpened
+from laminar_hpc.messages.data import Message
 from laminar_hpc.policies.chain import chain_order, missing
 
 Place = int | None  # in the chain: a relay by its index, or TRAINER at its head
@@ -25,7 +26,7 @@ SILENT_SECONDS = 3.0  # a relay says something once a second
 _STRIKES = 3  # links in a row over which a relay received nothing
 _EXILE_SECONDS = 10.0
 
-Orders = list[tuple[Place, m.Message]]
+Orders = list[tuple[Place, Message]]
 
 
 @dataclass
@@ -163,7 +164,7 @@ class Chain:
             self.links[downstream] = ChainLink(self.epoch, upstream, downstream)
             held = max(self.has.get(i, -1) for i in order)
             resend = self._issued is not None and held < self._issued
-            orders.append((upstream, m.EpochProposed(self.epoch, order[place:], resend)))
+            orders.append((upstream, EpochProposed(self.epoch, order[place:], resend)))
         return orders
 
     def _serve(self) -> Orders:
@@ -175,7 +176,7 @@ class Chain:
         begin, end = stretch
         for index in self.order[begin:end]:
             self.coming[index] = max(self.has.values())
-        return [(self.order[begin - 1], m.SendAgain(self.links[self.order[begin]].epoch, end - begin))]
+        return [(self.order[begin - 1], SendAgain(self.links[self.order[begin]].epoch, end - begin))]
 
     def publication(self, weight_id: int) -> int:
         """The trainer is about to send these weights: how many relays will have them from one another. Who
@@ -188,9 +189,9 @@ class Chain:
             self.coming[index] = weight_id
         return reached
 
-    def store_opened(self, opened: m.StoreOpened, reporter: Place) -> Orders:
+    def store_opened(self, opened: StoreOpened, reporter: Place) -> Orders:
         link = self._link(opened.epoch)
         if link is None or link.upstream != reporter:
             return []
         peer = "the trainer" if reporter is None else f"relay {reporter}"
-        return [(link.downstream, m.JoinEpoch(opened.epoch, opened.host, opened.port, peer))]
+        return [(link.downstream, JoinEpoch(opened.epoch, opened.host, opened.port, peer))]

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from laminar_hpc.messages import ReplicaLoad, RequestWork
+from laminar_hpc.messages.data import ReplicaLoad
+from laminar_hpc.messages.rollouts import RequestWork
 
 
 @dataclass

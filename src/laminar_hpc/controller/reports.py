@@ -4,7 +4,6 @@ go to controller/evaluations.py."""
 import logging
 import time
 
-from laminar_hpc import messages as m
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.groups import Group
@@ -14,6 +13,7 @@ from laminar_hpc.controller.rescuer import Rescuer
 from laminar_hpc.controller.rewards import RewardErrors
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.messages.rollouts import Generated, Increment, Lost, Scored
 from laminar_hpc.observability import console
 from laminar_hpc.policies import filtering
 
@@ -35,17 +35,17 @@ class TrajectoryReports:
         self.reward_errors = RewardErrors(shared.config, shared.say)
         self._last_progress = 0.0
 
-    def on_generated(self, _: Member, generated: m.Generated) -> None:
+    def on_generated(self, _: Member, generated: Generated) -> None:
         if generated.evaluation and self._evaluations:
             self._evaluations.generated(generated)
         elif self._tracker.generated(generated.trajectory, self._shared.state.trainer_step):
             self._rescuer.trajectory_ended(generated.trajectory.trajectory_id)
 
-    def on_increment(self, _: Member, increment: m.Increment) -> None:
+    def on_increment(self, _: Member, increment: Increment) -> None:
         if self._tracker.counts_as(increment.trajectory_id, increment.attempt):
             self._pool.add(increment)
 
-    def on_lost(self, _: Member, lost: m.Lost) -> None:
+    def on_lost(self, _: Member, lost: Lost) -> None:
         log.warning("trajectory %d, attempt %d, was lost: %s", lost.trajectory_id, lost.attempt, lost.reason)
         if lost.evaluation and self._evaluations:
             self._evaluations.lost(lost)
@@ -57,7 +57,7 @@ class TrajectoryReports:
 
     # ---- scores --------------------------------------------------------------------------------------------
 
-    def on_scored(self, _: Member, scored: m.Scored) -> None:
+    def on_scored(self, _: Member, scored: Scored) -> None:
         self._watch_reward(scored)
         if scored.evaluation and self._evaluations:
             self._evaluation_scored(self._evaluations, scored)
@@ -68,7 +68,7 @@ class TrajectoryReports:
         if group is not None and not group.finished:
             self._group_given_up(group)
 
-    def _watch_reward(self, scored: m.Scored) -> None:
+    def _watch_reward(self, scored: Scored) -> None:
         """A whole batch of failures ends the run: at once when nothing was trained yet, else with a
         checkpoint."""
         if scored.error:
@@ -99,7 +99,7 @@ class TrajectoryReports:
 
     # ---- evaluations ---------------------------------------------------------------------------------------
 
-    def _evaluation_scored(self, evaluations: Evaluations, scored: m.Scored) -> None:
+    def _evaluation_scored(self, evaluations: Evaluations, scored: Scored) -> None:
         complete, state = evaluations.scored(scored), self._shared.state
         if complete is None:
             return

@@ -15,7 +15,6 @@ import logging
 import time
 from dataclasses import dataclass
 
-from laminar_hpc import messages as m
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.migration import NO_SOURCE, Migration, moved
 from laminar_hpc.controller.partials import PartialPool
@@ -23,6 +22,8 @@ from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
+from laminar_hpc.messages.data import Partial, PromptGroup
+from laminar_hpc.messages.rollouts import NotLoaded
 from laminar_hpc.policies import failover
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ class Rescue:
     replica: int
     weight_id: int
     machine: str
-    groups: list[m.PromptGroup]
-    parts: dict[int, m.Partial]
+    groups: list[PromptGroup]
+    parts: dict[int, Partial]
     # trajectory -> response tokens so far, seconds for which it had waited
     resumed: dict[int, tuple[int, float]]
 
@@ -93,7 +94,7 @@ class Rescuer:
         if rescue is not None and rescue.weight_id == weight_id:
             self._record(self._loading.pop(replica), loaded=True)
 
-    def on_not_loaded(self, member: Member, message: m.NotLoaded) -> None:
+    def on_not_loaded(self, member: Member, message: NotLoaded) -> None:
         replica, reason = member.hello.index, message.reason
         rescue = self._loading.get(replica)
         if rescue is None or rescue.batch_id != message.batch_id:
@@ -153,7 +154,7 @@ class Rescuer:
             and replica not in self._replicas.waiting
         ]
 
-    def _view(self, trajectory_id: int, part: m.Partial) -> failover.Orphan:
+    def _view(self, trajectory_id: int, part: Partial) -> failover.Orphan:
         prompt, response = len(self._tracker.bare_group(trajectory_id).prompt_tokens), len(part.tokens)
         return failover.Orphan(trajectory_id, part.spans[0].weight_id, prompt + response, response)
 

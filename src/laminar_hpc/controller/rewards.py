@@ -11,7 +11,7 @@ from laminar_hpc.config.source import parse_source
 from laminar_hpc.data.chat_template import load_chat_template
 from laminar_hpc.data.prompts import Prompt, load_prompts, load_tokenizer
 from laminar_hpc.environments import preflight
-from laminar_hpc.messages import Scored
+from laminar_hpc.messages.rollouts import Scored
 from laminar_hpc.observability import console
 
 

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from laminar_hpc import messages as m
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.members import Member, Members
+from laminar_hpc.messages.data import Message
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 
@@ -17,18 +17,18 @@ class Outbox:
     """Filled by the handlers of one turn, emptied by `Controller.turn` after its commit."""
 
     def __init__(self) -> None:
-        self._messages: list[tuple[str, m.Message]] = []
+        self._messages: list[tuple[str, Message]] = []
 
-    def send(self, member: Member | None, message: m.Message) -> None:
+    def send(self, member: Member | None, message: Message) -> None:
         """To nobody when `member` is None: it has left."""
         if member is not None:
             self._messages.append((member.identity, message))
 
-    def send_to(self, identity: str, message: m.Message) -> None:
+    def send_to(self, identity: str, message: Message) -> None:
         """To a sender that need not be a member."""
         self._messages.append((identity, message))
 
-    def take(self) -> list[tuple[str, m.Message]]:
+    def take(self) -> list[tuple[str, Message]]:
         """All of it, as (identity, message) in order."""
         messages, self._messages = self._messages, []
         return messages

@@ -12,7 +12,8 @@ from pathlib import Path
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.check import check_store_directory
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import Trajectory, encode
+from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.messages.wire import encode
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from laminar_hpc.controller.groups import Counts, Group, SampleState
 from laminar_hpc.controller.store import Store
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages import PromptGroup, Sample, Trajectory
+from laminar_hpc.messages.data import PromptGroup, Sample, Trajectory
 from laminar_hpc.policies import filtering
 from laminar_hpc.policies.admission import GroupView
 from laminar_hpc.policies.sampling import GroupSize

@@ -11,13 +11,22 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc import messages as m
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.messages.training import (
+    Checkpointed,
+    Continue,
+    Leave,
+    NotYet,
+    StepDone,
+    StoredBatch,
+    TakeBatch,
+    TrainerDone,
+)
 from laminar_hpc.observability import console
 from laminar_hpc.observability.shown_samples import ShownSamples
 from laminar_hpc.policies import admission
@@ -41,7 +50,7 @@ class Training:
         self._tracker, self._evaluations, self._store, self._replay = tracker, evaluations, store, replay
         config = shared.config
         self._samples = ShownSamples(Path(config.model.path), config.observability.show_samples, shared.say)
-        self._request: m.TakeBatch | None = None
+        self._request: TakeBatch | None = None
         self._wait_reason = ""
         self._last_not_yet = self._last_step_time = 0.0
         self._step_seconds: list[float] = []
@@ -53,7 +62,7 @@ class Training:
 
     # ---- batches -------------------------------------------------------------------------------------------
 
-    def on_take_batch(self, _: Member, request: m.TakeBatch) -> None:
+    def on_take_batch(self, _: Member, request: TakeBatch) -> None:
         if request.step != self._state.trainer_step:
             raise LaminarError(
                 f"the trainer asks for step {request.step}, the run is "
@@ -73,17 +82,17 @@ class Training:
         size = algorithm.prompts_per_step // (algorithm.minibatches_per_step if stream else 1)
         if self._state.stops_here:
             self._request = None
-            self._shared.outbox.send(trainer, m.Leave(self._state.stopping))
+            self._shared.outbox.send(trainer, Leave(self._state.stopping))
             return
         payloads, reason = self._replayed(self._replay, step) if self._replay else self._take(step, size)
         if payloads:
             self._request = None
             self._state.groups_taken += size
             batch = [msgspec.Raw(payload) for payload in payloads]
-            self._shared.outbox.send(trainer, m.StoredBatch(step, batch, algorithm.samples_per_prompt))
+            self._shared.outbox.send(trainer, StoredBatch(step, batch, algorithm.samples_per_prompt))
         elif time.time() - self._last_not_yet > _NOT_YET_SECONDS:
             self._last_not_yet, self._wait_reason = time.time(), reason
-            self._shared.outbox.send(trainer, m.NotYet(step, reason))
+            self._shared.outbox.send(trainer, NotYet(step, reason))
 
     def _replayed(self, replay: Store, step: int) -> tuple[list[bytes], str]:
         payloads = replay.payloads(replay.consumed_groups(step))
@@ -106,7 +115,7 @@ class Training:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def on_step_done(self, member: Member, done: m.StepDone) -> None:
+    def on_step_done(self, member: Member, done: StepDone) -> None:
         self._state.trainer_step, self._state.groups_taken = done.step + 1, 0
         self._record(done)
         self._samples.show(done.step, self._replay or self._store)
@@ -114,9 +123,9 @@ class Training:
         if self._evaluations and every and step % every == 0 and step < self._config.steps:
             self._evaluations.add("step", step, 1)
         stopping = self._state.stopping
-        self._shared.outbox.send(member, m.Leave(stopping) if stopping else m.Continue())
+        self._shared.outbox.send(member, Leave(stopping) if stopping else Continue())
 
-    def _record(self, done: m.StepDone) -> None:
+    def _record(self, done: StepDone) -> None:
         """In the metrics, and as a line for the user."""
         state, config, say, now = self._state, self._config, self._shared.say, time.time()
         seconds, self._last_step_time = now - self._last_step_time, now
@@ -134,13 +143,13 @@ class Training:
             skipped_max = config.optimizer.max_skipped_updates
             say(console.skipped_line(state.trainer_step, round(skipped), skipped_max))
 
-    def on_checkpointed(self, _: Member, saved: m.Checkpointed) -> None:
+    def on_checkpointed(self, _: Member, saved: Checkpointed) -> None:
         self._shared.metrics.write(
             "checkpoint", step=saved.step, path=saved.path, seconds=saved.seconds, state_hash=saved.state_hash
         )
         log.info("checkpoint of step %d in %.1f s: %s", saved.step, saved.seconds, saved.path)
 
-    def on_trainer_done(self, _: Member, __: m.TrainerDone) -> None:
+    def on_trainer_done(self, _: Member, __: TrainerDone) -> None:
         self._state.trainer_done = True
         if self._state.stopping or self._evaluations is None:
             self._state.finished = True

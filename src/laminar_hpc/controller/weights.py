@@ -10,12 +10,14 @@ import logging
 import time
 from typing import NamedTuple
 
-from laminar_hpc import messages as m
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.probes import Probes
 from laminar_hpc.controller.relay_chain import TRAINER, Chain, Orders, Place
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
+from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
+from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published, WeightId
+from laminar_hpc.messages.rollouts import WeightsAvailable
 from laminar_hpc.observability import console
 
 log = logging.getLogger(__name__)
@@ -96,14 +98,14 @@ class Weights:
             member = self._sender_of(chain) if place is None else self._members.at("relay", place)
             self._outbox.send(member, message)
 
-    def on_lane_senders(self, _: Member, senders: m.LaneSenders) -> None:
+    def on_lane_senders(self, _: Member, senders: LaneSenders) -> None:
         self._senders = senders.ranks
 
-    def on_store_opened(self, member: Member, opened: m.StoreOpened) -> None:
+    def on_store_opened(self, member: Member, opened: StoreOpened) -> None:
         chain = self.chain_of(opened.epoch)
         self._send(chain, chain.store_opened(opened, _place(member)))
 
-    def on_link_down(self, member: Member, down: m.LinkDown) -> None:
+    def on_link_down(self, member: Member, down: LinkDown) -> None:
         if self.chain_of(down.epoch).link_down(down.epoch, _place(member), time.monotonic()) is not None:
             text = f"{member.name}: {down.text}; linking again"
             log.warning(text)
@@ -112,14 +114,14 @@ class Weights:
 
     # ---- ids, and who has them -----------------------------------------------------------------------------
 
-    def on_new_weight_id(self, member: Member, request: m.NewWeightId) -> None:
+    def on_new_weight_id(self, member: Member, request: NewWeightId) -> None:
         weight_id, self._next_id = self._next_id, self._next_id + 1
         self._store.add_weights(weight_id, self._store.get("restore_epoch", 0), request.step, time.time())
         self.steps[weight_id] = request.step
         relays = max(chain.publication(weight_id) for chain in self.chains)
-        self._outbox.send(member, m.WeightId(weight_id, request.step, relays))
+        self._outbox.send(member, WeightId(weight_id, request.step, relays))
 
-    def on_published(self, _: Member, p: m.Published) -> None:
+    def on_published(self, _: Member, p: Published) -> None:
         self._shared.metrics.write(
             "publish",
             weight_id=p.weight_id,
@@ -133,7 +135,7 @@ class Weights:
         )
         self._probes.scored(p.weight_id, p.step, "trainer", p.probe_logprobs)
 
-    def relay_has(self, member: Member, has: m.RelayHas) -> bool:
+    def relay_has(self, member: Member, has: RelayHas) -> bool:
         """Tells the rollouts of the relay's machine. Whether the weights are newer than all before."""
         index, machine = member.hello.index, member.hello.machine
         version = Version(has.weight_id, has.weight_step)
@@ -151,7 +153,7 @@ class Weights:
         self._held[machine] = [*held[1 - slots :], version.weight_id]
         for rollout in self._members.all("rollout"):
             if rollout.hello.machine == machine:
-                self._outbox.send(rollout, m.WeightsAvailable(*version))
+                self._outbox.send(rollout, WeightsAvailable(*version))
         return newer
 
     def newest_on(self, machine: str) -> Version | None:

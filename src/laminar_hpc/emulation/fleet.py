@@ -18,7 +18,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages import Failure, Hello
+from laminar_hpc.messages.membership import Failure, Hello
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.worker import RolloutWorker
 

@@ -16,21 +16,25 @@ from typing import TypeVar
 
 import numpy as np
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.emulated.weights import weights_file
+from laminar_hpc.messages.chain import EpochProposed, RelayHas
+from laminar_hpc.messages.data import Message, Trajectory
+from laminar_hpc.messages.membership import Hello, Ping, Stop
+from laminar_hpc.messages.publication import NewWeightId, Published, WeightId
+from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch, TrainerDone
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 
 _WAIT = 600.0
-A = TypeVar("A", bound=m.Message)
+A = TypeVar("A", bound=Message)
 
 
 def _join(config: RunConfig, role: str) -> Channel:
-    hello = m.Hello(role, 0, uuid.uuid4().hex[:8], os.getpid(), machine_name(config.relay.shm_dir))
+    hello = Hello(role, 0, uuid.uuid4().hex[:8], os.getpid(), machine_name(config.relay.shm_dir))
     return Channel(
         Path(config.run_dir),
         hello,
@@ -39,7 +43,7 @@ def _join(config: RunConfig, role: str) -> Channel:
     )
 
 
-def relay(config: RunConfig, handed: "queue.SimpleQueue[m.WeightId]") -> None:
+def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
     """Until the controller says Stop."""
     channel = _join(config, "relay")
     tensors, data = weights_file(Path(config.model.path))
@@ -48,7 +52,7 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[m.WeightId]") -> None:
     )
     try:
         while True:
-            channel.wait(m.Stop, timeout=0.0)  # raises when it is there
+            channel.wait(Stop, timeout=0.0)  # raises when it is there
             try:
                 given = handed.get(timeout=0.1)
             except queue.Empty:
@@ -60,28 +64,28 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[m.WeightId]") -> None:
             writer.begin(manifest)[:] = np.frombuffer(data, dtype=np.uint8)
             writer.commit(manifest)
             now = time.time()
-            channel.send(m.RelayHas(given.weight_id, given.step, manifest.data_bytes, now - began, now))
+            channel.send(RelayHas(given.weight_id, given.step, manifest.data_bytes, now - began, now))
     except StopReceived:
         channel.close()
     finally:
         writer.close()
 
 
-def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQueue[m.WeightId]") -> None:
+def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQueue[WeightId]") -> None:
     """All steps; `seconds_per_token` emulated seconds for each token of a batch."""
     channel = _join(config, "trainer")
     step = max(0, channel.welcome.restored_step)
     try:
-        channel.request(m.Ping(), m.EpochProposed, timeout=_WAIT, what="the first epoch")
+        channel.request(Ping(), EpochProposed, timeout=_WAIT, what="the first epoch")
         weight_id = _publish(channel, step, handed)
         while step < config.steps:
             asked, waited = time.time(), 0.0
-            trajectories: list[m.Trajectory] = []
+            trajectories: list[Trajectory] = []
             stream = config.pipeline.consumption == "stream"
             for minibatch in range(config.algorithm.minibatches_per_step if stream else 1):
                 begun = time.time()
-                channel.send(m.TakeBatch(step, minibatch))
-                batch = _answer(channel, m.Batch)
+                channel.send(TakeBatch(step, minibatch))
+                batch = _answer(channel, Batch)
                 if batch is None:
                     break
                 waited += time.time() - begun
@@ -95,15 +99,15 @@ def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQu
             step += 1
             weight_id = _publish(channel, step, handed)
             channel.send(
-                m.StepDone(
+                StepDone(
                     step - 1, {**metrics, "wait_seconds": waited, "train_seconds": trained - asked - waited}
                 )
             )
-            if _answer(channel, m.Continue) is None:
+            if _answer(channel, Continue) is None:
                 break
-        channel.send(m.TrainerDone(step, weight_id))
+        channel.send(TrainerDone(step, weight_id))
         while True:
-            channel.wait(m.Stop, timeout=1.0)
+            channel.wait(Stop, timeout=1.0)
     except StopReceived:
         channel.close()
 
@@ -112,27 +116,27 @@ def _answer(channel: Channel, wanted: type[A]) -> A | None:
     """None when the run is to end here."""
     deadline = time.monotonic() + _WAIT
     while time.monotonic() < deadline:
-        heard = channel.wait(wanted, m.Leave, m.NotYet, timeout=1.0)
-        if isinstance(heard, m.Leave):
+        heard = channel.wait(wanted, Leave, NotYet, timeout=1.0)
+        if isinstance(heard, Leave):
             return None
         if isinstance(heard, wanted):
             return heard
     raise TimeoutError(f"no {wanted.__name__} from the controller within {_WAIT:g} s")
 
 
-def _publish(channel: Channel, step: int, handed: "queue.SimpleQueue[m.WeightId]") -> int:
+def _publish(channel: Channel, step: int, handed: "queue.SimpleQueue[WeightId]") -> int:
     began = time.time()
-    given = channel.request(m.NewWeightId(step), m.WeightId, timeout=_WAIT, what="a weight id")
-    assert isinstance(given, m.WeightId)
+    given = channel.request(NewWeightId(step), WeightId, timeout=_WAIT, what="a weight id")
+    assert isinstance(given, WeightId)
     handed.put(given)
     now = time.time()
-    channel.send(m.Published(given.weight_id, step, 0.0, 0.0, now - began, 0, [], now))
+    channel.send(Published(given.weight_id, step, 0.0, 0.0, now - began, 0, [], now))
     return given.weight_id
 
 
 def run(config: RunConfig, seconds_per_token: float) -> None:
     """Both, each in a thread, until the run is over."""
-    handed: queue.SimpleQueue[m.WeightId] = queue.SimpleQueue()
+    handed: queue.SimpleQueue[WeightId] = queue.SimpleQueue()
     threads = [
         threading.Thread(target=relay, args=(config, handed)),
         threading.Thread(target=trainer, args=(config, seconds_per_token, handed)),

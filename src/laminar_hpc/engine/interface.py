@@ -11,7 +11,7 @@ from typing import Protocol, TypedDict
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import SamplingConfig
-from laminar_hpc.messages import VersionSpan
+from laminar_hpc.messages.data import VersionSpan
 
 Sums = dict[str, tuple[int, int]]  # Hugging Face name -> (sum_words, sum_indexed), see kernels/sums.py
 OnTokens = Callable[[list[int], list[float]], None]  # tokens and their log-probs, as they are generated

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from laminar_hpc.messages import Trajectory, decode_trajectory
+from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.messages.wire import decode_trajectory
 from laminar_hpc.observability.console import line
 
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 120, 320

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from laminar_hpc.messages import Trajectory
+from laminar_hpc.messages.data import Trajectory
 
 _COUNTS = frozenset(
     {"trajectories", "reward_error_count", "prompt_tokens", "response_tokens", "skipped_updates"}

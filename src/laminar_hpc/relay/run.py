@@ -16,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import MEET_SECONDS, LinkBroken, host_store, reach_store
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages.chain import EpochProposed, JoinEpoch, LinkDown, RelayHas, SendAgain, StoreOpened
+from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream
 from laminar_hpc.relay.ends import Receiver, Sender
 from laminar_hpc.weights.lane_slots import LaneWriter
@@ -53,15 +54,15 @@ def run(context: RoleContext) -> None:
         relay.tell_newest()
         while True:
             message = context.channel.wait(
-                m.EpochProposed, m.JoinEpoch, m.SendAgain, m.Welcome, timeout=_WAIT_SECONDS
+                EpochProposed, JoinEpoch, SendAgain, Welcome, timeout=_WAIT_SECONDS
             )
-            if isinstance(message, m.EpochProposed):
+            if isinstance(message, EpochProposed):
                 relay.propose(message)
-            elif isinstance(message, m.JoinEpoch):
+            elif isinstance(message, JoinEpoch):
                 relay.join(message)
-            elif isinstance(message, m.SendAgain):
+            elif isinstance(message, SendAgain):
                 relay.send_again(message)
-            elif isinstance(message, m.Welcome):
+            elif isinstance(message, Welcome):
                 relay.welcome_back()
     except StopReceived:
         return
@@ -92,14 +93,14 @@ class Relay:
 
     # ---- called by the main thread -------------------------------------------------------------------------
 
-    def propose(self, message: m.EpochProposed) -> None:
+    def propose(self, message: EpochProposed) -> None:
         """Links to a new neighbour downstream."""
         if self._downstream is not None:
             self._downstream.close()
 
         def make(given_up: Callable[[], bool]) -> Link:
             store, port = host_store(self._address, MEET_SECONDS)
-            self._context.channel.send(m.StoreOpened(message.epoch, self._address, port))
+            self._context.channel.send(StoreOpened(message.epoch, self._address, port))
             peer = f"relay {message.relays[0]}"
             return Link(
                 store,
@@ -118,7 +119,7 @@ class Relay:
             message.epoch, make, self._down, self._failed, self._sent, len(message.relays), max_chunk
         )
 
-    def join(self, message: m.JoinEpoch) -> None:
+    def join(self, message: JoinEpoch) -> None:
         """Links to a new neighbour upstream."""
         self._drop_upstream("another relay came before this one")
 
@@ -130,7 +131,7 @@ class Relay:
 
         self._upstream = Receiver(message.epoch, make, self._down, self._failed, self._receive)
 
-    def send_again(self, message: m.SendAgain) -> None:
+    def send_again(self, message: SendAgain) -> None:
         """Those behind miss the newest weights: they get them from this relay's slot."""
         sender = self._downstream
         newest = self._writer.keep_newest()
@@ -160,7 +161,7 @@ class Relay:
             complete = self._writer.is_complete(slot)
             self._writer.release(slot)
             self._context.channel.send(
-                m.RelayHas(manifest.weight_id, manifest.step, 0, 0.0, time.time(), complete=complete)
+                RelayHas(manifest.weight_id, manifest.step, 0, 0.0, time.time(), complete=complete)
             )
 
     def close(self) -> None:
@@ -193,7 +194,7 @@ class Relay:
 
     def _down(self, epoch: int, why: str) -> None:
         log.warning("link %d: %s", epoch, why)
-        self._context.channel.send(m.LinkDown(epoch, why))
+        self._context.channel.send(LinkDown(epoch, why))
 
     def _failed(self, error: Exception) -> None:
         log.error("a link's thread failed", exc_info=error)
@@ -229,7 +230,7 @@ class Relay:
             "relay", started, now, weight_id=manifest.weight_id, bytes=manifest.data_bytes
         )
         self._context.channel.send(
-            m.RelayHas(
+            RelayHas(
                 manifest.weight_id,
                 manifest.step,
                 manifest.data_bytes,

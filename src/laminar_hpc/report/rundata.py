@@ -16,7 +16,8 @@ import msgspec
 import yaml
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import Trajectory, VersionSpan, decode_trajectory
+from laminar_hpc.messages.data import Trajectory, VersionSpan
+from laminar_hpc.messages.wire import decode_trajectory
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Span, read_spans
 

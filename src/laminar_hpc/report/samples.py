@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from laminar_hpc.messages import Trajectory
+from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.report import trajectory_page
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.svg import tag, text

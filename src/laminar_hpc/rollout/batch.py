@@ -19,7 +19,9 @@ from typing import Any
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.engine.interface import Generation, RequestFailed, sampling_parameters
-from laminar_hpc.messages import Increment, MoveFailed, VersionSpan
+from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.messages.moves import MoveFailed
+from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.work import Work, extended, objection

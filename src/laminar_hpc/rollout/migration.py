@@ -19,16 +19,15 @@ from typing import TypeVar
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.engine.interface import Engine, RequestFailed
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.messages import (
+from laminar_hpc.messages.data import Message, Partial
+from laminar_hpc.messages.moves import (
     Import,
     Imported,
-    Message,
     MoveAbort,
     MoveCommit,
     MoveFailed,
     MoveOrder,
     MoveReady,
-    Partial,
     Reserve,
     Reserved,
 )

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.messages import Ping
+from laminar_hpc.messages.membership import Ping
 from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.state import ReplicaState

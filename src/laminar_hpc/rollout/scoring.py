@@ -7,7 +7,8 @@ from pathlib import Path
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages import PromptGroup, Scored, Trajectory
+from laminar_hpc.messages.data import PromptGroup, Trajectory
+from laminar_hpc.messages.rollouts import Scored
 from laminar_hpc.rollout.tokens import TextDecoder
 
 logger = logging.getLogger(__name__)

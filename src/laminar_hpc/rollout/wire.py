@@ -3,7 +3,8 @@
 import dataclasses
 
 from laminar_hpc.engine.interface import Utilization
-from laminar_hpc.messages import ReplicaLoad, RequestWork
+from laminar_hpc.messages.data import ReplicaLoad
+from laminar_hpc.messages.rollouts import RequestWork
 from laminar_hpc.rollout.state import ReplicaState
 
 _NONE = -1  # a weight id or batch id that there is not

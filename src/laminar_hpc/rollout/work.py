@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from laminar_hpc.engine.interface import Generation
-from laminar_hpc.messages import Grant, MoveOrder, Partial, PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.messages.data import Partial, PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.messages.moves import MoveOrder
+from laminar_hpc.messages.rollouts import Grant
 
 
 @dataclass

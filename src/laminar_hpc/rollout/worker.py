@@ -31,16 +31,9 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.engine.interface import EngineFactory
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages import (
-    Generated,
-    Grant,
-    Lost,
-    Message,
-    NotLoaded,
-    WeightsAvailable,
-    WeightsOpened,
-    Welcome,
-)
+from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.messages.rollouts import Generated, Grant, Lost, NotLoaded, WeightsAvailable, WeightsOpened
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.health import BatchHealth

@@ -14,18 +14,9 @@ import torch.distributed as dist
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages import (
-    AnyMessage,
-    Batch,
-    Continue,
-    Leave,
-    Message,
-    NotYet,
-    StepDone,
-    TakeBatch,
-    decode,
-    encode,
-)
+from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
+from laminar_hpc.messages.wire import AnyMessage, decode, encode
 
 log = logging.getLogger(__name__)
 # the other ranks wait so much longer than rank 0, so that rank 0's error is the one that is seen

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.world import init_trainer_world
-from laminar_hpc.messages import Checkpointed, TrainerDone
+from laminar_hpc.messages.training import Checkpointed, TrainerDone
 from laminar_hpc.policies.metrics import merged
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.inbox import Inbox

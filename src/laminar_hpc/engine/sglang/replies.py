@@ -5,7 +5,7 @@ from importlib.metadata import version
 from typing import Any
 
 from laminar_hpc.engine.interface import UNKNOWN_WEIGHTS, Generation, RequestFailed
-from laminar_hpc.messages import VersionSpan
+from laminar_hpc.messages.data import VersionSpan
 
 SGLANG_VERSION = tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())
 # meta_info.weight_versions; older ones report the version at the end only

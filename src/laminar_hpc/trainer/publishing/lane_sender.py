@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link, Posted, made_unless
 from laminar_hpc.cluster.meeting import LinkBroken, host_store
 from laminar_hpc.cluster.window import Window
 from laminar_hpc.kernels.sums import LazySums, add_sums
+from laminar_hpc.messages.chain import EpochProposed, LinkDown, StoreOpened
 from laminar_hpc.weights.delta import Image, unit_bytes
 from laminar_hpc.weights.lanes import Lane, lane_manifest, lane_sums
 from laminar_hpc.weights.manifest import Manifest
@@ -71,13 +71,13 @@ class LaneSender:
     def peer(self) -> str:
         return "a relay to join" if self.link is None else self.link.peer
 
-    def follow(self, proposed: m.EpochProposed, given_up: Callable[[], bool]) -> None:
+    def follow(self, proposed: EpochProposed, given_up: Callable[[], bool]) -> None:
         """Links to the master relay of this epoch; the leader's store listens on the run's address only."""
         if self.link is not None:
             self.link.close()
         self.link = None
         store, port = host_store(self._address, self._seconds)
-        self._context.channel.send(m.StoreOpened(proposed.epoch, self._address, port))
+        self._context.channel.send(StoreOpened(proposed.epoch, self._address, port))
         peer = f"relay {proposed.relays[0]}"
 
         def make() -> Link:
@@ -87,7 +87,7 @@ class LaneSender:
         try:
             self.link = made_unless(given_up, make)
         except LinkBroken as error:
-            self._context.channel.send(m.LinkDown(proposed.epoch, str(error)))
+            self._context.channel.send(LinkDown(proposed.epoch, str(error)))
             return
         log.info("lane %d, epoch %d: linked to %s", self.number, proposed.epoch, peer)
 
@@ -168,7 +168,7 @@ class LaneSender:
         except LinkBroken as error:
             self.link = None
             self._watch.close()
-            self._context.channel.send(m.LinkDown(link.epoch, str(error)))
+            self._context.channel.send(LinkDown(link.epoch, str(error)))
             link.close()
         finally:
             self.bytes_sent += link.bytes_sent - before

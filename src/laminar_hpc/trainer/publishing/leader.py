@@ -8,8 +8,8 @@ relays, each for relay.publish_timeout_seconds. Nobody but the fence waits for i
 import logging
 import time
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published, WeightId
 from laminar_hpc.policies.chain import chunk_bytes
 from laminar_hpc.trainer.publishing.commands import Command, give
 from laminar_hpc.trainer.publishing.handover import POLL_SECONDS, Handover
@@ -31,7 +31,7 @@ class Leader:
         self._max_chunk = context.config.relay.chunk_megabytes << 20
         self.weight_id: int | None = None  # of the newest weights that the relays have
         if len(model.lanes) > 1:
-            context.channel.send(m.LaneSenders([lane.sender for lane in model.lanes]))
+            context.channel.send(LaneSenders([lane.sender for lane in model.lanes]))
 
     def turn(self) -> None:
         """Sends, releases or waits, whichever is due."""
@@ -97,9 +97,9 @@ class Leader:
         lanes, started = self._lanes, time.time()
         self._handover.awaited = "a weight id of the controller"
         answer = self._context.channel.request(
-            m.NewWeightId(publication.step), m.WeightId, timeout=self._seconds, what="a weight id"
+            NewWeightId(publication.step), WeightId, timeout=self._seconds, what="a weight id"
         )
-        assert isinstance(answer, m.WeightId)
+        assert isinstance(answer, WeightId)
         first = lanes.mine[0].link
         if first is None:
             return
@@ -144,7 +144,7 @@ class Leader:
         now = time.time()
         self._context.trace.record("send", started, now, step=publication.step, weight_id=weight_id)
         self._context.channel.send(
-            m.Published(
+            Published(
                 weight_id,
                 publication.step,
                 publication.stall_seconds,

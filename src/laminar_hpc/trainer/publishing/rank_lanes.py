@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from laminar_hpc import messages as m
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.kernels.sums import LazySums
+from laminar_hpc.messages.chain import EpochProposed
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.publishing.handover import Handover
 from laminar_hpc.trainer.publishing.lane_sender import LaneSender
@@ -63,7 +63,7 @@ class RankLanes:
             for number, lane in enumerate(model.lanes)
             if lane.sender == rank
         ]
-        self._proposed: dict[int, m.EpochProposed] = {}  # by lane, the newest that is not followed yet
+        self._proposed: dict[int, EpochProposed] = {}  # by lane, the newest that is not followed yet
         self._proposals = threading.Lock()
 
     # ---- links ---------------------------------------------------------------------------------------------
@@ -90,8 +90,8 @@ class RankLanes:
 
     def _take_proposals(self) -> None:
         """From any thread."""
-        while (proposed := self._context.channel.wait(m.EpochProposed, timeout=0)) is not None:
-            assert isinstance(proposed, m.EpochProposed)
+        while (proposed := self._context.channel.wait(EpochProposed, timeout=0)) is not None:
+            assert isinstance(proposed, EpochProposed)
             with self._proposals:
                 lane = proposed.epoch % len(self._model.lanes)
                 before = self._proposed.get(lane, proposed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from laminar_hpc.messages import Trajectory
+from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 

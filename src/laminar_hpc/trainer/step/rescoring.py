@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from laminar_hpc.messages import Trajectory
+from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.microbatch import length, trained, trajectory_pack
 from laminar_hpc.trainer.step.parallel import own_microbatches, reduced

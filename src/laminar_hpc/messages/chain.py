@@ -1,0 +1,66 @@
+"""Trainers, relays and the controller: the chain's links, each made in an epoch of its own."""
+
+from laminar_hpc.messages.data import Message
+
+
+class EpochProposed(Message):
+    """To the trainer rank of a lane or a relay: open a store and link to `relays[0]`, behind which the others
+    stand in chain order.
+
+    The link takes the place of an earlier one to the same side. Epochs of lane l of L leave l when divided by
+    L. `resend`: none of these relays holds the newest weights, so what was sent last must be sent again.
+    """
+
+    epoch: int
+    relays: list[int]
+    resend: bool = True
+
+
+class StoreOpened(Message):
+    """From the sending end of a link: its store listens here."""
+
+    epoch: int
+    host: str
+    port: int
+
+
+class JoinEpoch(Message):
+    """To the receiving end of a link: the sending one, `peer`, waits at this store."""
+
+    epoch: int
+    host: str
+    port: int
+    peer: str
+
+
+class SendAgain(Message):
+    """To a relay: send your newest weights over the link of this epoch, for `relays` that stand behind it and
+    miss them."""
+
+    epoch: int
+    relays: int
+
+
+class LinkDown(Message):
+    """From the trainer or a relay: the link of this epoch broke. The controller has it made anew, around
+    whoever is gone."""
+
+    epoch: int
+    text: str
+
+
+class RelayHas(Message):
+    """A relay holds these weights, or its lane's part of them, with equal sums. `passed_on`: the epoch of the
+    link that they went on over; 0 = none. `complete`: so do the other lanes of its machine, whose rollouts
+    may load them.
+
+    `bytes` 0: it has had them since before it was taken for dead.
+    """
+
+    weight_id: int
+    weight_step: int
+    bytes: int
+    seconds: float
+    time: float
+    passed_on: int = 0
+    complete: bool = True

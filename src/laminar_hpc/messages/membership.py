@@ -1,0 +1,66 @@
+"""All roles and the controller: joining, signs of life, failures, leaving."""
+
+from laminar_hpc.messages.data import Message, ReplicaLoad
+
+
+class Hello(Message):
+    """First message of a worker. `incarnation` differs after a restart; `machine` names the host whose shared
+    memory it sees."""
+
+    role: str
+    index: int
+    incarnation: str
+    pid: int
+    machine: str
+
+
+class Welcome(Message):
+    """Answer to Hello: the state to join with.
+
+    `restored_step` is -1 for a fresh run, else the step of the checkpoint to load. `model` is
+    OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take the same
+    commit.
+    """
+
+    run_id: str
+    restored_step: int
+    trainer_step: int
+    newest_weight_id: int
+    model: str = ""
+
+
+class Ping(Message):
+    """A worker's sign of life, once a second; a rollout's says how loaded it is."""
+
+    load: ReplicaLoad | None = None
+
+
+class Pong(Message):
+    pass
+
+
+class Failure(Message):
+    """A worker ends with this error, and the run with it. From the controller: end with this error."""
+
+    text: str
+
+
+class Goodbye(Message):
+    """A worker has finished its work and leaves with exit code 0."""
+
+
+class Stop(Message):
+    """Controller to workers: leave now. Trainers get it only after they have said that their checkpoint is on
+    disk."""
+
+    reason: str
+
+
+class Rejoin(Message):
+    """To a worker that was taken for dead and is heard again: say Hello once more."""
+
+
+class StopRequest(Message):
+    """From `laminar stop` or a signal: finish the step, checkpoint, leave."""
+
+    reason: str

@@ -1,0 +1,99 @@
+"""Rollouts and the controller: weights that are served, local batches, responses and their scores."""
+
+import msgspec
+
+from laminar_hpc.messages.data import Message, Partial, PromptGroup, Trajectory, VersionSpan
+
+
+class WeightsOpened(Message):
+    """A replica has loaded and verified these weights. `probe_logprobs`: its log-probs of the run's fixed
+    probe at this id."""
+
+    weight_id: int
+    weight_step: int
+    seconds: float
+    parts: dict[str, float]
+    probe_logprobs: list[float]
+    time: float
+
+
+class RequestWork(Message):
+    """An idle replica at this id asks for a local batch; it supersedes an earlier request of the same
+    replica. `seen`: the newest batch that it was granted in this life; a request that a grant crossed on its
+    way is void."""
+
+    weight_id: int
+    seen: int = -1
+
+
+class Grant(Message):
+    """A local batch: a closed set of groups on one weight id. `evaluation` names the evaluation it belongs
+    to, "" for training.
+
+    `parts`: responses so far, by trajectory, of those that go on from a replica that is dead. Then the
+    replica may serve other weights, or none yet: it loads these from a slot that still holds them. Answer if
+    there is none: NotLoaded.
+    """
+
+    batch_id: int
+    weight_id: int
+    weight_step: int
+    groups: list[PromptGroup]
+    temperature: float
+    max_response_tokens: int
+    evaluation: str = ""
+    parts: dict[int, Partial] = msgspec.field(default_factory=dict)
+
+
+class NotLoaded(Message):
+    """The weights of this grant are in no slot any more; nothing of it was begun, and the replica asks for
+    work again."""
+
+    batch_id: int
+    reason: str
+
+
+class Generated(Message):
+    """The last token of a trajectory was generated; its score follows in Scored."""
+
+    trajectory: Trajectory
+    evaluation: str = ""
+
+
+class Scored(Message):
+    trajectory_id: int
+    attempt: int
+    reward: float
+    parts: dict[str, float]
+    error: str  # "" | what the reward function did wrong
+    time: float
+    evaluation: str = ""
+
+
+class Lost(Message):
+    """This attempt came to nothing (engine error, mixed versions); the controller gives the sample out
+    again."""
+
+    trajectory_id: int
+    attempt: int
+    reason: str
+    evaluation: str = ""
+
+
+class Increment(Message):
+    """More of a response, for the partial-response pool: its tokens from `start` on."""
+
+    trajectory_id: int
+    attempt: int
+    start: int
+    tokens: list[int]
+    logprobs: list[float]
+    spans: list[VersionSpan]  # of these tokens; places count from the beginning of the response
+    time_started: float
+
+
+class WeightsAvailable(Message):
+    """Controller to the rollouts of one machine: their relay holds these weights now."""
+
+    weight_id: int
+    weight_step: int

@@ -1,0 +1,77 @@
+"""Trainers and the controller: batches, steps, checkpoints. Only rank 0 of the trainers' world speaks."""
+
+import msgspec
+
+from laminar_hpc.messages.data import Message, Trajectory
+
+
+class TrainersMeet(Message):
+    """Where the trainers' world meets: trainer 0's store, told to the others through the controller."""
+
+    address: str
+    port: int
+
+
+class TakeBatch(Message):
+    """Asks for the batch that turns weights of step `step` into `step + 1`, or with consumption as a stream
+    for its next mini-batch."""
+
+    step: int
+    part: int = 0
+
+
+class Batch(Message):
+    step: int
+    trajectories: list[Trajectory]
+    samples_per_prompt: int
+
+
+class StoredBatch(Message, tag="Batch"):
+    """What the controller sends as Batch: trajectories as they are in the store, not decoded and encoded
+    again."""
+
+    step: int
+    trajectories: list[msgspec.Raw]
+    samples_per_prompt: int
+
+
+class NotYet(Message):
+    """The batch is not there yet, and why; sent about once a second while the trainer waits."""
+
+    step: int
+    reason: str
+
+
+class StepDone(Message):
+    """Step `step` is in the weights (step + 1 is the version now). The answer is Continue or Leave.
+
+    `gaps`: trajectory id -> mean |log-prob by the trainer - by the engine| over its trained tokens when it
+    was trained, and how many mini-batches the trainer's weights were ahead of the engine's then: with 0 the
+    two should agree, with more they have moved apart.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    gaps: dict[int, tuple[float, int]] = msgspec.field(default_factory=dict)
+
+
+class Continue(Message):
+    pass
+
+
+class Leave(Message):
+    """Answer to TakeBatch or StepDone: checkpoint now, then say TrainerDone."""
+
+    reason: str
+
+
+class Checkpointed(Message):
+    step: int
+    path: str
+    seconds: float
+    state_hash: str  # SHA-256 over weights, optimizer state and RNG
+
+
+class TrainerDone(Message):
+    step: int
+    weight_id: int  # the last id that was published

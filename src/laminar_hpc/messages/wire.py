@@ -1,0 +1,122 @@
+"""How messages become frames and back, by msgspec. `encode` and `decode` are the only serialisers: a frame
+that does not fit its type raises msgspec.ValidationError, and never runs code."""
+
+import msgspec
+
+from laminar_hpc.messages.chain import EpochProposed, JoinEpoch, LinkDown, RelayHas, SendAgain, StoreOpened
+from laminar_hpc.messages.data import Message, Trajectory
+from laminar_hpc.messages.membership import (
+    Failure,
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    Rejoin,
+    Stop,
+    StopRequest,
+    Welcome,
+)
+from laminar_hpc.messages.moves import (
+    Import,
+    Imported,
+    MoveAbort,
+    MoveCommit,
+    MoveFailed,
+    MoveOrder,
+    MoveReady,
+    Reserve,
+    Reserved,
+)
+from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published, WeightId
+from laminar_hpc.messages.rollouts import (
+    Generated,
+    Grant,
+    Increment,
+    Lost,
+    NotLoaded,
+    RequestWork,
+    Scored,
+    WeightsAvailable,
+    WeightsOpened,
+)
+from laminar_hpc.messages.training import (
+    Batch,
+    Checkpointed,
+    Continue,
+    Leave,
+    NotYet,
+    StepDone,
+    TakeBatch,
+    TrainerDone,
+    TrainersMeet,
+)
+
+AnyMessage = (
+    StopRequest
+    | Rejoin
+    | Stop
+    | Goodbye
+    | Failure
+    | Pong
+    | Ping
+    | Hello
+    | Welcome
+    | Increment
+    | WeightsAvailable
+    | NotLoaded
+    | Lost
+    | Scored
+    | Generated
+    | Grant
+    | RequestWork
+    | WeightsOpened
+    | MoveFailed
+    | MoveAbort
+    | MoveCommit
+    | Imported
+    | Import
+    | MoveReady
+    | MoveOrder
+    | Reserved
+    | Reserve
+    | TrainerDone
+    | Checkpointed
+    | TrainersMeet
+    | Continue
+    | StepDone
+    | Leave
+    | NotYet
+    | Batch
+    | TakeBatch
+    | Published
+    | WeightId
+    | NewWeightId
+    | LaneSenders
+    | RelayHas
+    | LinkDown
+    | SendAgain
+    | JoinEpoch
+    | StoreOpened
+    | EpochProposed
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_trajectory_decoder = msgspec.msgpack.Decoder(Trajectory)
+
+
+def encode(value: Message | Trajectory) -> bytes:
+    return _encoder.encode(value)
+
+
+def decode(frame: bytes) -> AnyMessage:
+    """Raises msgspec.DecodeError (of which ValidationError is one) on anything that is not one of the
+    messages above."""
+    try:
+        return _decoder.decode(frame)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from None
+
+
+def decode_trajectory(blob: bytes) -> Trajectory:
+    return _trajectory_decoder.decode(blob)
