@@ -66,7 +66,7 @@ def test_shipped_experiments_name_their_gpus_and_fit(name):
             ["rollout.kv_cache_tokens=9000", "rollout.gpu_memory_gigabytes=12"],
             r"(raise rollout.tensor_parallel=1)",
         ),
-        (["trainer.gpu_memory_gigabytes=-1"], r"trainer.gpu_memory_gigabytes=-1.0: must be above 0"),
+        (["trainer.gpu_memory_gigabytes=-1"], r"trainer.gpu_memory_gigabytes=-1: must be above 0"),
         (
             ["rollout.gpu_memory_gigabytes=nan"],
             r"rollout.gpu_memory_gigabytes=nan: must be a finite number, above 0",
