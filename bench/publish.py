@@ -191,7 +191,7 @@ def context(config: object, role: str, index: int, line: Line, folder: Path) -> 
     from laminar_hpc.messages.membership import Welcome
     from laminar_hpc.observability.trace import Trace
 
-    welcome = Welcome(f"bench-{folder.name}-{role}{index}", -1, 0, 0)
+    welcome = Welcome(f"bench-{folder.name}-{role}{index}", None)
     return RoleContext(config, role, index, "here", folder, line, welcome, Trace(folder, role, index))
 
 

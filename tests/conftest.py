@@ -1,14 +1,25 @@
-"""Which tests may run side by side (`make test WORKERS=N`): those of different files, so that a file's
-fixtures are made once. Slurm's files count as one, as they share a cluster."""
+"""How tests run side by side (`make test WORKERS=N`): whole files go to a worker, so that their fixtures are
+made once, and whole folders where several files share engines, trainer processes or a Slurm."""
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+# They come first: what takes long must not begin last.
+FOLDERS = ("tests/trainer/", "tests/rollout/", "tests/slurm/")
+
+
+def folder(nodeid: str) -> str | None:
+    return next((name for name in FOLDERS if nodeid.startswith(name)), None)
+
 
 class ByFile(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/slurm" if nodeid.startswith("tests/slurm/") else super()._split_scope(nodeid)
+        return folder(nodeid) or super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
     return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: folder(item.nodeid) is None)

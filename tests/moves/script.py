@@ -63,13 +63,13 @@ class Script:
 
     def rollout(self, index: int, machine: str = "one", life: str = "", phase: str = "unverified") -> None:
         hello = Hello("rollout", index, life, os.getpid(), machine)
-        self.hear("rollout", index, hello, Ping(ReplicaLoad(phase, -1, 0, 0)), life=life)
+        self.hear("rollout", index, hello, Ping(ReplicaLoad(phase, None, 0, 0)), life=life)
 
-    def asks(self, index: int, weight_id: int, seen: int = -1, life: str = "") -> None:
+    def asks(self, index: int, weight_id: int, newest_batch: int | None = None, life: str = "") -> None:
         """It has pulled these weights and wants work."""
         step = self.controller.weights.steps[weight_id]
         opened = WeightsOpened(weight_id, step, 0.1, {}, [], 0.0)
-        self.hear("rollout", index, opened, RequestWork(weight_id, seen), life=life)
+        self.hear("rollout", index, opened, RequestWork(weight_id, newest_batch), life=life)
 
     def works(self, index: int, grant: Grant, tokens: int, life: str = "") -> None:
         """It generates so many tokens more of all of a grant, and says so."""

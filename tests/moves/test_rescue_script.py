@@ -77,11 +77,11 @@ def test_a_request_that_crossed_the_grant_is_void(tmp_path):
     script.dies(0)
     rescue = script.granted(1)
     script.controller.tracker.counted -= 1000
-    script.asks(1, 1, seen=-1)
+    script.asks(1, 1, newest_batch=None)
     assert script.granted(1) is None
     script.hear("rollout", 1, WeightsOpened(0, 0, 0.1, {}, [], 0.0))
     script.ends(1, rescue, 5)
-    script.asks(1, 1, seen=rescue.batch_id)
+    script.asks(1, 1, newest_batch=rescue.batch_id)
     more = script.granted(1)
     assert more is not None and more.weight_id == 1 and more.parts == {}
 

@@ -31,7 +31,7 @@ def now_status(when: float) -> Status:
         Rank("trainer", 0, 11, "m", when, 8, 8),
         Rank("relay", 0, 12, "m", when, 8, 8),
         Rank("rollout", 0, 13, "m", when, 7, 7, load),
-        Rank("rollout", 1, 14, "m", when - 6, -1, -1, ReplicaLoad("unverified", -1, 0, 0)),
+        Rank("rollout", 1, 14, "m", when - 6, None, None, ReplicaLoad("unverified", None, 0, 0)),
     ]
     return Status(when, 10, "m", 3, 60, "", 8, ranks, Queues(5, 2, 4, 1, 1, "2 of 8 groups are finished"))
 

@@ -44,7 +44,12 @@ class Finished:
 
 
 def run(
-    run_dir: Path, model: Path, ranks: int, leave_after: int = -1, restored_step: int = -1, **settings: object
+    run_dir: Path,
+    model: Path,
+    ranks: int,
+    leave_after: int = -1,
+    restored_step: int | None = None,
+    **settings: object,
 ) -> Finished:
     """Runs the trainer role to its end; every rank must leave with exit code 0."""
     run_dir.mkdir(parents=True, exist_ok=True)

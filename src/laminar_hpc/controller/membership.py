@@ -69,15 +69,8 @@ class Membership:
         return None
 
     def _welcome(self) -> Welcome:
-        """On the wire -1 stands for a fresh run, and for no weights yet."""
-        newest = self._weights.newest
-        return Welcome(
-            self._run_id,
-            -1 if self._restored_step is None else self._restored_step,
-            self._shared.state.trainer_step,
-            -1 if newest is None else newest.weight_id,
-            str(recorded_name(self._shared.config.model.path) or ""),
-        )
+        model = str(recorded_name(self._shared.config.model.path) or "")
+        return Welcome(self._run_id, self._restored_step, model)
 
     def on_trainers_meet(self, member: Member, place: TrainersMeet) -> None:
         self._trainers_meet = place  # also for those who join later

@@ -107,7 +107,7 @@ class Chain:
             self._exiled[link.downstream] = now + _EXILE_SECONDS
         return link
 
-    def relay_has(self, index: int, weight_id: int, passed_on: int) -> None:
+    def relay_has(self, index: int, weight_id: int, passed_on: int | None) -> None:
         """`passed_on` tells whether the next relay gets them as well: its link may have come after they began
         to arrive here."""
         self.has[index] = max(weight_id, self.has.get(index, -1))

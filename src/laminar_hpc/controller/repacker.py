@@ -103,6 +103,7 @@ class Repacker:
             and self._shared.members.at("rollout", replica) is not None
             and _drains(seen.report)
             and 0 < count.get(replica, 0) <= seen.report.in_flight <= self._config.rollout.max_concurrent
+            and seen.report.weight_id is not None
             and seen.report.weight_id == self._replicas.at(replica).weight_id
         }
 
@@ -116,6 +117,7 @@ class Repacker:
 
     def _begin(self, merge: repack.Merge, report: ReplicaLoad, now: float) -> int:
         """Moves whatever the source has in progress; returns how many trajectories that is."""
+        assert report.weight_id is not None  # as of all candidates
         begun = 0
         for group, trajectory_id, sample in self._tracker.in_progress().get(merge.source, []):
             if trajectory_id not in self._migration.moving:
@@ -130,6 +132,7 @@ class Repacker:
 
 def _view(replica: int, seen: _Seen) -> repack.ReplicaView:
     report = seen.report
+    assert report.weight_id is not None
     return repack.ReplicaView(
         replica, report.weight_id, report.kv_tokens, seen.kv_tokens_before, report.in_flight
     )

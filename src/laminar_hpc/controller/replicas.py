@@ -42,7 +42,7 @@ class Replicas:
         """A request that a grant crossed on its way is void; the weights that it names are served."""
         row = self.at(index)
         row.weight_id = request.weight_id  # known anew of a replica that was taken for dead
-        if row.newest_batch is None or request.seen >= row.newest_batch:
+        if row.newest_batch is None or request.newest_batch == row.newest_batch:
             self.waiting[index] = request
 
     def granted(self, index: int, batch_id: int) -> None:

@@ -149,6 +149,7 @@ class Rescuer:
             failover.Room(replica, report.weight_id, float(report.kv_capacity - report.kv_tokens))
             for replica, row in self._replicas.rows().items()
             if (report := row.current_report) is not None
+            and report.weight_id is not None
             and report.phase == "draining"
             and report.weight_id == row.weight_id
             and replica not in self._replicas.waiting

@@ -25,7 +25,7 @@ def status(controller: Controller) -> Status:
         step=c.state.trainer_step,
         steps=c.config.steps,
         stopping=c.state.stopping,
-        newest_weight_id=-1 if c.weights.newest is None else c.weights.newest.weight_id,
+        newest_weight_id=c.weights.newest.weight_id if c.weights.newest else None,
         rewards_scored=c.reports.reward_errors.scored,
         reward_errors=c.reports.reward_errors.count,
         ranks=[
@@ -44,7 +44,6 @@ def status(controller: Controller) -> Status:
 
 
 def _rank(c: Controller, member: Member) -> Rank:
-    """`Rank` holds -1 where there are no weights."""
     hello, weight_id, report = member.hello, None, None
     if hello.role == "rollout":
         row = c.replicas.at(hello.index)
@@ -60,7 +59,7 @@ def _rank(c: Controller, member: Member) -> Rank:
         hello.pid,
         hello.machine,
         time.time() - (time.monotonic() - member.last_seen),
-        -1 if weight_id is None else weight_id,
-        -1 if weight_id is None else c.weights.steps.get(weight_id, -1),
+        weight_id,
+        None if weight_id is None else c.weights.steps.get(weight_id),
         report,
     )

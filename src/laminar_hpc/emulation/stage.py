@@ -74,10 +74,10 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
 def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQueue[WeightId]") -> None:
     """All steps; `seconds_per_token` emulated seconds for each token of a batch."""
     channel = _join(config, "trainer")
-    step = max(0, channel.welcome.restored_step)
+    step = channel.welcome.restored_step or 0
     try:
         channel.request(Ping(), EpochProposed, timeout=_WAIT, what="the first epoch")
-        weight_id = _publish(channel, step, handed)
+        _publish(channel, step, handed)
         while step < config.steps:
             asked, waited = time.time(), 0.0
             trajectories: list[Trajectory] = []
@@ -97,7 +97,7 @@ def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQu
             trained = time.time()
             metrics = batch_metrics(trajectories, step) | reward_means(trajectories, config.reward.functions)
             step += 1
-            weight_id = _publish(channel, step, handed)
+            _publish(channel, step, handed)
             channel.send(
                 StepDone(
                     step - 1, {**metrics, "wait_seconds": waited, "train_seconds": trained - asked - waited}
@@ -105,7 +105,7 @@ def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQu
             )
             if _answer(channel, Continue) is None:
                 break
-        channel.send(TrainerDone(step, weight_id))
+        channel.send(TrainerDone(step))
         while True:
             channel.wait(Stop, timeout=1.0)
     except StopReceived:
@@ -124,14 +124,13 @@ def _answer(channel: Channel, wanted: type[A]) -> A | None:
     raise TimeoutError(f"no {wanted.__name__} from the controller within {_WAIT:g} s")
 
 
-def _publish(channel: Channel, step: int, handed: "queue.SimpleQueue[WeightId]") -> int:
+def _publish(channel: Channel, step: int, handed: "queue.SimpleQueue[WeightId]") -> None:
     began = time.time()
     given = channel.request(NewWeightId(step), WeightId, timeout=_WAIT, what="a weight id")
     assert isinstance(given, WeightId)
     handed.put(given)
     now = time.time()
     channel.send(Published(given.weight_id, step, 0.0, 0.0, now - began, 0, [], now))
-    return given.weight_id
 
 
 def run(config: RunConfig, seconds_per_token: float) -> None:

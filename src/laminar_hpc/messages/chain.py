@@ -51,7 +51,7 @@ class LinkDown(Message):
 
 class RelayHas(Message):
     """A relay holds these weights, or its lane's part of them, with equal sums. `passed_on`: the epoch of the
-    link that they went on over; 0 = none. `complete`: so do the other lanes of its machine, whose rollouts
+    link that they went on over, if they did. `complete`: so do the other lanes of its machine, whose rollouts
     may load them.
 
     `bytes` 0: it has had them since before it was taken for dead.
@@ -62,5 +62,5 @@ class RelayHas(Message):
     bytes: int
     seconds: float
     time: float
-    passed_on: int = 0
+    passed_on: int | None = None
     complete: bool = True

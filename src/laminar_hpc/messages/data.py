@@ -79,7 +79,7 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     old."""
 
     phase: str  # of rollout/state.py
-    weight_id: int
+    weight_id: int | None  # None = no verified weights yet
     in_flight: int  # trajectories of the local batch without their last token
     scoring: int  # trajectories whose reward is being computed
     running: int = 0  # requests that the engine decodes
@@ -87,5 +87,5 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     kv_tokens: int = 0  # of the KV cache in use
     kv_capacity: int = 0  # 0 = the engine has not said yet
     tokens_per_second: float = 0.0  # response tokens of the trajectories that ended in the last half minute
-    # requests at which decode stops being memory-bound (B of policies/repack.py); 0 = not measured
-    batch_max: int = 0
+    # requests at which decode stops being memory-bound (B of policies/repack.py); None = not measured
+    batch_max: int | None = None

@@ -17,15 +17,13 @@ class Hello(Message):
 class Welcome(Message):
     """Answer to Hello: the state to join with.
 
-    `restored_step` is -1 for a fresh run, else the step of the checkpoint to load. `model` is
+    `restored_step` is None for a fresh run, else the step of the checkpoint to load. `model` is
     OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take the same
     commit.
     """
 
     run_id: str
-    restored_step: int
-    trainer_step: int
-    newest_weight_id: int
+    restored_step: int | None
     model: str = ""
 
 

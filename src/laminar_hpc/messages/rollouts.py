@@ -19,11 +19,11 @@ class WeightsOpened(Message):
 
 class RequestWork(Message):
     """An idle replica at this id asks for a local batch; it supersedes an earlier request of the same
-    replica. `seen`: the newest batch that it was granted in this life; a request that a grant crossed on its
-    way is void."""
+    replica. `newest_batch`: the newest that it was granted in this life, None before the first; a request
+    that a grant crossed on its way is void."""
 
     weight_id: int
-    seen: int = -1
+    newest_batch: int | None = None
 
 
 class Grant(Message):

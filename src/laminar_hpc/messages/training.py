@@ -74,4 +74,3 @@ class Checkpointed(Message):
 
 class TrainerDone(Message):
     step: int
-    weight_id: int  # the last id that was published

@@ -19,16 +19,15 @@ STATUS_FILE = "status.json"
 
 
 class Rank(msgspec.Struct, omit_defaults=True):
-    """A worker that is in the run. `load` of rollouts only; `weight_step` -1 = serves no verified weights
-    yet."""
+    """A worker that is in the run. `load` of rollouts only; None = no verified weights yet."""
 
     role: str
     index: int
     pid: int
     machine: str
     heard: float  # seconds since the epoch
-    weight_id: int = -1
-    weight_step: int = -1
+    weight_id: int | None = None
+    weight_step: int | None = None
     load: ReplicaLoad | None = None
 
 
@@ -52,7 +51,7 @@ class Status(msgspec.Struct):
     step: int
     steps: int
     stopping: str
-    newest_weight_id: int  # that some relay holds
+    newest_weight_id: int | None  # that some relay holds
     ranks: list[Rank]
     queues: Queues
     rewards_scored: int = 0  # of this launch, evaluations included

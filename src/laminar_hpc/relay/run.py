@@ -236,7 +236,7 @@ class Relay:
                 manifest.data_bytes,
                 now - started,
                 now,
-                stream.passed_on or 0,  # epochs begin at 1
+                stream.passed_on,
                 complete,
             )
         )

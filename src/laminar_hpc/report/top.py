@@ -130,7 +130,7 @@ def _ranks(view: View) -> Table:
 
 
 def _rank_cells(rank: Rank, view: View) -> list[str | Text]:
-    weights = f"id {rank.weight_id} (step {rank.weight_step})" if rank.weight_id >= 0 else "none yet"
+    weights = f"id {rank.weight_id} (step {rank.weight_step})" if rank.weight_id is not None else "none yet"
     cells: list[str | Text] = [f"{rank.role}{rank.index}", str(rank.pid), weights]
     silent = view.status.time - rank.heard if view.status else 0.0
     load = rank.load if view.state != "ended" else None

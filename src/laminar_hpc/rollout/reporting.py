@@ -2,17 +2,19 @@
 second of late."""
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.engine.interface import Utilization
+from laminar_hpc.messages.data import ReplicaLoad
 from laminar_hpc.messages.membership import Ping
 from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.state import ReplicaState
-from laminar_hpc.rollout.wire import replica_load
 
 logger = logging.getLogger(__name__)
 REPORT_SECONDS = 1.0
@@ -51,15 +53,24 @@ class UtilizationReporter:
         """Until it is cancelled: once a second, or more often for repack, what the next ping will say."""
         channel, pipeline = self.context.channel, self.context.config.pipeline
         while True:
-            utilization = await self.engines.current.utilization()
-            channel.load = replica_load(
-                self.state, self.scoring(), utilization, self._rate(), self._saturation
-            )
+            channel.load = self._report(await self.engines.current.utilization())
             if pipeline.repack == "off":
                 await asyncio.sleep(REPORT_SECONDS)
             else:  # the planner decides by what is reported
                 channel.send(Ping(channel.load))
                 await asyncio.sleep(min(REPORT_SECONDS, pipeline.repack_seconds))
+
+    def _report(self, utilization: Utilization | None) -> ReplicaLoad:
+        """`utilization` is None when the engine does not say."""
+        return ReplicaLoad(
+            self.state.phase.value,
+            self.state.weight_id,
+            self.state.in_flight,
+            self.scoring(),
+            tokens_per_second=self._rate(),
+            batch_max=self._saturation,
+            **(dataclasses.asdict(utilization) if utilization else {}),
+        )
 
     def _rate(self) -> float:
         while self._finished and self._finished[0][0] < time.monotonic() - RATE_SECONDS:

@@ -33,7 +33,15 @@ from laminar_hpc.engine.interface import EngineFactory
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.membership import Welcome
-from laminar_hpc.messages.rollouts import Generated, Grant, Lost, NotLoaded, WeightsAvailable, WeightsOpened
+from laminar_hpc.messages.rollouts import (
+    Generated,
+    Grant,
+    Lost,
+    NotLoaded,
+    RequestWork,
+    WeightsAvailable,
+    WeightsOpened,
+)
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.health import BatchHealth
@@ -43,7 +51,6 @@ from laminar_hpc.rollout.scoring import Scoring
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.tokens import model_config, stop_token_ids
 from laminar_hpc.rollout.weight_loader import WeightLoader
-from laminar_hpc.rollout.wire import request_work
 from laminar_hpc.rollout.work import Work, trajectory, works
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
@@ -182,7 +189,8 @@ class RolloutWorker:
             if self._newer_weights():
                 await self._pull()
             self.ask_again = False
-            self.context.channel.send(request_work(self.state.weight_id, self.newest_batch))
+            assert self.state.weight_id is not None  # the first weights were awaited
+            self.context.channel.send(RequestWork(self.state.weight_id, self.newest_batch))
         grant = await self._next_grant()
         if grant is not None:
             await self._local_batch(grant)

@@ -38,7 +38,7 @@ def run(context: RoleContext) -> None:
     """The whole life of a trainer rank. Raises LaminarError for whatever ends the run, StopReceived when the
     controller ends it."""
     config, trace = context.config, context.trace
-    restored = context.welcome.restored_step if context.welcome.restored_step >= 0 else None
+    restored = context.welcome.restored_step
     with trace.span("load"):
         init_trainer_world(context)
         policy = MegatronPolicy(config)
@@ -71,7 +71,7 @@ def run(context: RoleContext) -> None:
         _checkpoint(context, checkpointer, step, _wire_id(publisher))
     publisher.close()
     if dist.get_rank() == 0:
-        context.channel.send(TrainerDone(step, _wire_id(publisher)))
+        context.channel.send(TrainerDone(step))
     dist.destroy_process_group()
 
 
