@@ -8,6 +8,7 @@ import tiny
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from torch.distributed.distributed_c10d import _world
 
 
 @pytest.fixture(scope="package")
@@ -19,10 +20,20 @@ def world() -> Iterator[None]:
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
+    parallel_state.initialize_model_parallel()
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def groups_end_with_their_test() -> Iterator[None]:
+    """A gloo group has three threads, of which one wakes 100 times a second, and each policy makes groups."""
+    before = set(_world.pg_map)
+    yield
+    for group in [group for group in _world.pg_map if group not in before]:
+        dist.destroy_process_group(group)
 
 
 @pytest.fixture(scope="package")

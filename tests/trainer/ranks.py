@@ -7,6 +7,7 @@ everywhere.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -115,6 +116,7 @@ def _one(store: str, rank: int, world: int, function: str, arguments: dict) -> o
         with contextlib.suppress(Exception):
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+        gc.collect()  # what holds a group holds its threads, of which one wakes 100 times a second
 
 
 def _serve(line: socket.socket) -> None:
