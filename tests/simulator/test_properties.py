@@ -12,8 +12,9 @@ from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.replica import Replica
 from laminar_hpc.simulator.request import Admission, Request
 from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.run import Setup, setup, simulate
+from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.setup import Setup, setup
 from laminar_hpc.simulator.tracker import TrajectoryTracker
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

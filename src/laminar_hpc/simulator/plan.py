@@ -19,8 +19,9 @@ from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS, Constants
 from laminar_hpc.simulator.cost import engine_costs, job_costs, kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.run import setup, simulate
+from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig
+from laminar_hpc.simulator.setup import setup
 from laminar_hpc.simulator.trainer_fit import fitting_trainer, layout_of, shards
 from laminar_hpc.simulator.workload import Workload
 

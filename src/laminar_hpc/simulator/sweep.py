@@ -7,9 +7,10 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.policies.sizing import trainer_splits
 from laminar_hpc.simulator.constants import GPUS, MODELS
 from laminar_hpc.simulator.rules import PIPELINES, Rules
-from laminar_hpc.simulator.run import Outcome, setup, simulate
+from laminar_hpc.simulator.run import Outcome, simulate
 from laminar_hpc.simulator.schema import SimulationConfig
 from laminar_hpc.simulator.settings import constants_of
+from laminar_hpc.simulator.setup import setup
 
 _SEARCH_STEPS = 3  # beyond the warm-up, while splits are compared
 
