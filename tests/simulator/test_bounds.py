@@ -100,6 +100,7 @@ def test_wrong_words_are_refused_in_one_line_at_once(words, texts):
 
 
 def test_null_is_no_number():
+    """Keys that may be null pass the check of bounds."""
     check(SimulationConfig(max_staleness=None, rollout_mtbf_hours=None))
     check_plan(PlanConfig(name="some", pools=[PoolConfig(price=None)]))
 

@@ -149,6 +149,7 @@ def test_work_kv_and_time(data):
 @SLOW
 @given(made=setups())
 def test_same_seed_same_result(made):
+    """A simulation is a function of its setup and seed."""
     assert simulate(made) == simulate(made)
 
 

@@ -44,6 +44,7 @@ def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
 
 
 def unusable(run_dir: Path, error: OSError) -> LaminarError:
+    """The refusal of a run directory that the system call behind `error` could not use."""
     return Refused([f"run_dir={run_dir} cannot be used ({error.strerror}); choose another"])
 
 

@@ -53,6 +53,7 @@ def document(run: Run) -> str:
 
 
 def header(run: Run, figures: dict) -> str:
+    """The page's first lines: the run's name, how it ended, its pipeline and steps."""
     launch = run.launches[-1] if run.launches else None
     reason = launch.reason if launch else ""
     wanted = run.config.get("steps")

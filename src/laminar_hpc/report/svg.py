@@ -15,7 +15,6 @@ from itertools import pairwise
 # margins around the plot, for tick labels and the name of the x axis
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
 
-
 # what may be closed at once; HTML's elements may not
 SHAPES = frozenset({"rect", "line", "circle", "polyline", "use"})
 
@@ -33,6 +32,7 @@ class Series:
 
 
 def text(value: object) -> str:
+    """Any value as escaped markup."""
     return html.escape(str(value))
 
 
@@ -90,16 +90,14 @@ def scale(low: float, high: float, start: float, end: float, log: bool = False) 
 
 
 def figure(width: int, height: int, body: str, label: str) -> str:
+    """An SVG of `width` x `height` pixels around `body`; `label` is for screen readers."""
     return tag("svg", body, viewBox=f"0 0 {width} {height}", role="img", aria_label=label)
 
 
 def empty(width: int, height: int, why: str) -> str:
-    return figure(
-        width,
-        height,
-        tag("text", text(why), x=width / 2, y=height / 2, class_="none", text_anchor="middle"),
-        why,
-    )
+    """A chart without values: it says why."""
+    said = tag("text", text(why), x=width / 2, y=height / 2, class_="none", text_anchor="middle")
+    return figure(width, height, said, why)
 
 
 @dataclass
@@ -230,6 +228,7 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def percent(share: float) -> str:
+    """A share in [0, 1] as a percentage, with one decimal below 10%."""
     return f"{share * 100:.0f}%" if share >= 0.0995 or share == 0 else f"{share * 100:.1f}%"
 
 

@@ -16,6 +16,7 @@ _SEARCH_STEPS = 3  # beyond the warm-up, while splits are compared
 
 
 def rules_of(config: SimulationConfig, pipeline: str) -> Rules:
+    """The pipeline's rules, with the configuration's staleness bound unless the pipeline is synchronous."""
     rules = PIPELINES[pipeline]
     if config.max_staleness is not None and rules.refresh != "barrier":
         rules = dataclasses.replace(rules, max_staleness=config.max_staleness)
