@@ -37,11 +37,12 @@ from laminar_hpc.emulation.launch import Emulation, prepare
 from laminar_hpc.observability import status
 from laminar_hpc.policies.repack import ReplicaView, plan
 from laminar_hpc.report import rundata
-from laminar_hpc.simulator import run as simulation
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, PROMPT_TOKENS
 from laminar_hpc.simulator.cost import job_costs, trainer_layout
 from laminar_hpc.simulator.rules import PIPELINES
+from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.setup import setup as simulated_setup
 from laminar_hpc.simulator.workload import capped_mean
 
 REPLICAS, GPUS_EACH, TRAINING_GPUS = 16, 4, 64
@@ -186,7 +187,7 @@ def simulated(repack: bool, changed: dict[str, float]) -> tuple[float, float, fl
     workload = WorkloadConfig(mean_response_tokens=mean, max_response_tokens=CAP, sigma=sigma)
     rules = PIPELINES["laminar_unbounded" if repack else "laminar_unbounded_no_repack"]
     rollouts = [(GPUS["H800"], REPLICAS * GPUS_EACH, GPUS_EACH, None)]
-    setup = simulation.setup(
+    setup = simulated_setup(
         rules,
         MODELS["32B"],
         GPUS["H800"],
@@ -202,7 +203,7 @@ def simulated(repack: bool, changed: dict[str, float]) -> tuple[float, float, fl
     kinds = tuple(
         dataclasses.replace(kind, capacity=capacity, saturation=CONCURRENT) for kind in setup.engines
     )
-    figures = simulation.simulate(dataclasses.replace(setup, engines=kinds)).figures
+    figures = simulate(dataclasses.replace(setup, engines=kinds)).figures
     return figures["generated_per_second"], figures["kv_use"], figures["latency_mean"]
 
 

@@ -38,9 +38,10 @@ from laminar_hpc.simulator import measured
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, SIGMA_DORA, Constants
 from laminar_hpc.simulator.plan import Candidate, describe, evaluate, search
 from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.run import Outcome, setup, simulate
+from laminar_hpc.simulator.run import Outcome, simulate
 from laminar_hpc.simulator.schema import SimulationConfig, WorkloadConfig
 from laminar_hpc.simulator.settings import load_plan, load_simulation
+from laminar_hpc.simulator.setup import setup
 from laminar_hpc.simulator.sweep import point, rules_of, split
 from laminar_hpc.simulator.workload import capped_mean
 

@@ -21,8 +21,9 @@ from laminar_hpc.simulator.constants import (
     Constants,
 )
 from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.run import setup, simulate
+from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.setup import setup
 
 STEP_SECONDS, TOKENS_PER_SECOND, ROLLOUT_SHARE, TRAJECTORIES, CAP = 22.91 * 60, 14_143, 0.65, 8192, 30_720
 SEEDS, STEPS, ROUNDS, TAIL_STEPS = (

@@ -186,6 +186,8 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
 
 
 def run_controller(config: RunConfig, relays: int, say: Callable[[str], None]) -> None:
+    """The life of the controller's rank; its output goes to logs/controller0.log once the run directory is
+    there."""
     from laminar_hpc.controller.run import run
 
     run(

@@ -19,12 +19,14 @@ _SIMULATOR_KEYS = "The keys are in src/laminar_hpc/simulator/schema.py."
 
 
 def train_help() -> str:
+    """What `laminar train --help` adds to its usage."""
     from laminar_hpc.train_command import more_help
 
     return more_help()
 
 
 def stop(arguments: list[str]) -> int:
+    """`laminar stop RUN_DIR`; returns the exit code. Raises LaminarError where no job runs."""
     from laminar_hpc.cluster.stop import request_stop
 
     request_stop(Path(arguments[0]), "laminar stop")
@@ -33,18 +35,21 @@ def stop(arguments: list[str]) -> int:
 
 
 def sim_help() -> str:
+    """What `laminar sim --help` adds to its usage."""
     from laminar_hpc.simulator.settings import experiments
 
     return f"\nEXPERIMENT is one of {', '.join(experiments())}. {_SIMULATOR_KEYS}"
 
 
 def plan_help() -> str:
+    """What `laminar plan --help` adds to its usage."""
     from laminar_hpc.simulator.settings import questions
 
     return f"\nQUESTION is one of {', '.join(questions())}. {_SIMULATOR_KEYS}"
 
 
 def elsewhere(module: str) -> Callable[[list[str]], int]:
+    """The command whose `main` is in `module`, which is imported only when the command is called."""
     return lambda arguments: importlib.import_module(module).main(arguments)
 
 
@@ -156,6 +161,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def overview() -> str:
+    """The text of `laminar --help`: one line per command."""
     lines = [f"  {command.usage(name, 2):<52} {command.about}" for name, command in COMMANDS.items()]
     more = (
         "laminar COMMAND --help says more; laminar --version. A first run: laminar train experiment=demo",

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.launch import GO_ON, Launch
 from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.schema import RunConfig
@@ -20,7 +21,6 @@ from laminar_hpc.controller.rundir import note_restart, store_directory
 from laminar_hpc.controller.store_check import check_store
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
-from laminar_hpc.weights import checkpoints
 
 _STORE_CHECK_SECONDS = 0.5  # a first look: the controller takes the time to read all of it
 

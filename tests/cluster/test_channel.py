@@ -63,6 +63,7 @@ def connect(tmp_path, heartbeat=10.0, machine="elsewhere"):
 
 
 def test_request_leaves_other_messages_in_the_queue(tmp_path, served):
+    """A request takes its own answer only; what came before it is received next."""
     channel = connect(tmp_path)
     answer = channel.request(NewWeightId(3), WeightId, timeout=5, what="a weight id")
     assert answer == WeightId(7, 3)
@@ -79,6 +80,7 @@ def test_a_wait_ends_and_says_for_what(tmp_path, served):
 
 
 def test_stop_is_raised_where_one_waits(tmp_path, served):
+    """A stop ends a wait for something else, with its reason."""
     channel = connect(tmp_path)
     with pytest.raises(StopReceived, match="enough"):
         channel.request(TakeBatch(0), Batch, timeout=5, what="a batch")
@@ -86,6 +88,7 @@ def test_stop_is_raised_where_one_waits(tmp_path, served):
 
 
 def test_a_silent_controller_is_noticed(tmp_path, served):
+    """A controller without a sign of life is lost after the heartbeat's time, not the wait's."""
     channel = connect(tmp_path, heartbeat=1.0)
     served.silent = True
     started = time.monotonic()
@@ -171,11 +174,13 @@ def test_a_controllers_failure_is_the_workers(tmp_path, served):
 
 
 def test_no_controller_is_said_with_the_time_waited(tmp_path):
+    """Joining where no controller is ends with the seconds waited."""
     with pytest.raises(LaminarError, match="waited 0 s for the controller"):
         Channel(tmp_path, Hello("relay", 0, "i", os.getpid(), "x"), 0.3, 10)
 
 
 def test_stop_request_without_a_job(tmp_path):
+    """Stopping a folder without a job says that none runs there."""
     with pytest.raises(LaminarError, match="no job runs in"):
         request_stop(tmp_path, "x")
 

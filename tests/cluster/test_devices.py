@@ -35,6 +35,7 @@ def test_derived():
 
 
 def test_lists():
+    """Devices named in the configuration are taken in their order; one is shared only if asked for."""
     assert chosen(8, trainers=2, rollouts=2, trainer=[5, 4], rollout=[0, 1, 2]) == [[5], [4], [0], [0], [1]]
     assert chosen(4, trainers=2, rollouts=1, size=2, trainer=[3, 1]) == [[3], [1], [0], [0, 2]]
     assert chosen(2, trainer=[1], rollout=[1]) == [[1], [1], [1]]  # shared because it was asked for
@@ -63,6 +64,7 @@ def test_lists():
     ],
 )
 def test_what_does_not_fit_is_refused(text, arguments):
+    """Too few devices, or a wrong list, are refused in one line."""
     with pytest.raises(LaminarError, match=text) as error:
         chosen(**arguments)
     assert "\n" not in str(error.value)

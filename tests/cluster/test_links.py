@@ -51,6 +51,7 @@ def test_send_and_peer_death(die):
 
 
 def test_nobody_joins():
+    """A link that the other end never joins breaks in time and names who, and which epoch."""
     store, _ = host_store("127.0.0.1", 1)
     started = time.monotonic()
     with pytest.raises(LinkBroken, match="no link to relay 3 within 1 s: it did not join epoch 5"):

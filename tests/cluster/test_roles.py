@@ -11,6 +11,7 @@ def names(*layout):
 
 
 def test_layouts():
+    """Roles follow from the rank, and every world has its controller."""
     assert names(1, 1, 1, 4) == ["trainer0", "controller0", "relay0", "rollout0"]
     assert names(2, 2, 1, 6) == ["trainer0", "trainer1", "controller0", "relay0", "rollout0", "rollout1"]
     assert names(1, 1, 2, 2) == ["trainer0", "controller0", "relay0", "rollout0"]
@@ -18,6 +19,7 @@ def test_layouts():
 
 
 def test_each_machine_with_rollouts_has_its_relay():
+    """One relay per machine with rollouts, before its rollouts."""
     roles = assign_roles(1, 4, 2, 4)
     assert [r.role for r in roles[4:]].count("relay") == 1
     assert [r.role for r in roles[:4]] == ["trainer", "controller", "relay", "rollout"]
@@ -36,5 +38,6 @@ def test_each_machine_with_rollouts_has_a_relay_for_every_lane():
     [(1, 1, 1, 4, 2), (1, 2, 1, 5, 2), (1, 1, 1, 3), (2, 1, 1, 4), (1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 1, 5)],
 )
 def test_wrong_worlds_are_refused_with_the_right_size(layout):
+    """A world of the wrong size is refused with the number of ranks to start."""
     with pytest.raises(LaminarError, match=r"does not fit .* start \d+ ranks"):
         assign_roles(*layout)

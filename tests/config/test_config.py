@@ -56,6 +56,7 @@ FILES = sorted(str(p.relative_to(conf_directory())) for p in conf_directory().rg
     "file", [file for file in FILES if not file.startswith("simulation/")]
 )  # those: tests/simulator/test_commands.py
 def test_every_file_parses(file):
+    """Every shipped configuration file gives a configuration."""
     group, _, name = file.removesuffix(".yaml").rpartition("/")
     config = load_config([f"{group}={name}"] if group else [])
     assert config.steps > 0
@@ -155,12 +156,14 @@ def test_memory_estimates():
 
 
 def test_dump_and_read_give_the_same(words, tmp_path):
+    """config.yaml of a run reads back as the same configuration."""
     config = load_config(words)
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert read_config(tmp_path / "config.yaml") == config
 
 
 def test_derived_quantities(words):
+    """Ranks, trajectories per step and update, local batches and lanes follow from the configuration."""
     derived = check(load_config([*words, "rollout.replicas=3", "trainer.data_parallel=2"]))
     assert (derived.trainer_ranks, derived.rollout_ranks, derived.world_size) == (2, 3, 7)
     assert (
@@ -178,6 +181,7 @@ def test_derived_quantities(words):
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_parameters_are_counted_as_transformers_counts_them(family, tied):
+    """The parameter count of a model's config.json is transformers' own."""
     declare_schemas()
     import transformers
 
@@ -270,12 +274,14 @@ def test_adaptive_sampling_has_no_fixed_number_of_trajectories(words):
 
 @pytest.mark.parametrize(("word", "text"), BAD)
 def test_wrong_values_are_refused_in_one_line(words, word, text):
+    """A wrong value is refused in one short line."""
     with pytest.raises(LaminarError, match=text) as error:
         check(load_config([*words, *word.split()]))
     assert "\n" not in str(error.value) and len(str(error.value)) < 320
 
 
 def test_other_architectures_are_refused(words, tmp_path):
+    """A model family that is not supported is refused by name, with those that are."""
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "architectures": ["MixtralForCausalLM"]}))
     with pytest.raises(
         LaminarError, match=r"MixtralForCausalLM is not supported; supported: Llama.*, none with experts"
@@ -284,6 +290,7 @@ def test_other_architectures_are_refused(words, tmp_path):
 
 
 def test_port_in_use_and_too_little_shared_memory(words, tmp_path):
+    """A port in use and too little shared memory are refused before the run, with the cure."""
     import socket
 
     with socket.socket() as other:
@@ -301,6 +308,7 @@ def test_port_in_use_and_too_little_shared_memory(words, tmp_path):
 
 
 def test_file_system_of_a_path():
+    """The file system of a path is told by its name."""
     assert file_system(Path("/dev/shm")) == "tmpfs" and re.fullmatch(r"[\w.]+", file_system(Path("/")))
 
 

@@ -51,6 +51,7 @@ def test_a_name_that_both_folders_have_is_confs(folder):
 
 
 def test_the_folder_becomes_absolute_for_other_processes(folder, monkeypatch):
+    """--config-dir reaches other processes as an absolute path, in front."""
     monkeypatch.chdir(folder.parent)
     assert with_absolute_config_dir(["a=1", "--config-dir", folder.name]) == [f"--config-dir={folder}", "a=1"]
     assert with_absolute_config_dir(["a=1"]) == ["a=1"] and take_config_dir([]) == (None, [])
@@ -72,6 +73,7 @@ def test_the_folder_becomes_absolute_for_other_processes(folder, monkeypatch):
     ],
 )
 def test_a_wrong_folder_is_refused_in_one_line(words, text, folder, tmp_path):
+    """A --config-dir that is missing, empty or without groups is refused with the reason."""
     for name in ("empty", "loose"):
         (tmp_path / name).mkdir()
     (tmp_path / "loose" / "own.yaml").write_text("steps: 1\n")

@@ -84,6 +84,7 @@ def test_a_refusal_names_role_size_and_cure(words, text):
 
 
 def test_a_cure_that_stands_alone_is_enough():
+    """The one setting that a refusal for memory names is enough to be accepted."""
     with pytest.raises(LaminarError) as error:
         check(load_config([*NODE, "trainer.tokens_per_microbatch=20000"]))
     check(
@@ -146,6 +147,7 @@ def test_sizes_by_nvidia_smi():
 
 
 def test_a_run_without_gpus_is_warned_when_the_host_is_too_small():
+    """Without a GPU a run that the host's memory cannot hold is warned, a small one not."""
     config = load_config(["experiment=demo"])
     assert host_memory_warning(config, derive(config)) == ""
     large = load_config(["experiment=cluster_1024gpu_72b", "dry_run=true"])

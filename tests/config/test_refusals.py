@@ -162,6 +162,7 @@ def test_commands_of_wrong_words(words):
 
 
 def test_several_wrong_shapes_at_once():
+    """Several mistakes of one command line are refused together, a line each."""
     assert len(refusal("train", "--steps=3", "experiment=dmeo", "stepz=1", "my")) == 4
 
 
@@ -254,6 +255,7 @@ def test_every_number_has_bounds_and_every_default_keeps_them():
 
 
 def test_choices_that_other_files_decide():
+    """The emulation's choices of model and GPU are those that the simulator knows."""
     emulation = {key: allowed(field) for key, field in all_fields(RunConfig) if key.startswith("emulation.")}
     assert set(emulation["emulation.model"].names) == set(MODELS) and set(
         emulation["emulation.gpu"].names

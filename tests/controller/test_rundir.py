@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -15,7 +16,6 @@ from laminar_hpc.controller import rundir
 from laminar_hpc.controller.rundir import cause_of_death, completed_step, note_restart, prepare, was_restarted
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.store_check import check_store
-from laminar_hpc.weights.checkpoints import checkpoint_path
 
 FILE = "heldout"  # the label of the demo's held-out file
 

@@ -99,6 +99,7 @@ async def test_the_protocol(server):
 
 
 async def test_the_key_is_sent_and_never_said(server, monkeypatch):
+    """The service gets the key; no error shows it or the query; a refusal is not tried again."""
     monkeypatch.setenv(KEY, "very-secret")
     found = await scores(
         [{}, {"do": "forbidden"}], url=f"{server.address}/score?token=secret", api_key_env=KEY

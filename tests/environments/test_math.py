@@ -25,12 +25,14 @@ CASES = [
 
 @pytest.mark.parametrize(("answer", "response", "right"), CASES)
 def test_answers(answer, response, right):
+    """Which response counts as right, and as answered."""
     scored = reward(prompt="", response=response, row={"answer": answer})
     assert (scored["reward"], scored["accuracy"]) == (right, right)
     assert scored["answered"] == float(any(c.isdigit() for c in response))
 
 
 def test_a_row_without_an_answer_is_an_error():
+    """A row without a gold answer raises, rather than scoring 0."""
     with pytest.raises(KeyError):
         reward(prompt="", response="1", row={})
     with pytest.raises(ValueError, match="finds no answer"):

@@ -132,6 +132,7 @@ async def test_async_calls_overlap():
 
 
 async def test_slots_bound_the_calls_in_flight():
+    """No more calls than slots run at once, and results keep their order."""
     t0 = time.monotonic()
     results = await scores("patient", [{}] * 6, slots=2)
     assert time.monotonic() - t0 > 3 * 0.19 and [s.reward for s in results] == list(range(6))

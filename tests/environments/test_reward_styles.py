@@ -200,6 +200,7 @@ def test_a_function_of_another_kind_is_refused_before_anything_starts(function, 
 
 
 def test_one_of_several_is_refused_by_its_own_key():
+    """Among several rewards the refused one is named by its own key."""
     with pytest.raises(LaminarError, match=r"set reward\.functions\.b\.style=trl"):
         check_functions(
             RunConfig(reward=several(a={"function": f"{MODULE}.right"}, b={"function": f"{MODULE}.exact"}))

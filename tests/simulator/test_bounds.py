@@ -13,9 +13,10 @@ from laminar_hpc.simulator import clock
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, Constants
 from laminar_hpc.simulator.plan import search
 from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.run import setup, simulate
+from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig, SimulationConfig, WorkloadConfig
 from laminar_hpc.simulator.settings import check, check_plan, load_plan, load_simulation
+from laminar_hpc.simulator.setup import setup
 
 KINDS = (WorkloadConfig, SimulationConfig, PlanConfig, PoolConfig, Constants)
 
@@ -99,6 +100,7 @@ def test_wrong_words_are_refused_in_one_line_at_once(words, texts):
 
 
 def test_null_is_no_number():
+    """Keys that may be null pass the check of bounds."""
     check(SimulationConfig(max_staleness=None, rollout_mtbf_hours=None))
     check_plan(PlanConfig(name="some", pools=[PoolConfig(price=None)]))
 

@@ -45,12 +45,14 @@ def test_presets_are_those_of_the_live_run():
 
 
 def test_every_shipped_file_is_read():
+    """Every shipped simulation and question parses."""
     assert {load_simulation(name, []).name for name in experiments()} and {
         load_plan(name, []).name for name in questions()
     }
 
 
 def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
+    """`laminar sim` prints a table and writes result.json and the page."""
     words = [
         "repack",
         *SMALL,
@@ -98,6 +100,7 @@ def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
     ],
 )
 def test_sim_refuses_in_one_line(words, text):
+    """A wrong simulation is refused with its reason."""
     with pytest.raises(LaminarError, match=text):
         command.main(words)
 
@@ -120,6 +123,7 @@ def test_lengths_of_a_run_are_replayed(tmp_path):
 
 
 def test_drawn_lengths_have_the_mean_and_resemble_each_other_in_a_group():
+    """Drawn lengths have the mean asked for; half of the variance of their logs is between groups."""
     c = WorkloadConfig(mean_response_tokens=2246, max_response_tokens=30720, sigma=1.69)
     assert math.isclose(capped_mean(mu_of_mean(2246, 1.69, 30720), 1.69, 30720), 2246, rel_tol=1e-6)
     work = Workload(c, 3, 1)

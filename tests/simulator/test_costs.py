@@ -64,6 +64,7 @@ def test_a_prefill_in_two_parts_costs_what_one_costs(first, rest):
     ],
 )
 def test_layout_of_the_trainer(model, gpus, layout):
+    """The trainer's layout is the published system's; None where the model does not fit."""
     found = trainer_layout(MODELS[model], GPUS["H800"], gpus, DEFAULT)
     assert (found and (found.tensor, found.stages, found.ranks)) == layout
 

@@ -10,6 +10,7 @@ from laminar_hpc.simulator.measured import decode_curve, setup_of
 
 
 def test_a_known_curve_is_found():
+    """Least squares recovers the three numbers of a known decode curve."""
     noise = random.Random(0)
     rows = [
         (longest, longest * noise.randint(4, 100)) for longest in (noise.randint(20, 256) for _ in range(60))
@@ -26,5 +27,6 @@ def test_no_coefficient_is_negative():
 
 
 def test_no_run_is_refused(tmp_path):
+    """A folder that is no run is refused."""
     with pytest.raises(LaminarError):
         setup_of(tmp_path)

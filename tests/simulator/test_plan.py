@@ -175,6 +175,7 @@ def test_plan_is_as_good_as_every_candidate():
 
 
 def test_preemptible_gpus_never_train_and_the_cheapest_set_keeps_the_trainer_busy():
+    """Preemptible GPUs never train, and the cheapest set keeps the trainer as busy as asked."""
     config = load_plan(
         "cheapest",
         [
@@ -192,6 +193,7 @@ def test_preemptible_gpus_never_train_and_the_cheapest_set_keeps_the_trainer_bus
 
 
 def test_a_model_that_fits_nowhere_is_refused():
+    """A model that fits on no pool, or on preemptible ones only, is refused with what to add."""
     with pytest.raises(LaminarError, match=r"fits on no pool to train or generate \(2 L40S\); add GPUs"):
         search(load_plan("mixed", ["model=72B", "pools=[{gpu: L40S, count: 2}]"]))
     with pytest.raises(LaminarError, match="fits on no pool that is not preemptible to train"):

@@ -12,8 +12,9 @@ from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.replica import Replica
 from laminar_hpc.simulator.request import Admission, Request
 from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.run import Setup, setup, simulate
+from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.setup import Setup, setup
 from laminar_hpc.simulator.tracker import TrajectoryTracker
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -148,6 +149,7 @@ def test_work_kv_and_time(data):
 @SLOW
 @given(made=setups())
 def test_same_seed_same_result(made):
+    """A simulation is a function of its setup and seed."""
     assert simulate(made) == simulate(made)
 
 

@@ -39,12 +39,14 @@ def train(*words, seconds=60):
     ],
 )
 def test_refused_before_anything_starts(tmp_path, word, cause):
+    """A wrong combination ends with one line and code 2, and nothing is written."""
     lines, code = train("experiment=demo", f"run_dir={tmp_path}/run", word)
     assert code == 2 and len(lines) == 1 and lines[0].startswith("laminar: error: ") and cause in lines[0]
     assert not (tmp_path / "run").exists(), "nothing is written for a run that never began"
 
 
 def test_port_in_use(tmp_path):
+    """A controller's port in use ends with one line and code 2."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -111,6 +113,7 @@ def test_a_row_without_its_field_ends_the_run_with_file_and_row(tmp_path):
 
 
 def test_a_model_whose_weights_are_cut_off(tmp_path):
+    """A truncated weights file ends the run with one error that names the file; nothing stays behind."""
     shutil.copytree(examples_directory("arithmetic/base"), tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])

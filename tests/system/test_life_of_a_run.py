@@ -7,7 +7,7 @@ import time
 import pytest
 from runs import Run, consumed, metrics, summary
 
-from laminar_hpc.weights.checkpoints import checkpoint_path, read_state
+from laminar_hpc.cluster.checkpoints import checkpoint_path, read_state
 
 STEPS = 16  # so many that a fast machine does not reach the end before it is stopped
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from runs import SHORT, Run, consumed, metrics, summary
 
+from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.cluster.launch import PERMANENT
 from laminar_hpc.cluster.run_lock import LOCK_FILE
-from laminar_hpc.weights.checkpoints import checkpoint_path
 
 MAIN = [sys.executable, "-m", "laminar_hpc"]
 TRAIN = [sys.executable, "-m", "laminar_hpc.cli", "train"]

@@ -11,12 +11,12 @@ import pytest
 import tiny
 import torch
 
+from laminar_hpc.cluster.checkpoints import checkpoint_path, read_state, steps
 from laminar_hpc.cluster.full_disk import NO_ROOM, full_disk_text
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
-from laminar_hpc.weights.checkpoints import checkpoint_path, read_state, steps
 
 
 class Trainer:

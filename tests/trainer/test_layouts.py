@@ -14,10 +14,10 @@ import torch
 from ranks import Ranks
 from safetensors.torch import load_file
 
+from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.canonical.plan import HeldSlice, plan
 from laminar_hpc.trainer.megatron.building import first_stage_layers
-from laminar_hpc.weights.checkpoints import checkpoint_path
 
 STEPS = 20
 LENGTHS = (13, 40, 7, 4, 7, 29)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from laminar_hpc.cluster.folders import remove_dead_slots, slots_root
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import add_sums, slice_sums, tensor_sums
-from laminar_hpc.weights.layout import clean_leftovers, slots_root
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.slots import SlotGone, SlotReader, SlotWriter
 
@@ -138,7 +138,7 @@ def test_leftovers_of_a_killed_run_are_cleaned_and_a_living_run_is_left_alone(tm
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=False)
     assert slots_root(str(tmp_path), "dead").exists()
-    assert clean_leftovers(str(tmp_path)) == [slots_root(str(tmp_path), "dead")]
+    assert remove_dead_slots(str(tmp_path)) == [slots_root(str(tmp_path), "dead")]
     assert slots_root(str(tmp_path), "run").exists()
 
 

@@ -59,6 +59,7 @@ def new_address(run_id: str, host: str, machine: str) -> tuple[ControllerAddress
 
 
 def write_address(run_dir: Path, address: ControllerAddress) -> None:
+    """Writes controller.json, mode 0600, by renaming: a reader sees all of it or none."""
     temporary = run_dir / f".{ADDRESS_FILE}.{os.getpid()}"
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(msgspec.json.encode(address))

@@ -10,6 +10,7 @@ from laminar_hpc.cluster.shared_memory import remove_noted
 
 OWNER_FILE = "owner"
 ENGINE_FOLDER_PREFIX = "laminar-engine-"  # in the folder for temporary files: an engine's sockets and files
+SLOTS_PREFIX = "laminar-"  # in relay.shm_dir, where no engine's folder lies
 
 
 def claim(folder: Path) -> None:
@@ -23,7 +24,7 @@ def abandoned(parent: Path, prefix: str) -> list[Path]:
     Not among them: what belongs to another user, to a living process, or to one of another container or boot,
     and what names no owner.
     """
-    found = []
+    orphans = []
     for folder in parent.glob(f"{prefix}*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -32,8 +33,8 @@ def abandoned(parent: Path, prefix: str) -> list[Path]:
         except (OSError, ValueError):
             continue
         if world == process_world() and process_started(int(pid)) != started:
-            found.append(folder)
-    return found
+            orphans.append(folder)
+    return orphans
 
 
 def remove(folder: Path) -> bool:
@@ -48,3 +49,13 @@ def remove(folder: Path) -> bool:
 def remove_abandoned(parent: Path, prefix: str) -> list[Path]:
     """Removes the abandoned folders; returns what was removed."""
     return [folder for folder in abandoned(parent, prefix) if remove(folder)]
+
+
+def slots_root(shm_dir: str, run_id: str) -> Path:
+    """Where a run keeps its weight slots: one folder per run and machine, so that two runs do not meet."""
+    return Path(shm_dir) / f"{SLOTS_PREFIX}{run_id}"
+
+
+def remove_dead_slots(shm_dir: str) -> list[Path]:
+    """Removes the slot folders whose owner is dead; returns what was removed."""
+    return remove_abandoned(Path(shm_dir), SLOTS_PREFIX)

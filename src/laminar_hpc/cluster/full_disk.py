@@ -6,9 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
+from laminar_hpc.cluster.checkpoints import steps
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability.console import size
-from laminar_hpc.weights.checkpoints import steps
 
 _WORDS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 _HINTS = ("write", "iostream")  # of libraries that do not tell why: believed if a disk is full

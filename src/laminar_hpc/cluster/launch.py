@@ -19,7 +19,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, remove_abandoned
+from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, remove_abandoned, remove_dead_slots
 from laminar_hpc.cluster.full_disk import NO_ROOM
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.cluster.roles import assign_roles
@@ -27,7 +27,6 @@ from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.weights.layout import clean_leftovers
 
 _ERROR = "laminar: error:"
 _REFUSED = f"{_ERROR} refused:"  # an error that was found before anything began
@@ -144,7 +143,7 @@ class Launch:
         self._reader.join(2)
         os.close(self._meeting)
         self._write_log()
-        clean_leftovers(self._config.relay.shm_dir)
+        remove_dead_slots(self._config.relay.shm_dir)
         remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
         if code == 0:
             return 0

@@ -14,8 +14,6 @@ from pathlib import Path
 from laminar_hpc.cluster import folders, shared_memory
 from laminar_hpc.kv import offers
 
-_SLOTS_PREFIX = "laminar-"  # of weights/layout.py; engines' folders, which begin alike, lie elsewhere
-
 
 @dataclass(frozen=True)
 class Leftover:
@@ -29,7 +27,7 @@ class Leftover:
 def find(shm: Path | None = None, temporary: Path | None = None) -> list[Leftover]:
     """Under `shm` (default: /dev/shm) and the folder for temporary files."""
     shm, temporary = shm or shared_memory.SHM, temporary or Path(tempfile.gettempdir())
-    slots = [("weight slots", path) for path in folders.abandoned(shm, _SLOTS_PREFIX)]
+    slots = [("weight slots", path) for path in folders.abandoned(shm, folders.SLOTS_PREFIX)]
     engines = [("engine files", path) for path in folders.abandoned(temporary, folders.ENGINE_FOLDER_PREFIX)]
     moves = [("KV caches", path) for path in offers.abandoned(shm)]
     return [Leftover(what, path, _size(path)) for what, path in (*slots, *engines, *moves)]

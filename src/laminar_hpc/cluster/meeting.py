@@ -37,6 +37,7 @@ def host_store(address: str, seconds: float) -> tuple[dist.TCPStore, int]:
 
 
 def reach_store(host: str, port: int, seconds: float) -> dist.TCPStore:
+    """A client of the store at `host`:`port`. Raises LinkBroken after `seconds`."""
     try:
         return dist.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds)

@@ -23,6 +23,7 @@ def process_started(pid: int) -> str:
 
 
 def process_is_alive(pid: int) -> bool:
+    """Whether a process with this id exists and is no zombie."""
     return process_started(pid) != ""
 
 

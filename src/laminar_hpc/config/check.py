@@ -80,6 +80,7 @@ class Derived:
 
 
 def derive(config: RunConfig) -> Derived:
+    """What follows from a configuration: world size, batch sizes, bytes published. Sizes are in bytes."""
     model = model_config(config.model.path, config.dry_run)
     width = _SERVING_BYTES.get(config.model.dtype, 4)
     t, r = config.trainer, config.rollout

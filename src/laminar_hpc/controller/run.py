@@ -18,6 +18,7 @@ from pathlib import Path
 
 from laminar_hpc.cluster.address import ADDRESS_FILE, read_address
 from laminar_hpc.cluster.channel import RUN_FAILED
+from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
@@ -50,7 +51,6 @@ from laminar_hpc.observability.trace import Trace
 from laminar_hpc.observability.wandb_mirror import WandbMirror, check_wandb
 from laminar_hpc.policies.sampling import GroupSize, prompt_index
 from laminar_hpc.pretrained import recorded_name
-from laminar_hpc.weights.layout import slots_root
 
 log = logging.getLogger(__name__)
 _STATUS_SECONDS = 1.0

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.processes import parent_process
 from laminar_hpc.cluster.run_lock import RunLock
@@ -14,7 +15,6 @@ from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
 from laminar_hpc.observability import jsonl
-from laminar_hpc.weights import checkpoints
 
 _STORE = "store.sqlite"
 _OWNER_FILE = "run_dir"  # beside a store in store_dir: whose it is
@@ -44,6 +44,7 @@ def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
 
 
 def unusable(run_dir: Path, error: OSError) -> LaminarError:
+    """The refusal of a run directory that the system call behind `error` could not use."""
     return Refused([f"run_dir={run_dir} cannot be used ({error.strerror}); choose another"])
 
 

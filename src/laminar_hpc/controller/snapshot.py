@@ -10,6 +10,7 @@ from laminar_hpc.observability.status import Queues, Rank, Status
 
 
 def status(controller: Controller) -> Status:
+    """The run at this moment, for status.json; called at every write of it."""
     c = controller
     samples = [
         sample

@@ -8,9 +8,9 @@ import sqlite3
 import threading
 from pathlib import Path
 
+from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.errors import Refused
-from laminar_hpc.weights.checkpoints import checkpoint_path
 
 
 def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, seconds: float) -> None:

@@ -46,6 +46,7 @@ class PromptSet:
 
 
 def load_tokenizer(model_path: str) -> Tokenizer:
+    """The model's fast tokenizer. Raises LaminarError where tokenizer.json cannot be read."""
     file = Path(model_path) / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(file))

@@ -16,6 +16,7 @@ from laminar_hpc.config.load import read_config
 
 
 def main(role: str, run_dir: str, *numbers: str) -> None:
+    """One process of an emulated run: `role` with its `numbers`, configured by run_dir/config.yaml."""
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = read_config(Path(run_dir) / "config.yaml")

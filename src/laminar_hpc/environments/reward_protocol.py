@@ -112,10 +112,12 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 def write_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+    """Queues one frame; does not wait for it to be sent."""
     writer.write(framed(message))
 
 
 def framed(message: msgspec.Struct) -> bytes:
+    """A message with its length in front, as it crosses the socket."""
     frame = encode(message)
     return LENGTH.pack(len(frame)) + frame
 

@@ -94,10 +94,12 @@ def load_function(path: str, label: str) -> Callable:
 
 
 def load_all(setup: Setup) -> dict[str, Reward]:
+    """Imports the user's functions, by name of the reward; what their modules raise is raised here."""
     return {spec.name: Reward(spec, setup.timeout_seconds, setup.prompt_field) for spec in setup.specs}
 
 
 def ready(rewards: dict[str, Reward]) -> Ready:
+    """The report that all rewards are imported, and which of them are coroutines."""
     return Ready("", [name for name, reward in rewards.items() if reward.is_async])
 
 
@@ -118,6 +120,7 @@ async def _awaited(value: Any) -> object:
 
 
 def serve_one_by_one(connection: socket.socket, rewards: dict[str, Reward]) -> None:
+    """Answers one call after the other, until the other end closes the connection."""
     while (frame := receive_frame(connection)) is not None:
         call = decode_to_worker(frame)
         assert isinstance(call, Call)
@@ -157,6 +160,8 @@ async def _answer(reward: Reward, call: Call, limit: float) -> Result:
 
 
 async def serve_together(connection: socket.socket, rewards: dict[str, Reward], limit: float) -> None:
+    """Answers calls side by side in one event loop, each within `limit` seconds, and ticks while the loop
+    runs."""
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: set[asyncio.Task] = set()  # the loop itself holds tasks weakly
 
@@ -265,6 +270,7 @@ def serve_forks(control: socket.socket) -> None:
 
 
 def main() -> None:
+    """The process that the pool starts: a worker, or the server that forks workers. Does not return."""
     kind, fd, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     connection = socket.socket(fileno=fd)
     if kind == "server":

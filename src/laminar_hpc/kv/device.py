@@ -29,6 +29,7 @@ CHUNK_BYTES = 1 << 19  # a block of threads each; some hundreds of them keep a G
 
 
 def on_gpu(pool: Pool) -> bool:
+    """Whether the pool's rows lie on a GPU."""
     return pool.tensors[0].is_cuda
 
 

@@ -24,6 +24,7 @@ def hold(fd: int, byte: int) -> None:
 
 
 def held(fd: int, byte: int) -> bool:
+    """Whether another opening of the file has this byte locked."""
     found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     return _LOCK.unpack(found)[0] != fcntl.F_UNLCK
 

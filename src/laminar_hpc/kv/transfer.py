@@ -52,6 +52,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def decode_address(address: str) -> Place:
+    """What an engine's address says. Raises KvRefused for any other text."""
     try:
         return msgspec.json.decode(address, type=Place)
     except msgspec.DecodeError as error:

@@ -106,6 +106,7 @@ _trajectory_decoder = msgspec.msgpack.Decoder(Trajectory)
 
 
 def encode(value: Message | Trajectory) -> bytes:
+    """A message or a stored trajectory as MessagePack."""
     return _encoder.encode(value)
 
 
@@ -119,4 +120,5 @@ def decode(frame: bytes) -> AnyMessage:
 
 
 def decode_trajectory(blob: bytes) -> Trajectory:
+    """A trajectory as the store holds it. Raises msgspec.DecodeError on anything else."""
     return _trajectory_decoder.decode(blob)

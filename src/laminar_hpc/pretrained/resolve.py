@@ -75,6 +75,7 @@ def follow(config: RunConfig, controllers: str) -> RunConfig:
 
 
 def at(config: RunConfig, folder: Path) -> RunConfig:
+    """The same configuration with the model in `folder`."""
     return replace(config, model=replace(config.model, path=str(folder)))
 
 

@@ -20,6 +20,7 @@ _ENVIRONMENT = "@ENVIRONMENT@"  # in template/train.sbatch: the environment that
 
 
 def main(arguments: list[str]) -> int:
+    """`laminar init FOLDER`: makes the project and prints what to do next. Returns the exit code."""
     target = Path(arguments[0])
     make(target)
     print(f"{target} is ready: data/, rewards.py, conf/experiment/mine.yaml, model/, train.sbatch, README.md")

@@ -18,6 +18,8 @@ from laminar_hpc.report.page import page, tiles
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.report.svg import tag, text
 
+Tile = tuple[str, str, str]  # title, value, note
+
 
 def write(run_dir: Path) -> Path:
     """Writes run_dir/report.html in one piece and gives its path. Raises LaminarError when `run_dir` is no
@@ -51,6 +53,7 @@ def document(run: Run) -> str:
 
 
 def header(run: Run, figures: dict) -> str:
+    """The page's first lines: the run's name, how it ended, its pipeline and steps."""
     launch = run.launches[-1] if run.launches else None
     reason = launch.reason if launch else ""
     wanted = run.config.get("steps")
@@ -82,65 +85,74 @@ def header(run: Run, figures: dict) -> str:
 
 
 def headline(run: Run, f: dict) -> str:
-    def share(value: float | None) -> str:
-        return "-" if value is None else f"{value * 100:.1f}%"
+    """The tiles under the page's header."""
+    return tiles([*_learning(run, f), *_staleness(run, f), *_time_lost(f)])
 
-    bound = (run.config.get("pipeline") or {}).get("max_staleness")
-    sampled = f["accuracy_after_sampled"]
-    seconds = [step["seconds"] for step in run.steps]
-    return tiles(
-        [
-            (
-                "held-out accuracy (greedy)",
-                f"{number(f['accuracy_before'])} → {number(f['accuracy_after'])}",
-                "" if sampled is None else f"sampled, after: {number(sampled)}",
-            ),
-            (
-                "trajectories trained",
-                f"{f['trajectories_trained']:,}" if f["trajectories_trained"] is not None else "-",
-                f"accuracy 0.70 after {f['trajectories_to_070']:,}"
-                if f["trajectories_to_070"]
-                else "accuracy 0.70 not reached",
-            ),
-            (
-                "wall time",
-                duration(f["wall_seconds"]),
-                f"{duration(statistics.median(seconds))} per step (median)" if seconds else "no step done",
-            ),
-            ("tokens per second", count(f["tokens_per_second"]), "batch over time between updates"),
-            (
-                "staleness at training",
-                f"{number(f['staleness_training_mean'], 2)} / {number(f['staleness_training_max'], 0)}",
-                "mean / max, " + ("no bound" if bound is None else f"bound {bound}"),
-            ),
-            (
-                "versions per trajectory",
-                str(f["max_versions_per_trajectory"] or "-"),
-                "the most in any trajectory trained",
-            ),
-            (
-                "trainer idle",
-                share(f["trainer_idle_fraction"]),
-                f"rollouts idle {share(f['rollout_idle_fraction'])}",
-            ),
-            (
-                "publishing holds up",
-                duration_ms(f["publish_stall_seconds_mean"]),
-                f"a pull takes {duration_ms(f['pull_seconds_mean'])}",
-            ),
-            *(
-                [
-                    (
-                        "weights changed per step",
-                        share(f["publish_changed_fraction_mean"]),
-                        f"{share(f['publish_bytes_over_full_mean'])} of the bytes of full copies were sent",
-                    )
-                ]
-                if f["publish_changed_fraction_mean"] is not None
-                else []
-            ),
-        ]
+
+def _learning(run: Run, f: dict) -> list[Tile]:
+    sampled, trained, reached = (
+        f["accuracy_after_sampled"],
+        f["trajectories_trained"],
+        f["trajectories_to_070"],
     )
+    seconds = [step["seconds"] for step in run.steps]
+    return [
+        (
+            "held-out accuracy (greedy)",
+            f"{number(f['accuracy_before'])} → {number(f['accuracy_after'])}",
+            "" if sampled is None else f"sampled, after: {number(sampled)}",
+        ),
+        (
+            "trajectories trained",
+            "-" if trained is None else f"{trained:,}",
+            f"accuracy 0.70 after {reached:,}" if reached else "accuracy 0.70 not reached",
+        ),
+        (
+            "wall time",
+            duration(f["wall_seconds"]),
+            f"{duration(statistics.median(seconds))} per step (median)" if seconds else "no step done",
+        ),
+        ("tokens per second", count(f["tokens_per_second"]), "batch over time between updates"),
+    ]
+
+
+def _staleness(run: Run, f: dict) -> list[Tile]:
+    bound = (run.config.get("pipeline") or {}).get("max_staleness")
+    return [
+        (
+            "staleness at training",
+            f"{number(f['staleness_training_mean'], 2)} / {number(f['staleness_training_max'], 0)}",
+            "mean / max, " + ("no bound" if bound is None else f"bound {bound}"),
+        ),
+        (
+            "versions per trajectory",
+            str(f["max_versions_per_trajectory"] or "-"),
+            "the maximum over the trajectories trained",
+        ),
+    ]
+
+
+def _time_lost(f: dict) -> list[Tile]:
+    shown = [
+        (
+            "trainer idle",
+            _share(f["trainer_idle_fraction"]),
+            f"rollouts idle {_share(f['rollout_idle_fraction'])}",
+        ),
+        (
+            "publishing holds up",
+            duration_ms(f["publish_stall_seconds_mean"]),
+            f"a pull takes {duration_ms(f['pull_seconds_mean'])}",
+        ),
+    ]
+    if f["publish_changed_fraction_mean"] is not None:
+        sent = f"{_share(f['publish_bytes_over_full_mean'])} of the bytes of full copies were sent"
+        shown.append(("weights changed per step", _share(f["publish_changed_fraction_mean"]), sent))
+    return shown
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value * 100:.1f}%"
 
 
 def duration_ms(seconds: float | None) -> str:

@@ -31,6 +31,7 @@ def section(title: str, content: str, note: str = "") -> str:
 
 
 def figure(title: str, chart: str, legend: str = "") -> str:
+    """A chart under its title; `chart` and `legend` are markup."""
     return tag("figure", tag("h3", text(title)) + legend + chart)
 
 

@@ -14,6 +14,7 @@ MAX_CHARACTERS = 160
 
 
 def rewards(run: Run) -> str:
+    """The section on rewards; empty for a run with none recorded."""
     names = list(summary.rewards(run.steps))
     errors = Counter(t.reward_error[:MAX_CHARACTERS] for t in run.consumed if t.reward_error)
     if not names and not errors:

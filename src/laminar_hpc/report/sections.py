@@ -22,6 +22,7 @@ BLUE, ORANGE, GREEN, PURPLE, GREY = (
 
 
 def learning(run: Run) -> str:
+    """Accuracy and reward over steps and over time."""
     clock = timeline.RunTime(run)
     charts = []
     first, *others = summary.files(run) or [""]
@@ -73,6 +74,7 @@ def held_out(run: Run, file: str, place: Callable[[dict], float]) -> list[Series
 
 
 def staleness(run: Run) -> str:
+    """Staleness in trainer steps: both distributions, and their means over the steps."""
     bound = (run.config.get("pipeline") or {}).get("max_staleness")
     generation = sorted(Counter(t.staleness_generation for t in run.consumed).items())
     training = sorted(Counter(t.staleness_training for t in run.consumed).items())
@@ -100,6 +102,7 @@ def staleness(run: Run) -> str:
 
 
 def lengths(run: Run) -> str:
+    """Response lengths in tokens: distribution, change over the run, longest and mean per step."""
     everything = [t.response_length for t in run.consumed]
     third = len(everything) // 3
     marks = []
@@ -127,11 +130,13 @@ def lengths(run: Run) -> str:
 
 
 def time_line(run: Run) -> str:
+    """What every process did when; empty without traces."""
     content = timeline.figures(run)
     return section("Every process over time", content) if content else ""
 
 
 def accounts(run: Run) -> str:
+    """Each process's seconds by kind; empty without traces."""
     rows = timeline.accounts(run)
     if not rows:
         return ""
@@ -176,6 +181,7 @@ def sampling(run: Run) -> str:
 
 
 def trainer_curves(run: Run) -> str:
+    """Loss, gradient norm and the like per trainer step."""
     steps = run.steps
     if not steps:
         return ""
@@ -206,6 +212,7 @@ def trainer_curves(run: Run) -> str:
 
 
 def weights(run: Run) -> str:
+    """How long weights took on their way, and how far trainer and engine differ; empty without either."""
     gaps, pulls = run.records.get("logprob_gap", []), run.records.get("pull", [])
     if not gaps and not pulls:
         return ""
@@ -249,6 +256,7 @@ def weights(run: Run) -> str:
 
 
 def sample_trajectories(run: Run) -> str:
+    """Some prompts with a good and a bad answer each; empty where the store holds none."""
     found = samples.pages(run)
     note = (
         "Steps spread over the run: of each prompt the best answer and the worst. Staleness: at "
@@ -258,6 +266,7 @@ def sample_trajectories(run: Run) -> str:
 
 
 def configuration(run: Run) -> str:
+    """Derived quantities, then every key."""
     known = run.launches[-1].derived if run.launches else {}
     derived = {
         name.replace("_bytes", " size").replace("_", " "): value_text(name, value)
@@ -280,6 +289,7 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
 
 
 def launches(run: Run) -> str:
+    """One row per launch of the run: when, from which step, how it ended."""
     head = tag(
         "tr",
         "".join(

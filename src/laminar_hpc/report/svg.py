@@ -15,7 +15,6 @@ from itertools import pairwise
 # margins around the plot, for tick labels and the name of the x axis
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
 
-
 # what may be closed at once; HTML's elements may not
 SHAPES = frozenset({"rect", "line", "circle", "polyline", "use"})
 
@@ -33,6 +32,7 @@ class Series:
 
 
 def text(value: object) -> str:
+    """Any value as escaped markup."""
     return html.escape(str(value))
 
 
@@ -90,16 +90,14 @@ def scale(low: float, high: float, start: float, end: float, log: bool = False) 
 
 
 def figure(width: int, height: int, body: str, label: str) -> str:
+    """An SVG of `width` x `height` pixels around `body`; `label` is for screen readers."""
     return tag("svg", body, viewBox=f"0 0 {width} {height}", role="img", aria_label=label)
 
 
 def empty(width: int, height: int, why: str) -> str:
-    return figure(
-        width,
-        height,
-        tag("text", text(why), x=width / 2, y=height / 2, class_="none", text_anchor="middle"),
-        why,
-    )
+    """A chart without values: it says why."""
+    said = tag("text", text(why), x=width / 2, y=height / 2, class_="none", text_anchor="middle")
+    return figure(width, height, said, why)
 
 
 @dataclass
@@ -143,6 +141,37 @@ class Plot:
         name = tag("text", text(label), class_="value", x=x - 5, y=TOP + 9 + 13 * row, text_anchor="end")
         return tag("line", class_="mark", x1=x, x2=x, y1=TOP, y2=self.bottom) + name
 
+    def marks(self, series: Series, values: Sequence[tuple[float, float]]) -> str:
+        """A circle per value."""
+        card = "var(--card)"
+        fill, edge = (card, series.color) if series.hollow else (series.color, card)
+        return "".join(
+            tag(
+                "circle",
+                cx=self.x(a),
+                cy=self.y(b),
+                r=4.5,
+                fill=fill,
+                stroke=edge,
+                stroke_width=2,
+                title=f"{series.name}: {short(b)} at {short(a)}",
+            )
+            for a, b in values
+        )
+
+    def line(self, series: Series, values: Sequence[tuple[float, float]]) -> str:
+        """The values joined; nothing where there are none."""
+        if not values:
+            return ""
+        return tag(
+            "polyline",
+            points=" ".join(f"{self.x(a):.1f},{self.y(b):.1f}" for a, b in values),
+            fill="none",
+            stroke=series.color,
+            class_="faint" if series.faint else "line",
+            title=series.name,
+        )
+
 
 def lines(
     series: Sequence[Series],
@@ -162,14 +191,10 @@ def lines(
     if not points:
         return empty(width, height, "nothing measured yet")
     xs, ys = [p[0] for p in points], [p[1] for p in points] + list(y_range or ())
-    x_low, x_high, low, high = min(xs), max(xs), min(ys), max(ys)
+    x_low, x_high = min(xs), max(xs)
     if x_low == x_high:
         x_low, x_high = x_low - 1, x_high + 1
-    if log_y:
-        low, high = low / 1.5, high * 1.5
-    elif y_range is None:
-        pad = (high - low or abs(high) or 1.0) * 0.06
-        low, high = (0.0 if 0 <= low <= (high - low) * 0.5 else low - pad), high + pad
+    low, high = _with_margin(min(ys), max(ys), log_y, fixed=y_range is not None)
     plot = Plot(
         width,
         height,
@@ -179,31 +204,18 @@ def lines(
     x_ticks = ticks(x_low, x_high, 6, whole=all(isinstance(x, int) for x in xs))
     body = plot.axes(x_ticks, log_ticks(low, high) if log_y else ticks(low, high), x_name)
     for s, values in kept:
-        if s.points or len(values) == 1:
-            fill, edge = ("var(--card)", s.color) if s.hollow else (s.color, "var(--card)")
-            for a, b in values:
-                title = f"{s.name}: {short(b)} at {short(a)}"
-                body += tag(
-                    "circle",
-                    cx=plot.x(a),
-                    cy=plot.y(b),
-                    r=4.5,
-                    fill=fill,
-                    stroke=edge,
-                    stroke_width=2,
-                    title=title,
-                )
-        elif values:
-            path = " ".join(f"{plot.x(a):.1f},{plot.y(b):.1f}" for a, b in values)
-            body += tag(
-                "polyline",
-                points=path,
-                fill="none",
-                stroke=s.color,
-                class_="faint" if s.faint else "line",
-                title=s.name,
-            )
+        body += plot.marks(s, values) if s.points or len(values) == 1 else plot.line(s, values)
     return figure(width, height, body, ", ".join(s.name for s in series))
+
+
+def _with_margin(low: float, high: float, log: bool, fixed: bool) -> tuple[float, float]:
+    """The y axis of values within [low, high]: from 0 where that is near; as it is if `fixed`."""
+    if log:
+        return low / 1.5, high * 1.5
+    if fixed:
+        return low, high
+    pad = (high - low or abs(high) or 1.0) * 0.06
+    return (0.0 if 0 <= low <= (high - low) * 0.5 else low - pad), high + pad
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
@@ -216,6 +228,7 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def percent(share: float) -> str:
+    """A share in [0, 1] as a percentage, with one decimal below 10%."""
     return f"{share * 100:.0f}%" if share >= 0.0995 or share == 0 else f"{share * 100:.1f}%"
 
 

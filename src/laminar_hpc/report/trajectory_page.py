@@ -36,6 +36,7 @@ class Facts:
 
 
 def facts(run: Run, rows: Sequence[Consumed]) -> Facts:
+    """What the run's files say of these trajectories beyond their rows, read once for all."""
     lost: dict[int, list[dict]] = {}
     for record in run.records.get("lost", []):
         lost.setdefault(record.get("trajectory_id", -1), []).append(record)
@@ -49,6 +50,7 @@ def facts(run: Run, rows: Sequence[Consumed]) -> Facts:
 
 
 def anchor(trajectory_id: int) -> str:
+    """The id of a trajectory's element in the page."""
     return f"trajectory-{trajectory_id}"
 
 

@@ -12,6 +12,7 @@ from laminar_hpc.simulator.sweep import sweep
 
 
 def main(arguments: list[str]) -> int:
+    """`laminar sim EXPERIMENT`: simulates, writes the page and result.json, prints the table. Returns 0."""
     name, overrides, as_json = take_apart(arguments, "sim", "experiment", experiments())
     config = load_simulation(name, overrides)
     rows = sweep(config, lambda line: print(line, file=sys.stderr, flush=True))

@@ -101,6 +101,7 @@ def trainer_layout(model: Model, gpu: Gpu, gpus: int, c: Constants) -> Layout | 
 
 
 def engine_costs(model: Model, gpu: Gpu, tensor_parallel: int, c: Constants) -> EngineCosts:
+    """Seconds of one replica's work, from the GPU's rates and the model's size."""
     weights_bytes = 2.0 * model.parameters
     bandwidth = c.decode_hbm_efficiency * gpu.hbm * tensor_parallel
     prefill_token = 2.0 * model.parameters / (c.prefill_mfu * gpu.flops * tensor_parallel)

@@ -21,11 +21,11 @@ from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import EngineCosts, JobCosts, Layout
 from laminar_hpc.simulator.request import Admission
 from laminar_hpc.simulator.rules import Rules
-from laminar_hpc.simulator.run import Engines, Setup
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.setup import Engines, Setup
 
 WARMUP_STEPS = 2
-_LEAST_BATCHES = 6  # local batches that a curve of three numbers is taken from
+_MIN_BATCHES = 6  # local batches that a curve of three numbers is taken from
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ def decode_curve(batches: Sequence[tuple[float, int, int]]) -> DecodeCurve:
     columns = np.array([[1.0, row[1], row[2]] for row in batches])
     kept = [0, 1, 2]
     while True:
-        found = np.linalg.lstsq(columns[:, kept], seconds, rcond=None)[0]
-        if (found >= 0).all() or len(kept) == 1:
-            values = dict(zip(kept, np.maximum(found, 0.0), strict=True))
+        coefficients = np.linalg.lstsq(columns[:, kept], seconds, rcond=None)[0]
+        if (coefficients >= 0).all() or len(kept) == 1:
+            values = dict(zip(kept, np.maximum(coefficients, 0.0), strict=True))
             return DecodeCurve(*(float(values.get(i, 0.0)) for i in range(3)))
-        kept.pop(int(np.argmin(found)))
+        kept.pop(int(np.argmin(coefficients)))
 
 
 def local_batches(run: Run) -> list[tuple[float, int, int]]:
     """(seconds, longest response, tokens) of each local batch after the first, by the rollouts' `generate`
     spans."""
-    found = []
+    batches = []
     for name, spans in run.spans.items():
         if not name.startswith("rollout"):
             continue
@@ -63,16 +63,16 @@ def local_batches(run: Run) -> list[tuple[float, int, int]]:
         for span in [span for span in spans if span.kind == "generate"][1:]:
             lengths = [length for finished, length in mine if span.t0 < finished <= span.t1 + 0.05]
             if lengths:
-                found.append((span.t1 - span.t0, max(lengths), sum(lengths)))
-    return found
+                batches.append((span.t1 - span.t0, max(lengths), sum(lengths)))
+    return batches
 
 
 def _mean_seconds(run: Run, role: str, kind: str) -> float:
     spans: list[Span] = [
         span
-        for name, found in run.spans.items()
+        for name, of_role in run.spans.items()
         if name.startswith(role)
-        for span in found
+        for span in of_role
         if span.kind == kind
     ]
     return statistics.fmean(span.t1 - span.t0 for span in spans[1:]) if len(spans) > 1 else 0.0
@@ -84,64 +84,19 @@ def setup_of(run_dir: Path) -> Setup:
     run = rundata.load(run_dir)
     c, steps = run.config, run.steps
     batches = local_batches(run)
-    if len(batches) < _LEAST_BATCHES or len(steps) <= WARMUP_STEPS + 2:
+    if len(batches) < _MIN_BATCHES or len(steps) <= WARMUP_STEPS + 2:
         raise LaminarError(
             f"{run_dir}: {len(batches)} traced local batches and "
             f"{len(steps)} steps are too few; let it run for longer"
         )
-    curve = decode_curve(batches)
-    replicas, groups, samples = (
-        c["rollout"]["replicas"],
-        c["algorithm"]["prompts_per_step"],
-        c["algorithm"]["samples_per_prompt"],
-    )
-    prompt_tokens = round(statistics.fmean(step["prompt_tokens"] / step["trajectories"] for step in steps))
-    trained = [s.t1 - s.t0 for s in run.spans["trainer0"] if s.kind == "train"]
-    tokens = [step["prompt_tokens"] + step["response_tokens"] for step in steps]
-    tiny = 1e-9  # this model's step time has no part for KV: a + N * compute
-    local = -(-groups // replicas)
-    engine = EngineCosts(
-        overhead=curve.step,
-        weights=tiny,
-        kv_token=tiny * tiny,
-        compute=max(curve.token, tiny),
-        prefill_token=curve.start / (local * prompt_tokens),
-        pull=_mean_seconds(run, "rollout", "pull"),
-        global_sync=0.0,
-        move_token=0.0,
-        move_latency=0.0,
-        restart=0.0,
-        prefill_attention=0.0,
-    )
-    publish, send = _mean_seconds(run, "trainer", "publish"), _mean_seconds(run, "trainer", "send")
-    job = JobCosts(
-        train_token=sum(trained[1:]) / sum(tokens[1 : len(trained)]),
-        train_attention=0.0,
-        logprob_token=0.0,
-        logprob_attention=0.0,
-        handling=0.0,
-        update=0.0,
-        publish_stall=publish,
-        chain=send,
-        switch=0.0,
-        checkpoint=0.0,
-        job_restart=0.0,
-        repack_period=1.0,
-    )
-    rules = Rules(c["pipeline"]["refresh"], c["pipeline"]["max_staleness"], relays=True, isolated=True)
-    work = WorkloadConfig(
-        prompts_per_step=groups,
-        samples_per_prompt=samples,
-        updates_per_step=c["algorithm"]["minibatches_per_step"],
-        prompt_tokens=prompt_tokens,
-        max_response_tokens=c["sampling"]["max_response_tokens"],
-        lengths_file=str(run.store),
-    )
-    kind = Engines(replicas, 1, engine, c["rollout"]["kv_cache_tokens"], 1 << 30)
+    work = _workload(run)
+    replicas = c["rollout"]["replicas"]
+    local_batch_tokens = -(-work.prompts_per_step // replicas) * work.prompt_tokens
+    costs = _engine_costs(run, decode_curve(batches), local_batch_tokens)
     return Setup(
-        rules,
-        (kind,),
-        job,
+        Rules(c["pipeline"]["refresh"], c["pipeline"]["max_staleness"], relays=True, isolated=True),
+        (Engines(replicas, 1, costs, c["rollout"]["kv_cache_tokens"], 1 << 30),),
+        _job_costs(run),
         1,
         Layout(1, 1, c["trainer"]["data_parallel"]),
         work,
@@ -150,4 +105,55 @@ def setup_of(run_dir: Path) -> Setup:
         admission=Admission.of(work.max_response_tokens, DEFAULT),
         max_concurrent=c["rollout"]["max_concurrent"],
         checkpoint_every=1 << 30,
+    )
+
+
+def _workload(run: Run) -> WorkloadConfig:
+    c = run.config
+    return WorkloadConfig(
+        prompts_per_step=c["algorithm"]["prompts_per_step"],
+        samples_per_prompt=c["algorithm"]["samples_per_prompt"],
+        updates_per_step=c["algorithm"]["minibatches_per_step"],
+        prompt_tokens=round(
+            statistics.fmean(step["prompt_tokens"] / step["trajectories"] for step in run.steps)
+        ),
+        max_response_tokens=c["sampling"]["max_response_tokens"],
+        lengths_file=str(run.store),
+    )
+
+
+def _engine_costs(run: Run, curve: DecodeCurve, local_batch_tokens: int) -> EngineCosts:
+    """`local_batch_tokens`: prompt tokens of a replica's local batch, one sample per prompt."""
+    tiny = 1e-9  # this model's step time has no part for KV: a + N * compute
+    return EngineCosts(
+        overhead=curve.step,
+        weights=tiny,
+        kv_token=tiny * tiny,
+        compute=max(curve.token, tiny),
+        prefill_token=curve.start / local_batch_tokens,
+        pull=_mean_seconds(run, "rollout", "pull"),
+        global_sync=0.0,
+        move_token=0.0,
+        move_latency=0.0,
+        restart=0.0,
+        prefill_attention=0.0,
+    )
+
+
+def _job_costs(run: Run) -> JobCosts:
+    trained = [s.t1 - s.t0 for s in run.spans["trainer0"] if s.kind == "train"]
+    tokens = [step["prompt_tokens"] + step["response_tokens"] for step in run.steps]
+    return JobCosts(
+        train_token=sum(trained[1:]) / sum(tokens[1 : len(trained)]),
+        train_attention=0.0,
+        logprob_token=0.0,
+        logprob_attention=0.0,
+        handling=0.0,
+        update=0.0,
+        publish_stall=_mean_seconds(run, "trainer", "publish"),
+        chain=_mean_seconds(run, "trainer", "send"),
+        switch=0.0,
+        checkpoint=0.0,
+        job_restart=0.0,
+        repack_period=1.0,
     )

@@ -19,8 +19,9 @@ from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS, Constants
 from laminar_hpc.simulator.cost import engine_costs, job_costs, kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.run import setup, simulate
+from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig
+from laminar_hpc.simulator.setup import setup
 from laminar_hpc.simulator.trainer_fit import fitting_trainer, layout_of, shards
 from laminar_hpc.simulator.workload import Workload
 
@@ -99,6 +100,7 @@ def trainer_sizes(config: PlanConfig, pool: PoolConfig) -> list[int]:
 
 
 def trainer_of(config: PlanConfig, pool: int, gpus: int) -> TrainerConfig | None:
+    """The trainer's settings on `gpus` of the pool; None where the model does not fit."""
     return fitting_trainer(MODELS[config.model], GPUS[config.pools[pool].gpu], gpus, config.workload)
 
 
@@ -129,6 +131,7 @@ def repack_of(candidate: Candidate) -> str:
 
 
 def candidates(config: PlanConfig, c: Constants = DEFAULT) -> Iterator[Candidate]:
+    """Every placement that fits: trainer's pool and size, and the replicas of each pool."""
     parallel = [tensor_parallels(config, pool, c) for pool in config.pools]
     for index, pool in enumerate(config.pools):
         for trainer in [] if pool.preemptible else trainer_sizes(config, pool):
@@ -307,6 +310,7 @@ def _least_trainer(config: PlanConfig, pool: PoolConfig) -> int | None:
 
 
 def describe(config: PlanConfig, candidate: Candidate) -> str:
+    """A placement in one line."""
     rollouts = ", ".join(
         f"{gpus // tp} replica{'s' if gpus > tp else ''} of TP{tp} on {gpus} {config.pools[pool].gpu}"
         for pool, gpus, tp in candidate.rollouts

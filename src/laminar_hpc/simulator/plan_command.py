@@ -33,6 +33,7 @@ from laminar_hpc.simulator.settings import load_plan, questions, take_apart
 
 
 def expectations(config: PlanConfig, plan: Plan) -> list[str]:
+    """The lines that tell the user what the best placement is and what it should reach."""
     f = plan.best.figures
     assert f is not None
     best = plan.best.candidate
@@ -107,6 +108,7 @@ def _numbers(count: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
+    """`laminar plan QUESTION`: searches, writes the files of the best placement, prints it. Returns 0."""
     name, overrides, as_json = take_apart(arguments, "plan", "question", questions())
     config = load_plan(name, overrides)
     plan = search(config, lambda line: print(line, file=sys.stderr, flush=True))

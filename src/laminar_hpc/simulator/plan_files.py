@@ -31,6 +31,7 @@ class Machines:
 
 
 def trainer_machines(candidate: Candidate) -> Machines:
+    """The machines that the trainer fills, and its GPUs on each."""
     each = min(GPUS_PER_MACHINE, candidate.trainer_gpus)
     return Machines(candidate.trainer_pool, each, (each,) * (candidate.trainer_gpus // each))
 
@@ -47,6 +48,7 @@ def rollout_machines(config: PlanConfig, candidate: Candidate) -> list[Machines]
 
 
 def on_one_machine(config: PlanConfig) -> bool:
+    """Whether one machine holds all GPUs of the only pool."""
     return len(config.pools) == 1 and config.pools[0].count <= GPUS_PER_MACHINE
 
 

@@ -53,11 +53,13 @@ COLUMNS = (
 
 
 def cells(row: dict) -> list[str]:
+    """The texts of one row, by column."""
     values = {**row["outcome"].figures, "pipeline": row["pipeline"], "gpus": row["gpus"]}
     return [form.format(values[key]) for key, _, form in COLUMNS]
 
 
 def table(rows: Sequence[dict]) -> str:
+    """The rows as text in aligned columns."""
     lines = [[name for _, name, _ in COLUMNS], *(cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
     return "\n".join(
@@ -81,11 +83,13 @@ def as_json(rows: Sequence[dict]) -> list[dict]:
 
 
 def write(path: Path, name: str, settings: dict, rows: Sequence[dict]) -> None:
+    """Writes the page, and its folder where that is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(document(name, settings, rows), encoding="utf-8")
 
 
 def document(name: str, settings: dict, rows: Sequence[dict]) -> str:
+    """The page of a sweep, one row per simulated point."""
     largest = max(row["gpus"] for row in rows)
     at_largest = [row for row in rows if row["gpus"] == largest]
     best = max(at_largest, key=lambda row: row["outcome"].figures["tokens_per_second"])

@@ -1,33 +1,17 @@
-"""One simulated run: hardware, model, workload and rules in; figures, ledgers and time lines out."""
+"""One simulated run: a setup in; figures, ledgers and time lines out."""
 
-import dataclasses
 import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from laminar_hpc.policies.repack import saturation_batch
 from laminar_hpc.simulator.clock import Clock
-from laminar_hpc.simulator.constants import Constants, Gpu, Model
-from laminar_hpc.simulator.cost import (
-    EngineCosts,
-    JobCosts,
-    Layout,
-    engine_costs,
-    faster,
-    job_costs,
-    kv_capacity,
-    trainer_layout,
-)
 from laminar_hpc.simulator.fleet_moves import Failures, Repacker
 from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Admission
 from laminar_hpc.simulator.rollouts import Rollouts
-from laminar_hpc.simulator.rules import Rules
-from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.setup import Setup
 from laminar_hpc.simulator.tracker import TrajectoryTracker
 from laminar_hpc.simulator.trainer import Trainer
 from laminar_hpc.simulator.workload import Workload
@@ -35,50 +19,6 @@ from laminar_hpc.simulator.workload import Workload
 _SHOWN_REPLICAS = 8  # in the time line
 _SAMPLE_SECONDS = 5.0  # between samples of KV use, with `watch`
 IDLE = ("admission", "barrier", "weights", "environment", "move", "pull", "down")
-
-
-@dataclass(frozen=True)
-class Engines:
-    """Replicas of one kind. `mtbf`: mean seconds between failures or preemptions of one; None = never."""
-
-    count: int
-    gpus: int
-    costs: EngineCosts
-    capacity: int
-    saturation: int
-    mtbf: float | None = None
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A whole run, in seconds and tokens."""
-
-    rules: Rules
-    engines: tuple[Engines, ...]
-    job: JobCosts
-    trainer_gpus: int
-    layout: Layout
-    workload: WorkloadConfig
-    steps: int
-    warmup_steps: int
-    admission: Admission
-    seed: int = 0
-    max_concurrent: int = 256
-    repack_kv_share: float = 0.9
-    checkpoint_every: int = 20
-    trainer_mtbf: float | None = None
-    # local batches of all replicas are equal, as in a live run; else each is by its replica's rate
-    equal_batches: bool = False
-    watch: bool = False  # keep time lines and samples for the report
-
-    def faster(self, factor: float) -> "Setup":
-        """The same run with all rates `factor` times as high."""
-        kinds = tuple(
-            dataclasses.replace(kind, costs=faster(kind.costs, factor), mtbf=kind.mtbf and kind.mtbf / factor)
-            for kind in self.engines
-        )
-        mtbf = self.trainer_mtbf and self.trainer_mtbf / factor
-        return dataclasses.replace(self, engines=kinds, job=faster(self.job, factor), trainer_mtbf=mtbf)
 
 
 @dataclass
@@ -92,56 +32,6 @@ class Outcome:
     spans: dict[str, list[tuple[str, float, float]]] = field(default_factory=dict)
     kv_samples: list[tuple[float, float]] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-
-
-def engines(
-    model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, mtbf: float | None, colocated: bool, c: Constants
-) -> Engines:
-    """As many replicas as `gpus` hold."""
-    share = c.kv_memory_share_colocated if colocated else c.kv_memory_share
-    return Engines(
-        count=gpus // tensor_parallel,
-        gpus=tensor_parallel,
-        costs=engine_costs(model, gpu, tensor_parallel, c),
-        capacity=kv_capacity(model, gpu, tensor_parallel, share),
-        saturation=saturation_batch(gpu.flops, gpu.hbm),
-        mtbf=mtbf,
-    )
-
-
-def setup(
-    rules: Rules,
-    model: Model,
-    trainer_gpu: Gpu,
-    trainer_gpus: int,
-    rollouts: Sequence[tuple[Gpu, int, int, float | None]],
-    workload: WorkloadConfig,
-    c: Constants,
-    engine: str = "sglang",
-    layout: Layout | None = None,
-    **settings: Any,
-) -> Setup:
-    """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same
-    GPUs as the trainer's. `layout`: the trainer's, None = that of a published system."""
-    colocated = rules.placement == "colocated"
-    kinds = tuple(
-        engines(model, gpu, gpus, tp, mtbf, colocated, c) for gpu, gpus, tp, mtbf in rollouts if gpus >= tp
-    )
-    total = sum(gpus for _, gpus, *_ in rollouts)
-    # Where the optimizer does not fit it is offloaded, at no cost here: one copy of the model on all GPUs.
-    layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, c) or Layout(trainer_gpus, 1, 1)
-    job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
-    return Setup(
-        rules,
-        kinds,
-        job,
-        trainer_gpus,
-        layout,
-        workload,
-        admission=Admission.of(workload.max_response_tokens, c, engine),
-        repack_kv_share=c.repack_kv_share,
-        **settings,
-    )
 
 
 class _Window:
@@ -250,26 +140,27 @@ def _simulate(setup: Setup) -> Outcome:
     for replica in replicas:
         replica.advance(clock.now)
     outcome = _outcome(setup, clock, tracker, trainer, replicas, rollouts, windows[0])
-    outcome.figures |= {
-        "replicas_emptied": repacker.replicas_emptied,
+    outcome.figures |= _move_figures(repacker, failures)
+    if setup.watch:
+        shown = {f"rollout{r.index}": r.spans or [] for r in replicas[:_SHOWN_REPLICAS]}
+        outcome.spans = {"trainer": trainer.spans, **shown}
+        outcome.kv_samples = samples
+        outcome.lengths = [n for i in range(min(256, tracker.counted)) for n in tracker.workload.lengths(i)]
+    return outcome
+
+
+def _move_figures(repacker: Repacker, failures: Failures) -> dict[str, float]:
+    emptied = repacker.replicas_emptied
+    return {
+        "replicas_emptied": emptied,
         "trajectories_moved": repacker.trajectories_moved,
-        "move_seconds_mean": repacker.move_seconds / repacker.replicas_emptied
-        if repacker.replicas_emptied
-        else 0.0,
+        "move_seconds_mean": repacker.move_seconds / emptied if emptied else 0.0,
         "replica_deaths": failures.replica_deaths,
         "trainer_deaths": failures.trainer_deaths,
         "trajectories_redirected": failures.redirected,
         "trajectories_rescued_by_load": failures.loaded,
         "trajectories_restarted": failures.restarted,
     }
-    if setup.watch:
-        outcome.spans = {
-            "trainer": trainer.spans,
-            **{f"rollout{r.index}": r.spans or [] for r in replicas[:_SHOWN_REPLICAS]},
-        }
-        outcome.kv_samples = samples
-        outcome.lengths = [n for i in range(min(256, tracker.counted)) for n in tracker.workload.lengths(i)]
-    return outcome
 
 
 def _sample(clock: Clock, replicas: list[Replica], samples: list[tuple[float, float]]) -> None:
@@ -291,57 +182,72 @@ def _outcome(
     window: _Window,
 ) -> Outcome:
     skip = setup.warmup_steps
-    begin = trainer.step_ends[skip - 1] if skip else 0.0
-    length = clock.now - begin
-    tokens = sum(trainer.step_tokens[skip:])
-    seconds: dict[str, float] = {}
-    for replica, before in zip(replicas, window.seconds, strict=True):
-        for kind, value in replica.seconds.items():
-            seconds[kind] = seconds.get(kind, 0.0) + (value - before.get(kind, 0.0)) * replica.gpus
+    length = clock.now - (trainer.step_ends[skip - 1] if skip else 0.0)
+    tokens, steps = sum(trainer.step_tokens[skip:]), len(trainer.step_ends) - skip
+    gpu_seconds = {"rollout": _rollout_seconds(replicas, window)}
     trained = {kind: value - window.trainer.get(kind, 0.0) for kind, value in trainer.seconds.items()}
-    gpu_seconds = {"rollout": seconds}
+    gpus = sum(r.gpus for r in replicas)
     if setup.rules.placement == "split":
         gpu_seconds["trainer"] = {kind: value * setup.trainer_gpus for kind, value in trained.items()}
-    gpus = sum(r.gpus for r in replicas) + (setup.trainer_gpus if setup.rules.placement == "split" else 0)
-    kv = sum(r.kv_seconds - before for r, before in zip(replicas, window.kv, strict=True))
+        gpus += setup.trainer_gpus
     generation = tracker.generation_staleness - window.generation
     training = tracker.training_staleness - window.training
-    latencies = np.array(rollouts.latencies[window.finished :] or [0.0])
-    admitted = np.array(rollouts.admitted_latencies[window.finished :] or [0.0])
-    idle = sum(value for kind, value in seconds.items() if kind in IDLE)
-    steps = len(trainer.step_ends) - skip
     figures = {
         "tokens_per_second": tokens / length,
         "step_seconds": length / steps,
         "tokens_per_step": tokens / steps,
         "gpus": gpus,
         "trainer_gpus": setup.trainer_gpus,
-        "replicas": len(replicas),
         "trainer_wait_share": trained.get("wait", 0.0) / length,
-        "rollout_idle_share": idle / sum(seconds.values()),
-        "kv_use": kv / (length * sum(r.capacity for r in replicas)),
-        "requests_mean": sum(r.request_seconds - b for r, b in zip(replicas, window.busy, strict=True))
-        / (length * len(replicas)),
-        "latency_mean": float(latencies.mean()),
-        "latency_max": float(latencies.max()),
-        "latency_admitted_mean": float(admitted.mean()),
-        "latency_admitted_max": float(admitted.max()),
+        **_replica_figures(replicas, window, length, gpu_seconds["rollout"]),
+        **_latencies("latency", rollouts.latencies[window.finished :]),
+        **_latencies("latency_admitted", rollouts.admitted_latencies[window.finished :]),
         "staleness_generation_mean": _mean(generation),
         "staleness_generation_max": max(generation, default=0),
         "staleness_training_mean": _mean(training),
         "staleness_training_max": max(training, default=0),
         "versions_max": tracker.versions,
-        "preemptions": sum(r.preemptions for r in replicas),
         "discarded_tokens": tracker.discarded_tokens,
-        "generated_per_second": (sum(r.generated for r in replicas) - window.generated) / length,
-        "generated_tokens": sum(r.generated for r in replicas),
         "finished_tokens": tracker.finished_tokens,
         "finished_trajectories": sum(tracker.generation_staleness.values()),
-        "prefilled_tokens": sum(r.prefilled for r in replicas),
         "events": clock.calls,
         "seconds": clock.now,
     }
     return Outcome(figures, gpu_seconds, dict(sorted(generation.items())), dict(sorted(training.items())))
+
+
+def _rollout_seconds(replicas: list[Replica], window: _Window) -> dict[str, float]:
+    """GPU seconds of all replicas by cause."""
+    seconds: dict[str, float] = {}
+    for replica, before in zip(replicas, window.seconds, strict=True):
+        for kind, value in replica.seconds.items():
+            seconds[kind] = seconds.get(kind, 0.0) + (value - before.get(kind, 0.0)) * replica.gpus
+    return seconds
+
+
+def _replica_figures(
+    replicas: list[Replica], window: _Window, length: float, gpu_seconds: dict[str, float]
+) -> dict[str, float]:
+    """`length`: seconds of the window."""
+    kv = sum(r.kv_seconds - before for r, before in zip(replicas, window.kv, strict=True))
+    busy = sum(r.request_seconds - before for r, before in zip(replicas, window.busy, strict=True))
+    idle = sum(value for kind, value in gpu_seconds.items() if kind in IDLE)
+    generated = sum(r.generated for r in replicas)
+    return {
+        "replicas": len(replicas),
+        "rollout_idle_share": idle / sum(gpu_seconds.values()),
+        "kv_use": kv / (length * sum(r.capacity for r in replicas)),
+        "requests_mean": busy / (length * len(replicas)),
+        "preemptions": sum(r.preemptions for r in replicas),
+        "generated_per_second": (generated - window.generated) / length,
+        "generated_tokens": generated,
+        "prefilled_tokens": sum(r.prefilled for r in replicas),
+    }
+
+
+def _latencies(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    values = np.array(seconds or [0.0])
+    return {f"{name}_mean": float(values.mean()), f"{name}_max": float(values.max())}
 
 
 def _mean(counts: dict[int, int]) -> float:

@@ -38,10 +38,12 @@ def take_apart(
 
 
 def experiments() -> list[str]:
+    """Names of the simulations that laminar ships."""
     return _names("experiment")
 
 
 def questions() -> list[str]:
+    """Names of the planner's questions that laminar ships."""
     return _names("plan/question")
 
 
@@ -89,6 +91,7 @@ def _compose(
 
 
 def constants_of(config: SimulationConfig) -> Constants:
+    """The calibrated constants with the configuration's changes."""
     return dataclasses.replace(DEFAULT, **config.constants)
 
 

@@ -7,14 +7,16 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.policies.sizing import trainer_splits
 from laminar_hpc.simulator.constants import GPUS, MODELS
 from laminar_hpc.simulator.rules import PIPELINES, Rules
-from laminar_hpc.simulator.run import Outcome, setup, simulate
+from laminar_hpc.simulator.run import Outcome, simulate
 from laminar_hpc.simulator.schema import SimulationConfig
 from laminar_hpc.simulator.settings import constants_of
+from laminar_hpc.simulator.setup import setup
 
 _SEARCH_STEPS = 3  # beyond the warm-up, while splits are compared
 
 
 def rules_of(config: SimulationConfig, pipeline: str) -> Rules:
+    """The pipeline's rules, with the configuration's staleness bound unless the pipeline is synchronous."""
     rules = PIPELINES[pipeline]
     if config.max_staleness is not None and rules.refresh != "barrier":
         rules = dataclasses.replace(rules, max_staleness=config.max_staleness)

@@ -58,4 +58,5 @@ def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> Tra
 
 
 def layout_of(trainer: TrainerConfig) -> Layout:
+    """The trainer's parallel sizes as the cost model wants them."""
     return Layout(trainer.tensor_parallel, trainer.pipeline_parallel, trainer.data_parallel)

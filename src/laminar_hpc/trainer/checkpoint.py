@@ -18,13 +18,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from torch.distributed.checkpoint.api import CheckpointException
 
+from laminar_hpc.cluster.checkpoints import STATE_FILE, checkpoint_path, prune, read_state
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.megatron.adam import named_state, unshare_steps
 from laminar_hpc.trainer.megatron.checkpoint_writer import in_process_strategy
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
-from laminar_hpc.weights.checkpoints import STATE_FILE, checkpoint_path, prune, read_state
 
 
 class Checkpointer:
@@ -186,6 +186,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    """Restores what `rng_state` gave: torch, CUDA and the tensor-parallel streams."""
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

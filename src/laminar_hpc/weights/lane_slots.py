@@ -22,10 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_hpc.cluster.folders import claim
+from laminar_hpc.cluster.folders import claim, remove_dead_slots
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.lanes import join
-from laminar_hpc.weights.layout import clean_leftovers
 from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, encode_manifest
 from laminar_hpc.weights.slots import LOCK_FILE, SlotsBusy, SlotWriter, by_age, write_atomically
 
@@ -52,7 +51,7 @@ class LaneWriter(SlotWriter):
                 self._void(MANIFEST_FILE, "lane*.json", _WRITING_FILE)
             _locked(self._present, fcntl.LOCK_SH)
             claim(self.root)
-        clean_leftovers(shm_dir)
+        remove_dead_slots(shm_dir)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:

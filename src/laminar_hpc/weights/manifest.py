@@ -78,6 +78,7 @@ def safetensors_header(manifest: Manifest) -> bytes:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as JSON."""
     return msgspec.json.encode(manifest)
 
 

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_hpc.cluster.folders import claim
+from laminar_hpc.cluster.folders import claim, remove_dead_slots, slots_root
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.layout import clean_leftovers, slots_root
 from laminar_hpc.weights.manifest import (
     MANIFEST_FILE,
     SIDE_FILES,
@@ -138,7 +137,7 @@ class SlotWriter:
         on."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         claim(self.root)  # before the cleaning, which takes it for the dead relay's
-        clean_leftovers(shm_dir)
+        remove_dead_slots(shm_dir)
         self._void(MANIFEST_FILE)
 
     def _void(self, *patterns: str) -> None:

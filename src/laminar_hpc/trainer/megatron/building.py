@@ -61,6 +61,7 @@ def first_stage_layers(layers: int, stages: int) -> int | None:
 
 
 def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of a decoder of this shape, with parameters of `dtype`."""
     recompute = config.trainer.recompute_activations
     return TransformerConfig(
         num_layers=shape.layers,

@@ -58,6 +58,7 @@ Collected = TypeVar("Collected")
 
 
 def local_device() -> torch.device:
+    """This process's current GPU, or the CPU where there is none."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()

@@ -62,6 +62,7 @@ def canonical_views(model: torch.nn.Module, config: object, rank: int = 0, size:
 
 
 def live_layout(views: Iterator[View]) -> list[TensorShard]:
+    """Name, full shape, dtype and slice of each view, in the order of `views`."""
     return [
         TensorShard(
             v.name,

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def ping(scheduler: object, request: protocol.Ping) -> protocol.Reply:
+    """Answers with the scheduler's process id."""
     return protocol.Alive(os.getpid())
 
 
@@ -40,18 +41,21 @@ def _views(scheduler: object) -> Iterator:
 
 
 def layout(scheduler: object, request: protocol.GetLayout) -> protocol.Reply:
+    """Which slices of canonical tensors this rank of the engine holds."""
     from laminar_hpc.engine.sglang.plugin.live_weights import live_layout
 
     return protocol.LiveLayout(live_layout(_views(scheduler)))
 
 
 def sums(scheduler: object, request: protocol.GetSums) -> protocol.Reply:
+    """The sums of the live parameters of this rank."""
     from laminar_hpc.engine.sglang.plugin.live_weights import live_sums
 
     return protocol.LiveSums(live_sums(_views(scheduler)))
 
 
 def load_weights(scheduler: object, request: protocol.LoadWeights) -> protocol.Reply:
+    """Loads a slot and answers with the sums of what is live; refused while requests run, unless paused."""
     from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
 
     if not request.paused and not scheduler.flush_cache():  # also forgets the KV of the old weights

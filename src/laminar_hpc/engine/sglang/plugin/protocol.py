@@ -138,6 +138,7 @@ def socket_path(base: str, rank: int) -> str:
 
 
 def encode(message: Request | Reply) -> bytes:
+    """A message as MessagePack."""
     return _encoder.encode(message)
 
 

@@ -39,6 +39,7 @@ def leave_freeze_gc_to_us() -> None:
 
 
 def main() -> None:
+    """Runs SGLang's server with our plugin in this process, until the parent ends."""
     # SGLang asks the kernel the same for the processes that it starts, so none is left behind
     die_with_parent()
     if os.environ.pop(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):

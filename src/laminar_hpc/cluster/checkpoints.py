@@ -16,6 +16,7 @@ STATE_FILE = "state.json"
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """The folder of the checkpoint of `step`, whether it exists or not."""
     return Path(run_dir) / "checkpoints" / f"step_{step:06d}"
 
 

@@ -1,0 +1,116 @@
+"""What one simulated run is given: its rules, its engines and trainer with their costs, and its workload."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from laminar_hpc.policies.repack import saturation_batch
+from laminar_hpc.simulator.constants import Constants, Gpu, Model
+from laminar_hpc.simulator.cost import (
+    EngineCosts,
+    JobCosts,
+    Layout,
+    engine_costs,
+    faster,
+    job_costs,
+    kv_capacity,
+    trainer_layout,
+)
+from laminar_hpc.simulator.request import Admission
+from laminar_hpc.simulator.rules import Rules
+from laminar_hpc.simulator.schema import WorkloadConfig
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Replicas of one kind. `mtbf`: mean seconds between failures or preemptions of one; None = never."""
+
+    count: int
+    gpus: int
+    costs: EngineCosts
+    capacity: int
+    saturation: int
+    mtbf: float | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A whole run, in seconds and tokens."""
+
+    rules: Rules
+    engines: tuple[Engines, ...]
+    job: JobCosts
+    trainer_gpus: int
+    layout: Layout
+    workload: WorkloadConfig
+    steps: int
+    warmup_steps: int
+    admission: Admission
+    seed: int = 0
+    max_concurrent: int = 256
+    repack_kv_share: float = 0.9
+    checkpoint_every: int = 20
+    trainer_mtbf: float | None = None
+    # local batches of all replicas are equal, as in a live run; else each is by its replica's rate
+    equal_batches: bool = False
+    watch: bool = False  # keep time lines and samples for the report
+
+    def faster(self, factor: float) -> "Setup":
+        """The same run with all rates `factor` times as high."""
+        kinds = tuple(
+            dataclasses.replace(kind, costs=faster(kind.costs, factor), mtbf=kind.mtbf and kind.mtbf / factor)
+            for kind in self.engines
+        )
+        mtbf = self.trainer_mtbf and self.trainer_mtbf / factor
+        return dataclasses.replace(self, engines=kinds, job=faster(self.job, factor), trainer_mtbf=mtbf)
+
+
+def engines(
+    model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, mtbf: float | None, colocated: bool, c: Constants
+) -> Engines:
+    """As many replicas as `gpus` hold."""
+    share = c.kv_memory_share_colocated if colocated else c.kv_memory_share
+    return Engines(
+        count=gpus // tensor_parallel,
+        gpus=tensor_parallel,
+        costs=engine_costs(model, gpu, tensor_parallel, c),
+        capacity=kv_capacity(model, gpu, tensor_parallel, share),
+        saturation=saturation_batch(gpu.flops, gpu.hbm),
+        mtbf=mtbf,
+    )
+
+
+def setup(
+    rules: Rules,
+    model: Model,
+    trainer_gpu: Gpu,
+    trainer_gpus: int,
+    rollouts: Sequence[tuple[Gpu, int, int, float | None]],
+    workload: WorkloadConfig,
+    c: Constants,
+    engine: str = "sglang",
+    layout: Layout | None = None,
+    **settings: Any,
+) -> Setup:
+    """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same
+    GPUs as the trainer's. `layout`: the trainer's, None = that of a published system."""
+    colocated = rules.placement == "colocated"
+    kinds = tuple(
+        engines(model, gpu, gpus, tp, mtbf, colocated, c) for gpu, gpus, tp, mtbf in rollouts if gpus >= tp
+    )
+    total = sum(gpus for _, gpus, *_ in rollouts)
+    # Where the optimizer does not fit it is offloaded, at no cost here: one copy of the model on all GPUs.
+    layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, c) or Layout(trainer_gpus, 1, 1)
+    job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
+    return Setup(
+        rules,
+        kinds,
+        job,
+        trainer_gpus,
+        layout,
+        workload,
+        admission=Admission.of(workload.max_response_tokens, c, engine),
+        repack_kv_share=c.repack_kv_share,
+        **settings,
+    )
