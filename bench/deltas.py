@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 import common
-import publish
+import publish_roles
 
 RATES = ("5e-5", "1e-6")
 COLUMNS = (
@@ -112,17 +112,19 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
-    script = publish.Script(
+    script = publish_roles.Script(
         config, options.runs_dir
     )  # first, so that the relays are there when they are needed
     policy = MegatronPolicy(config)
     learner = Learner(config, policy)
-    publisher = Publisher(publish.context(config, "trainer", 0, script.trainer, options.runs_dir), policy)
+    publisher = Publisher(
+        publish_roles.context(config, "trainer", 0, script.trainer, options.runs_dir), policy
+    )
     script.link()
     step = 0
     while True:
         publisher.publish(step)
-        script.wait_for(RelayHas, publish.RELAYS * (step + 1))
+        script.wait_for(RelayHas, publish_roles.RELAYS * (step + 1))
         batch = [decode_trajectory(blob) for blob in store.payloads(store.consumed_groups(step))]
         if not batch or step == options.steps:
             break

@@ -52,10 +52,10 @@ def legend(entries: list[tuple[str, str]], x: float, y: float, step: float = 130
 
 def dora(rows: list[dict]) -> str:
     """Two bars per row of DORA's table."""
-    found = [row for row in rows if row["part"] == "dora"]
-    x = scale(0.0, 1.12 * max(max(row["published"], row["simulated"]) for row in found), 190, 640)
+    compared = [row for row in rows if row["part"] == "dora"]
+    x = scale(0.0, 1.12 * max(max(row["published"], row["simulated"]) for row in compared), 190, 640)
     body = legend([("published", PUBLISHED), ("simulated", SIMULATED)], 190, 16)
-    for i, row in enumerate(found):
+    for i, row in enumerate(compared):
         top = 30.0 + 40 * i
         body += tag(
             "text",
@@ -74,7 +74,7 @@ def dora(rows: list[dict]) -> str:
                 x=end + 5,
                 y=top + 15 * j + 11,
             )
-    return figure(760, 34 + 40 * len(found), body, "DORA's table, tokens/s")
+    return figure(760, 34 + 40 * len(compared), body, "DORA's table, tokens/s")
 
 
 def speedup(rows: list[dict]) -> str:
@@ -123,13 +123,15 @@ def sensitivity(rows: list[dict]) -> str:
         if row["part"] == "sensitivity":
             constant, factor, name = re.fullmatch(r"(\w+) x ([\d.]+): (.*)", row["what"]).groups()
             swings.setdefault(name, {}).setdefault(constant, {})[float(factor)] = row["error"]
-    most = max(abs(value) for found in swings.values() for pair in found.values() for value in pair.values())
-    x = scale(-most, most, LABELS, 740)
+    largest = max(
+        abs(value) for pairs in swings.values() for pair in pairs.values() for value in pair.values()
+    )
+    x = scale(-largest, largest, LABELS, 740)
     body, y = legend([("20% less", LESS), ("20% more", MORE)], LABELS, 16), 40.0
-    for name, found in swings.items():
+    for name, pairs in swings.items():
         body += tag("text", text(name), class_="row", x=8, y=y + 4, font_weight="bold")
         y += 12
-        for constant, pair in sorted(found.items(), key=lambda item: -max(map(abs, item[1].values())))[
+        for constant, pair in sorted(pairs.items(), key=lambda item: -max(map(abs, item[1].values())))[
             :SHOWN
         ]:
             body += tag("text", constant, x=LABELS - 8, y=y + 10, text_anchor="end")
@@ -142,7 +144,7 @@ def sensitivity(rows: list[dict]) -> str:
     bars = "".join(
         tag("line", class_="grid", x1=x(v), x2=x(v), y1=26, y2=y - 12)
         + tag("text", percent(abs(v)) if v >= 0 else "-" + percent(-v), x=x(v), y=y, text_anchor="middle")
-        for v in ticks(-most, most, 8)
+        for v in ticks(-largest, largest, 8)
     )
     return figure(760, int(y) + 10, bars + body, "Sensitivity of each headline")
 

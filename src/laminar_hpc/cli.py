@@ -172,7 +172,7 @@ def overview() -> str:
 
 def check_words(name: str, words: list[str]) -> None:
     """Raises Refused for options that a command does not have, and for too few or too many words."""
-    command, lines, found = COMMANDS[name], [], []
+    command, lines, given = COMMANDS[name], [], []
     options = {option.partition(" ")[0]: " " in option for option in command.options}
     rest = iter(words)
     for word in rest:
@@ -183,12 +183,12 @@ def check_words(name: str, words: list[str]) -> None:
         elif word.startswith("-") and not command.keys:
             lines.append(f"{word}: no such option{did_you_mean(flag, options)}")
         else:
-            found.append(word)
-    if not command.keys and len(found) < len(command.places):
-        lines.append(f"laminar {name} needs {' '.join(command.places[len(found) :])}")
-    if not command.keys and len(found) > len(command.places):
+            given.append(word)
+    if not command.keys and len(given) < len(command.places):
+        lines.append(f"laminar {name} needs {' '.join(command.places[len(given) :])}")
+    if not command.keys and len(given) > len(command.places):
         lines.append(
-            f"{' '.join(found[len(command.places) :])}: one word too many; quote a name that has spaces"
+            f"{' '.join(given[len(command.places) :])}: one word too many; quote a name that has spaces"
         )
     if lines:
         raise Refused(f"{line}; usage: {command.usage(name)}" for line in lines)

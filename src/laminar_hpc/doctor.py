@@ -53,8 +53,8 @@ def installed(package: str) -> str | None:
 def pinned(package: str) -> str | None:
     """The version that this build of laminar_hpc was tested with, None where it states none."""
     for line in importlib.metadata.requires("laminar_hpc") or []:
-        if found := re.match(rf"{re.escape(package)}==([^ ;]+)", line):
-            return found.group(1)
+        if match := re.match(rf"{re.escape(package)}==([^ ;]+)", line):
+            return match.group(1)
     return None
 
 
@@ -105,17 +105,19 @@ def python_and_compiler() -> Iterator[Finding]:
 
 def torch_and_gpus() -> Iterator[Finding]:
     """Which build of torch is installed, and whether it fits the GPUs that the driver shows."""
-    found, names = installed("torch"), gpus()
-    if found is None:
+    version, names = installed("torch"), gpus()
+    if version is None:
         yield Finding("FAIL", "torch", "not installed", "make setup")
         return
     needs = " ".join(importlib.metadata.requires("torch") or [])
-    cuda = found.partition("+cu")[2] or next((major for major in ("13", "12") if f"-cu{major}" in needs), "")
-    build = f"{found}, {f'built for CUDA {cuda}' if cuda and '+cpu' not in found else 'a CPU build'}"
+    cuda = version.partition("+cu")[2] or next(
+        (major for major in ("13", "12") if f"-cu{major}" in needs), ""
+    )
+    build = f"{version}, {f'built for CUDA {cuda}' if cuda and '+cpu' not in version else 'a CPU build'}"
     wanted = pinned("torch")
-    if wanted and found.split("+")[0] != wanted:
+    if wanted and version.split("+")[0] != wanted:
         yield Finding("warn", "torch", build, f"tested with {wanted}: make setup")
-    elif names and "+cpu" in found:
+    elif names and "+cpu" in version:
         yield Finding("warn", "torch", build, "this machine has a GPU: make setup CUDA=13")
     else:
         yield Finding("ok", "torch", build)
@@ -127,13 +129,16 @@ def torch_and_gpus() -> Iterator[Finding]:
 def engines() -> Iterator[Finding]:
     """Megatron-core, SGLang and what they take along, against the tested versions."""
     for package in ("megatron-core", "triton", "transformers"):
-        found, wanted = installed(package), pinned(package)
-        if found is None:
+        version, wanted = installed(package), pinned(package)
+        if version is None:
             yield Finding("FAIL", package, "not installed", "make setup")
         else:
-            same = wanted in (None, found)
+            same = wanted in (None, version)
             yield Finding(
-                "ok" if same else "warn", package, found, "" if same else f"tested with {wanted}: make setup"
+                "ok" if same else "warn",
+                package,
+                version,
+                "" if same else f"tested with {wanted}: make setup",
             )
     yield sglang(has_gpu=bool(gpus()))
     yield migration()
@@ -145,28 +150,28 @@ def engines() -> Iterator[Finding]:
 def sglang(has_gpu: bool) -> Finding:
     """SGLang's version and what it will run on: its CUDA backend, or our CPU platform through its entry
     point."""
-    found = installed("sglang")
-    if found is None:
+    version = installed("sglang")
+    if version is None:
         return Finding("FAIL", "sglang", "not installed", "make setup")
     if has_gpu:
         kernels = installed("sglang-kernel")
         if kernels is None:
-            return Finding("FAIL", "sglang", f"{found}, without its kernels", "make setup CUDA=13")
-        return Finding("ok", "sglang", f"{found}, on the GPU with sglang-kernel {kernels}")
+            return Finding("FAIL", "sglang", f"{version}, without its kernels", "make setup CUDA=13")
+        return Finding("ok", "sglang", f"{version}, on the GPU with sglang-kernel {kernels}")
     names = {entry.name for entry in importlib.metadata.entry_points(group="sglang.srt.platforms")}
     chosen = os.environ.get("SGLANG_PLATFORM", "")
     if "laminar_cpu" not in names:
-        return Finding("FAIL", "sglang", f"{found}, without our CPU platform", "make setup")
+        return Finding("FAIL", "sglang", f"{version}, without our CPU platform", "make setup")
     if chosen not in ("", "laminar_cpu"):
-        return Finding("FAIL", "sglang", f"{found}, SGLANG_PLATFORM={chosen}", "unset SGLANG_PLATFORM")
+        return Finding("FAIL", "sglang", f"{version}, SGLANG_PLATFORM={chosen}", "unset SGLANG_PLATFORM")
     if not chosen and len(names) > 1:
         return Finding(
             "warn",
             "sglang",
-            f"{found}, platforms {', '.join(sorted(names))}",
+            f"{version}, platforms {', '.join(sorted(names))}",
             "export SGLANG_PLATFORM=laminar_cpu",
         )
-    return Finding("ok", "sglang", f"{found}, on the CPU through the platform plugin laminar_cpu")
+    return Finding("ok", "sglang", f"{version}, on the CPU through the platform plugin laminar_cpu")
 
 
 def migration() -> Finding:
@@ -220,23 +225,23 @@ def machine() -> Iterator[Finding]:
 
 def left_behind(clean: bool = False) -> Iterator[Finding]:
     """What killed runs have left here, by kind; or, with `clean`, what of it has just been removed."""
-    found = leftovers.clean() if clean else leftovers.find()
+    remains = leftovers.clean() if clean else leftovers.find()
     kinds = {
-        what: [each.size for each in found if each.what == what]
-        for what in dict.fromkeys(each.what for each in found)
+        what: [each.size for each in remains if each.what == what]
+        for what in dict.fromkeys(each.what for each in remains)
     }
     value = ", ".join(f"{what} of {len(sizes)} ({_bytes(sum(sizes))})" for what, sizes in kinds.items())
     if clean:
-        for each in found:
+        for each in remains:
             yield Finding("ok", "removed", f"{each.what} {each.path}, {_bytes(each.size)}")
-        found = leftovers.find()
-        value = ", ".join(str(each.path) for each in found)
+        remains = leftovers.find()
+        value = ", ".join(str(each.path) for each in remains)
         yield (
             Finding("warn", "left behind", value, "a process still has them")
-            if found
+            if remains
             else Finding("ok", "left behind", "nothing")
         )
-    elif found:
+    elif remains:
         yield Finding(
             "warn",
             "left behind",
@@ -266,8 +271,8 @@ def slurm() -> Iterator[Finding]:
         yield Finding("ok", "Slurm", "not found; runs start with laminar train or launch/")
         return
     out = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=2, check=False)
-    if found := re.match(r"slurm[- ](\S+)", out.stdout):
-        yield Finding("ok", "Slurm", f"{found.group(1)}; slurm/ has the job scripts")
+    if match := re.match(r"slurm[- ](\S+)", out.stdout):
+        yield Finding("ok", "Slurm", f"{match.group(1)}; slurm/ has the job scripts")
     else:
         yield Finding(
             "ok", "Slurm", "installed, but it names no cluster; runs start with laminar train or launch/"

@@ -77,12 +77,15 @@ def test_who_waits_leaves_a_closed_link_even_in_mid_message(hit):
     link = Link(
         store, 1, 0, True, "relay 0", "127.0.0.1", torch.device("cpu"), 60, meet_seconds=20, leave=True
     )
-    closed = []
+    sent, closed, flowing = [], [], threading.Event()
 
     def close_soon():
-        time.sleep(0.3)
+        assert flowing.wait(20), "the peer has taken no message"
         os.kill(peer.pid, hit)
-        time.sleep(0.3)
+        last = 0
+        while last != len(sent):  # until the sender stands still
+            last = len(sent)
+            time.sleep(0.3)
         closed.append(time.monotonic())
         link.close()
 
@@ -90,6 +93,9 @@ def test_who_waits_leaves_a_closed_link_even_in_mid_message(hit):
     with pytest.raises(LinkBroken, match="relay 0"):
         while True:
             link.send(torch.zeros(8 << 20, dtype=torch.uint8))
+            sent.append(time.monotonic())
+            if len(sent) > 2:
+                flowing.set()
     assert closed or hit == signal.SIGKILL, "who only stands still breaks no link"
     assert not closed or time.monotonic() - closed[0] < 2
     for _ in range(2):  # nothing is awaited on it any more

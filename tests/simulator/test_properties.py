@@ -77,7 +77,7 @@ def run(made: Setup, monkeypatch: pytest.MonkeyPatch):
     seen: dict = {"times": [], "kv": 0.0}
     from laminar_hpc.simulator import run as module
 
-    class WatchedBook(TrajectoryTracker):
+    class WatchedTracker(TrajectoryTracker):
         def __init__(self, workload):
             super().__init__(workload)
             seen["tracker"] = self
@@ -106,7 +106,7 @@ def run(made: Setup, monkeypatch: pytest.MonkeyPatch):
             super().at(time, watched, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "TrajectoryTracker", WatchedBook)
+        patch.setattr(module, "TrajectoryTracker", WatchedTracker)
         patch.setattr(module, "_replicas", replicas)
         patch.setattr(module, "Clock", WatchedClock)
         seen["outcome"] = module.simulate(made)

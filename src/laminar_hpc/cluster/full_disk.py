@@ -38,7 +38,7 @@ def full_disk_text(error: BaseException, config: RunConfig) -> str:
         f"relay.shm_dir={config.relay.shm_dir}": Path(config.relay.shm_dir),
         f"the folder for temporary files, {tempfile.gettempdir()}": Path(tempfile.gettempdir()),
     }
-    room = {name: found for name, path in places.items() if (found := _room(path)) is not None}
+    room = {name: free for name, path in places.items() if (free := _room(path)) is not None}
     full = [name for name in room if room[name] < _NO_ROOM_BYTES]
     hinted = bool(full) and any(hint in str(error) for hint in _HINTS)
     if not hinted and not is_full_disk(error):
@@ -56,7 +56,7 @@ def full_disk_text(error: BaseException, config: RunConfig) -> str:
 def _room(path: Path) -> int | None:
     """Bytes that this user may still write there; 0 without inodes; None where there is no such folder."""
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return None
-    return 0 if found.f_files and not found.f_favail else found.f_bavail * found.f_frsize
+    return 0 if status.f_files and not status.f_favail else status.f_bavail * status.f_frsize

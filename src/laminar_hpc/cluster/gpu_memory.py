@@ -40,7 +40,7 @@ def parse_smi(printed: str, names: Sequence[str]) -> list[float]:
     rows = [
         [word.strip() for word in line.split(",")] for line in printed.splitlines() if line.count(",") == 2
     ]
-    found = []
+    gigabytes = []
     for name in names:
         size = next(
             (
@@ -52,8 +52,8 @@ def parse_smi(printed: str, names: Sequence[str]) -> list[float]:
         )
         if not size.isdigit():
             return []
-        found.append(int(size) * _MIB / 1e9)
-    return found
+        gigabytes.append(int(size) * _MIB / 1e9)
+    return gigabytes
 
 
 def check_dry_run(config: RunConfig, derived: Derived) -> None:

@@ -61,12 +61,12 @@ class Hub:
     def address(self) -> ControllerAddress:
         return self._address
 
-    def poll(self, seconds: float, most: int = 1000) -> list[tuple[str, AnyMessage | UnreadableMessage]]:
+    def poll(self, seconds: float, limit: int = 1000) -> list[tuple[str, AnyMessage | UnreadableMessage]]:
         """What has come, as (sender's identity, message): waits up to `seconds` for the first, then takes at
-        most `most` that are there."""
+        most `limit` that are there."""
         messages: list[tuple[str, AnyMessage | UnreadableMessage]] = []
         timeout = int(seconds * 1000)
-        while len(messages) < most:
+        while len(messages) < limit:
             events = dict(self._poller.poll(timeout))
             if not events:
                 break

@@ -29,7 +29,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 
 _ERROR = "laminar: error:"
-_REFUSED = f"{_ERROR} refused:"  # an error that was found before anything began
+_REFUSED = f"{_ERROR} refused:"  # an error seen before anything began
 GO_ON = ", then go on with the same command and resume=auto"
 REFUSED, PERMANENT = 2, 3  # exit codes of a rank: before the run began; failed, and would fail again
 _REPEAT_SECONDS = 2.0  # `timeout` and some terminals deliver one wish twice at once

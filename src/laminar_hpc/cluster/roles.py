@@ -62,8 +62,8 @@ def _fits(trainers: int, rollouts: int, nodes: int, ranks_per_node: int, lanes: 
 
 def _fitting(trainers: int, rollouts: int, nodes: int, lanes: int) -> str:
     """A world that fits, in words."""
-    most = trainers + rollouts + nodes * lanes + 2
-    fitting = [n for n in range(1, most) if _fits(trainers, rollouts, nodes, n, lanes)]
+    limit = trainers + rollouts + nodes * lanes + 2
+    fitting = [n for n in range(1, limit) if _fits(trainers, rollouts, nodes, n, lanes)]
     return (
         f"{fitting[0]} ranks per node"
         if fitting

@@ -157,8 +157,8 @@ def _stale_owners(folder: Path, now: float, watched: _Watched) -> list[Owner] | 
     `now` is the file system's time. Raises Refused when the holder is alive."""
     stale: list[Owner] = []
     place = folder / LOCK_FILE
-    while (found := _read(place)) is not None:
-        owner, renewed = found
+    while (record := _read(place)) is not None:
+        owner, renewed = record
         alive = _is_alive(owner, renewed, now, watched)
         if alive is None:
             return None
@@ -249,11 +249,11 @@ def _renew(folder: Path, owner: Owner) -> str:
 
     If somebody has removed the lock of this live holder, it is made again."""
     path = folder / LOCK_FILE
-    found = _read(path)
-    if found is not None and found[0].token != owner.token:
+    record = _read(path)
+    if record is not None and record[0].token != owner.token:
         why = "this one had shown no sign of life, or its lock was removed"
-        return f"{path} was taken by another run ({found[0]}): {why}"
-    if found is not None:
+        return f"{path} was taken by another run ({record[0]}): {why}"
+    if record is not None:
         os.utime(path)
         return ""
     claim = folder / f".{LOCK_FILE}.{owner.token}"
@@ -268,8 +268,8 @@ def _renew(folder: Path, owner: Owner) -> str:
 def _release(folder: Path, owner: Owner) -> None:
     path = folder / LOCK_FILE
     try:
-        found = _read(path)
-        if found is not None and found[0].token == owner.token:
+        record = _read(path)
+        if record is not None and record[0].token == owner.token:
             path.unlink()
     except OSError as error:
         log.warning("%s could not be removed: %s", path, error)

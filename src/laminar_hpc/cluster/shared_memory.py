@@ -28,13 +28,13 @@ class Segment:
 
 def present() -> set[Segment]:
     """This user's segments; no folders."""
-    found = set()
+    segments = set()
     with os.scandir(SHM) as entries:
         for entry in entries:
             status = _status(Path(entry.path))
             if status is not None:
-                found.add(Segment(entry.name, status.st_ino))
-    return found
+                segments.add(Segment(entry.name, status.st_ino))
+    return segments
 
 
 def session(leader: int) -> Iterator[int]:
@@ -100,12 +100,12 @@ def noted(folder: Path) -> list[Path]:
         lines = (folder / NOTE_FILE).read_text().splitlines()
     except OSError:
         return []
-    found = []
+    paths = []
     for inode, _, name in (line.partition(" ") for line in lines):
         status = _status(SHM / Path(name).name)
         if status is not None and str(status.st_ino) == inode:
-            found.append(SHM / name)
-    return found
+            paths.append(SHM / name)
+    return paths
 
 
 def remove_noted(folder: Path) -> bool:

@@ -33,7 +33,7 @@ from laminar_hpc.config.source import labels, parse_source
 
 _SERVING_BYTES = {"float32": 4, "bfloat16": 2}
 _FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-_LEAST_LANE = 64 << 10  # bytes: a smaller one would cost more than it saves
+_MIN_LANE = 64 << 10  # bytes: a smaller one would cost more than it saves
 _NEEDED = (
     "hidden_size",
     "num_hidden_layers",
@@ -227,9 +227,9 @@ def supported_model(config: RunConfig) -> dict:
 
 def _derived_rules(config: RunConfig, derived: Derived) -> Iterator[tuple[bool, str]]:
     yield (
-        config.relay.lanes > 1 and derived.publish_bytes < config.relay.lanes * _LEAST_LANE,
+        config.relay.lanes > 1 and derived.publish_bytes < config.relay.lanes * _MIN_LANE,
         f"relay.lanes={config.relay.lanes}: a publication of {derived.publish_bytes} "
-        f"bytes is too small for lanes of at least {_LEAST_LANE} bytes each; lower it",
+        f"bytes is too small for lanes of at least {_MIN_LANE} bytes each; lower it",
     )
 
 

@@ -36,5 +36,5 @@ def before_it_begins() -> Iterator[None]:
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """` (did you mean NAME?)`, or nothing where no name is near."""
     by_lower = {name.lower(): name for name in names}
-    found = difflib.get_close_matches(word.lower(), list(by_lower), 1, 0.6)
-    return f" (did you mean {by_lower[found[0]]}?)" if found else ""
+    close = difflib.get_close_matches(word.lower(), list(by_lower), 1, 0.6)
+    return f" (did you mean {by_lower[close[0]]}?)" if close else ""

@@ -109,22 +109,22 @@ def _pipeline(config: RunConfig) -> Iterator[Rule]:
 def _batch(config: RunConfig) -> Iterator[Rule]:
     a, ranks = config.algorithm, config.trainer.data_parallel
     prompts, first, updates = a.prompts_per_step, a.first_samples, a.minibatches_per_step
-    most, least = prompts * a.samples_per_prompt, prompts * (first or 0)
+    largest, smallest = prompts * a.samples_per_prompt, prompts * (first or 0)
     yield (
         first is not None and first > a.samples_per_prompt,
         f"algorithm.first_samples={first}: must be from 2 to "
         f"algorithm.samples_per_prompt={a.samples_per_prompt}, or null",
     )
     yield (
-        first is not None and least < updates * ranks,
+        first is not None and smallest < updates * ranks,
         f"algorithm.prompts_per_step={prompts} x algorithm.first_samples={first} = "
-        f"{least} trajectories are fewer than algorithm.minibatches_per_step={updates} "
+        f"{smallest} trajectories are fewer than algorithm.minibatches_per_step={updates} "
         f"x trainer.data_parallel={ranks}; raise first_samples",
     )
     yield (
-        (first is None and most % updates != 0) or most // updates < ranks,
+        (first is None and largest % updates != 0) or largest // updates < ranks,
         f"algorithm.prompts_per_step={prompts} x algorithm.samples_per_prompt={a.samples_per_prompt} "
-        f"= {most} trajectories do not divide into algorithm.minibatches_per_step={updates} "
+        f"= {largest} trajectories do not divide into algorithm.minibatches_per_step={updates} "
         f"x trainer.data_parallel={ranks}; change one of them",
     )
     longest = config.sampling.max_response_tokens

@@ -137,8 +137,8 @@ class AlgorithmConfig:
     prompts_per_step: int = number(32, at_least=1)
     """prompt groups in the global batch of a trainer step"""
     samples_per_prompt: int = number(8, at_least=2)
-    """trajectories per prompt (the most, with `algorithm.first_samples`): the group over which advantages are
-    taken"""
+    """trajectories per prompt (the maximum, with `algorithm.first_samples`): the group over which advantages
+    are taken"""
     first_samples: int | None = number(None, at_least=2)
     """so many at first, then more_samples at a time while all are wrong; null = all at once"""
     more_samples: int = number(2, at_least=1)

@@ -45,11 +45,11 @@ def labels(key: str, sources: list[Source]) -> list[str]:
     """A name for each, its label where that is the only one. Raises LaminarError when even the longer labels
     of two are the same."""
     short = [source.label for source in sources]
-    found = [source.longer_label if short.count(source.label) > 1 else source.label for source in sources]
-    twice = next((label for label in found if found.count(label) > 1), None)
+    labels = [source.longer_label if short.count(source.label) > 1 else source.label for source in sources]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise LaminarError(f"{key}: two of them are called '{twice}' in lines and plots; rename one")
-    return found
+    return labels
 
 
 def parse_source(key: str, text: str) -> Source:

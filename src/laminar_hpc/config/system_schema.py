@@ -128,7 +128,7 @@ class PipelineConfig:
     repack_seconds: float = seconds(5.0)
     """between two looks at the replicas; there is one more after each publication"""
     repack_requests: int | None = number(None, at_least=1)
-    """most requests that a replica is filled to; null = from its measured decode curve"""
+    """maximum number of requests that a replica is filled to; null = from its measured decode curve"""
 
 
 @dataclass

@@ -78,8 +78,8 @@ class Keys:
         near = by_last.get(last) or difflib.get_close_matches(key, list(self.fields), 1, 0.8)
         near = near or [
             name
-            for found in difflib.get_close_matches(last, list(by_last), 1, 0.7)
-            for name in by_last[found]
+            for ending in difflib.get_close_matches(last, list(by_last), 1, 0.7)
+            for name in by_last[ending]
         ]
         hint = f" (did you mean {' or '.join(near[:3])}?)" if near else ""
         if not near and section in self.sections:
@@ -87,21 +87,21 @@ class Keys:
         return f"{key}: no such key{hint}; the keys are in {self.page}"
 
     def read(self, words: Sequence[str]) -> Words:
-        found, index = Words(), 0
+        parsed, index = Words(), 0
         while index < len(words):
             key, equals, _ = words[index].partition("=")
             if key[:1] == "~" and not equals and (self.table_of(key[1:]) or key[1:] in self.tables):
-                found.removed.append(key[1:])
+                parsed.removed.append(key[1:])
                 index += 1
             elif key and equals and key[0] not in "-~":
-                self._word(words[index], found)
+                self._word(words[index], parsed)
                 index += 1
             else:
                 line, taken = self._misshapen(words, index)
-                found.wrong.append(line)
-                found.broken = True
+                parsed.wrong.append(line)
+                parsed.broken = True
                 index += taken
-        return found
+        return parsed
 
     def _misshapen(self, words: Sequence[str], index: int) -> tuple[str, int]:
         """(what to write instead, for how many words), from a word on that is no key=value."""
@@ -156,8 +156,8 @@ class Keys:
         kind = self.kind_of(word.partition("=")[0].lstrip("+"))
         return kind is not None and (typing.get_args(kind[0]) or (kind[0],))[-1] is str
 
-    def _word(self, word: str, found: Words) -> None:
-        """One `key=value` into `found`."""
+    def _word(self, word: str, parsed: Words) -> None:
+        """One `key=value` into `parsed`."""
         key, _, text = word.partition("=")
         key = key.lstrip("+")
         kind = self.kind_of(key)
@@ -165,25 +165,25 @@ class Keys:
         if key in self.groups and not text.startswith("{"):
             names = self.groups[key]
             if text in names:
-                found.groups[key] = text
+                parsed.groups[key] = text
             else:
                 hint = _sweep_hint(word) or did_you_mean(text, names)
-                found.wrong.append(f"{word}: use one of {', '.join(names)}{hint}")
-                found.broken = True
+                parsed.wrong.append(f"{word}: use one of {', '.join(names)}{hint}")
+                parsed.broken = True
         elif kind is None:
-            found.wrong.append(self.unknown(key))
+            parsed.wrong.append(self.unknown(key))
         elif kind[1] and text == "null":
-            found.settings.append((key, None))
+            parsed.settings.append((key, None))
         elif kind[0] is Any and text.startswith("{"):
-            self._composite(key, text, dict, found)
+            self._composite(key, text, dict, parsed)
         elif (typing.get_origin(kind[0]) or kind[0]) in (list, dict):
-            self._composite(key, text, typing.get_origin(kind[0]) or kind[0], found)
+            self._composite(key, text, typing.get_origin(kind[0]) or kind[0], parsed)
         elif hint := _sweep_hint(word) if self._is_plain(key, kind[0]) else "":
-            found.wrong.append(f"{key}={text}: {self.requirement(key)}{hint}")
+            parsed.wrong.append(f"{key}={text}: {self.requirement(key)}{hint}")
         elif kind[0] in _NUMBERS and (cast := _parsed(word)) is not None:
-            found.settings.append((key, cast.value()))
+            parsed.settings.append((key, cast.value()))
         else:
-            found.settings.append((key, text[1:-1] if _QUOTED.fullmatch(text) else text))
+            parsed.settings.append((key, text[1:-1] if _QUOTED.fullmatch(text) else text))
 
     def _is_plain(self, key: str, kind: object) -> bool:
         """Whether a key takes a number, true or false, or one of some names: no text of any signs."""
@@ -196,28 +196,28 @@ class Keys:
         table = self.table_of(key)
         return requirement(self.fields[table or key], entry=table is not None)
 
-    def _composite(self, key: str, text: str, kind: type, found: Words) -> None:
+    def _composite(self, key: str, text: str, kind: type, parsed: Words) -> None:
         """A list or a table, by Hydra's grammar."""
         value: Any = None
         if text.startswith("${"):
-            found.settings.append((key, text))
+            parsed.settings.append((key, text))
             return
         with contextlib.suppress(HydraException):
             value = OverridesParser.create().parse_override(f"key={text}").value()
         if isinstance(value, kind):
-            found.settings.append((key, value))
+            parsed.settings.append((key, value))
         elif key in self.sections:
             some = ", ".join(f"{key}.{name}" for name in self.names_in(key)[:3])
-            found.wrong.append(f"{key}={text}: {key} is a section; set its keys: {some}, ...")
+            parsed.wrong.append(f"{key}={text}: {key} is a section; set its keys: {some}, ...")
         elif kind is dict:
-            found.wrong.append(f"{key}={text}: not a table; write {key}.NAME=VALUE")
+            parsed.wrong.append(f"{key}={text}: not a table; write {key}.NAME=VALUE")
         elif text.startswith("["):
             example = f"'{key}=[\"a b\",c]'"
-            found.wrong.append(
+            parsed.wrong.append(
                 f"{key}={text}: not a list; quote an entry that has {_SPECIAL}, like {example}"
             )
         else:
-            found.wrong.append(f"{key}={text}: not a list; write {quoted(f'{key}=[{text}]')}")
+            parsed.wrong.append(f"{key}={text}: not a list; write {quoted(f'{key}=[{text}]')}")
 
 
 def _parsed(word: str) -> Override | None:

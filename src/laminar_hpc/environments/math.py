@@ -22,9 +22,9 @@ def reward(*, prompt: str, response: str, row: dict) -> dict[str, float]:
     KeyError if the row has no answer, ValueError if it is none.
     """
     right_answer = gold(str(row["answer"]))
-    found = parse(response, parsing_timeout=None)
-    right = float(bool(found) and verify(list(right_answer), found, timeout_seconds=None))
-    return {"reward": right, "accuracy": right, "answered": float(bool(found))}
+    answer = parse(response, parsing_timeout=None)
+    right = float(bool(answer) and verify(list(right_answer), answer, timeout_seconds=None))
+    return {"reward": right, "accuracy": right, "answered": float(bool(answer))}
 
 
 @lru_cache(maxsize=4096)

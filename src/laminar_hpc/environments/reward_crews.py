@@ -7,7 +7,7 @@ a crew grows while calls queue:
     a worker is in the way    its call has just begun, or computes and has not done so for long
     it is out of the way      its call waits, or has computed for HOG seconds
     start workers             when fewer than `workers` are in the way: GROWTH times as many as are out of the
-                              way, `most` in all
+                              way, `max_workers` in all
     slow a worker down        when its call has computed for a quarter of its time: to the lowest priority
 """
 
@@ -36,8 +36,13 @@ FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT = 1.0, 0.2
 class Crew:
     """Processes that each run one call at a time."""
 
-    def __init__(self, server: ForkServer, workers: int, most: int, limit: float) -> None:
-        self._server, self._workers, self._most, self._limit = server, workers, max(workers, most), limit
+    def __init__(self, server: ForkServer, workers: int, max_workers: int, limit: float) -> None:
+        self._server, self._workers, self._max_workers, self._limit = (
+            server,
+            workers,
+            max(workers, max_workers),
+            limit,
+        )
         self._hog = min(MAX_HOG_SECONDS, HOG_SHARE_OF_LIMIT * limit)
         self._idle: deque[tuple[float, Worker]] = deque()  # since when; the newest at the end
         self._busy: set[Worker] = set()
@@ -146,7 +151,9 @@ class Crew:
             return 0
         present = len(self._busy) + len(self._idle) + self._starting
         wanted = max(self._workers - in_the_way, GROWTH * (len(self._busy) + self._starting - in_the_way))
-        return max(0, min(wanted, self._most - present, len(self._wishes) - len(self._idle) - self._starting))
+        return max(
+            0, min(wanted, self._max_workers - present, len(self._wishes) - len(self._idle) - self._starting)
+        )
 
     def _is_in_the_way(self, worker: Worker, now: float) -> bool:
         taken = now - worker.began

@@ -116,16 +116,16 @@ def _check_signature(parameters: Mapping[str, inspect.Parameter], style: str, la
     ]
     if not missing and not positional:
         return
-    found = style_of(parameters)
+    recognised = style_of(parameters)
     key = label.partition("=")[0].removesuffix(".function") + ".style"
     shown = f"{label}: its parameters ({', '.join(parameters)}) "
-    if found and found != style:
+    if recognised and recognised != style:
         whose = {
             "trl": "those of a TRL reward function",
             "verl": "those of verl's compute_score",
             "laminar": "laminar's own",
-        }[found]
-        raise LaminarError(f"{shown}are {whose}: set {key}={found}, and it runs as it is")
+        }[recognised]
+        raise LaminarError(f"{shown}are {whose}: set {key}={recognised}, and it runs as it is")
     wanted = {
         "laminar": "prompt=, response= and row=",
         "trl": "completions= and the row's columns",

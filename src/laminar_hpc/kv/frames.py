@@ -120,14 +120,14 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     else, and nothing but that."""
     view = memoryview(data).cast("B")
     if len(view) < PREFIX.size:
-        raise KvRefused(f"KV header refused: {len(view)} bytes where {PREFIX.size} are the least")
+        raise KvRefused(f"KV header refused: {len(view)} bytes where at least {PREFIX.size} are needed")
     magic, length, zero, words, indexed = PREFIX.unpack_from(view)
     if magic != MAGIC:
         raise KvRefused(f"KV header refused: it begins with {magic!r}, this build reads {MAGIC!r}")
     if zero or length > MAX_HEADER_BYTES - PREFIX.size or length > len(view) - PREFIX.size:
         raise KvRefused(
             f"KV header refused: it claims {length} bytes, {len(view) - PREFIX.size} are there, "
-            f"{MAX_HEADER_BYTES} the most"
+            f"at most {MAX_HEADER_BYTES} are allowed"
         )
     body = bytes(view[PREFIX.size : PREFIX.size + length])
     if _sums(body) != (words, indexed):
@@ -157,9 +157,9 @@ def check_fits(header: Header, *, fingerprint: str, weight_id: int, shape: Shape
 
 def _check(header: Header) -> None:
     shape = header.shape
-    for name, most in _LIMITS.items():
-        if not 1 <= getattr(shape, name) <= most:
-            raise KvRefused(f"KV header refused: {name} is {getattr(shape, name)}, 1 to {most} are allowed")
+    for name, limit in _LIMITS.items():
+        if not 1 <= getattr(shape, name) <= limit:
+            raise KvRefused(f"KV header refused: {name} is {getattr(shape, name)}, 1 to {limit} are allowed")
     if shape.dtype not in DTYPES:
         raise KvRefused(f"KV header refused: dtype {shape.dtype[:32]!r} is none of {', '.join(DTYPES)}")
     if len(header.token_ids) % 4 or not 1 <= header.tokens <= MAX_TOKENS:

@@ -25,13 +25,13 @@ def hold(fd: int, byte: int) -> None:
 
 def held(fd: int, byte: int) -> bool:
     """Whether another opening of the file has this byte locked."""
-    found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-    return _LOCK.unpack(found)[0] != fcntl.F_UNLCK
+    lock = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    return _LOCK.unpack(lock)[0] != fcntl.F_UNLCK
 
 
 def abandoned(folder: Path) -> list[Path]:
     """The offers of this user whose source was killed before anyone took them."""
-    found = []
+    paths = []
     for path in folder.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another one removes it, or it is another user's
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -39,15 +39,15 @@ def abandoned(folder: Path) -> list[Path]:
                 status = os.fstat(fd)
                 ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
                 if ours and time.time() - status.st_mtime > _YOUNG_SECONDS and not held(fd, 0):
-                    found.append(path)
+                    paths.append(path)
             finally:
                 os.close(fd)
-    return found
+    return paths
 
 
 def remove_abandoned(folder: Path) -> list[Path]:
     """Removes the abandoned offers; returns what was removed."""
-    found = abandoned(folder)
-    for path in found:
+    removed = abandoned(folder)
+    for path in removed:
         path.unlink(missing_ok=True)
-    return found
+    return removed

@@ -142,15 +142,15 @@ class Taken(_Side):
         except OSError as error:
             raise KvRefused(f"KV offer {path} refused: {error.strerror}") from None
         try:
-            found = os.fstat(fd)
+            status = os.fstat(fd)
             if (
-                not stat.S_ISREG(found.st_mode)
-                or found.st_uid != os.geteuid()
-                or stat.S_IMODE(found.st_mode) != 0o600
+                not stat.S_ISREG(status.st_mode)
+                or status.st_uid != os.geteuid()
+                or stat.S_IMODE(status.st_mode) != 0o600
             ):
                 raise KvRefused(f"KV offer {path} refused: it is no file of this user with mode 0600")
             hold(fd, 1)
-            header, slots, header_bytes = _read_head(fd, found.st_size)
+            header, slots, header_bytes = _read_head(fd, status.st_size)
             if not held(fd, 0):
                 raise KvRefused(f"KV offer {path} refused: the source has died")
             super().__init__(fd, 1, header, slots, header_bytes, seconds)

@@ -115,11 +115,11 @@ def step_line(step: Mapping, steps: int, eta_seconds: float | None) -> str:
     )
 
 
-def skipped_line(step: int, skipped: int, most: int) -> str:
-    """Updates of a step that were not made. `most`: optimizer.max_skipped_updates."""
+def skipped_line(step: int, skipped: int, limit: int) -> str:
+    """Updates of a step that were not made. `limit`: optimizer.max_skipped_updates."""
     what = (
         f"step {step}: {skipped} update{'s' if skipped > 1 else ''} had gradients that are not finite; "
-        f"{most} in a row end the run"
+        f"{limit} in a row end the run"
     )
     return line("skipped", what)
 

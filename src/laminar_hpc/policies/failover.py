@@ -90,7 +90,7 @@ def plan_reloads(
     """(what replicas without work go on with, trajectories that start again from their prompts); the others
     wait for a replica to ask.
 
-    The id with most tokens first, of it the longest first, to those who ask for work before those who are
+    The id with the most tokens first, of it the longest first, to those who ask for work before those who are
     starting, and where it costs least. A reload must save at least as many tokens as its price. Nobody waits
     while a replica asks and gets nothing: what it cannot go on with it can only begin anew, and the next one
     would find fewer ids in the slots. So a replica that asks takes some, or settles all there are.

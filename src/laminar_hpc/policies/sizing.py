@@ -16,8 +16,8 @@ def trainer_splits(gpus: int, multiple: int) -> list[int]:
 
 def saturation_requests(curve: Sequence[tuple[int, float]]) -> int:
     """B of repack from a measured decode curve, (requests, seconds per decode step) with ascending requests:
-    the most requests at which a step takes at most SLOWER times as long as with one, by linear interpolation;
-    beyond, more requests make each one slower."""
+    the maximum number of requests at which a step takes at most SLOWER times as long as with one, by linear
+    interpolation; beyond, more requests make each one slower."""
     limit, (before, fast) = SLOWER * curve[0][1], curve[0]
     for requests, seconds in curve[1:]:
         if seconds > limit:

@@ -219,8 +219,8 @@ def _sizes(name: HubName) -> dict[str, int]:
 def _cached_commit(name: HubName) -> str | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name.repo, "config.json", revision=name.revision or None)
-    return Path(found).parent.name if isinstance(found, str) else None
+    cached = try_to_load_from_cache(name.repo, "config.json", revision=name.revision or None)
+    return Path(cached).parent.name if isinstance(cached, str) else None
 
 
 def _check_room(name: HubName, folder: Path, needed: int) -> None:

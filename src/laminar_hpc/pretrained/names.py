@@ -32,10 +32,10 @@ class HubName:
 
 def parse_name(text: str) -> HubName | None:
     """OWNER/NAME[@REVISION], or None for a path: where a folder of that name is, or one called OWNER."""
-    found = _NAME.fullmatch(text)
-    if found is None or Path(text).exists() or Path(found["repo"]).parent.exists():
+    match = _NAME.fullmatch(text)
+    if match is None or Path(text).exists() or Path(match["repo"]).parent.exists():
         return None
-    return HubName(found["repo"], found["revision"] or "")
+    return HubName(match["repo"], match["revision"] or "")
 
 
 def recorded_name(path: str) -> HubName | None:

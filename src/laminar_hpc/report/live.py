@@ -71,9 +71,9 @@ class Follower:
         view = self.view
         for record in self._new_records():
             self._take(record)
-        found = status.read(view.run_dir)
+        latest = status.read(view.run_dir)
         # not that of an earlier launch
-        view.status = found if found and found.time >= view.started - 1.0 else None
+        view.status = latest if latest and latest.time >= view.started - 1.0 else None
         if view.status:
             view.wanted_steps = view.status.steps
             view.last_sign = max(view.last_sign, view.status.time)
@@ -143,7 +143,7 @@ def _decoded(line: bytes) -> dict | None:
 
 def _processes(run_dir: Path) -> list[Process]:
     """Every traced process with its newest span, from the last few kilobytes of its trace."""
-    found = []
+    processes = []
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
@@ -153,5 +153,7 @@ def _processes(run_dir: Path) -> list[Process]:
                 if (span := _decoded(line)) and {"kind", "t0", "t1"} <= span.keys()
             ]
         span = max((s for s in spans if s["kind"] not in BEHIND), key=lambda s: s["t1"], default=None)
-        found.append(Process(path.stem, span["kind"], span["t0"], span["t1"]) if span else Process(path.stem))
-    return found
+        processes.append(
+            Process(path.stem, span["kind"], span["t0"], span["t1"]) if span else Process(path.stem)
+        )
+    return processes

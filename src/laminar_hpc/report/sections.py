@@ -59,7 +59,7 @@ def learning(run: Run) -> str:
 
 def held_out(run: Run, file: str, place: Callable[[dict], float]) -> list[Series]:
     """A file's evaluations: greedy filled, sampled hollow."""
-    found = {
+    points = {
         name: [
             (place(e), e["accuracy"])
             for e in run.evaluations
@@ -68,8 +68,8 @@ def held_out(run: Run, file: str, place: Callable[[dict], float]) -> list[Series
         for name in ("sampled", "greedy")
     }
     return [
-        Series(f"{file}, sampled", ORANGE, found["sampled"], points=True, hollow=True),
-        Series(f"{file}, greedy", ORANGE, found["greedy"], points=True),
+        Series(f"{file}, sampled", ORANGE, points["sampled"], points=True, hollow=True),
+        Series(f"{file}, greedy", ORANGE, points["greedy"], points=True),
     ]
 
 
@@ -257,12 +257,12 @@ def weights(run: Run) -> str:
 
 def sample_trajectories(run: Run) -> str:
     """Some prompts with a good and a bad answer each; empty where the store holds none."""
-    found = samples.pages(run)
+    pages = samples.pages(run)
     note = (
         "Steps spread over the run: of each prompt the best answer and the worst. Staleness: at "
         "generation → at training. Click for all."
     )
-    return section("Sample trajectories", found, note) if found else ""
+    return section("Sample trajectories", pages, note) if pages else ""
 
 
 def configuration(run: Run) -> str:

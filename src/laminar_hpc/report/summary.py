@@ -89,25 +89,25 @@ def figures(run: Run) -> dict:
 
 def rewards(steps: list[dict]) -> dict[str, dict[str, float]]:
     """Of each reward function in reward.functions: its mean in the first and in the last step's batch."""
-    found: dict[str, dict[str, float]] = {}
+    means: dict[str, dict[str, float]] = {}
     for step in steps:
         for key, mean in step.items():
             if key.startswith(REWARD_PREFIX):
-                found.setdefault(key.removeprefix(REWARD_PREFIX), {"first": mean})["last"] = mean
-    return found
+                means.setdefault(key.removeprefix(REWARD_PREFIX), {"first": mean})["last"] = mean
+    return means
 
 
 def moves(run: Run) -> dict:
     """Of trajectories that changed their replica; 0 and null where none did."""
-    found = run.records.get("move", [])
+    moves = run.records.get("move", [])
     return {
-        "trajectories_moved": len(found),
-        "trajectories_rescued": sum(move["source"] < 0 for move in found),
-        "trajectories_rescued_by_load": sum(move.get("loaded", False) for move in found),
-        "tokens_moved": sum(move["tokens"] for move in found),
-        "prefill_tokens_saved": sum(move["prefix_tokens"] for move in found),
-        "move_seconds_mean": _mean(found, "seconds"),
-        "move_seconds_max": _max(found, "seconds"),
+        "trajectories_moved": len(moves),
+        "trajectories_rescued": sum(move["source"] < 0 for move in moves),
+        "trajectories_rescued_by_load": sum(move.get("loaded", False) for move in moves),
+        "tokens_moved": sum(move["tokens"] for move in moves),
+        "prefill_tokens_saved": sum(move["prefix_tokens"] for move in moves),
+        "move_seconds_mean": _mean(moves, "seconds"),
+        "move_seconds_max": _max(moves, "seconds"),
     }
 
 
@@ -214,8 +214,8 @@ def _total(steps: list[dict], field: str) -> int | None:
 
 def _whole_max(records: Iterable[dict], field: str) -> int | None:
     """As `_max`, of counts, which cross between processes as floats."""
-    found = _max(records, field)
-    return None if found is None else int(found)
+    value = _max(records, field)
+    return None if value is None else int(value)
 
 
 def _weighted_mean(steps: list[dict], field: str) -> float | None:

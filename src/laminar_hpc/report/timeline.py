@@ -65,7 +65,7 @@ class Row:
 def rows(run: Run) -> list[Row]:
     """Trainers, relays, rollouts (each followed by its reward scoring), controller; processes without spans
     are left out."""
-    found = []
+    rows = []
     for name in sorted(run.spans, key=_order):
         spans = run.spans[name]
         for label, part in (
@@ -73,8 +73,8 @@ def rows(run: Run) -> list[Row]:
             (f"{name} rewards", [s for s in spans if s.kind == "score"]),
         ):
             if part:
-                found.append(Row(label, part))
-    return found
+                rows.append(Row(label, part))
+    return rows
 
 
 def _order(name: str) -> tuple[int, int]:

@@ -93,9 +93,9 @@ def page(row: Consumed, trajectory: Trajectory, known: Facts, decode: Callable[[
 
 
 def _reward(row: Consumed, trajectory: Trajectory) -> dict[str, object]:
-    found: dict[str, object] = {"reward": f"{row.reward:g}"}
-    found |= {f"reward: {name}": f"{value:g}" for name, value in sorted(trajectory.reward_parts.items())}
-    return found | ({"scoring failed": row.reward_error} if row.reward_error else {})
+    shown: dict[str, object] = {"reward": f"{row.reward:g}"}
+    shown |= {f"reward: {name}": f"{value:g}" for name, value in sorted(trajectory.reward_parts.items())}
+    return shown | ({"scoring failed": row.reward_error} if row.reward_error else {})
 
 
 def _log_probs(
@@ -108,27 +108,27 @@ def _log_probs(
         )
         if mask
     ]
-    found: dict[str, object] = {}
+    shown: dict[str, object] = {}
     if own:
         mean = statistics.fmean(value for value, _ in own)
         rare = ", ".join(f"{decode([token])!r} {value:.2f}" for value, token in sorted(own)[:SHOWN_TOKENS])
-        found |= {
+        shown |= {
             "mean log-prob (engine)": f"{mean:.4f}",
             "perplexity": f"{math.exp(-mean):.3f}",
             "least likely tokens": rare,
         }
     gap = known.gaps.get((f"rollout{row.replica}", row.weight_id))
-    found["gap to the trainer, same weights (probe)"] = (
+    shown["gap to the trainer, same weights (probe)"] = (
         f"mean {gap['mean']:.1e}, max {gap['max']:.1e}" if gap else "not measured"
     )
     if row.id in known.own_gaps:
         mean_gap, ahead = known.own_gaps[row.id]
         by = f"{ahead} mini-batches" if ahead else "nothing: the engine's weights"
-        found["gap to the trainer when it was trained"] = f"mean {mean_gap:.1e}, weights ahead by {by}"
+        shown["gap to the trainer when it was trained"] = f"mean {mean_gap:.1e}, weights ahead by {by}"
     step = known.steps.get(row.consumed_step + 1, {})
     if step.get("ratio_mean") is not None and step.get("ratio_max") is not None:
-        found["importance ratio in its step"] = f"mean {step['ratio_mean']:.4f}, max {step['ratio_max']:.3f}"
-    return found
+        shown["importance ratio in its step"] = f"mean {step['ratio_mean']:.4f}, max {step['ratio_max']:.3f}"
+    return shown
 
 
 def _where(row: Consumed, trajectory: Trajectory, known: Facts) -> dict[str, object]:

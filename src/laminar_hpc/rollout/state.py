@@ -48,7 +48,7 @@ class ReplicaState:
 
     @property
     def next_weight_id(self) -> int:
-        """The least id that is newer than the open one."""
+        """The lowest id that is newer than the open one."""
         return 0 if self.weight_id is None else self.weight_id + 1
 
     def _require(self, allowed: bool, step: str) -> None:

@@ -106,11 +106,11 @@ def trainer_of(config: PlanConfig, pool: int, gpus: int) -> TrainerConfig | None
 
 def trainer_settings(config: PlanConfig, candidate: Candidate) -> TrainerConfig:
     """Raises LaminarError when the model cannot be trained on the candidate's GPUs."""
-    found = trainer_of(config, candidate.trainer_pool, candidate.trainer_gpus)
-    if found is None:
+    trainer = trainer_of(config, candidate.trainer_pool, candidate.trainer_gpus)
+    if trainer is None:
         gpu = config.pools[candidate.trainer_pool].gpu
         raise LaminarError(f"plan: {config.model} cannot be trained on {candidate.trainer_gpus} {gpu}")
-    return found
+    return trainer
 
 
 def kv_cache_tokens(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -> int:
@@ -137,7 +137,7 @@ def candidates(config: PlanConfig, c: Constants = DEFAULT) -> Iterator[Candidate
         for trainer in [] if pool.preemptible else trainer_sizes(config, pool):
             if trainer_of(config, index, trainer) is None:
                 continue
-            for tp in sorted({tp for found in parallel for tp in found}):
+            for tp in sorted({tp for sizes in parallel for tp in sizes}):
                 choices = [
                     sorted(_amounts(config, other.count - (trainer if i == index else 0), tp))
                     if tp in parallel[i]
@@ -237,22 +237,22 @@ def search(
     lengths = [n for index in range(256) for n in work.lengths(index)]
     mean = sum(lengths) / len(lengths)
     context = config.workload.prompt_tokens + sum(n * n for n in lengths) / (2 * sum(lengths))
-    found = []
+    options = []
     for candidate in itertools.islice(candidates(config, c), _CANDIDATES + 1):
         rate, cost = bound(config, candidate, mean, context, c), price(config, candidate)
-        found.append(
+        options.append(
             Planned(candidate, rate if config.objective == "throughput" else rate * 3600 / cost, price=cost)
         )
-    if not found:
+    if not options:
         raise LaminarError(why_nothing_fits(config, c))
-    if len(found) > _CANDIDATES:
+    if len(options) > _CANDIDATES:
         raise LaminarError(
             f"plan: more than {_CANDIDATES:,} ways to divide these pools; ask with fewer or smaller ones"
         )
-    found.sort(key=lambda planned: -planned.bound)
+    options.sort(key=lambda planned: -planned.bound)
     best: Planned | None = None
     tried: list[Planned] = []
-    for planned in found:
+    for planned in options:
         if (best is not None and planned.bound <= best.score) or len(tried) == _SIMULATED:
             break
         planned.figures = evaluate(config, planned.candidate, c)
@@ -264,28 +264,28 @@ def search(
         )
         if planned.score > (best.score if best else -math.inf):
             best = planned
-    ended = len(tried) == len(found) or (best is not None and found[len(tried)].bound <= best.score)
+    ended = len(tried) == len(options) or (best is not None and options[len(tried)].bound <= best.score)
     if best is None or best.score == -math.inf:
         raise LaminarError(
             f"plan: no part of the pools keeps the trainer busy for {config.trainer_busy:.0%}; lower "
             "trainer_busy or add rollout GPUs"
         )
     others = sorted((planned for planned in tried if planned is not best), key=lambda planned: -planned.score)
-    return Plan(best, others[0] if others else None, len(tried), len(found), ended)
+    return Plan(best, others[0] if others else None, len(tried), len(options), ended)
 
 
 def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
     """What the pools lack: GPUs to train on, GPUs to generate on, or both at the same time."""
     model, pools = config.model, ", ".join(f"{pool.count} {pool.gpu}" for pool in config.pools)
     trains = {
-        pool.gpu: n for pool in config.pools if not pool.preemptible and (n := _least_trainer(config, pool))
+        pool.gpu: n for pool in config.pools if not pool.preemptible and (n := _min_trainer(config, pool))
     }
     generates = {
-        pool.gpu: min(found) for pool in config.pools if (found := tensor_parallels(config, pool, c))
+        pool.gpu: min(sizes) for pool in config.pools if (sizes := tensor_parallels(config, pool, c))
     }
     if trains and generates:
         to_train, to_generate = (
-            " or ".join(f"{n} {gpu}" for gpu, n in found.items()) for found in (trains, generates)
+            " or ".join(f"{n} {gpu}" for gpu, n in needed.items()) for needed in (trains, generates)
         )
         return (
             f"plan: {model} fits on no division of {pools}: it needs at least {to_train} to train and "
@@ -301,7 +301,7 @@ def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
     return f"plan: {model} fits on no {kind} to {what} ({pools}); {cure}"
 
 
-def _least_trainer(config: PlanConfig, pool: PoolConfig) -> int | None:
+def _min_trainer(config: PlanConfig, pool: PoolConfig) -> int | None:
     """GPUs of the pool's type that train the model, looked for up to 64 machines."""
     sizes = [*range(1, GPUS_PER_MACHINE), *(n * GPUS_PER_MACHINE for n in (1, 2, 4, 8, 16, 32, 64))]
     return next(

@@ -38,13 +38,13 @@ def trainer_machines(candidate: Candidate) -> Machines:
 
 def rollout_machines(config: PlanConfig, candidate: Candidate) -> list[Machines]:
     """Of each pool; `processes` are replicas, and the last machine may have fewer."""
-    found = []
+    machines = []
     for pool, gpus, tp in candidate.rollouts:
         each = min(GPUS_PER_MACHINE, config.pools[pool].count) // tp
         replicas = gpus // tp
         counts = tuple(min(each, replicas - begin) for begin in range(0, replicas, each))
-        found.append(Machines(pool, min(GPUS_PER_MACHINE, gpus), counts))
-    return found
+        machines.append(Machines(pool, min(GPUS_PER_MACHINE, gpus), counts))
+    return machines
 
 
 def on_one_machine(config: PlanConfig) -> bool:

@@ -176,10 +176,10 @@ def _time(row: dict) -> str:
     """The time line of the first replicas and the trainer, and the KV use over time."""
     outcome: Outcome = row["outcome"]
     spans = {}
-    for name, found in outcome.spans.items():
+    for name, recorded in outcome.spans.items():
         process = name if name != "trainer" else "trainer0"
         spans[process] = [
-            Span(k, a, b, {}) if k in KINDS else Span("wait", a, b, {"cause": k}) for k, a, b in found
+            Span(k, a, b, {}) if k in KINDS else Span("wait", a, b, {"cause": k}) for k, a, b in recorded
         ]
     end = outcome.figures["seconds"]
     run = Run(Path("."), {}, [Launch(0.0, end, -1, row["pipeline"], {})], [], 0, {}, spans, [])

@@ -43,7 +43,7 @@ def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> Tra
         if ranks > w.prompts_per_step * w.samples_per_prompt // w.updates_per_step:
             continue  # an update has fewer trajectories than there are ranks
         for recompute in (False, True):
-            found = TrainerConfig(
+            trainer = TrainerConfig(
                 tensor_parallel=tensor,
                 pipeline_parallel=stages,
                 data_parallel=ranks,
@@ -52,8 +52,8 @@ def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> Tra
                 tokens_per_microbatch=tokens_per_microbatch(w),
                 gpu_memory_gigabytes=gpu.memory / 1e9,
             )
-            if trainer_bytes(known_models()[model.hf], _WIDTH, found) <= SHARE * gpu.memory:
-                return found
+            if trainer_bytes(known_models()[model.hf], _WIDTH, trainer) <= SHARE * gpu.memory:
+                return trainer
     return None
 
 

@@ -128,9 +128,9 @@ def read_lengths(path: Path) -> list[list[int]]:
             groups: dict[int, list[int]] = {}
             for group, length in rows:
                 groups.setdefault(group, []).append(int(length))
-            found = list(groups.values())
+            lengths = list(groups.values())
         else:
-            found = [
+            lengths = [
                 [int(n) for n in json.loads(line)] for line in store.read_text().splitlines() if line.strip()
             ]
     except (OSError, sqlite3.Error, ValueError, TypeError) as error:
@@ -138,9 +138,9 @@ def read_lengths(path: Path) -> list[list[int]]:
             f"workload.lengths_file={path}: neither a run "
             f"directory nor lines of JSON lists of lengths ({error})"
         ) from None
-    found = [row for row in found if row]
-    if not found:
+    lengths = [row for row in lengths if row]
+    if not lengths:
         raise LaminarError(
             f"workload.lengths_file={path}: no lengths in it; name a run with finished trajectories"
         )
-    return found
+    return lengths
