@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from engines import Pair, start_pair
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     pair = start_pair(tmp_path_factory.mktemp("pair"))
     yield pair

@@ -11,9 +11,9 @@ from ranks import Ranks
 from torch.distributed.distributed_c10d import _world
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def world() -> Iterator[None]:
-    """A default group of one rank. Taken down behind the folder, since it is global to the process."""
+    """A default group of one rank. Taken down behind the file, since it is global to the process."""
     from megatron.core import parallel_state
 
     threads = torch.get_num_threads()
@@ -36,7 +36,7 @@ def groups_end_with_their_test() -> Iterator[None]:
         dist.destroy_process_group(group)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Processes take seconds to start, so all files of this folder use the same."""
     pool = Ranks()
@@ -44,11 +44,11 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("tied"))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make_model(tmp_path_factory.mktemp("untied"), seed=1, tie_word_embeddings=False)
