@@ -4,17 +4,13 @@ made once, and whole folders where several files share engines, trainer processe
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-# They come first: what takes long must not begin last.
 FOLDERS = ("tests/trainer/", "tests/rollout/", "tests/slurm/")
-
-
-def folder(nodeid: str) -> str | None:
-    return next((name for name in FOLDERS if nodeid.startswith(name)), None)
+LONG = (*FOLDERS, "tests/system/")  # they come first: what takes long must not begin last
 
 
 class ByFile(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        return folder(nodeid) or super()._split_scope(nodeid)
+        return next((name for name in FOLDERS if nodeid.startswith(name)), super()._split_scope(nodeid))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
@@ -22,4 +18,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: folder(item.nodeid) is None)
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))

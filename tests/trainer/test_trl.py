@@ -32,6 +32,8 @@ from laminar_hpc.trainer.algorithms.objective import objective
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 
+pytestmark = pytest.mark.slow  # TRL takes half a minute to import
+
 LENGTHS, SAMPLES, LONGEST = [5, 3, 1, 4, 5, 2], 3, 6
 MASK = torch.tensor([[1.0] * n + [0.0] * (max(LENGTHS) - n) for n in LENGTHS])
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 2.0, 0.0, -1.0])
