@@ -29,7 +29,7 @@ demo: setup
 test test-slow: export OMP_NUM_THREADS := 1
 # Whole files are handed to the workers (tests/conftest.py).
 WORKERS ?= 2
-test test-slow: SIDE_BY_SIDE = $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS))
+test test-slow: SIDE_BY_SIDE = $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --no-loadscope-reorder)
 test test-slow: GPU = $(shell nvidia-smi -L >/dev/null 2>&1 || echo ' and not gpu')
 
 test: setup
