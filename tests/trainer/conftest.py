@@ -11,9 +11,9 @@ from ranks import Ranks
 from torch.distributed.distributed_c10d import _world
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def world() -> Iterator[None]:
-    """A default group of one rank. Taken down behind the file, since it is global to the process."""
+    """A default group of one rank, once: Megatron-core keeps a world's groups, and so their threads."""
     from megatron.core import parallel_state
 
     threads = torch.get_num_threads()
