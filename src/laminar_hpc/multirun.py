@@ -75,9 +75,9 @@ def _written(value: Any) -> str:
     """A value as a word has it: a text as it stands, a list or table by Hydra's grammar."""
     if isinstance(value, QuotedString):
         return value.text
-    return (
-        str(Transformer.str(value)) if isinstance(value, list | dict) else shown(value) if value != "" else ""
-    )
+    if isinstance(value, list | dict):
+        return str(Transformer.str(value))
+    return shown(value) if value != "" else ""
 
 
 def combinations(words: Sequence[str], load: Callable[[Sequence[str]], RunConfig]) -> list[Combination]:

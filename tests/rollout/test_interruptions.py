@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prompts import until_running
 
 from engines import LoopThread, engine_config, hf_logprobs, make_model, reference
 from laminar_hpc.engine.sglang.server import SglangServer
@@ -36,7 +37,7 @@ def test_a_stopped_request_goes_on_elsewhere(pair):
 
     async def move() -> Partial:
         request = asyncio.create_task(source.generate(PROMPT, SAMPLING, "run-1-0-0", "0"))
-        await asyncio.sleep(0.5)
+        await until_running(source)
         await source.abort("run-1-0-0")
         first = await request
         assert first.finish_reason == "abort" and 0 < len(first.tokens) < 400
@@ -56,7 +57,7 @@ def test_a_paused_request_goes_on_with_other_weights(pair):
 
     async def run():
         request = asyncio.create_task(engine.generate(PROMPT, SAMPLING, "run-2-0-0", "0"))
-        await asyncio.sleep(0.5)
+        await until_running(engine)
         await engine.pause()
         await pair.load(0, 1, paused=True)
         await engine.sums()

@@ -59,7 +59,7 @@ def train(
     metrics = [
         learner.train(tiny.make_batch(seed=100 + step), step, lambda: None) for step in range(first, last)
     ]
-    _, state_hash = checkpointer.save(last, weight_id=last)
+    _, state_hash = checkpointer.save(last)
     names = [name for name, _ in policy.canonical_tensors()]
     return {
         "place": place(),

@@ -62,7 +62,7 @@ def test_resume_is_bit_exact(settings: dict, tied_model: Path, tmp_path: Path, w
 
     before = Trainer(tied_model, tmp_path / "run", **settings)
     before.train(0, 2)
-    _, saved_hash = before.checkpointer.save(2, weight_id=3)
+    _, saved_hash = before.checkpointer.save(2)
     after = Trainer(tied_model, tmp_path / "run", **settings)
     assert after.checkpointer.state_hash() != saved_hash
     after.checkpointer.load(2)
@@ -84,7 +84,7 @@ def test_the_reference_model_is_the_initial_one_also_after_a_resume(
     metrics = straight.train(0, 3)
     before = Trainer(tied_model, tmp_path / "run", **settings)
     before.train(0, 2)
-    before.checkpointer.save(2, weight_id=3)
+    before.checkpointer.save(2)
     after = Trainer(tied_model, tmp_path / "run", **settings)
     after.checkpointer.load(2)
     assert after.train(2, 3) == metrics[2:] and metrics[2]["kl"] > 1e-3
@@ -96,7 +96,7 @@ def test_a_checkpoint_before_the_first_update_can_be_resumed(
 ) -> None:
     """A run may be stopped before its first step; its optimizer has no moments yet."""
     fresh = Trainer(tied_model, tmp_path, trainer__distributed_optimizer=True)
-    fresh.checkpointer.save(0, weight_id=0)
+    fresh.checkpointer.save(0)
     fresh.checkpointer.load(0)
     assert fresh.train(0, 1) == Trainer(tied_model, tmp_path, trainer__distributed_optimizer=True).train(0, 1)
 
@@ -125,25 +125,24 @@ def test_a_half_written_checkpoint_is_never_seen(
     rest away."""
     trainer = Trainer(tied_model, tmp_path, checkpoint__keep=2)
     assert steps(tmp_path) == []
-    trainer.checkpointer.save(1, weight_id=1)
+    trainer.checkpointer.save(1)
     with monkeypatch.context() as patch:
         patch.setattr(
             trainer.policy, "save_hf", lambda directory: (_ for _ in ()).throw(OSError("disk full"))
         )
         with pytest.raises(OSError, match="disk full"):
-            trainer.checkpointer.save(2, weight_id=2)
+            trainer.checkpointer.save(2)
     assert steps(tmp_path) == [1]
     hidden = [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
     assert hidden == [".step_000002"]
     for step in (2, 3, 3):
-        trainer.checkpointer.save(step, weight_id=step)
+        trainer.checkpointer.save(step)
     assert steps(tmp_path) == [2, 3]
     newest = checkpoint_path(tmp_path, 3)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
     assert sorted(p.name for p in newest.iterdir()) == ["hf", "megatron", "rng", "state.json"]
     assert read_state(newest) | {"state_hash": ""} == {
         "step": 3,
-        "weight_id": 3,
         "state_hash": "",
         "skipped_in_a_row": 0,
         "tensor_parallel": 1,
@@ -158,7 +157,7 @@ def test_damage_is_noticed_at_resume(tied_model: Path, tmp_path: Path, world: No
     weights."""
     trainer = Trainer(tied_model, tmp_path)
     trainer.train(0, 1)
-    path, _ = trainer.checkpointer.save(1, weight_id=1)
+    path, _ = trainer.checkpointer.save(1)
     with pytest.raises(LaminarError, match=r"no complete checkpoint .*step_000007"):
         trainer.checkpointer.load(7)
 
@@ -186,7 +185,7 @@ def test_saving_starts_no_process(tied_model: Path, tmp_path: Path, world: None)
 
     trainer = Trainer(tied_model, tmp_path)
     children = {p.pid for p in psutil.Process().children(recursive=True)}
-    trainer.checkpointer.save(1, weight_id=1)
+    trainer.checkpointer.save(1)
     assert {p.pid for p in psutil.Process().children(recursive=True)} <= children
 
 
@@ -201,13 +200,13 @@ def test_a_disk_that_fills_up_in_a_checkpoint(tied_model: Path, tmp_path: Path, 
         trainer = Trainer(tied_model, disk / "run")
         trainer.config.run_dir = str(disk / "run")
         trainer.train(0, 1)
-        path, saved_hash = trainer.checkpointer.save(1, weight_id=1)
+        path, saved_hash = trainer.checkpointer.save(1)
         needed = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         seen = set()
         for share in (0.0, 0.3, 0.6, 0.72, 0.8, 0.9, 0.97, 0.99):
             (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - int(share * needed)))
             with pytest.raises(BaseException) as raised:  # torch's CheckpointException is no Exception
-                trainer.checkpointer.save(2, weight_id=2)
+                trainer.checkpointer.save(2)
             seen.add(type(raised.value).__name__)
             text = full_disk_text(raised.value, trainer.config)
             assert text.startswith(f"{NO_ROOM} run_dir={disk}/run"), raised.value
@@ -217,7 +216,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint(tied_model: Path, tmp_path: Path, 
         assert len(seen) > 1, "only one kind of writer was tried"
         trainer.checkpointer.load(1)
         assert trainer.checkpointer.state_hash() == saved_hash
-        trainer.checkpointer.save(2, weight_id=2)
+        trainer.checkpointer.save(2)
         assert steps(disk / "run") == [1, 2]
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -49,7 +49,7 @@ def test_an_unprimed_adam_cannot_be_saved_before_its_first_update(
     """adam.prime: AdamW has no state before its first update, and Megatron cannot save none."""
     monkeypatch.setattr(building, "prime", nothing)
     with pytest.raises((KeyError, AssertionError, ValueError, RuntimeError)):
-        trained(tied_model, tmp_path, steps=0, trainer__distributed_optimizer=True).save(0, 0)
+        trained(tied_model, tmp_path, steps=0, trainer__distributed_optimizer=True).save(0)
 
 
 def test_a_distributed_adam_cannot_be_loaded_without_its_steps(
@@ -58,7 +58,7 @@ def test_a_distributed_adam_cannot_be_loaded_without_its_steps(
     """adam._let_steps_pass: Megatron asks for the step that it left out itself."""
     monkeypatch.setattr(adam, "_let_steps_pass", nothing)
     checkpointer = trained(tied_model, tmp_path, trainer__distributed_optimizer=True)
-    checkpointer.save(1, 1)
+    checkpointer.save(1)
     with pytest.raises(KeyError, match="step"):
         checkpointer.load(1)
 
@@ -72,7 +72,7 @@ def test_a_loaded_adam_shares_one_step(
     for number, distributed in enumerate((False, True)):
         settings = {"trainer__distributed_optimizer": distributed}
         checkpointer = trained(tied_model, tmp_path / str(number), **settings)
-        checkpointer.save(1, 1)
+        checkpointer.save(1)
         checkpointer.load(1)
         for one in adam._over_torch_adamw(checkpointer._policy.optimizer):
             steps = [state["step"].data_ptr() for state in one.optimizer.state.values()]
@@ -193,7 +193,7 @@ def test_megatron_calls_cuda(
     monkeypatch.setattr(cpu, "REPLACED", replaced)
     settings = {"trainer__distributed_optimizer": True, "trainer__recompute_activations": True}
     checkpointer = trained(tied_model, tmp_path, **settings)
-    checkpointer.save(1, 1)
+    checkpointer.save(1)
     checkpointer.load(1)
     assert name in calls
 

@@ -28,7 +28,7 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """state.json: step, weight_id, state_hash, data_parallel, distributed_optimizer, skipped_in_a_row."""
+    """state.json: step, state_hash, data_parallel, distributed_optimizer, skipped_in_a_row."""
     return json.loads((checkpoint / STATE_FILE).read_text())
 
 

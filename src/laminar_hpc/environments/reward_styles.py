@@ -258,5 +258,5 @@ def _scalar(value: Any) -> object:
     """A tensor or array of one element as a number; anything else as it is."""
     try:
         return value.item()
-    except Exception:
+    except Exception:  # an object of the user's may raise anything; `_number` refuses what is no number
         return value

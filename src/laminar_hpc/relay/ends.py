@@ -7,6 +7,7 @@ a neighbour that is stuck.
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from laminar_hpc.cluster.links import Link
@@ -19,7 +20,7 @@ Down = Callable[[int, str], None]
 Failed = Callable[[Exception], None]
 
 
-class End:
+class End(ABC):
     """A thread on one link. `down(epoch, why)` is called once if the link cannot be made or breaks, not when
     `close` was called; `failed(error)` on anything else."""
 
@@ -46,8 +47,9 @@ class End:
         finally:
             self.close()
 
+    @abstractmethod
     def work(self, link: Link) -> None:
-        raise NotImplementedError
+        """One publication, or a bounded wait for it."""
 
     def close(self) -> None:
         """Closes the link, which wakes the thread and the other end; the thread ends by itself."""

@@ -246,18 +246,19 @@ class RolloutWorker:
     async def _next_grant(self) -> Grant | None:
         """A grant, or None when newer weights came first or the request must be made again. Raises
         EngineDied."""
-        death = asyncio.create_task(self.engines.current.died())
+        death, woken = asyncio.create_task(self.engines.current.died()), None
         try:
             with self.context.trace.span("wait", what="work"):
                 while not self.grants and not self._newer_weights() and not self.ask_again:
                     self.wake.clear()
                     woken = asyncio.create_task(self.wake.wait())
                     await asyncio.wait((woken, death), return_when=asyncio.FIRST_COMPLETED)
-                    woken.cancel()
                     if death.done():
                         raise death.result()
         finally:
             death.cancel()
+            if woken is not None:
+                woken.cancel()
         return self.grants.popleft() if self.grants else None
 
     async def _local_batch(self, grant: Grant) -> None:

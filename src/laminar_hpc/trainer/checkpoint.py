@@ -37,7 +37,7 @@ class Checkpointer:
         self._timeout = timedelta(seconds=self._config.cluster.join_timeout_seconds)
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
 
-    def save(self, step: int, weight_id: int) -> tuple[Path, str]:
+    def save(self, step: int) -> tuple[Path, str]:
         """Writes the checkpoint of `step` and deletes those beyond checkpoint.keep; returns its path and
         state hash.
 
@@ -65,7 +65,7 @@ class Checkpointer:
         self._policy.save_hf(partial / "hf")
         self._meet(f"checkpoint {target}")
         if self._rank == 0:
-            state = {"step": step, "weight_id": weight_id, "state_hash": state_hash, **self._layout()}
+            state = {"step": step, "state_hash": state_hash, **self._layout()}
             state["skipped_in_a_row"] = self._learner.skipped_in_a_row
             _write_synced(partial / STATE_FILE, json.dumps(state, indent=2) + "\n")
             if target.exists():  # of an earlier launch that went on from an older checkpoint

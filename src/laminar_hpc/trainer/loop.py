@@ -27,8 +27,6 @@ from laminar_hpc.trainer.step.learner import Learner
 class _NoPublisher:
     """In a replay nobody takes the weights."""
 
-    weight_id: int | None = 0
-
     def publish(self, step: int) -> None: ...
     def fence(self) -> None: ...
     def close(self) -> None: ...
@@ -59,7 +57,7 @@ def run(context: RoleContext) -> None:
         step += 1
         _publish(context, policy, publisher, step)
         if step % config.checkpoint.every == 0 or step == config.steps:
-            _checkpoint(context, checkpointer, step, _wire_id(publisher))
+            _checkpoint(context, checkpointer, step)
             saved = step
         done.metrics["train_seconds"] = done.ended - ended - done.metrics["wait_seconds"]
         done.metrics["seconds"] = time.time() - ended
@@ -68,7 +66,7 @@ def run(context: RoleContext) -> None:
             break
 
     if saved != step:
-        _checkpoint(context, checkpointer, step, _wire_id(publisher))
+        _checkpoint(context, checkpointer, step)
     publisher.close()
     if dist.get_rank() == 0:
         context.channel.send(TrainerDone(step))
@@ -119,14 +117,9 @@ def _publish(
         publisher.publish(step)
 
 
-def _wire_id(publisher: Publisher | _NoPublisher) -> int:
-    """For messages and state.json, which say -1 where no weights were published."""
-    return -1 if publisher.weight_id is None else publisher.weight_id
-
-
-def _checkpoint(context: RoleContext, checkpointer: Checkpointer, step: int, weight_id: int) -> None:
+def _checkpoint(context: RoleContext, checkpointer: Checkpointer, step: int) -> None:
     started = time.time()
     with context.trace.span("checkpoint", step=step):
-        path, state_hash = checkpointer.save(step, weight_id)
+        path, state_hash = checkpointer.save(step)
     if dist.get_rank() == 0:
         context.channel.send(Checkpointed(step, str(path), time.time() - started, state_hash))

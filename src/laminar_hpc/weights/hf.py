@@ -157,7 +157,8 @@ class TensorReader:
                 "safetensors, download it again"
             )
         files = [self._stack.enter_context(_open(self._directory / n)) for n in names]
-        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (safe_open is no dict)
+        # safe_open is no dict
+        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
     def __enter__(self) -> "TensorReader":
         return self

@@ -21,6 +21,8 @@ class Exchange:
     def __init__(self, ranks: Sequence[int], seconds: float) -> None:
         """`ranks`, with rank 0, take part; `seconds` bounds each wait for one of them."""
         self.ranks, self._seconds = list(ranks), seconds
+        if len(self.ranks) == 1:  # nobody to speak with, and a gloo group costs three threads
+            return
         limit = timedelta(seconds=seconds)
         self._slices = dist.new_group(self.ranks, timeout=limit)  # NCCL where the parameters are on GPUs
         self._words = dist.new_group(self.ranks, backend="gloo", timeout=limit)
@@ -42,6 +44,8 @@ class Exchange:
 
     def all_say(self, values: Sequence[int]) -> list[list[int]]:
         """What each rank brought, in the order of `ranks`; as many values of all."""
+        if len(self.ranks) == 1:
+            return [list(values)]
         said = [torch.zeros(len(values), dtype=torch.long) for _ in self.ranks]
         self._bounded(
             lambda: dist.all_gather(said, torch.tensor(values, dtype=torch.long), group=self._words),

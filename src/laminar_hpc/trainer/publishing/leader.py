@@ -29,7 +29,6 @@ class Leader:
         self._context, self._model, self._lanes, self._handover = context, model, lanes, handover
         self._exchange, self._seconds = model.publishing, context.config.relay.publish_timeout_seconds
         self._max_chunk = context.config.relay.chunk_megabytes << 20
-        self.weight_id: int | None = None  # of the newest weights that the relays have
         if len(model.lanes) > 1:
             context.channel.send(LaneSenders([lane.sender for lane in model.lanes]))
 
@@ -118,7 +117,6 @@ class Leader:
         sent = lanes.end()
         if sent.whole:
             self._report(publication, answer.weight_id, started, sent)
-            self.weight_id = answer.weight_id
             with self._handover.changed:
                 publication.advance(Event.ARRIVED)
                 self._handover.changed.notify_all()

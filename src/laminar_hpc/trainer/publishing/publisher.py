@@ -57,11 +57,6 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
-    @property
-    def weight_id(self) -> int | None:
-        """On rank 0: of the newest weights that the first relays have."""
-        return self._leader.weight_id if self._leader is not None else None
-
     def publish(self, step: int) -> None:
         """The live weights are those of step `step`. Collective, for the probe. Raises LaminarError if
         publishing failed, or when the probe's log-probs are not finite.

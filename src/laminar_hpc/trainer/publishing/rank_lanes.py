@@ -101,7 +101,7 @@ class RankLanes:
         """The controller wants another link for this lane, or has sent what ends the publisher's thread."""
         try:
             self._take_proposals()
-        except Exception:
+        except Exception:  # it stays in the inbox, for `follow_membership` to raise
             return True
         return lane.number in self._proposed
 
