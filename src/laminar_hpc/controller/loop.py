@@ -95,7 +95,8 @@ class Controller:
         probes = Probes(config.model.dtype, layers, metrics, say)
         self.replicas, self.pool = Replicas(), PartialPool()
         self.weights = Weights(shared, relays, store, probes)
-        self.membership = Membership(shared, self.weights, hub.address.run_id, restored_step, self.forget)
+        run_id = hub.address.run_id
+        self.membership = Membership(shared, self.weights, run_id, store.store_id, restored_step, self.forget)
         self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps)
         self.repacker = Repacker(shared, tracker, self.replicas, self.weights, self.migration)
         self.rescuer = Rescuer(shared, tracker, self.replicas, self.weights, self.pool, self.migration)

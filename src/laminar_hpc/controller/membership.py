@@ -37,11 +37,13 @@ class Membership:
         shared: Shared,
         weights: Weights,
         run_id: str,
+        store_id: str,
         restored_step: int | None,
         forget: Callable[[Member], None],
     ) -> None:
         self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
-        self._weights, self._run_id, self._restored_step = weights, run_id, restored_step
+        self._weights, self._restored_step = weights, restored_step
+        self._run_id, self._store_id = run_id, store_id
         self._forget = forget
         self._trainers_meet: TrainersMeet | None = None
         self._oom_kills = oom_kills()
@@ -70,7 +72,7 @@ class Membership:
 
     def _welcome(self) -> Welcome:
         model = str(recorded_name(self._shared.config.model.path) or "")
-        return Welcome(self._run_id, self._restored_step, model)
+        return Welcome(self._run_id, self._restored_step, model, self._store_id)
 
     def on_trainers_meet(self, member: Member, place: TrainersMeet) -> None:
         self._trainers_meet = place  # also for those who join later

@@ -5,6 +5,7 @@ sends anything. States of a trajectory: granted -> finished -> consumed(step), o
 deleted, so a run can be replayed.
 """
 
+import secrets
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
@@ -56,11 +57,17 @@ class Store:
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(_SCHEMA)
             self._db.execute("BEGIN IMMEDIATE")
+            self.store_id = self._own_id()
         except sqlite3.DatabaseError as error:
             if is_full_disk(error):
                 raise
             cure = "restore it from a copy" if read_only else "move it away or choose another run_dir"
             raise LaminarError(f"{self.path} cannot be used as the store ({error}); {cure}") from None
+
+    def _own_id(self) -> str:
+        """Random, made with the store: tells it from every other one."""
+        self._db.execute("INSERT OR IGNORE INTO meta VALUES('store_id', ?)", (secrets.token_hex(8),))
+        return self._db.execute("SELECT value FROM meta WHERE key = 'store_id'").fetchone()[0]
 
     def commit(self) -> None:
         self._db.execute("COMMIT")

@@ -19,12 +19,13 @@ class Welcome(Message):
 
     `restored_step` is None for a fresh run, else the step of the checkpoint to load. `model` is
     OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take the same
-    commit.
+    commit. `store_id` names the store that knows all trajectories of the run (controller/store.py).
     """
 
     run_id: str
     restored_step: int | None
     model: str = ""
+    store_id: str = ""
 
 
 class Ping(Message):
