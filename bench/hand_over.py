@@ -32,8 +32,8 @@ import torch
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import LinkBroken, host_store, reach_store
 from laminar_hpc.cluster.processes import die_with_parent
-from laminar_hpc.engine.sglang.plugin.live_weights import View
 from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
+from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.relay.chain import Stream, receive_stream
 from laminar_hpc.weights.manifest import Manifest, layout
@@ -140,13 +140,14 @@ def pull(
     them."""
     live = torch.zeros(manifest.data_bytes, dtype=torch.uint8, device=device)
     pinned = torch.zeros(manifest.data_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    views = [
-        View(e.name, live[e.offset : e.offset + e.nbytes].view(torch.bfloat16).view(e.shape), tuple(e.shape))
+    held = [
+        LocalSlice(e.name, tuple(e.shape), 0, 0, e.shape[0], part.view(torch.bfloat16).view(e.shape))
         for e in manifest.tensors
+        for part in (live[e.offset : e.offset + e.nbytes],)
     ]
     loads, copies, sums = [], [], {}
     for _ in range(repeats + 1):
-        loads.append(seconds(device, lambda: sums.update(load_slot(views, slot))))
+        loads.append(seconds(device, lambda: sums.update(load_slot(held, slot))))
         if any(sums[entry.name] != (entry.sum_words, entry.sum_indexed) for entry in manifest.tensors):
             raise SystemExit("what was loaded has other sums than what was sent")
         copies.append(seconds(device, lambda: live.copy_(pinned, non_blocking=True)))

@@ -129,9 +129,9 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def all_at_once() -> list[str]:
-    started = time.process_time()
+    started = time.thread_time()
     lines = refusal("train", "experiment=demo", *VALUES)
-    assert time.process_time() - started < 2, "of processor time, modules included"
+    assert time.thread_time() - started < 2, "of processor time, modules included"
     return lines
 
 

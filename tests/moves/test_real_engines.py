@@ -170,7 +170,7 @@ def test_the_work_of_a_killed_engine_goes_on_with_older_weights(tmp_path, monkey
     stand.run(840)
     found = {t.trajectory_id: t for t in assert_every_one_ended_once(config)}
     records, references = rundata.load(tmp_path / "run"), [reference(model) for model in models]
-    moves = [move for move in records.records.get("move", []) if move["source"] < 0]
+    moves = [move for move in records.records.get("move", []) if move["source"] is None]
     by_load = [move for move in moves if move["loaded"]]
     figures = summary.build(tmp_path / "run")
     tokens = sum(move["tokens"] for move in by_load)

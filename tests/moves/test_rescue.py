@@ -18,7 +18,7 @@ def refusals(tmp_path) -> int:
     """The most that replicas refused of one trajectory."""
     records = rundata.load(tmp_path / "run").records.get("move_off", [])
     return max(
-        Counter(record["trajectory_id"] for record in records if record["source"] < 0).values(), default=0
+        Counter(record["trajectory_id"] for record in records if record["source"] is None).values(), default=0
     )
 
 
@@ -36,7 +36,9 @@ def run(tmp_path, most: int, slots: int) -> tuple[Killer, list[dict], dict]:
     stand.each_turn = killer
     stand.run(200)
     found = assert_every_one_ended_once(stand.config)
-    moves = [move for move in rundata.load(tmp_path / "run").records.get("move", []) if move["source"] < 0]
+    moves = [
+        move for move in rundata.load(tmp_path / "run").records.get("move", []) if move["source"] is None
+    ]
     for move in moves:
         assert found[move["trajectory_id"]].attempt > 0
     killer.killed = [

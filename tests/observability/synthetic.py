@@ -104,7 +104,7 @@ def write(
     store = Store(run_dir)
     store.restore(start_step)
     derived = {"trajectories_per_step": groups * samples, "publish_bytes": 3_100_000, "max_staleness": bound}
-    log("start", start, restored_step=start_step or -1, pipeline="laminar", derived=derived)
+    log("start", start, restored_step=start_step or None, pipeline="laminar", derived=derived)
 
     trainer, relay = Trace(run_dir, "trainer", 0), Trace(run_dir, "relay", 0)
     controller = Trace(run_dir, "controller", 0)
@@ -159,15 +159,15 @@ def write(
                 bytes=3_100_000,
             )
             log("relay", train + 0.2, index=0, weight_id=step, step=step, seconds=0.17, bytes=3_100_000)
-            gap = rng.uniform(1.6e-7, 2.4e-7)
+            mismatch = rng.uniform(1.6e-7, 2.4e-7)
             log(
-                "logprob_gap",
+                "logprob_mismatch",
                 train + 0.3,
                 weight_id=step,
                 step=step,
                 replica="rollout0",
-                mean=gap,
-                max=15 * gap,
+                mean=mismatch,
+                max=15 * mismatch,
             )
             clock = last_end = done
             continue
@@ -304,7 +304,7 @@ def store_rows(store: Store, rows: list[Trajectory], consumed_step: int) -> None
             store.finish_trajectory(row, row.reward_parts["accuracy"])
         store.finish_group(group, members[0].weight_step, group, members[0].time_scored)
     store.consume(groups, consumed_step)
-    store.note_gaps(
+    store.note_mismatches(
         {
             r.trajectory_id: (0.25 * (consumed_step - r.weight_step) + 1e-6, consumed_step - r.weight_step)
             for r in rows
@@ -360,7 +360,7 @@ def replay_of(run_dir: Path, source: Written) -> None:
         yaml.safe_dump({"source": "replay:elsewhere", "pipeline": {"name": "laminar"}})
     )
     lines = [
-        {"kind": "start", "time": source.start, "restored_step": -1, "pipeline": "laminar", "derived": {}},
+        {"kind": "start", "time": source.start, "restored_step": None, "pipeline": "laminar", "derived": {}},
         *source.steps,
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

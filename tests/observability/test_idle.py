@@ -13,7 +13,7 @@ def make_run(tmp_path, *, launches=(0.0,), **processes):
     """A run with these spans: process name -> [(kind, t0, t1)]."""
     metrics = jsonl.Appender(tmp_path / "metrics.jsonl")
     for start in launches:
-        metrics.write({"kind": "start", "time": start, "restored_step": -1})
+        metrics.write({"kind": "start", "time": start, "restored_step": None})
     for name, spans in processes.items():
         trace = Trace(tmp_path, name[:-1], int(name[-1]))
         for kind, t0, t1 in spans:

@@ -84,7 +84,13 @@ def test_a_run_that_never_took_a_step(tmp_path):
     """Promise: even a run that failed while it was set up has a report, with the reason."""
     metrics = jsonl.Appender(tmp_path / "metrics.jsonl")
     metrics.write(
-        {"kind": "start", "time": 5.0, "restored_step": -1, "pipeline": "sync", "derived": {"parameters": 3}}
+        {
+            "kind": "start",
+            "time": 5.0,
+            "restored_step": None,
+            "pipeline": "sync",
+            "derived": {"parameters": 3},
+        }
     )
     metrics.write({"kind": "end", "time": 9.0, "reason": "failed: <engine> did not start", "step": 0})
     page = document.write(tmp_path).read_text()
@@ -124,7 +130,7 @@ def test_a_trajectorys_page(finished):
     run.records.setdefault("lost", []).append(
         {"trajectory_id": row.id, "attempt": 0, "reason": "the engine ended it with abort"}
     )
-    run.records["logprob_gap"] = [
+    run.records["logprob_mismatch"] = [
         {"replica": f"rollout{row.replica}", "weight_id": row.weight_id, "mean": 2.5e-6, "max": 1.5e-5}
     ]
     stored.attempt, stored.moves, stored.reward_parts["format"] = 1, 2, 0.5
@@ -159,7 +165,7 @@ def test_a_trajectorys_page(finished):
         assert part in words, part
     facts = trajectory_page.facts(run, [row])
     for ahead, said in ((0, "ahead by nothing: the engine's weights"), (3, "ahead by 3 mini-batches")):
-        facts.own_gaps = {row.id: (2e-6, ahead)}
+        facts.own_mismatches = {row.id: (2e-6, ahead)}
         assert said in html.unescape(trajectory_page.page(row, stored, facts, str))
     for tokens in (stored.prompt_tokens, stored.response_tokens):
         assert "".join(synthetic.CHARACTERS[t] for t in tokens) in html.unescape(page)
@@ -202,7 +208,7 @@ def test_a_model_that_is_gone(tmp_path):
 
 def test_crowds_are_joined(tmp_path):
     """Promise: the page stays small however many calls were traced."""
-    jsonl.Appender(tmp_path / "metrics.jsonl").write({"kind": "start", "time": 0.0, "restored_step": -1})
+    jsonl.Appender(tmp_path / "metrics.jsonl").write({"kind": "start", "time": 0.0, "restored_step": None})
     trace = Trace(tmp_path, "rollout", 0)
     for i in range(8000):
         trace.record("score", i, i + 0.5)

@@ -33,8 +33,8 @@ KEYS = [
     "publish_bytes_over_full_mean",
     "publish_changed_fraction_mean",
     "pull_seconds_mean",
-    "logprob_gap_mean",
-    "logprob_gap_max",
+    "logprob_mismatch_mean",
+    "logprob_mismatch_max",
     "reward_errors",
     "reward_error_first",
     "rewards",
@@ -170,7 +170,7 @@ def test_a_replay_has_no_invented_figures(finished, tmp_path):
         "rollout_idle_fraction",
         "publish_stall_seconds_mean",
         "pull_seconds_mean",
-        "logprob_gap_max",
+        "logprob_mismatch_max",
     )
     assert [found[name] for name in missing] == [None] * len(missing)
     assert found["response_tokens_trained"] == sum(step["response_tokens"] for step in finished[1].steps)
@@ -179,7 +179,7 @@ def test_a_replay_has_no_invented_figures(finished, tmp_path):
 def test_a_run_without_a_step(tmp_path):
     """Promise: a run that failed before its first step has a summary of zeros and nulls."""
     (tmp_path / "metrics.jsonl").write_text(
-        '{"kind":"start","time":5.0,"restored_step":-1,"pipeline":"sync","derived":{}}\n'
+        '{"kind":"start","time":5.0,"restored_step":null,"pipeline":"sync","derived":{}}\n'
     )
     found = summary.build(tmp_path)
     assert (found["steps"], found["trajectories_trained"], found["pipeline"]) == (0, 0, "sync")

@@ -94,7 +94,7 @@ def test_a_resumed_run_follows_what_is_new(tmp_path):
     count once; an old launch's status is not shown."""
     metrics = jsonl.Appender(tmp_path / "metrics.jsonl")
     begun = time.time()
-    metrics.write({"kind": "start", "time": begun, "restored_step": -1, "pipeline": "laminar"})
+    metrics.write({"kind": "start", "time": begun, "restored_step": None, "pipeline": "laminar"})
     status.write(tmp_path, now_status(begun))
     follower = Follower(tmp_path)
     assert follower.look().state == "going on" and not follower.view.steps
@@ -116,7 +116,7 @@ def test_a_resumed_run_follows_what_is_new(tmp_path):
 
 def test_a_long_trace_is_read_from_its_end(tmp_path):
     """Promise: a frame costs the same after a million spans."""
-    jsonl.Appender(tmp_path / "metrics.jsonl").write({"kind": "start", "time": 0.0, "restored_step": -1})
+    jsonl.Appender(tmp_path / "metrics.jsonl").write({"kind": "start", "time": 0.0, "restored_step": None})
     trace = Trace(tmp_path, "rollout", 0)
     for i in range(3000):
         trace.record("generate", i, i + 0.5, batch_id=i)

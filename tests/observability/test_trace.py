@@ -80,7 +80,7 @@ def test_metrics_are_lines_and_curves(tmp_path):
     """Promise: a metrics line is in the file when `write` returns, and its numbers are in TensorBoard's file
     after `close`."""
     writer = MetricsWriter(tmp_path)
-    writer.write("start", restored_step=-1, pipeline="laminar", derived={})
+    writer.write("start", restored_step=None, pipeline="laminar", derived={})
     line = writer.write("step", step=1, loss=0.25, skipped_updates=0)
     assert [r["kind"] for r in jsonl.read(tmp_path / "metrics.jsonl")] == ["start", "step"]
     assert line["loss"] == 0.25 and line["time"] > 0

@@ -26,7 +26,7 @@ from laminar_hpc.observability.wandb_mirror import WandbMirror
 run_dir = Path(sys.argv[1])
 config = {"steps": 3, "model": {"path": "m"}}
 writer = MetricsWriter(run_dir, WandbMirror(run_dir, "offline", "laminar", config))
-writer.write("start", restored_step=-1, pipeline="laminar", derived={})
+writer.write("start", restored_step=None, pipeline="laminar", derived={})
 for step in range(1, 4):
     writer.write("step", step=step, reward_mean=step / 4, parts={"load": 0.5})
 writer.write("lost", trajectory_id=3, attempt=0, reason="no curve")

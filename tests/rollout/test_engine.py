@@ -111,7 +111,7 @@ def test_a_tied_head_is_listed_once():
     config = type(
         "Config", (), {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "vocab_size": 60}
     )
-    assert [(view.name, tuple(view.tensor.shape)) for view in canonical_views(model, config)] == [
+    assert [(held.name, tuple(held.view.shape)) for held in canonical_views(model, config)] == [
         ("model.embed_tokens.weight", (60, 8))
     ]
 

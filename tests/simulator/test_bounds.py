@@ -92,10 +92,10 @@ def test_no_number_is_endless_or_negative(value):
 )
 def test_wrong_words_are_refused_in_one_line_at_once(words, texts):
     """Promise: key, bound and cure of everything that is wrong, before anything is simulated."""
-    begin = time.process_time()
+    begin = time.thread_time()
     with pytest.raises(LaminarError) as error:
         (load_simulation if words[0] == "sim" else load_plan)(words[1], words[2:])
-    assert time.process_time() - begin < 1.0
+    assert time.thread_time() - begin < 1.0
     assert all(text in str(error.value) for text in texts), str(error.value)
 
 

@@ -48,11 +48,11 @@ def test_a_run_of_each_family(family, tmp_path, monkeypatch):
     )
     assert run.finish(840) == 0, run.lines
     run.assert_gone()
-    figures, gaps = summary(run.run_dir), metrics(run.run_dir, "logprob_gap")
+    figures, mismatches = summary(run.run_dir), metrics(run.run_dir, "logprob_mismatch")
     assert figures["steps"] == STEPS and figures["max_versions_per_trajectory"] == 1
     assert (
-        {g["step"] for g in gaps} >= {0, STEPS}
-        and figures["logprob_gap_mean"] < 1e-3
-        and max(g["max"] for g in gaps) < 1e-3
+        {g["step"] for g in mismatches} >= {0, STEPS}
+        and figures["logprob_mismatch_mean"] < 1e-3
+        and max(g["max"] for g in mismatches) < 1e-3
     )
     assert all(step["grad_norm"] > 1e-3 for step in metrics(run.run_dir, "step")), "nothing was trained"

@@ -64,7 +64,7 @@ def test_kill_resume_stop_resume(run_dir):
     assert figures["steps"] == STEPS and figures["trajectories_trained"] == STEPS * 256
     assert figures["max_versions_per_trajectory"] == 1
     assert figures["staleness_training_max"] <= 2
-    assert figures["logprob_gap_max"] < 1e-3
+    assert figures["logprob_mismatch_max"] < 1e-3
     assert figures["accuracy_after"] is not None and figures["accuracy_before"] is not None
     batches = consumed(run_dir)
     assert sorted(batches) == list(range(STEPS)) and all(len(b) == 256 for b in batches.values())
@@ -104,4 +104,4 @@ def test_sync_with_two_trainers_and_two_replicas(tmp_path):
     assert run.finish() == 0, run.lines
     figures = summary(tmp_path / "run")
     assert figures["staleness_training_max"] == 0 and figures["pipeline"] == "sync" and figures["steps"] == 2
-    assert figures["max_versions_per_trajectory"] == 1 and figures["logprob_gap_max"] < 1e-3
+    assert figures["max_versions_per_trajectory"] == 1 and figures["logprob_mismatch_max"] < 1e-3

@@ -35,7 +35,7 @@ def test_a_pipeline_trains(tmp_path, words, staleness):
     """Its bound on staleness holds. Under one policy per trajectory every trajectory is of one; `partial`
     mixes them. On the fixed probe engine and trainer agree."""
     figures = run(tmp_path / "run", *words)
-    assert figures["staleness_training_max"] <= staleness and figures["logprob_gap_mean"] < 1e-3
+    assert figures["staleness_training_max"] <= staleness and figures["logprob_mismatch_mean"] < 1e-3
     mixed = words[0] == "pipeline=partial"
     assert (
         figures["max_versions_per_trajectory"] > 1 if mixed else figures["max_versions_per_trajectory"] == 1
@@ -61,7 +61,7 @@ def test_tails_move_between_two_replicas(tmp_path, how):
     assert (
         figures["max_versions_per_trajectory"] == 1
         and figures["staleness_training_max"] <= 6
-        and figures["logprob_gap_mean"] < 1e-3
+        and figures["logprob_mismatch_mean"] < 1e-3
     )
     moves = metrics(tmp_path / "run", "move")
     assert len(moves) == figures["trajectories_moved"] >= 1

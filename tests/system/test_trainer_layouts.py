@@ -22,13 +22,13 @@ def test_a_run_with_two_trainer_ranks(kind, tmp_path):
     )
     assert run.finish(840) == 0, run.lines
     run.assert_gone()
-    figures, gaps = summary(run.run_dir), metrics(run.run_dir, "logprob_gap")
+    figures, mismatches = summary(run.run_dir), metrics(run.run_dir, "logprob_mismatch")
     assert (
         figures["steps"] == STEPS
         and figures["trajectories_trained"] == STEPS * 256
         and figures["max_versions_per_trajectory"] == 1
     )
-    assert {g["step"] for g in gaps} >= {0, STEPS} and max(g["max"] for g in gaps) < 1e-3
+    assert {g["step"] for g in mismatches} >= {0, STEPS} and max(g["max"] for g in mismatches) < 1e-3
     assert read_state(checkpoint_path(run.run_dir, STEPS))[f"{kind}_parallel"] == 2
 
 
@@ -44,9 +44,9 @@ def test_a_run_with_two_lanes_to_an_engine_of_two_ranks(tmp_path):
     run = Run(tmp_path / "run", *words, f"steps={STEPS}")
     assert run.finish(840) == 0, run.lines
     run.assert_gone()
-    figures, gaps = summary(run.run_dir), metrics(run.run_dir, "logprob_gap")
+    figures, mismatches = summary(run.run_dir), metrics(run.run_dir, "logprob_mismatch")
     assert figures["steps"] == STEPS and figures["max_versions_per_trajectory"] == 1
-    assert {g["step"] for g in gaps} >= {0, STEPS} and max(g["max"] for g in gaps) < 1e-3
+    assert {g["step"] for g in mismatches} >= {0, STEPS} and max(g["max"] for g in mismatches) < 1e-3
     size = metrics(run.run_dir, "start")[0]["derived"]["publish_bytes"]
     assert all(size <= p["bytes"] <= 1.01 * size for p in metrics(run.run_dir, "publish"))
     received = metrics(run.run_dir, "relay")

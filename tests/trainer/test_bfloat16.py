@@ -168,13 +168,13 @@ def test_engine_and_trainer_agree(tmp_path: Path, world: None) -> None:
     probe, responses, drawn = engine_logprobs(tmp_path, prompts)
     assert len(drawn) > 1000
 
-    def gaps(policy: MegatronPolicy) -> tuple[float, float]:
+    def mismatches(policy: MegatronPolicy) -> tuple[float, float]:
         texts = [p + r for p, r in zip(prompts, responses, strict=True)]
         places = [range(len(p), len(t)) for p, t in zip(prompts, texts, strict=True)]
         own = policy.score([make_pack(texts, places, policy.device)])[0].cpu()
         pairs = (torch.tensor(policy.probe_logprobs()), torch.tensor(probe)), (own, torch.tensor(drawn))
         return tuple(float((a - b).abs().mean()) for a, b in pairs)
 
-    on_probe, on_drawn = gaps(policy_of(BASE))
+    on_probe, on_drawn = mismatches(policy_of(BASE))
     assert on_probe < 0.03 and on_drawn < 6e-4
-    assert gaps(policy_of(BASE, model__float32_head=False))[1] > 6e-4
+    assert mismatches(policy_of(BASE, model__float32_head=False))[1] > 6e-4

@@ -200,21 +200,21 @@ def test_memory_is_estimated_before_and_named_after(capsys, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_engine_and_trainer_that_differ_are_noticed(dtype):
-    """Each weight id is scored by both sides on a fixed probe: the gap is recorded, and beyond rounding a
-    warning says where to look."""
+    """Each weight id is scored by both sides on a fixed probe: the mismatch is recorded, and beyond rounding
+    a warning says where to look."""
     said, written = [], []
     metrics = SimpleNamespace(write=lambda kind, **fields: written.append((kind, fields)))
     probes = Probes(dtype, 3, metrics, said.append)
     small, large = {"float32": (1e-5, 0.01), "bfloat16": (0.003, 0.06)}[dtype]
-    for weight_id, gap in enumerate((small, large), 1):
-        probes.scored(weight_id, weight_id, "rollout0", [-1.0 + gap, -2.0 - gap])
+    for weight_id, mismatch in enumerate((small, large), 1):
+        probes.scored(weight_id, weight_id, "rollout0", [-1.0 + mismatch, -2.0 - mismatch])
         probes.scored(weight_id, weight_id, "trainer", [-1.0, -2.0])
     assert [round(fields["mean"], 6) for _, fields in written] == [small, large] and written[0][
         0
-    ] == "logprob_gap"
+    ] == "logprob_mismatch"
     assert (
         len(said) == 1
-        and "log-prob gap of rollout0 at weight id 2" in said[0]
+        and "log-prob mismatch of rollout0 at weight id 2" in said[0]
         and "rollout.engine_arguments" in said[0]
     )
 

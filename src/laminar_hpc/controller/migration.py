@@ -34,7 +34,6 @@ from laminar_hpc.policies.moves import Action, Move, Phase
 
 PHASE_SECONDS = 60.0  # a phase that takes longer is called off; KV caches of some GB move in seconds
 _REMEMBERED = 4096  # moves that are over and may still be asked about
-NO_SOURCE = -1  # in metrics.jsonl: the owner is dead
 
 
 @dataclass
@@ -180,8 +179,7 @@ class Migration:
     def _call_off(self, move: Move) -> None:
         for replica in (move.source, move.destination):
             self._send(replica, MoveAbort(move.move_id, move.reason))
-        source = NO_SOURCE if move.source is None else move.source
-        fields = {"trajectory_id": move.trajectory_id, "source": source, "reason": move.reason}
+        fields = {"trajectory_id": move.trajectory_id, "source": move.source, "reason": move.reason}
         self._shared.metrics.write("move_off", **fields)
 
     def _change_owner(self, progress: _Progress, now: float) -> None:
@@ -198,7 +196,7 @@ class Migration:
         self._shared.metrics.write(
             "move",
             trajectory_id=move.trajectory_id,
-            source=NO_SOURCE if move.source is None else move.source,
+            source=move.source,
             destination=move.destination,
             weight_id=move.weight_id,
             tokens=len(partial.tokens),

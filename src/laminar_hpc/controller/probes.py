@@ -1,5 +1,5 @@
-"""The log-prob gap: engine and trainer score a fixed probe at each weight id; |engine - trainer| is reported,
-and warned of."""
+"""The log-prob mismatch: engine and trainer score a fixed probe at each weight id; |engine - trainer| is
+reported, and warned of."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ _FLOAT32_LIMIT = 1e-3
 _BFLOAT16_UNITS = 1.15  # times the root of the layers: 2 at 3 layers, 8 at 48
 
 
-def gap_limit(dtype: str, layers: int, trainer: list[float]) -> float:
+def mismatch_limit(dtype: str, layers: int, trainer: list[float]) -> float:
     """In nats. `trainer`: its log-probs of the probe; their standard deviation is the spread."""
     rounding = _BFLOAT16_UNITS * math.sqrt(layers) * statistics.pstdev(trainer) / 256
     return _FLOAT32_LIMIT if dtype == "float32" else max(_FLOAT32_LIMIT, rounding)
@@ -37,14 +37,14 @@ class Probes:
         if not trainer or not logprobs:  # an emulated trainer or engine scores nothing
             return
         for rollout in [name for name in known if name != "trainer"]:
-            gaps = [abs(a - b) for a, b in zip(trainer, known.pop(rollout), strict=True)]
-            mean, largest = sum(gaps) / len(gaps), max(gaps)
-            limit = gap_limit(self._dtype, self._layers, trainer)
+            mismatches = [abs(a - b) for a, b in zip(trainer, known.pop(rollout), strict=True)]
+            mean, largest = sum(mismatches) / len(mismatches), max(mismatches)
+            limit = mismatch_limit(self._dtype, self._layers, trainer)
             fields = {"weight_id": weight_id, "step": step, "replica": rollout}
-            self._metrics.write("logprob_gap", **fields, mean=mean, max=largest, limit=limit)
+            self._metrics.write("logprob_mismatch", **fields, mean=mean, max=largest, limit=limit)
             if mean > limit:
                 text = (
-                    f"log-prob gap of {rollout} at weight id {weight_id} is {mean:.1e}, "
+                    f"log-prob mismatch of {rollout} at weight id {weight_id} is {mean:.1e}, "
                     f"above the {limit:.1e} that rounding to {self._dtype} explains: engine and "
                     "trainer do not compute the same model; look at rollout.engine_arguments "
                     "(quantization, KV cache dtype), model.dtype and model.float32_head"

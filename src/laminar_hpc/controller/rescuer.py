@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 
 from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.migration import NO_SOURCE, Migration, moved
+from laminar_hpc.controller.migration import Migration, moved
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
@@ -105,7 +105,7 @@ class Rescuer:
         orphans = [attempt for attempt in rescue.attempts() if self._tracker.counts_as(*attempt)]
         for trajectory_id, _ in orphans:
             self._tracker.hold(trajectory_id)
-            fields = {"trajectory_id": trajectory_id, "source": NO_SOURCE, "reason": reason}
+            fields = {"trajectory_id": trajectory_id, "source": None, "reason": reason}
             self._shared.metrics.write("move_off", **fields)
         self._place(orphans)
 
@@ -231,7 +231,7 @@ class Rescuer:
             self._shared.metrics.write(
                 "move",
                 trajectory_id=trajectory_id,
-                source=NO_SOURCE,
+                source=None,
                 destination=rescue.replica,
                 weight_id=rescue.weight_id,
                 tokens=tokens,

@@ -161,7 +161,7 @@ def _metrics(config: RunConfig, derived: Derived, start: Start, epoch: int) -> M
     metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
     metrics.write(
         "start",
-        restored_step=-1 if start.restored_step is None else start.restored_step,
+        restored_step=start.restored_step,
         pipeline=config.pipeline.name,
         epoch=epoch,
         derived=dataclasses.asdict(derived),

@@ -120,7 +120,7 @@ def note_restart(config: RunConfig, cause: str, step: int) -> int | None:
     if (run_dir / "metrics.jsonl").exists():
         with contextlib.suppress(OSError):  # a full disk stops the next life, and that one says so
             metrics = jsonl.Appender(run_dir / "metrics.jsonl")
-            fields = {"cause": cause, "step": step, "restored_step": -1 if restored is None else restored}
+            fields = {"cause": cause, "step": step, "restored_step": restored}
             metrics.write({"kind": "restart", "time": time.time(), **fields})
             metrics.close()
     return restored
@@ -141,7 +141,8 @@ def completed_step(config: RunConfig) -> int | None:
     wanted = {(file, name) for file in files for name in names}
     done: set[tuple[str, str]] = set()
     for record in jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start", "evaluation"):
-        if record["kind"] == "start" and record.get("restored_step", -1) < last:
+        restored = record.get("restored_step")
+        if record["kind"] == "start" and (restored is None or restored < last):
             done.clear()  # the last steps were done again
         elif record.get("label") == "after" and record.get("step", -1) >= last:
             done.add((record.get("file", ""), record.get("name", "")))

@@ -31,7 +31,8 @@ CREATE TABLE IF NOT EXISTS trajectories(
   response_length INTEGER, reward REAL, accuracy REAL, finish_reason TEXT, reward_error TEXT,
   time_started REAL, time_finished REAL, time_scored REAL,
   payload BLOB);
-CREATE TABLE IF NOT EXISTS gaps(trajectory_id INTEGER PRIMARY KEY, mean REAL, minibatches_ahead INTEGER);
+CREATE TABLE IF NOT EXISTS mismatches(
+  trajectory_id INTEGER PRIMARY KEY, mean REAL, minibatches_ahead INTEGER);
 CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories(group_id);
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
 """
@@ -125,12 +126,11 @@ class Store:
         weight_id: int,
         weight_step: int,
     ) -> None:
-        """`replica` None: nobody has it yet, which the table holds as -1."""
-        owner = -1 if replica is None else replica
+        """`replica` None: nobody has it yet."""
         self._db.execute(
             "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, "
             "replica, weight_id, weight_step) VALUES(?, ?, ?, 0, 'granted', ?, ?, ?)",
-            (trajectory_id, group_id, sample_index, owner, weight_id, weight_step),
+            (trajectory_id, group_id, sample_index, replica, weight_id, weight_step),
         )
 
     def grant_again(
@@ -182,11 +182,11 @@ class Store:
                 (step, group_id),
             )
 
-    def note_gaps(self, gaps: dict[int, tuple[float, int]]) -> None:
+    def note_mismatches(self, mismatches: dict[int, tuple[float, int]]) -> None:
         """See messages.StepDone; a step that is trained again after a restore replaces what the first time
         gave."""
         self._db.executemany(
-            "INSERT OR REPLACE INTO gaps VALUES (?, ?, ?)", [(i, *gap) for i, gap in gaps.items()]
+            "INSERT OR REPLACE INTO mismatches VALUES (?, ?, ?)", [(i, *m) for i, m in mismatches.items()]
         )
 
     def payloads(self, group_ids: Iterable[int]) -> list[bytes]:

@@ -132,7 +132,7 @@ class Training:
         fields: dict[str, object] = {**done.metrics, "step": state.trainer_step, "seconds": seconds}
         if self._replay is None:
             fields |= dataclasses.asdict(self._tracker.take_counts())
-            self._store.note_gaps(done.gaps)
+            self._store.note_mismatches(done.mismatches)
         if state.steps_done:  # the first step holds the start-up of the engines
             self._step_seconds.append(seconds)
         state.steps_done += 1

@@ -45,14 +45,14 @@ class NotYet(Message):
 class StepDone(Message):
     """Step `step` is in the weights (step + 1 is the version now). The answer is Continue or Leave.
 
-    `gaps`: trajectory id -> mean |log-prob by the trainer - by the engine| over its trained tokens when it
-    was trained, and how many mini-batches the trainer's weights were ahead of the engine's then: with 0 the
-    two should agree, with more they have moved apart.
+    `mismatches`: trajectory id -> mean |log-prob by the trainer - by the engine| over its trained tokens when
+    it was trained, and how many mini-batches the trainer's weights were ahead of the engine's then: with 0
+    the two should agree, with more they have moved apart.
     """
 
     step: int
     metrics: dict[str, float]
-    gaps: dict[int, tuple[float, int]] = msgspec.field(default_factory=dict)
+    mismatches: dict[int, tuple[float, int]] = msgspec.field(default_factory=dict)
 
 
 class Continue(Message):

@@ -25,7 +25,7 @@ LABELS = {
     "evaluation": ("file", "name"),
     "pull": ("replica",),
     "relay": ("index",),
-    "logprob_gap": ("replica",),
+    "logprob_mismatch": ("replica",),
 }
 NOT_CURVES = frozenset(
     {"start", "end", "restart", "reward_error", "given_up", "lost", "regranted", "move", "move_off", "repack"}
@@ -74,7 +74,7 @@ class MetricsWriter:
     def _open_board(self, restored_step: object) -> "SummaryWriter":
         if self._board is not None:
             self._board.close()
-        purge = restored_step + 1 if isinstance(restored_step, int) and restored_step >= 0 else None
+        purge = restored_step + 1 if isinstance(restored_step, int) else None
         self._board = _summary_writer_class()(
             str(self._run_dir / "tensorboard"),
             purge_step=purge,

@@ -112,7 +112,7 @@ class Follower:
         view.last_sign = max(view.last_sign, record.get("time", 0.0))
         if kind == "start":
             view.started, view.reason, view.pipeline = record["time"], "", record.get("pipeline") or ""
-            restored = max(record.get("restored_step", -1), 0)
+            restored = record.get("restored_step") or 0
             kept = [step for step in view.steps if step["step"] <= restored]
             view.steps.clear()
             view.steps.extend(kept)
@@ -130,7 +130,7 @@ class Follower:
             if kind in ("lost", "regranted", "given_up", "move", "move_off"):
                 view.counts[kind] = view.counts.get(kind, 0) + 1
             if kind == "move":
-                view.counts["rescued"] = view.counts.get("rescued", 0) + (record["source"] < 0)
+                view.counts["rescued"] = view.counts.get("rescued", 0) + (record["source"] is None)
                 view.counts["loaded"] = view.counts.get("loaded", 0) + record.get("loaded", False)
 
 

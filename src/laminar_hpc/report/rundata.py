@@ -66,7 +66,7 @@ class Launch:
 
     start: float
     end: float
-    restored_step: int
+    restored_step: int | None
     pipeline: str | None
     derived: dict
     reason: str = ""
@@ -110,15 +110,17 @@ class Run:
         where = f"payload IS NOT NULL AND id IN ({','.join(str(int(i)) for i in ids)}) ORDER BY id"
         return [decode_trajectory(payload) for (payload,) in _select(self.store, "payload", where)]
 
-    def gaps(self, ids: list[int]) -> dict[int, tuple[float, int]]:
-        """Trajectory id -> its gap when it was trained, as in messages.StepDone; without those of which none
-        is on record."""
-        if not any(_select(self.store, "name", "name = 'gaps'", "sqlite_master")):
+    def mismatches(self, ids: list[int]) -> dict[int, tuple[float, int]]:
+        """Trajectory id -> its mismatch when it was trained, as in messages.StepDone; without those of which
+        none is on record."""
+        if not any(_select(self.store, "name", "name = 'mismatches'", "sqlite_master")):
             return {}
         where = f"mean IS NOT NULL AND trajectory_id IN ({','.join(str(int(i)) for i in ids)})"
         return {
             i: (mean, ahead)
-            for i, mean, ahead in _select(self.store, "trajectory_id, mean, minibatches_ahead", where, "gaps")
+            for i, mean, ahead in _select(
+                self.store, "trajectory_id, mean, minibatches_ahead", where, "mismatches"
+            )
         }
 
     def group_times(self, ids: list[int]) -> dict[int, tuple[float, float]]:
@@ -143,8 +145,8 @@ def load(run_dir: Path) -> Run:
     for record in jsonl.read(run_dir / "metrics.jsonl"):
         kind, time = record.get("kind"), record.get("time", 0.0)
         if kind == "start" or not launches:
-            restored = record.get("restored_step", -1)
-            abandoned += _abandon(launches, evaluations, max(restored, 0))
+            restored = record.get("restored_step")
+            abandoned += _abandon(launches, evaluations, restored or 0)
             launches.append(Launch(time, time, restored, record.get("pipeline"), record.get("derived") or {}))
         launches[-1].end = max(launches[-1].end, time)
         if kind == "step":

@@ -213,11 +213,11 @@ def trainer_curves(run: Run) -> str:
 
 def weights(run: Run) -> str:
     """How long weights took on their way, and how far trainer and engine differ; empty without either."""
-    gaps, pulls = run.records.get("logprob_gap", []), run.records.get("pull", [])
-    if not gaps and not pulls:
+    mismatches, pulls = run.records.get("logprob_mismatch", []), run.records.get("pull", [])
+    if not mismatches and not pulls:
         return ""
-    gap = [
-        Series(name, color, [(g["weight_id"], g[name]) for g in gaps])
+    mismatch = [
+        Series(name, color, [(g["weight_id"], g[name]) for g in mismatches])
         for name, color in (("max", GREY), ("mean", BLUE))
     ]
     published = [
@@ -240,7 +240,8 @@ def weights(run: Run) -> str:
         grid(
             "three",
             figure(
-                "log-prob gap: mean (blue) and largest", svg.lines(gap, "weight id", width=380, log_y=True)
+                "log-prob mismatch: mean (blue) and largest",
+                svg.lines(mismatch, "weight id", width=380, log_y=True),
             ),
             figure(
                 "seconds the trainer stood still to publish",
@@ -250,7 +251,7 @@ def weights(run: Run) -> str:
                 "seconds of a replica's pull", svg.lines(pulled, "weight id", width=380, y_range=(0.0, 0.0))
             ),
         ),
-        "The gap is |engine − trainer| over a fixed probe "
+        "The mismatch is |engine − trainer| over a fixed probe "
         "of 124 tokens, with the same weights on both sides.",
     )
 
@@ -300,13 +301,13 @@ def launches(run: Run) -> str:
     rows = ""
     for index, launch in enumerate(run.launches, 1):
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(launch.start))
-        origin = "the beginning" if launch.restored_step < 0 else f"step {launch.restored_step}"
+        origin = "the beginning" if launch.restored_step is None else f"step {launch.restored_step}"
         end = launch.reason or "none recorded"
         lasted = duration(launch.end - launch.start)
         rows += _row(index, started, origin, len(launch.steps), lasted, end)
     for restart in run.records.get("restart", []):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(restart["time"]))
-        origin, why = f"step {max(0, restart['restored_step'])}", f"because: {restart['cause']}"
+        origin, why = f"step {restart['restored_step'] or 0}", f"because: {restart['cause']}"
         rows += _row("restart", when, origin, "", "", why)
     kinds = ("given_up", "lost", "regranted")
     incidents = [

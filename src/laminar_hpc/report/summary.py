@@ -40,7 +40,7 @@ def write(run_dir: Path) -> dict:
 def figures(run: Run) -> dict:
     """The figures of a loaded run; keys as in docs/metrics.md."""
     steps = run.steps
-    gaps = run.records.get("logprob_gap", [])
+    mismatches = run.records.get("logprob_mismatch", [])
     saved, generated = _total(steps, "tokens_saved"), _total(steps, "tokens_generated")
     pipelines = [launch.pipeline for launch in run.launches if launch.pipeline]
     return {
@@ -72,8 +72,8 @@ def figures(run: Run) -> dict:
         "publish_bytes_over_full_mean": _mean(run.records.get("publish", []), "bytes_over_full"),
         "publish_changed_fraction_mean": _mean(run.records.get("publish", []), "changed_fraction"),
         "pull_seconds_mean": _mean(run.records.get("pull", []), "seconds"),
-        "logprob_gap_mean": _mean(gaps, "mean"),
-        "logprob_gap_max": _max(gaps, "max"),
+        "logprob_mismatch_mean": _mean(mismatches, "mean"),
+        "logprob_mismatch_max": _max(mismatches, "max"),
         "reward_errors": _per_step(run, "reward_error_count", _summed(run, lambda t: bool(t.reward_error))),
         "reward_error_first": next((t.reward_error for t in run.consumed if t.reward_error), None),
         "rewards": rewards(steps),
@@ -102,7 +102,7 @@ def moves(run: Run) -> dict:
     moves = run.records.get("move", [])
     return {
         "trajectories_moved": len(moves),
-        "trajectories_rescued": sum(move["source"] < 0 for move in moves),
+        "trajectories_rescued": sum(move["source"] is None for move in moves),
         "trajectories_rescued_by_load": sum(move.get("loaded", False) for move in moves),
         "tokens_moved": sum(move["tokens"] for move in moves),
         "prefill_tokens_saved": sum(move["prefix_tokens"] for move in moves),

@@ -190,8 +190,8 @@ def _weights(view: View) -> Text | None:
         )
     if pull := view.newest.get("pull"):
         parts.append(f"last pull {pull['seconds']:.2f} s (replica {pull['replica']})")
-    if gap := view.newest.get("logprob_gap"):
-        parts.append(f"log-prob gap {gap['mean']:.1e}")
+    if mismatch := view.newest.get("logprob_mismatch"):
+        parts.append(f"log-prob mismatch {mismatch['mean']:.1e}")
     return _line("weights", *parts) if parts else None
 
 

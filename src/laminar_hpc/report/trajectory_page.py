@@ -1,9 +1,9 @@
 """One trajectory's page in the report: prompt and answer, reward and its parts, log-probs, and its life from
 grant to update.
 
-There are two gaps to the trainer's log-probs: that of the fixed probe, on the same replica with the same
-weight id, which is the engines' error alone; and the trajectory's own, taken by the trainer while it trained
-on it, with weights that had moved on by so many mini-batches.
+There are two mismatches with the trainer's log-probs: that of the fixed probe, on the same replica with the
+same weight id, which is the engines' error alone; and the trajectory's own, taken by the trainer while it
+trained on it, with weights that had moved on by so many mini-batches.
 """
 
 import math
@@ -25,11 +25,11 @@ SHOWN_TOKENS = 5  # least likely ones
 
 @dataclass
 class Facts:
-    """Of the run: (replica, weight id) -> probe gap; trajectory -> (own gap, mini-batches ahead); step -> its
-    record; group -> (granted, finished); trajectory -> lost attempts."""
+    """Of the run: (replica, weight id) -> probe mismatch; trajectory -> (own mismatch, mini-batches ahead);
+    step -> its record; group -> (granted, finished); trajectory -> lost attempts."""
 
-    gaps: dict[tuple[str, int], dict]
-    own_gaps: dict[int, tuple[float, int]]
+    mismatches: dict[tuple[str, int], dict]
+    own_mismatches: dict[int, tuple[float, int]]
     steps: dict[int, dict]
     groups: dict[int, tuple[float, float]]
     lost: dict[int, list[dict]]
@@ -41,8 +41,8 @@ def facts(run: Run, rows: Sequence[Consumed]) -> Facts:
     for record in run.records.get("lost", []):
         lost.setdefault(record.get("trajectory_id", -1), []).append(record)
     return Facts(
-        gaps={(str(gap["replica"]), gap["weight_id"]): gap for gap in run.records.get("logprob_gap", [])},
-        own_gaps=run.gaps([row.id for row in rows]),
+        mismatches={(str(m["replica"]), m["weight_id"]): m for m in run.records.get("logprob_mismatch", [])},
+        own_mismatches=run.mismatches([row.id for row in rows]),
         steps={step["step"]: step for step in run.steps},
         groups=run.group_times([row.group_id for row in rows]),
         lost=lost,
@@ -117,14 +117,16 @@ def _log_probs(
             "perplexity": f"{math.exp(-mean):.3f}",
             "least likely tokens": rare,
         }
-    gap = known.gaps.get((f"rollout{row.replica}", row.weight_id))
-    shown["gap to the trainer, same weights (probe)"] = (
-        f"mean {gap['mean']:.1e}, max {gap['max']:.1e}" if gap else "not measured"
+    mismatch = known.mismatches.get((f"rollout{row.replica}", row.weight_id))
+    shown["mismatch with the trainer, same weights (probe)"] = (
+        f"mean {mismatch['mean']:.1e}, max {mismatch['max']:.1e}" if mismatch else "not measured"
     )
-    if row.id in known.own_gaps:
-        mean_gap, ahead = known.own_gaps[row.id]
+    if row.id in known.own_mismatches:
+        mean_mismatch, ahead = known.own_mismatches[row.id]
         by = f"{ahead} mini-batches" if ahead else "nothing: the engine's weights"
-        shown["gap to the trainer when it was trained"] = f"mean {mean_gap:.1e}, weights ahead by {by}"
+        shown["mismatch with the trainer when it was trained"] = (
+            f"mean {mean_mismatch:.1e}, weights ahead by {by}"
+        )
     step = known.steps.get(row.consumed_step + 1, {})
     if step.get("ratio_mean") is not None and step.get("ratio_max") is not None:
         shown["importance ratio in its step"] = f"mean {step['ratio_mean']:.4f}, max {step['ratio_max']:.3f}"

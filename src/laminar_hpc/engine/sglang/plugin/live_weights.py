@@ -7,27 +7,17 @@ tensors (docs/architecture.md#weights-and-staleness). Every rank tells of its ow
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from laminar_hpc.engine.sglang.plugin.protocol import TensorShard
+from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.kernels.sums import slice_sums
 
 
-@dataclass(frozen=True)
-class View:
-    """Elements [start, start + tensor.shape[dim]) along `dim` of a Hugging Face tensor of `shape`, as they
-    lie in the engine."""
-
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    dim: int = 0
-    start: int = 0
-
-
-def canonical_views(model: torch.nn.Module, config: object, rank: int = 0, size: int = 1) -> Iterator[View]:
+def canonical_views(
+    model: torch.nn.Module, config: object, rank: int = 0, size: int = 1
+) -> Iterator[LocalSlice]:
     """What tensor-parallel rank `rank` of `size` holds. `config` is the model's Hugging Face config. A tied
     head is left out."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -45,37 +35,35 @@ def canonical_views(model: torch.nn.Module, config: object, rank: int = 0, size:
         if ".qkv_proj." in name:
             pieces = tensor.split([rows // shards for rows, _, shards in qkv.values()])
             for (part, (rows, shard, _)), piece in zip(qkv.items(), pieces, strict=True):
-                yield View(
-                    name.replace("qkv_proj", f"{part}_proj"), piece, (rows, *shape[1:]), 0, shard * len(piece)
-                )
+                whole = (rows, *shape[1:])
+                yield _slice(name.replace("qkv_proj", f"{part}_proj"), piece, whole, 0, shard * len(piece))
         elif ".gate_up_proj." in name:
             for part, piece in zip(("gate", "up"), tensor.chunk(2), strict=True):
                 whole = (size * len(piece), *shape[1:])
-                yield View(name.replace("gate_up_proj", f"{part}_proj"), piece, whole, 0, rank * len(piece))
+                yield _slice(name.replace("gate_up_proj", f"{part}_proj"), piece, whole, 0, rank * len(piece))
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             start = min(rank * len(tensor), config.vocab_size)
-            yield View(name, tensor[: config.vocab_size - start], (config.vocab_size, *shape[1:]), 0, start)
+            whole = (config.vocab_size, *shape[1:])
+            yield _slice(name, tensor[: config.vocab_size - start], whole, 0, start)
         elif name.endswith((".o_proj.weight", ".down_proj.weight")):
-            yield View(name, tensor, (shape[0], size * shape[1]), 1, rank * shape[1])
+            yield _slice(name, tensor, (shape[0], size * shape[1]), 1, rank * shape[1])
         else:
-            yield View(name, tensor, shape)
+            yield _slice(name, tensor, shape, 0, 0)
 
 
-def live_layout(views: Iterator[View]) -> list[TensorShard]:
+def _slice(name: str, view: torch.Tensor, shape: tuple[int, ...], dim: int, start: int) -> LocalSlice:
+    """`view` is what this rank holds along `dim` of the Hugging Face tensor of `shape`, from `start` on."""
+    return LocalSlice(name, shape, dim, start, view.shape[dim], view)
+
+
+def live_layout(views: Iterator[LocalSlice]) -> list[TensorShard]:
     """Name, full shape, dtype and slice of each view, in the order of `views`."""
     return [
-        TensorShard(
-            v.name,
-            list(v.shape),
-            str(v.tensor.dtype).removeprefix("torch."),
-            v.dim,
-            v.start,
-            v.tensor.shape[v.dim],
-        )
+        TensorShard(v.name, list(v.shape), str(v.view.dtype).removeprefix("torch."), v.dim, v.start, v.length)
         for v in views
     ]
 
 
-def live_sums(views: Iterator[View]) -> dict[str, tuple[int, int]]:
+def live_sums(views: Iterator[LocalSlice]) -> dict[str, tuple[int, int]]:
     """What this rank's parameters, as they are in memory now, add to the sums of the whole tensors."""
-    return {v.name: slice_sums(v.tensor, v.shape, v.dim, v.start) for v in views}
+    return {v.name: slice_sums(v.view, v.shape, v.dim, v.start) for v in views}

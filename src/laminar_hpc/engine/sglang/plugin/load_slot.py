@@ -12,13 +12,13 @@ import mmap
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.engine.sglang.plugin.live_weights import View
 from laminar_hpc.kernels import pack
 from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.weights.manifest import (
@@ -63,50 +63,44 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def sources(views: Sequence[View], data: torch.Tensor, manifest: Manifest) -> list[torch.Tensor]:
-    """Of each view, its slice of the file's bytes. Raises LaminarError unless the views hold exactly the
+def sources(held: Sequence[LocalSlice], data: torch.Tensor, manifest: Manifest) -> list[torch.Tensor]:
+    """Of each slice, its part of the file's bytes. Raises LaminarError unless the slices are of exactly the
     manifest's tensors, as it says."""
     header = safetensors_header(manifest)
     if data.numel() != len(header) + manifest.data_bytes or data[: len(header)].numpy().tobytes() != header:
         raise LaminarError(f"the file of weight id {manifest.weight_id} is not laid out as its manifest says")
     entries = {entry.name: entry for entry in manifest.tensors}
-    names = {view.name for view in views}
+    names = {mine.name for mine in held}
     if names != entries.keys():
         raise LaminarError(
             f"weight id {manifest.weight_id} and the engine differ in {sorted(names ^ entries.keys())[:3]}"
         )
-    slices = []
-    for view in views:
-        entry = entries[view.name]
-        if (tuple(entry.shape), entry.dtype) != (
-            tuple(view.shape),
-            str(view.tensor.dtype).removeprefix("torch."),
-        ):
+    parts = []
+    for mine in held:
+        entry, dtype = entries[mine.name], mine.view.dtype
+        if (tuple(entry.shape), entry.dtype) != (tuple(mine.shape), str(dtype).removeprefix("torch.")):
             raise LaminarError(
-                f"tensor {view.name} is {entry.shape} {entry.dtype} in "
-                f"weight id {manifest.weight_id} and {view.shape} here"
+                f"tensor {mine.name} is {entry.shape} {entry.dtype} in "
+                f"weight id {manifest.weight_id} and {mine.shape} here"
             )
         begin = len(header) + entry.offset
-        whole = data[begin : begin + entry.nbytes].view(view.tensor.dtype).view(tuple(entry.shape))
-        slices.append(whole.narrow(view.dim, view.start, view.tensor.shape[view.dim]))
-    return slices
+        whole = data[begin : begin + entry.nbytes].view(dtype).view(tuple(entry.shape))
+        parts.append(whole.narrow(mine.dim, mine.start, mine.length))
+    return parts
 
 
-def load_slot(views: Sequence[View], directory: Path) -> dict[str, tuple[int, int]]:
-    """The slot's weights into the live parameters. Returns what they then add to the sums of the whole
-    tensors, as live_weights.live_sums does: taken from the parameters, after the copy. Raises LaminarError,
-    with nothing written, when the slot does not fit the engine."""
-    on_gpu = any(view.tensor.is_cuda for view in views)
+def load_slot(held: Sequence[LocalSlice], directory: Path) -> dict[str, tuple[int, int]]:
+    """The slot's weights into the live parameters, of which `held` has views. Returns what they then add to
+    the sums of the whole tensors, as live_weights.live_sums does: taken from the parameters, after the copy.
+    Raises LaminarError, with nothing written, when the slot does not fit the engine."""
+    on_gpu = any(mine.view.is_cuda for mine in held)
     manifest = decode_manifest((directory / MANIFEST_FILE).read_bytes())
-    origins = sources(views, map_file(directory / WEIGHTS_FILE, on_gpu), manifest)
+    parts = sources(held, map_file(directory / WEIGHTS_FILE, on_gpu), manifest)
     if on_gpu:
-        for view, source in zip(views, origins, strict=True):
-            view.tensor.copy_(source, non_blocking=True)
-        origins = [view.tensor for view in views]
-    slices = [
-        LocalSlice(v.name, tuple(v.shape), v.dim, v.start, v.tensor.shape[v.dim], s)
-        for v, s in zip(views, origins, strict=True)
-    ]
+        for mine, part in zip(held, parts, strict=True):
+            mine.view.copy_(part, non_blocking=True)
+        parts = [mine.view for mine in held]
+    slices = [replace(mine, view=part) for mine, part in zip(held, parts, strict=True)]
     # on a GPU onto themselves: one pass over the parameters
-    sums = pack(slices, [view.tensor for view in views])()
-    return {view.name: both for view, both in zip(views, sums, strict=True)}
+    sums = pack(slices, [mine.view for mine in held])()
+    return {mine.name: both for mine, both in zip(held, sums, strict=True)}
