@@ -175,7 +175,8 @@ def submit(every: Sequence[Combination], options: str) -> int:
     script = str(shipped_directory("slurm") / "laminar_single.sbatch")
     for number, each in enumerate(every):
         environment = {"VENV": sys.prefix, **os.environ, "RUN_DIR": str(each.run_dir.absolute())}
-        command = ["sbatch", "--parsable", *shlex.split(options), script, *each.words]
+        words = [word for word in each.words if not word.startswith("run_dir=")]  # the script has RUN_DIR
+        command = ["sbatch", "--parsable", *shlex.split(options), script, *words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             why = " ".join(done.stderr.split())

@@ -146,7 +146,7 @@ def test_each_combination_is_a_slurm_job(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("VENV", raising=False)
-    words = ["train", "-m", "--slurm=--nodes=2 -p gpu", "experiment=demo", "seed=1,2"]
+    words = ["train", "-m", "--slurm=--nodes=2 -p gpu", "experiment=demo", "run_dir=runs/demo", "seed=1,2"]
     assert cli.run(words) == 0
     first, second = (tmp_path / "calls").read_text().splitlines()
     assert first.startswith(

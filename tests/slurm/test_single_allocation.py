@@ -54,3 +54,20 @@ def test_a_stopped_job_goes_on_when_submitted_again(slurm_cluster, tmp_path: Pat
     second = submit(slurm_cluster, run_dir, f"steps={done + 2}")
     assert slurm_cluster.wait(second, RUN_SECONDS) == "COMPLETED", slurm_cluster.output(second)[-3000:]
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == done + 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_sweep_is_a_job_for_each_combination(slurm_cluster, tmp_path: Path) -> None:
+    """`laminar train --multirun --slurm` submits what `slurm/` has, and each job's run is in the folder that
+    the command named."""
+    command = [sys.executable, "-m", "laminar_hpc.cli", "train", "--multirun"]
+    options = f"--slurm=--nodes=2 --output={slurm_cluster.folder}/%j.out"
+    words = ["experiment=demo", "steps=1,2", f"run_dir={tmp_path}/run"]
+    environment = {"NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
+    said = slurm_cluster.command(*command, options, *words, seconds=60, **environment)
+    jobs = [line.split()[2:] for line in said.splitlines() if line.startswith("submitted")]
+    assert [label for _, label, _ in jobs] == ["steps=1", "steps=2"], said
+    for steps, (job, _, run_dir) in enumerate(jobs, 1):
+        assert slurm_cluster.wait(job, RUN_SECONDS) == "COMPLETED", slurm_cluster.output(job)[-3000:]
+        assert json.loads((Path(run_dir) / "summary.json").read_text())["steps"] == steps
