@@ -58,7 +58,7 @@ def context(config: object, role: str, index: int, line: Line, folder: Path) -> 
     from laminar_hpc.messages.membership import Welcome
     from laminar_hpc.observability.trace import Trace
 
-    welcome = Welcome(f"bench-{folder.name}-{role}{index}", None)
+    welcome = Welcome(f"bench-{folder.name}-{role}{index}")
     return RoleContext(config, role, index, "here", folder, line, welcome, Trace(folder, role, index))
 
 

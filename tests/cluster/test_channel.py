@@ -36,7 +36,7 @@ class Served:
                     continue
                 self.got.append((identity, message))
                 if isinstance(message, Hello):
-                    self.hub.send(identity, Welcome("test", None))
+                    self.hub.send(identity, Welcome("test"))
                 elif isinstance(message, Ping):
                     self.hub.send(identity, Pong())
                 elif isinstance(message, NewWeightId):

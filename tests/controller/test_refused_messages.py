@@ -83,7 +83,7 @@ def stranger(folder: Path, identity: bytes, known: bool) -> zmq.Socket:
     [
         ("all", encode(Lost(1, 0, 7)), "Expected `str`, got `int` - at `$.reason`"),
         ("all", encode(Grant(0, 0, 0, [GROUP], 1.0, 1)).replace(b"\x81\xa1a\x00", DEEP), "recursion"),
-        ("controller", encode(Welcome("x", 0)), "a trainer sends no Welcome"),
+        ("controller", encode(Welcome("x")), "a trainer sends no Welcome"),
     ],
     ids=["type", "depth", "kind"],
     indirect=["run"],

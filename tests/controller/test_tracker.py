@@ -80,9 +80,9 @@ def test_restore_brings_back_what_later_steps_trained_on(tmp_path, kill):
     else:
         store.close()
     store = Store(tmp_path)
-    store.restore(1)
     tracker = TrajectoryTracker(store, tracker._prompts, GroupSize(2, 1, 2), lambda draw: draw % 5)
     tracker.recover()
+    tracker.restore(1)
     assert store.consumed_groups(0) == [groups[0].group_id] and store.consumed_groups(1) == []
     assert [g.group_id for g in tracker.groups.values() if g.finished] == [groups[1].group_id]
     lost, new = tracker.draw(2, 1, replica=0, weight_id=5, weight_step=1, now=0.0)

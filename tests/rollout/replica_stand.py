@@ -113,7 +113,7 @@ class Replica:
         self.controller = Controller()
         self.trace = Trace(folder, "rollout", 0)
         context = RoleContext(
-            config, "rollout", 0, "here", folder, self.controller, Welcome("run", None), self.trace
+            config, "rollout", 0, "here", folder, self.controller, Welcome("run"), self.trace
         )
         self.new_engine = engine_factory(config, 0, folder)
         self.worker = worker.RolloutWorker(context, self.new_engine)

@@ -86,7 +86,7 @@ class Controller:
 
     def context(self, role: str, index: int, line: Line) -> RoleContext:
         machine = index // self.config.relay.lanes
-        run = Welcome(f"machine{machine}-{self.folder.name}", None)
+        run = Welcome(f"machine{machine}-{self.folder.name}")
         return RoleContext(
             self.config, role, index, "here", self.folder, line, run, Trace(self.folder, role, index)
         )

@@ -73,7 +73,7 @@ def main() -> None:
     config = tiny.make_config(
         Path(job["model"]), source="replay:none", run_dir=str(run_dir), **job["settings"]
     )
-    welcome = Welcome("test", job["restored_step"])
+    welcome = Welcome("test")
     told = run_dir / "told.jsonl"
     channel = ScriptedController(job, told) if rank == 0 else TrainersPlace(told)
     loop.run(

@@ -1,28 +1,38 @@
 """Checkpoints: whole or not there at all, and a resumed run is the run that was never interrupted, bit for
 bit."""
 
+import errno
 import json
 import os
+import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 
-from laminar_hpc.cluster.checkpoints import checkpoint_path, read_state, steps
+from laminar_hpc.cluster.checkpoints import checkpoint_path, fence, read_state, reading, steps
+from laminar_hpc.cluster.durable import sync_folder
 from laminar_hpc.cluster.full_disk import NO_ROOM, full_disk_text
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import PermanentFailure
+from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
+
+HERE = Path(__file__).parent
 
 
 class Trainer:
     """A policy with what belongs to it, as trainer/loop.py has them."""
 
-    def __init__(self, model: Path, run_dir: Path, **settings: object) -> None:
+    def __init__(
+        self, model: Path, run_dir: Path, welcome: Welcome | None = None, **settings: object
+    ) -> None:
         self.config = tiny.make_config(
             model,
             **{
@@ -34,7 +44,7 @@ class Trainer:
         )
         self.policy = MegatronPolicy(self.config)
         self.learner = Learner(self.config, self.policy)
-        self.checkpointer = Checkpointer(run_dir, self.policy, self.learner)
+        self.checkpointer = Checkpointer(run_dir, self.policy, self.learner, welcome)
 
     def train(self, first: int, last: int) -> list[dict[str, float]]:
         return [
@@ -140,8 +150,15 @@ def test_a_half_written_checkpoint_is_never_seen(
     assert steps(tmp_path) == [2, 3]
     newest = checkpoint_path(tmp_path, 3)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
-    assert sorted(p.name for p in newest.iterdir()) == ["hf", "megatron", "rng", "state.json"]
+    assert sorted(p.name for p in newest.iterdir()) == ["files.json", "hf", "megatron", "rng", "state.json"]
+    listed = json.loads((newest / "files.json").read_text())
+    there = {str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file()}
+    assert there == {*listed, "files.json"} and any(name.endswith(".distcp") for name in listed)
     assert read_state(newest) | {"state_hash": ""} == {
+        "files": len(listed) - 1,
+        "store_id": "",
+        "restore_epoch": 0,
+        "gang": 0,
         "step": 3,
         "state_hash": "",
         "skipped_in_a_row": 0,
@@ -152,30 +169,186 @@ def test_a_half_written_checkpoint_is_never_seen(
     }
 
 
-def test_damage_is_noticed_at_resume(tied_model: Path, tmp_path: Path, world: None) -> None:
-    """Bits that rot, a checkpoint that is gone: one line that says what to do, and no training on wrong
-    weights."""
-    trainer = Trainer(tied_model, tmp_path)
-    trainer.train(0, 1)
-    path, _ = trainer.checkpointer.save(1)
-    with pytest.raises(LaminarError, match=r"no complete checkpoint .*step_000007"):
-        trainer.checkpointer.load(7)
-
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(state | {"state_hash": "0" * 64}))
-    with pytest.raises(LaminarError, match=r"step_000001 is damaged.*delete the folder"):
-        trainer.checkpointer.load(1)
-    (path / "state.json").write_text(json.dumps(state))
-
-    (data,) = (path / "megatron").glob("*.distcp")
-    content = bytearray(data.read_bytes())
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
-    data.write_bytes(content)
-    with pytest.raises(LaminarError, match=r"step_000001 is damaged.*delete the folder"):
-        trainer.checkpointer.load(1)
-    data.write_bytes(content[: len(content) // 3])
-    with pytest.raises(LaminarError, match=r"step_000001 is damaged.*delete the folder"):
-        trainer.checkpointer.load(1)
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def without_hash(path: Path) -> None:
+    state = json.loads(path.read_text())
+    del state["state_hash"]
+    path.write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "words"),
+    [
+        ("megatron/__0_0.distcp", flip, "megatron/__0_0.distcp has changed since it was written"),
+        ("megatron/__0_0.distcp", cut, "megatron/__0_0.distcp has "),
+        ("megatron/common.pt", Path.unlink, "megatron/common.pt is missing"),
+        ("rng/00000.pt", flip, "rng/00000.pt has changed since it was written"),
+        ("hf/model.safetensors", flip, "hf/model.safetensors has changed since it was written"),
+        ("state.json", without_hash, "state.json has no state_hash"),
+        ("state.json", cut, "state.json has "),
+        ("state.json", flip, "state.json "),
+        ("state.json", Path.unlink, "state.json is missing"),
+        ("files.json", Path.unlink, "files.json is missing"),
+        ("files.json", flip, ""),
+        ("files.json", cut, "files.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    name: str, harm: Callable[[Path], None], words: str, tied_model: Path, tmp_path: Path, world: None
+) -> None:
+    """Whatever is damaged: one line names checkpoint and file and what is taken instead; the damaged one
+    stays under another name, also when later checkpoints are pruned."""
+    trainer = Trainer(tied_model, tmp_path, checkpoint__keep=2)
+    _, whole_hash = trainer.checkpointer.save(1)
+    torch.rand(1)
+    path, _ = trainer.checkpointer.save(2)
+    harm(path / name)
+    found = trainer.checkpointer.restore()
+    assert found.step == 1 and trainer.checkpointer.state_hash() == whole_hash
+    (line,) = found.passed_over
+    assert f"checkpoint step_000002 is damaged ({words}" in line
+    assert line.endswith("kept as .damaged_step_000002; step_000001 is taken instead")
+    trainer.checkpointer.save(2)
+    (checkpoint_path(tmp_path, 2) / name).unlink()
+    assert ".damaged_step_000002.2" in trainer.checkpointer.restore().passed_over[0]
+    for step in (2, 3, 4):
+        trainer.checkpointer.save(step)
+    assert steps(tmp_path) == [3, 4]
+    kept = {p.name for p in (tmp_path / "checkpoints").glob(".*")}
+    assert kept == {".damaged_step_000002", ".damaged_step_000002.2"}
+
+
+def test_an_older_checkpoint_without_a_list_is_told_by_its_hash(
+    tied_model: Path, tmp_path: Path, world: None
+) -> None:
+    """Checkpoints of versions that wrote no files.json are taken, or passed over when their state is another
+    or cannot be read."""
+    trainer = Trainer(tied_model, tmp_path)
+
+    def as_before(step: int, **changed: object) -> Path:
+        path, _ = trainer.checkpointer.save(step)
+        state = read_state(path)
+        old = {k: v for k, v in state.items() if k not in ("files", "store_id", "restore_epoch", "gang")}
+        (path / "state.json").write_text(json.dumps(old | changed))
+        (path / "files.json").unlink()
+        return path
+
+    as_before(1)
+    assert trainer.checkpointer.restore() == (1, [])
+    as_before(2, state_hash="0" * 64)
+    found = trainer.checkpointer.restore()
+    assert found.step == 1 and "its state hash is" in found.passed_over[0]
+    cut(as_before(3) / "megatron" / "common.pt")
+    found = trainer.checkpointer.restore()
+    assert found.step == 1 and "it cannot be read" in found.passed_over[0]
+
+
+def test_without_a_whole_checkpoint_nothing_is_touched(tied_model: Path, tmp_path: Path, world: None) -> None:
+    """One refusal that names all of them and what is wrong: nobody begins anew by mistake."""
+    trainer = Trainer(tied_model, tmp_path)
+    for step in (1, 2):
+        path, _ = trainer.checkpointer.save(step)
+        flip(path / "rng" / "00000.pt")
+    for _ in range(2):
+        with pytest.raises(PermanentFailure, match=r"none of the 2 checkpoints in .*2: rng/.*1: rng/.*never"):
+            trainer.checkpointer.restore()
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_run_without_checkpoints_starts_on_its_model(tied_model: Path, tmp_path: Path, world: None) -> None:
+    """So a fresh run goes the same way as a resumed one."""
+    assert Trainer(tied_model, tmp_path).checkpointer.restore() == (None, [])
+
+
+def test_a_checkpoint_of_another_store_is_refused(tied_model: Path, tmp_path: Path, world: None) -> None:
+    """Both ids are named, and what to do; the same store's, and those of versions without ids, are taken."""
+    Trainer(tied_model, tmp_path, welcome=Welcome("run", store_id="aaaa")).checkpointer.save(1)
+    assert (
+        Trainer(tied_model, tmp_path, welcome=Welcome("run", store_id="aaaa")).checkpointer.restore().step
+        == 1
+    )
+    assert Trainer(tied_model, tmp_path).checkpointer.restore().step == 1
+    other = Trainer(tied_model, tmp_path, welcome=Welcome("run", store_id="bbbb"))
+    with pytest.raises(
+        PermanentFailure, match=r"step_000001 belongs to store aaaa, the run has store bbbb: "
+    ):
+        other.checkpointer.restore()
+
+
+def test_which_checkpoints_stay(tied_model: Path, tmp_path: Path, world: None) -> None:
+    """The newest N and every Mth; what is being read stays until the next time; one whose name was lost
+    between two renames gets it back."""
+    trainer = Trainer(tied_model, tmp_path, checkpoint__keep=2, checkpoint__keep_every=3)
+    for step in range(1, 6):
+        trainer.checkpointer.save(step)
+    assert steps(tmp_path) == [3, 4, 5]
+    with reading(checkpoint_path(tmp_path, 4)):
+        trainer.checkpointer.save(6)
+        trainer.checkpointer.save(7)
+        assert steps(tmp_path) == [3, 4, 6, 7]
+    trainer.checkpointer.save(8)
+    assert steps(tmp_path) == [3, 6, 7, 8]
+    newest = checkpoint_path(tmp_path, 8)
+    newest.rename(newest.with_name(".old_step_000008"))
+    assert trainer.checkpointer.restore().step == 8
+
+
+def test_a_replaced_gang_writes_no_checkpoint(tied_model: Path, tmp_path: Path, world: None) -> None:
+    """Trainers that were stopped while another gang took their place: what they still write gets no name."""
+    old = Trainer(tied_model, tmp_path, welcome=Welcome("run", gang=1))
+    fence(tmp_path, 1)
+    old.checkpointer.save(1)
+    fence(tmp_path, 2)
+    with pytest.raises(PermanentFailure, match="gang 1 was replaced by gang 2 while it wrote"):
+        old.checkpointer.save(2)
+    assert steps(tmp_path) == [1]
+    Trainer(tied_model, tmp_path, welcome=Welcome("run", gang=2)).checkpointer.save(2)
+    assert steps(tmp_path) == [1, 2] and read_state(checkpoint_path(tmp_path, 2))["gang"] == 2
+
+
+@pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
+def test_all_is_on_the_disk_before_the_checkpoint_has_its_name(tied_model: Path, tmp_path: Path) -> None:
+    """The system calls of a real save: every file and folder of it is synced before the rename, and the
+    folder above after it."""
+    run_dir, calls = tmp_path / "run", tmp_path / "calls"
+    command = ["strace", "-f", "-y", "-s", "300", "-e", "trace=fsync,fdatasync,rename,renameat,renameat2"]
+    save = [sys.executable, HERE / "save_checkpoint.py", tied_model, run_dir, "1"]
+    subprocess.run([*command, "-o", calls, *save], check=True, timeout=200)
+    path = checkpoint_path(run_dir, 1)
+    lines = calls.read_text().splitlines()
+    renamed = next(i for i, line in enumerate(lines) if "rename" in line and f'"{path}"' in line)
+
+    def synced(lines: list[str]) -> set[str]:
+        return {match[1] for line in lines if (match := re.search(r"f(?:data)?sync\(\d+<([^>]*)>", line))}
+
+    hidden = path.with_name(f".{path.name}")
+    written = {str(hidden / each.relative_to(path)) for each in path.rglob("*")} | {str(hidden)}
+    assert any(name.endswith(".metadata") for name in written) and len(written) > 10
+    assert written <= synced(lines[:renamed])
+    assert str(path.parent) in synced(lines[renamed:])
+
+
+def test_a_folder_that_cannot_be_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems refuse it; a disk that fails is an error all the same."""
+
+    def refuse(_: int) -> None:
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    code = errno.EINVAL
+    sync_folder(tmp_path)
+    code = errno.EIO
+    with pytest.raises(OSError, match="refused"):
+        sync_folder(tmp_path)
 
 
 def test_saving_starts_no_process(tied_model: Path, tmp_path: Path, world: None) -> None:

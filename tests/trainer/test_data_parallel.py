@@ -48,7 +48,6 @@ def run(
     model: Path,
     ranks: int,
     leave_after: int = -1,
-    restored_step: int | None = None,
     **settings: object,
 ) -> Finished:
     """Runs the trainer role to its end; every rank must leave with exit code 0."""
@@ -59,7 +58,6 @@ def run(
         "run_dir": str(run_dir),
         "batch": BATCH,
         "leave_after": leave_after,
-        "restored_step": restored_step,
     }
     job["settings"] = {**SETTINGS, "trainer__data_parallel": ranks, **settings}
     (run_dir / "job.json").write_text(json.dumps(job))
@@ -120,7 +118,7 @@ def test_two_ranks_train_what_one_trains(one_rank: Finished, tied_model: Path, t
     two = run(tmp_path / "run", tied_model, ranks=2)
     assert_same_training(one_rank, two)
     step, saving = ["TakeBatch", "StepDone"], ["TakeBatch", "Checkpointed", "StepDone"]
-    assert one_rank.messages == [*step, *saving, *step, *saving, "TrainerDone"]
+    assert one_rank.messages == ["Restored", *step, *saving, *step, *saving, "TrainerDone"]
     assert two.messages == ["TrainersMeet", *one_rank.messages]
     assert steps(tmp_path / "run") == [2, 4] and [c["step"] for c in two.checkpoints] == [2, 4]
     assert two.checkpoints[-1]["state_hash"] == two.hash
@@ -175,9 +173,7 @@ def test_two_ranks_leave_and_resume_bit_exact(distributed: bool, tied_model: Pat
         2,
         3,
     ]
-    resumed = run(
-        tmp_path / "run", tied_model, ranks=2, restored_step=3, trainer__distributed_optimizer=distributed
-    )
+    resumed = run(tmp_path / "run", tied_model, ranks=2, trainer__distributed_optimizer=distributed)
     assert resumed.hash == straight.hash
     assert resumed.metrics[0]["loss"] == straight.metrics[3]["loss"]
 
@@ -188,7 +184,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one(
 ) -> None:
     """The number of ranks may change between launches; the training goes on the same but for rounding."""
     run(tmp_path / "run", tied_model, ranks=2, leave_after=2, trainer__distributed_optimizer=True)
-    resumed = run(tmp_path / "run", tied_model, ranks=1, restored_step=2, trainer__distributed_optimizer=True)
+    resumed = run(tmp_path / "run", tied_model, ranks=1, trainer__distributed_optimizer=True)
     one_rank_rest = Finished.__new__(Finished)
     one_rank_rest.metrics, one_rank_rest.weights = one_rank.metrics[2:], one_rank.weights
     assert_same_training(one_rank_rest, resumed)

@@ -66,7 +66,7 @@ def test_weights_that_training_made_infinite_are_not_published(
         "here",
         tmp_path,
         None,
-        Welcome("run", None),
+        Welcome("run"),
         Trace(tmp_path, "trainer", 0),
     )
     loop._publish(context, policy, taken, 6)
@@ -96,7 +96,7 @@ def test_weights_too_large_to_compute_with_are_not_published(
         "here",
         tmp_path,
         _Silent(),
-        Welcome("run", None),
+        Welcome("run"),
         Trace(tmp_path, "trainer", 0),
     )
     publisher = Publisher(context, policy)

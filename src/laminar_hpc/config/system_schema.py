@@ -152,6 +152,8 @@ class CheckpointConfig:
     """trainer steps; the last step is always checkpointed"""
     keep: int = number(2, at_least=1)
     """the newest so many stay on disk"""
+    keep_every: int = number(0, at_least=0)
+    """trainer steps; the checkpoints of its multiples stay on disk as well; 0 = none"""
 
 
 @dataclass

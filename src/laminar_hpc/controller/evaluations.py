@@ -66,6 +66,14 @@ class Evaluation:
     def key(self) -> str:
         return f"{self.label}-{self.name}-{self.min_step}"
 
+    def start_again(self) -> None:
+        """On other weights. What is reported of the old ones counts no more."""
+        self.weight_id = self.weight_step = None
+        for share in self.shares:
+            share.scores.clear()
+            share.lengths.clear()
+            share.replica, share.attempt = None, 0
+
 
 class Evaluations:
     """The queue of evaluations; the oldest goes first, its shares to whichever idle replica is on its
@@ -82,6 +90,8 @@ class Evaluations:
         self._temperature, self._max_tokens = temperature, max_response_tokens
         self._prompts = [prompt for prompts in files.values() for prompt in prompts]
         self.queue: list[Evaluation] = []
+        self._first_id = 0  # of the weights that are evaluated
+        self._attempts = 0
 
     def add(self, label: str, min_step: int, shares: int) -> None:
         """A greedy evaluation and, if there shall be samples, a sampled one, each in so many shares."""
@@ -98,7 +108,7 @@ class Evaluations:
         """A share for an idle replica with these weights, or None when there is nothing for it."""
         for evaluation in self.queue:
             fits = (
-                weight_step >= evaluation.min_step
+                weight_step >= evaluation.min_step and weight_id >= self._first_id
                 if evaluation.weight_id is None
                 else weight_id == evaluation.weight_id
             )
@@ -108,7 +118,8 @@ class Evaluations:
             if evaluation.weight_id is None:
                 evaluation.weight_id, evaluation.weight_step, evaluation.started = weight_id, weight_step, now
             share.replica = replica
-            share.attempt += 1
+            self._attempts += 1
+            share.attempt = self._attempts
             sampling = (evaluation.temperature, self._max_tokens)
             groups = self._groups(share)
             return Grant(batch_id, weight_id, weight_step, groups, *sampling, evaluation.key)
@@ -167,11 +178,16 @@ class Evaluations:
         for evaluation in self.queue:
             idle = all(p.replica is None or p.done for p in evaluation.shares)
             if evaluation.weight_id is not None and evaluation.weight_id not in served and idle:
-                evaluation.weight_id = None
-                for share in evaluation.shares:
-                    share.scores.clear()
-                    share.lengths.clear()
-                    share.replica = None
+                evaluation.start_again()
+
+    def restore(self, step: int, first_id: int) -> None:
+        """The trainers start again on the weights of step `step`, and publish ids from `first_id` on. What
+        was due to later steps is taken back, and what has begun on weights of later steps starts again."""
+        self.queue = [e for e in self.queue if e.min_step <= step and e.label != "after"]
+        self._first_id = first_id
+        for evaluation in self.queue:
+            if evaluation.weight_step is not None and evaluation.weight_step > step:
+                evaluation.start_again()
 
     def results(self, evaluation: Evaluation, now: float) -> list[dict]:
         """Per file the fields of a metrics line: accuracy is pass@1 where greedy, else the mean over problems

@@ -53,7 +53,14 @@ from laminar_hpc.messages.rollouts import (
     Scored,
     WeightsOpened,
 )
-from laminar_hpc.messages.training import Checkpointed, StepDone, TakeBatch, TrainerDone, TrainersMeet
+from laminar_hpc.messages.training import (
+    Checkpointed,
+    Restored,
+    StepDone,
+    TakeBatch,
+    TrainerDone,
+    TrainersMeet,
+)
 from laminar_hpc.messages.wire import AnyMessage
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
@@ -66,8 +73,9 @@ Handlers = dict[type[Message], Handler]
 
 
 class Controller:
-    """All state of a run in memory. `relays`: how many the run starts with; `restored_step`: of the
-    checkpoint to go on from; `replay`: the store of another run; `say` prints a line for the user."""
+    """All state of a run in memory. `relays`: how many the run starts with; `restored_step`: of the newest
+    checkpoint, from which it goes on unless the trainers say otherwise; `replay`: the store of another run;
+    `say` prints a line for the user."""
 
     def __init__(
         self,
@@ -95,8 +103,7 @@ class Controller:
         probes = Probes(config.model.dtype, layers, metrics, say)
         self.replicas, self.pool = Replicas(), PartialPool()
         self.weights = Weights(shared, relays, store, probes)
-        run_id = hub.address.run_id
-        self.membership = Membership(shared, self.weights, run_id, store.store_id, restored_step, self.forget)
+        self.membership = Membership(shared, self.weights, hub.address.run_id, store, self.forget)
         self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps)
         self.repacker = Repacker(shared, tracker, self.replicas, self.weights, self.migration)
         self.rescuer = Rescuer(shared, tracker, self.replicas, self.weights, self.pool, self.migration)
@@ -104,7 +111,7 @@ class Controller:
             shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes
         )
         self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer)
-        self.training = Training(shared, tracker, evaluations, store, replay)
+        self.training = Training(shared, tracker, evaluations, self.weights, store, replay)
         self.handlers = self._handlers()
 
     def _handlers(self) -> dict[str, Handlers]:
@@ -116,6 +123,7 @@ class Controller:
         }
         trainer: Handlers = {
             TrainersMeet: self.membership.on_trainers_meet,
+            Restored: self.training.on_restored,
             TakeBatch: self.training.on_take_batch,
             StepDone: self.training.on_step_done,
             Checkpointed: self.training.on_checkpointed,

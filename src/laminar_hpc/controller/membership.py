@@ -6,13 +6,15 @@ rollout.
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
-from laminar_hpc.cluster import terminal
+from laminar_hpc.cluster import checkpoints, terminal
 from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.cluster.processes import oom_kills, process_is_alive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Rejoin, Stop, Welcome
 from laminar_hpc.messages.rollouts import WeightsAvailable
@@ -37,14 +39,13 @@ class Membership:
         shared: Shared,
         weights: Weights,
         run_id: str,
-        store_id: str,
-        restored_step: int | None,
+        store: Store,
         forget: Callable[[Member], None],
     ) -> None:
         self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
-        self._weights, self._restored_step = weights, restored_step
-        self._run_id, self._store_id = run_id, store_id
-        self._forget = forget
+        self._weights, self._store = weights, store
+        self._run_id, self._forget = run_id, forget
+        self._gang = ""  # trainer 0 of the newest one, by its identity
         self._trainers_meet: TrainersMeet | None = None
         self._oom_kills = oom_kills()
 
@@ -61,6 +62,8 @@ class Membership:
         if earlier and earlier.identity != identity:
             self._forget(earlier)
         log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
+        if (hello.role, hello.index) == ("trainer", 0) and identity != self._gang:
+            self._new_gang(identity)
         self._outbox.send_to(identity, self._welcome())
         if hello.role == "trainer" and self._trainers_meet:
             self._outbox.send_to(identity, self._trainers_meet)
@@ -70,9 +73,16 @@ class Membership:
             self._outbox.send_to(identity, WeightsAvailable(*newest))
         return None
 
+    def _new_gang(self, identity: str) -> None:
+        """From here on an earlier one can write no checkpoint; its messages are those of a stranger."""
+        self._gang, gang = identity, self._store.get("gang", 0) + 1
+        self._store.put("gang", gang)
+        checkpoints.fence(Path(self._shared.config.run_dir), gang)
+
     def _welcome(self) -> Welcome:
-        model = str(recorded_name(self._shared.config.model.path) or "")
-        return Welcome(self._run_id, self._restored_step, model, self._store_id)
+        model, store = str(recorded_name(self._shared.config.model.path) or ""), self._store
+        epoch, gang = store.get("restore_epoch", 0), store.get("gang", 0)
+        return Welcome(self._run_id, model, store.store_id, epoch, gang)
 
     def on_trainers_meet(self, member: Member, place: TrainersMeet) -> None:
         self._trainers_meet = place  # also for those who join later

@@ -85,11 +85,6 @@ def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -
     if start.moved_to:
         text = f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)"
         say(console.line("set-up", text))
-    if start.restored_step is not None:
-        say(console.line("set-up", f"going on from the checkpoint of step {start.restored_step}"))
-    if start.restored_step is not None and start.restored_step >= config.steps:
-        text = f"all {config.steps} steps are trained: only the last evaluation is done now"
-        say(console.line("set-up", text))
     store, replay = store_directory(config) / "store.sqlite", config.source != "rollout"
     check_store(store, Path(config.run_dir), start.restored_step or 0, replay, _STORE_CHECK_SECONDS)
     return start
@@ -104,20 +99,17 @@ def build(
     machine: str,
     say: Callable[[str], None],
 ) -> Controller:
-    """Everything that the loop needs, with the store taken back to the checkpoint."""
+    """Everything that the loop needs. The trainers say later which step the store goes back to."""
     with before_it_begins():
         prompts, held_out = load_run_prompts(config, say)
         try_rewards(config, say, prompts)
     store = Store(store_directory(config))
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)
-    store.restore(start.restored_step or 0)
     tracker = _tracker(config, store, prompts)
     source = Path(config.source.removeprefix("replay:")) if config.source.startswith("replay:") else None
     replay = Store(source, read_only=True) if source else None
     evaluations = _evaluations(config, held_out)
-    if evaluations and start.restored_step is None:
-        evaluations.add("before", 0, derived.rollout_ranks)
     if was_restarted(config):
         cause = cause_of_death(Path(config.run_dir))
         say(console.line("restart", f"by torchrun: {cause}"))

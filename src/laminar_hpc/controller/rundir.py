@@ -22,7 +22,7 @@ _OWNER_FILE = "run_dir"  # beside a store in store_dir: whose it is
 
 @dataclass(frozen=True)
 class Start:
-    restored_step: int | None  # None = a fresh run
+    restored_step: int | None  # of the newest checkpoint, of which the trainers see whether it is whole
     moved_to: Path | None  # where an earlier run went
 
 
@@ -31,7 +31,8 @@ def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
     run_dir, moved = Path(config.run_dir), None
     try:
         _own_store(config)
-        if (run_dir / "metrics.jsonl").exists() and config.resume == "never":
+        begun = (run_dir / "metrics.jsonl").exists() or bool(checkpoints.present(run_dir))
+        if begun and config.resume == "never":
             moved = _move_aside(run_dir, store_directory(config))
             if lock is not None:
                 lock.moved(run_dir, moved)
@@ -140,9 +141,9 @@ def completed_step(config: RunConfig) -> int | None:
     names = ("greedy", "sampled") if config.evaluation.samples else ("greedy",)
     wanted = {(file, name) for file in files for name in names}
     done: set[tuple[str, str]] = set()
-    for record in jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start", "evaluation"):
+    for record in jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start", "restored", "evaluation"):
         restored = record.get("restored_step")
-        if record["kind"] == "start" and (restored is None or restored < last):
+        if record["kind"] != "evaluation" and (restored is None or restored < last):
             done.clear()  # the last steps were done again
         elif record.get("label") == "after" and record.get("step", -1) >= last:
             done.add((record.get("file", ""), record.get("name", "")))

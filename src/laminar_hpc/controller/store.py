@@ -203,28 +203,29 @@ class Store:
 
     # ---- restore and replay --------------------------------------------------------------------------------
 
-    def restore(self, step: int) -> None:
-        """Back to the checkpoint of step `step`: what later steps trained on is finished again.
+    def restore(self, step: int) -> list[int]:
+        """Back to the weights of step `step`: what later steps trained on is finished again. The ids of those
+        groups.
 
         A step's number is that of the version before it.
         """
-        self._db.execute(
-            "UPDATE trajectories SET state = 'finished', consumed_step = NULL "
-            "WHERE state = 'consumed' AND consumed_step >= ?",
-            (step,),
-        )
-        self._db.execute(
-            "UPDATE groups SET state = 'finished', consumed_step = NULL "
-            "WHERE state = 'consumed' AND consumed_step >= ?",
-            (step,),
-        )
+        later = "state = 'consumed' AND consumed_step >= ?"
+        groups = self._db.execute(f"SELECT id FROM groups WHERE {later} ORDER BY id", (step,)).fetchall()
+        for table in ("trajectories", "groups"):
+            text = f"UPDATE {table} SET state = 'finished', consumed_step = NULL WHERE {later}"
+            self._db.execute(text, (step,))
+        return [group for (group,) in groups]
 
-    def live_groups(self) -> list[tuple[int, int, str, int, int, int]]:
-        """(id, prompt_index, state, weight_step, number, finish_order) of all granted and finished groups."""
-        return self._db.execute(
+    def live_groups(self, ids: Iterable[int] | None = None) -> list[tuple[int, int, str, int, int, int]]:
+        """(id, prompt_index, state, weight_step, number, finish_order) of all granted and finished groups, or
+        of those among `ids`."""
+        text = (
             "SELECT id, prompt_index, state, weight_step, number, COALESCE(finish_order, 0) "
-            "FROM groups WHERE state IN ('granted', 'finished') ORDER BY id"
-        ).fetchall()
+            "FROM groups WHERE state IN ('granted', 'finished')"
+        )
+        if ids is None:
+            return self._db.execute(f"{text} ORDER BY id").fetchall()
+        return [row for i in ids for row in self._db.execute(f"{text} AND id = ?", (i,))]
 
     def samples_of(self, group_id: int) -> list[tuple[int, int, str, int, float, float, int]]:
         """(id, attempt, state, weight_step, reward, accuracy, response_length) of a group's trajectories;

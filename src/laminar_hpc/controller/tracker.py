@@ -47,9 +47,24 @@ class TrajectoryTracker:
         self.may_change = filters or size.first < size.limit
 
     def recover(self) -> None:
-        """After a restart: finished work is there again, work in progress starts again from its prompt under
-        a new attempt."""
-        for group_id, prompt_index, state, weight_step, number, order in self._store.live_groups():
+        """When the controller starts: finished work is there again, work in progress starts again from its
+        prompt under a new attempt."""
+        self._load(None)
+
+    def restore(self, step: int) -> int:
+        """When trainers start on the weights of step `step`: what later steps trained on waits again, in
+        memory and in the store. How many groups that is.
+
+        All else stays: what is granted or generated with its owner, admission numbers, the order of
+        finishing, prompts drawn.
+        """
+        groups = self._store.restore(step)
+        self._load(groups)
+        return len(groups)
+
+    def _load(self, ids: list[int] | None) -> None:
+        """Groups as the store has them; None: all that are granted or finished."""
+        for group_id, prompt_index, state, weight_step, number, order in self._store.live_groups(ids):
             group = Group(group_id, prompt_index, number, finished=state == "finished", finish_order=order)
             for sample in self._store.samples_of(group_id):
                 trajectory_id, attempt, sample_state, step, reward, accuracy, length = sample
@@ -60,7 +75,7 @@ class TrajectoryTracker:
                 )
                 self._group_of[trajectory_id] = group_id
             self.groups[group_id] = group
-        self.ready_groups = sum(group.finished for group in self.groups.values())
+            self.ready_groups += group.finished
 
     # ---- giving out ----------------------------------------------------------------------------------------
 
@@ -171,10 +186,10 @@ class TrajectoryTracker:
         return sample is not None and sample.generated is None
 
     def generated(self, trajectory: Trajectory, trainer_step: int) -> bool:
-        """Whether it counts."""
+        """Whether it counts. The step of its weights is what it was granted on."""
         sample = self._reported(trajectory.trajectory_id, trajectory.attempt)
         if sample is not None:
-            trajectory.step_finished = trainer_step
+            trajectory.step_finished, trajectory.weight_step = trainer_step, sample.weight_step
             sample.generated = trajectory
         return sample is not None
 

@@ -1,5 +1,7 @@
-"""The trainer's side: it asks for the batch of a step, says when the step is done, checkpoints, and is done.
+"""The trainer's side: it says where it starts, asks for the batch of a step, says when the step is done,
+checkpoints, and is done.
 
+Restored -> store, tracker, weights and evaluations go back to that step
 TakeBatch -> `answer_trainer`, each tick -> Batch, Leave, or once a second NotYet with the reason
 StepDone -> Continue or Leave
 """
@@ -17,11 +19,13 @@ from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.weights import Weights
 from laminar_hpc.messages.training import (
     Checkpointed,
     Continue,
     Leave,
     NotYet,
+    Restored,
     StepDone,
     StoredBatch,
     TakeBatch,
@@ -43,13 +47,17 @@ class Training:
         shared: Shared,
         tracker: TrajectoryTracker,
         evaluations: Evaluations | None,
+        weights: Weights,
         store: Store,
         replay: Store | None,
     ) -> None:
         self._shared, self._config, self._state = shared, shared.config, shared.state
-        self._tracker, self._evaluations, self._store, self._replay = tracker, evaluations, store, replay
+        self._tracker, self._evaluations, self._weights = tracker, evaluations, weights
+        self._store, self._replay = store, replay
         config = shared.config
         self._samples = ShownSamples(Path(config.model.path), config.observability.show_samples, shared.say)
+        self._gang = ""  # the identity of the trainer that has said where it starts
+        self._evaluated_before = False
         self._request: TakeBatch | None = None
         self._wait_reason = ""
         self._last_not_yet = self._last_step_time = 0.0
@@ -60,9 +68,43 @@ class Training:
         """Why the trainer has no batch; empty when it does not wait."""
         return self._wait_reason if self._request is not None else ""
 
+    # ---- where it starts -----------------------------------------------------------------------------------
+
+    def on_restored(self, member: Member, restored: Restored) -> None:
+        """The same for a fresh run, a resumed one, and trainers that replace others while all else goes
+        on."""
+        state, step = self._state, restored.step or 0
+        self._gang, self._request = member.identity, None
+        state.trainer_step, state.groups_taken, state.trainer_done = step, 0, False
+        groups = self._tracker.restore(step)
+        first_id = self._weights.restored(step)
+        if self._evaluations:
+            self._evaluations.restore(step, first_id)
+        if self._evaluations and restored.step is None and not self._evaluated_before:
+            self._evaluations.add("before", 0, self._shared.derived.rollout_ranks)
+            self._evaluated_before = True
+        self._last_step_time = 0.0
+        self._say_where(restored, groups)
+
+    def _say_where(self, restored: Restored, groups: int) -> None:
+        say, steps = self._shared.say, self._config.steps
+        self._shared.metrics.write("restored", restored_step=restored.step, groups=groups)
+        for text in restored.passed_over:
+            say(console.line("warning", text))
+        if restored.step is not None:
+            say(console.line("set-up", f"going on from the checkpoint of step {restored.step}"))
+            if restored.step >= steps:
+                text = f"all {steps} steps are trained: only the last evaluation is done now"
+                say(console.line("set-up", text))
+
     # ---- batches -------------------------------------------------------------------------------------------
 
-    def on_take_batch(self, _: Member, request: TakeBatch) -> None:
+    def on_take_batch(self, member: Member, request: TakeBatch) -> None:
+        if member.identity != self._gang:
+            raise LaminarError(
+                f"{member.name} asks for step {request.step} and has not said where it starts; "
+                "install the same version of laminar_hpc on all machines"
+            )
         if request.step != self._state.trainer_step:
             raise LaminarError(
                 f"the trainer asks for step {request.step}, the run is "
@@ -153,5 +195,5 @@ class Training:
         self._state.trainer_done = True
         if self._state.stopping or self._evaluations is None:
             self._state.finished = True
-        else:
+        elif not any(evaluation.label == "after" for evaluation in self._evaluations.queue):
             self._evaluations.add("after", self._config.steps, self._shared.derived.rollout_ranks)

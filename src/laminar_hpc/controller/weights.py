@@ -121,6 +121,13 @@ class Weights:
         relays = max(chain.publication(weight_id) for chain in self.chains)
         self._outbox.send(member, WeightId(weight_id, request.step, relays))
 
+    def restored(self, step: int) -> int:
+        """The trainers start again on the weights of step `step`. Weights of later steps lead nowhere now:
+        what is granted on them from here on counts as of step `step`, where the ways part. The first id of
+        what is published from here on."""
+        self.steps.update({i: step for i, later in self.steps.items() if later > step})
+        return self._next_id
+
     def on_published(self, _: Member, p: Published) -> None:
         self._shared.metrics.write(
             "publish",

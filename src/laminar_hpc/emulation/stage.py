@@ -24,7 +24,16 @@ from laminar_hpc.messages.chain import EpochProposed, RelayHas
 from laminar_hpc.messages.data import Message, Trajectory
 from laminar_hpc.messages.membership import Hello, Ping, Stop
 from laminar_hpc.messages.publication import NewWeightId, Published, WeightId
-from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch, TrainerDone
+from laminar_hpc.messages.training import (
+    Batch,
+    Continue,
+    Leave,
+    NotYet,
+    Restored,
+    StepDone,
+    TakeBatch,
+    TrainerDone,
+)
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
@@ -74,8 +83,9 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
 def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQueue[WeightId]") -> None:
     """All steps; `seconds_per_token` emulated seconds for each token of a batch."""
     channel = _join(config, "trainer")
-    step = channel.welcome.restored_step or 0
+    step = 0
     try:
+        channel.send(Restored(None))
         channel.request(Ping(), EpochProposed, timeout=_WAIT, what="the first epoch")
         _publish(channel, step, handed)
         while step < config.steps:

@@ -17,15 +17,16 @@ class Hello(Message):
 class Welcome(Message):
     """Answer to Hello: the state to join with.
 
-    `restored_step` is None for a fresh run, else the step of the checkpoint to load. `model` is
-    OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take the same
-    commit. `store_id` names the store that knows all trajectories of the run (controller/store.py).
+    `model` is OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take
+    the same commit. `store_id` names the store that knows all trajectories of the run (controller/store.py),
+    `epoch` counts the controller's starts over it, from 0, and `gang` the lives of trainer 0, from 1.
     """
 
     run_id: str
-    restored_step: int | None
     model: str = ""
     store_id: str = ""
+    epoch: int = 0
+    gang: int = 0
 
 
 class Ping(Message):

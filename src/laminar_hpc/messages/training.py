@@ -12,6 +12,17 @@ class TrainersMeet(Message):
     port: int
 
 
+class Restored(Message):
+    """Where the trainers start, said once by every new gang before its first TakeBatch: on the weights of the
+    checkpoint of step `step`, None without one. The run goes back to that step.
+
+    `passed_over`: a line on each newer checkpoint that is damaged.
+    """
+
+    step: int | None
+    passed_over: list[str] = msgspec.field(default_factory=list)
+
+
 class TakeBatch(Message):
     """Asks for the batch that turns weights of step `step` into `step + 1`, or with consumption as a stream
     for its next mini-batch."""

@@ -45,6 +45,7 @@ from laminar_hpc.messages.training import (
     Continue,
     Leave,
     NotYet,
+    Restored,
     StepDone,
     TakeBatch,
     TrainerDone,
@@ -87,6 +88,7 @@ AnyMessage = (
     | Leave
     | NotYet
     | Batch
+    | Restored
     | TakeBatch
     | Published
     | WeightId

@@ -40,19 +40,26 @@ class MetricsWriter:
         self._run_dir, self._mirror = Path(run_dir), mirror
         self._file = jsonl.Appender(self._run_dir / "metrics.jsonl")
         self._board: SummaryWriter | None = None
+        self._newest_step = 0  # of the curves
 
     def write(self, kind: str, **fields: object) -> dict:
         """Appends one line of `kind`, and its numbers as curves over "step" where the line has one. Gives the
         line back.
 
-        `start` with a restored_step hides the curves beyond that step, as those steps are done again.
+        `start` and `restored` with a restored_step hide the curves beyond that step, as those steps are done
+        again.
         """
         record = {"kind": kind, "time": time.time(), **fields}
         self._file.write(record)
         if kind == "start":
             self._open_board(fields.get("restored_step"))
+        elif kind == "restored":
+            step = cast(int, fields["restored_step"] or 0)
+            if step < self._newest_step:
+                self._open_board(step)
         elif kind not in NOT_CURVES and isinstance(step := fields.get("step"), int):
             board = self._board or self._open_board(None)
+            self._newest_step = max(self._newest_step, step)
             points = list(curves(record))
             # on a full disk the thread behind it dies, and its queue would block us for good
             if board.file_writer.event_writer._worker.is_alive():
@@ -75,6 +82,7 @@ class MetricsWriter:
         if self._board is not None:
             self._board.close()
         purge = restored_step + 1 if isinstance(restored_step, int) else None
+        self._newest_step = restored_step if isinstance(restored_step, int) else 0
         self._board = _summary_writer_class()(
             str(self._run_dir / "tensorboard"),
             purge_step=purge,

@@ -112,11 +112,12 @@ class Follower:
         view.last_sign = max(view.last_sign, record.get("time", 0.0))
         if kind == "start":
             view.started, view.reason, view.pipeline = record["time"], "", record.get("pipeline") or ""
+            view.newest.clear()
+        if kind in ("start", "restored"):
             restored = record.get("restored_step") or 0
             kept = [step for step in view.steps if step["step"] <= restored]
             view.steps.clear()
             view.steps.extend(kept)
-            view.newest.clear()
         elif kind == "end":
             view.reason = record.get("reason") or "done"
         elif kind == "step":

@@ -149,7 +149,11 @@ def load(run_dir: Path) -> Run:
             abandoned += _abandon(launches, evaluations, restored or 0)
             launches.append(Launch(time, time, restored, record.get("pipeline"), record.get("derived") or {}))
         launches[-1].end = max(launches[-1].end, time)
-        if kind == "step":
+        if kind == "restored":  # by trainers that start, with the launch or later
+            abandoned += _abandon(launches, evaluations, record["restored_step"] or 0)
+            if not launches[-1].steps:
+                launches[-1].restored_step = record["restored_step"]
+        elif kind == "step":
             launches[-1].steps.append(record)
         elif kind == "evaluation":
             evaluations.append(record)

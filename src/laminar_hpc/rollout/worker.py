@@ -98,8 +98,8 @@ class RolloutWorker:
         """Another seed for each start of each engine, so that nothing is drawn twice; the same ones for the
         same run.seed."""
         self.engine_starts += 1
-        replica, restored_step = self.context.index, self.context.welcome.restored_step
-        name = f"{self.config.seed}/{replica}/{restored_step}/{self.engine_starts}"
+        replica, epoch = self.context.index, self.context.welcome.epoch
+        name = f"{self.config.seed}/{replica}/{epoch}/{self.engine_starts}"
         return random.Random(name).randrange(2**31)
 
     # ---- life ----------------------------------------------------------------------------------------------

@@ -1,48 +1,69 @@
-"""Checkpoints: run_dir/checkpoints/step_000020/{hf/, megatron/, rng/, state.json}, written whole or not at
-all, resumed bit for bit.
+"""Checkpoints: run_dir/checkpoints/step_000020/{hf/, megatron/, rng/, files.json, state.json}, written whole
+or not at all, resumed bit for bit.
 
 Called by trainer/loop.py on every rank. `hf/` is a Hugging Face directory with the weights, `megatron/`
-Megatron's own format (torch_dist) with the optimizer, readable at other parallel layouts. Several machines
-need run_dir on a common file system. Every wait is bounded.
+Megatron's own format (torch_dist) with the optimizer, readable at other parallel layouts. Each rank syncs and
+sums what it has written, and checks its share of the files before a load. Several machines need run_dir on a
+common file system. Every wait is bounded.
 """
 
 import hashlib
 import json
-import os
+import logging
 import shutil
-from datetime import timedelta
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from laminar_hpc.cluster.checkpoints import STATE_FILE, checkpoint_path, prune, read_state
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.cluster import checkpoints, durable
+from laminar_hpc.cluster.checkpoints import Damaged, checkpoint_path, read_state
+from laminar_hpc.cluster.durable import FileSum
+from laminar_hpc.config.errors import LaminarError, PermanentFailure
+from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.trainer.agreement import Agreement
 from laminar_hpc.trainer.megatron.adam import named_state, unshare_steps
 from laminar_hpc.trainer.megatron.checkpoint_writer import in_process_strategy
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 
+log = logging.getLogger(__name__)
+_ELSEWHERE = "a worker has failed"  # rank 0 says why
+
+
+class Found(NamedTuple):
+    """Where a gang starts: the step of the checkpoint that is loaded, None without one; and a line on each
+    newer one that is damaged."""
+
+    step: int | None
+    passed_over: list[str]
+
 
 class Checkpointer:
     """Saves and loads the state of one run's trainer. Collective: every rank of the trainer world makes the
-    same calls in the same order."""
+    same calls in the same order. `welcome` names store and gang; a checkpoint of another store is refused."""
 
-    def __init__(self, run_dir: Path, policy: MegatronPolicy, learner: Learner) -> None:
+    def __init__(
+        self, run_dir: Path, policy: MegatronPolicy, learner: Learner, welcome: Welcome | None = None
+    ) -> None:
         self._run_dir, self._policy, self._learner = Path(run_dir), policy, learner
         self._rank, self._config = dist.get_rank(), policy.config
-        self._timeout = timedelta(seconds=self._config.cluster.join_timeout_seconds)
-        self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._welcome = welcome or Welcome("")
+        self._ranks = Agreement(self._config.cluster.join_timeout_seconds)
+
+    # ---- saving --------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> tuple[Path, str]:
-        """Writes the checkpoint of `step` and deletes those beyond checkpoint.keep; returns its path and
-        state hash.
+        """Writes the checkpoint of `step` and deletes those that checkpoint.keep and keep_every do not keep;
+        returns its path and state hash.
 
-        It appears under its name only when every rank has written its part. Raises LaminarError naming the
-        ranks that did not come.
+        It appears under its name only when all that every rank has written is on the disk. Raises
+        LaminarError naming the ranks that did not come, or when another gang has taken this one's place.
         """
         target = checkpoint_path(self._run_dir, step)
         partial = target.with_name(f".{target.name}")
@@ -50,7 +71,7 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             for folder in ("megatron", "rng"):
                 (partial / folder).mkdir(parents=True)
-        self._meet(f"the folder of checkpoint {target}")
+        self._ranks.meet(f"the folder of checkpoint {target}")
         if not (partial / "rng").is_dir():
             raise LaminarError(
                 f"trainer {self._rank} does not see {partial}: "
@@ -63,64 +84,153 @@ class Checkpointer:
         torch.save(rng_state(), partial / "rng" / f"{self._rank:05d}.pt")
         state_hash = self.state_hash()
         self._policy.save_hf(partial / "hf")
-        self._meet(f"checkpoint {target}")
+        mine = {str(path.relative_to(partial)): durable.seal(path) for path in self._written(partial)}
+        self._ranks.meet(f"checkpoint {target}")
+        files = [json.loads(each) for each in self._ranks.gather(json.dumps(mine))]
         if self._rank == 0:
-            state = {"step": step, "state_hash": state_hash, **self._layout()}
+            state = {"step": step, "state_hash": state_hash, **self._layout(), **self._origin()}
             state["skipped_in_a_row"] = self._learner.skipped_in_a_row
-            _write_synced(partial / STATE_FILE, json.dumps(state, indent=2) + "\n")
-            if target.exists():  # of an earlier launch that went on from an older checkpoint
-                target.rename(target.with_name(f".old_{target.name}"))
-            partial.rename(target)
-            prune(self._run_dir, self._config.checkpoint.keep)
+            sums = {name: FileSum(*each) for part in files for name, each in part.items()}
+            checkpoints.publish(partial, target, state, sums, self._check_fence)
+            keep = self._config.checkpoint
+            checkpoints.prune(self._run_dir, step, keep.keep, keep.keep_every)
         return target, state_hash
 
-    def load(self, step: int) -> None:
-        """Restores weights, optimizer, schedule and random states. At the layout that it was saved with, the
-        result is bit-exact: its hash is compared. Raises LaminarError when there is no such checkpoint, or
-        when it is damaged."""
-        path = checkpoint_path(self._run_dir, step)
-        if not (path / STATE_FILE).is_file():
-            raise LaminarError(
-                f"there is no complete checkpoint {path}; every trainer "
-                "machine must see run_dir, or start anew with resume=never"
+    def _written(self, partial: Path) -> Iterable[Path]:
+        """By this rank: its random states and shards, and by rank 0 all else."""
+        mine = {partial / "rng" / f"{self._rank:05d}.pt", *partial.glob(f"megatron/__{self._rank}_*")}
+        if self._rank != 0:
+            return mine
+        of_ranks = {*partial.glob("rng/*"), *partial.glob("megatron/__*")}
+        return mine | {path for path in partial.rglob("*") if path.is_file()} - (of_ranks - mine)
+
+    def _origin(self) -> dict:
+        w = self._welcome
+        return {"store_id": w.store_id, "restore_epoch": w.epoch, "gang": w.gang}
+
+    def _check_fence(self, target: Path) -> None:
+        """Right before the rename. What is left open is the time between the two, a system call: a gang that
+        is stopped there, and wakes up replaced, still gives this checkpoint its name."""
+        newest = checkpoints.newest_gang(self._run_dir)
+        if self._welcome.gang < newest:
+            raise PermanentFailure(
+                f"trainer gang {self._welcome.gang} was replaced by gang {newest} while it wrote {target}: "
+                "this checkpoint is not kept"
             )
-        state, mine = read_state(path), self._layout()
-        # the one keeps its parameters as state, the other does not
-        if state["distributed_optimizer"] != mine["distributed_optimizer"]:
-            raise LaminarError(
+
+    # ---- loading -------------------------------------------------------------------------------------------
+
+    def restore(self) -> Found:
+        """Loads the newest checkpoint of the run that is whole, and puts damaged newer ones aside. The same
+        on all ranks.
+
+        Raises PermanentFailure when there are some but none is whole, or when the newest is that of another
+        store; then all are left as they are.
+        """
+        if self._rank == 0:
+            checkpoints.mend(self._run_dir)
+        damaged: list[tuple[Path, str]] = []
+        newest_first: list[int] = json.loads(
+            self._ranks.gather(json.dumps(checkpoints.present(self._run_dir)[::-1]))[0]
+        )
+        for step in newest_first:
+            path = checkpoint_path(self._run_dir, step)
+            if wrong := self._examine(path) or self._try(step):
+                damaged.append((path, wrong))
+            else:
+                return Found(step, [self._set_aside(*each, step) for each in damaged])
+        if damaged:
+            what = "; ".join(f"{path.name}: {wrong}" for path, wrong in damaged)
+            self._refuse(
+                f"none of the {len(damaged)} checkpoints in {damaged[0][0].parent} is whole ({what}); "
+                "restore one from a copy, or begin anew with resume=never"
+            )
+        return Found(None, [])
+
+    def _examine(self, path: Path) -> str:
+        """Its damage, as all ranks find it together."""
+        unseen = [
+            rank for rank, seen in enumerate(self._ranks.gather("seen" if path.is_dir() else "")) if not seen
+        ]
+        if unseen:
+            self._refuse(
+                f"trainer {unseen[0]} does not see {path}: run_dir must be on a file system that all "
+                "trainers share"
+            )
+        with checkpoints.reading(path):
+            mine = checkpoints.damage(path, self._rank, self._ranks.size)
+        if wrong := self._ranks.first(mine):
+            return wrong
+        state, own = read_state(path), self._welcome.store_id
+        if own and state.get("store_id", own) != own and not self._config.source.startswith("replay:"):
+            self._refuse(
+                f"{path} belongs to store {state['store_id']}, the run has store {own}: bring back the "
+                "store that the checkpoint was written with, or begin another run with its weights: "
+                f"model.path={path / 'hf'} run_dir=ANOTHER"
+            )
+        if state["distributed_optimizer"] != self._layout()["distributed_optimizer"]:
+            # the one keeps its parameters as state, the other does not
+            self._refuse(
                 f"{path} was saved with "
                 f"trainer.distributed_optimizer={str(state['distributed_optimizer']).lower()}; "
                 "go on with that, the tensor, pipeline and data parallelism may be others"
             )
-        with cuda_as_cpu():
-            loaded = self._read(path)
-            self._policy.gpt.load_state_dict(loaded["model"])
-            self._policy.optimizer.load_state_dict(loaded["optimizer"])
-            self._policy.scheduler.num_steps = 0  # loading counts on from here
-            self._policy.scheduler.load_state_dict(loaded["scheduler"])
-        unshare_steps(self._policy.optimizer)
+        return ""
+
+    def _try(self, step: int) -> str:
+        """Loads it; why it cannot be loaded, the same on all ranks."""
+        try:
+            self.load(step)
+        except Damaged as error:
+            return str(error)
+        return ""
+
+    def _set_aside(self, path: Path, wrong: str, taken: int) -> str:
+        kept = checkpoints.set_aside(path) if self._rank == 0 else path
+        text = (
+            f"checkpoint {path.name} is damaged ({wrong}) and kept as {kept.name}; "
+            f"{checkpoint_path(self._run_dir, taken).name} is taken instead"
+        )
+        log.warning(text)
+        return text
+
+    def _refuse(self, text: str) -> NoReturn:
+        """On all ranks, of which rank 0 says why."""
+        if self._rank == 0:
+            raise PermanentFailure(text)
+        raise LaminarError(_ELSEWHERE)
+
+    def load(self, step: int) -> None:
+        """Restores weights, optimizer, schedule and random states. At the layout that it was saved with, the
+        result is bit-exact: its hash is compared. Raises Damaged, on all ranks."""
+        path = checkpoint_path(self._run_dir, step)
+        state, mine = read_state(path), self._layout()
+        same_layout = {key: state.get(key) for key in mine} == mine
+        try:
+            with checkpoints.reading(path), cuda_as_cpu():
+                self._load_parts(path, same_layout)
+            wrong = ""
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            words = str(error).strip().splitlines()
+            wrong = f"it cannot be read: {type(error).__name__}: {words[-1] if words else ''}"
+        if wrong := self._ranks.first(wrong):
+            raise Damaged(wrong)
         self._learner.skipped_in_a_row = state["skipped_in_a_row"]
-        if {key: state[key] for key in mine} != mine:
-            return  # another number of ranks: other random streams, other shards to hash
-        set_rng_state(torch.load(path / "rng" / f"{self._rank:05d}.pt", weights_only=True))
+        if not same_layout:
+            return  # other random streams, other shards to hash
         state_hash = self.state_hash()
         if state_hash != state["state_hash"]:
-            raise LaminarError(
-                f"{path} is damaged: its state hash is {state_hash[:12]}, not {state['state_hash'][:12]}; "
-                "delete the folder to go on from the one before"
-            )
+            raise Damaged(f"its state hash is {state_hash[:12]}, not {state['state_hash'][:12]}")
 
-    def _read(self, path: Path) -> dict:
-        try:
-            return dist_checkpointing.load(self._sharded_state(loading=True), str(path / "megatron"))
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
-            reason = (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
-            )
-            raise LaminarError(
-                f"{path} is damaged and cannot be read ({reason}); "
-                "delete the folder to go on from the one before"
-            ) from error
+    def _load_parts(self, path: Path, with_random_states: bool) -> None:
+        loaded = dist_checkpointing.load(self._sharded_state(loading=True), str(path / "megatron"))
+        self._policy.gpt.load_state_dict(loaded["model"])
+        self._policy.optimizer.load_state_dict(loaded["optimizer"])
+        self._policy.scheduler.num_steps = 0  # loading counts on from here
+        self._policy.scheduler.load_state_dict(loaded["scheduler"])
+        unshare_steps(self._policy.optimizer)
+        if with_random_states:
+            set_rng_state(torch.load(path / "rng" / f"{self._rank:05d}.pt", weights_only=True))
 
     def state_hash(self) -> str:
         """SHA-256 over every rank's weights, optimizer tensors, schedule and random states, in the order of
@@ -135,7 +245,7 @@ class Checkpointer:
         mine.update(json.dumps(self._policy.scheduler.state_dict(), sort_keys=True).encode())
         own = torch.frombuffer(bytearray(mine.digest()), dtype=torch.uint8)
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, own, group=self._group)
+        dist.all_gather(parts, own, group=self._ranks.group)
         return hashlib.sha256(torch.cat(parts).numpy().tobytes()).hexdigest()
 
     def _sharded_state(self, loading: bool) -> dict:
@@ -155,23 +265,6 @@ class Checkpointer:
             "data_parallel": t.data_parallel,
             "distributed_optimizer": t.distributed_optimizer,
         }
-
-    def _meet(self, what: str) -> None:
-        """All ranks, within the time limit."""
-        try:
-            dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise LaminarError(
-                f"trainer {self._rank} waited {self._timeout.seconds} s for the other trainer ranks at "
-                f"{what}: {str(error).splitlines()[0]}"
-            ) from None
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def rng_state() -> dict[str, torch.Tensor]:

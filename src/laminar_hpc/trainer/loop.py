@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.world import init_trainer_world
-from laminar_hpc.messages.training import Checkpointed, TrainerDone
+from laminar_hpc.messages.training import Checkpointed, Restored, TrainerDone
 from laminar_hpc.policies.metrics import merged
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.inbox import Inbox
@@ -36,14 +36,14 @@ def run(context: RoleContext) -> None:
     """The whole life of a trainer rank. Raises LaminarError for whatever ends the run, StopReceived when the
     controller ends it."""
     config, trace = context.config, context.trace
-    restored = context.welcome.restored_step
     with trace.span("load"):
         init_trainer_world(context)
         policy = MegatronPolicy(config)
         learner = Learner(config, policy)
-        checkpointer = Checkpointer(context.run_dir, policy, learner)
-        if restored is not None:
-            checkpointer.load(restored)
+        checkpointer = Checkpointer(context.run_dir, policy, learner, context.welcome)
+        restored, passed_over = checkpointer.restore()
+        if dist.get_rank() == 0:
+            context.channel.send(Restored(restored, passed_over))
         inbox = Inbox(context)
         publisher = _NoPublisher() if config.source.startswith("replay:") else Publisher(context, policy)
     step, saved = restored or 0, restored
