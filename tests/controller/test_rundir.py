@@ -200,6 +200,23 @@ def test_a_store_older_than_the_checkpoint_is_refused(tmp_path):
     assert "older than the newest checkpoint (it ends at step 4)" in refused(make_store(tmp_path, 4), 6)
 
 
+def test_a_store_of_another_run_is_refused(tmp_path):
+    """Promise: step numbers alone do not make them belong together. Both ids are named; checkpoints that say
+    no id are taken by their step."""
+    path = make_store(tmp_path, 4)
+    store = Store(tmp_path)
+    own = store.store_id
+    store.close()
+    checkpoint(tmp_path, 4)
+    state = checkpoint_path(tmp_path, 4) / "state.json"
+    for text in ("{}", "no json", json.dumps({"store_id": own})):
+        state.write_text(text)
+        assert refused(path, 4) == ""
+    state.write_text(json.dumps({"store_id": "another"}))
+    assert f"is store {own}, and the newest checkpoint belongs to store another" in refused(path, 4)
+    assert refused(path, 4, replay=True) == ""
+
+
 def test_a_replay_reads_the_store_of_a_live_run_without_touching_it(tmp_path):
     """Promise: source=replay of a run that is going on neither waits for its store nor locks it."""
     live = Store(tmp_path)

@@ -90,14 +90,16 @@ class Shuffler:
 
 class Stand:
     """One run. `each_turn` is called in the controller's thread after every turn, `new_worker` makes
-    the replicas' workers."""
+    the replicas' workers, `trainer` is what trains."""
 
     def __init__(
         self,
         config: RunConfig,
         new_worker: NewWorker = new_worker,
         each_turn: Callable[[Controller], None] = lambda _: None,
+        trainer: Callable[[RunConfig, float, queue.SimpleQueue], None] = stage.trainer,
     ) -> None:
+        self._trainer = trainer
         self.config, self._new_worker, self.each_turn = config, new_worker, each_turn
         self.lines: list[str] = []
         self.error: BaseException | None = None
@@ -118,7 +120,7 @@ class Stand:
         handed: queue.SimpleQueue = queue.SimpleQueue()
         threads = [
             threading.Thread(target=part, args=args, daemon=True)
-            for part, args in ((stage.relay, (config, handed)), (stage.trainer, (config, 1e-6, handed)))
+            for part, args in ((stage.relay, (config, handed)), (self._trainer, (config, 1e-6, handed)))
         ]
         self.loop.run(self.pool.start())
         try:

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -208,6 +210,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     """Whatever is damaged: one line names checkpoint and file and what is taken instead; the damaged one
     stays under another name, also when later checkpoints are pruned."""
     trainer = Trainer(tied_model, tmp_path, checkpoint__keep=2)
+    trainer.train(0, 1)
     _, whole_hash = trainer.checkpointer.save(1)
     torch.rand(1)
     path, _ = trainer.checkpointer.save(2)
@@ -233,6 +236,7 @@ def test_an_older_checkpoint_without_a_list_is_told_by_its_hash(
     """Checkpoints of versions that wrote no files.json are taken, or passed over when their state is another
     or cannot be read."""
     trainer = Trainer(tied_model, tmp_path)
+    trainer.train(0, 1)
 
     def as_before(step: int, **changed: object) -> Path:
         path, _ = trainer.checkpointer.save(step)
@@ -271,11 +275,10 @@ def test_a_run_without_checkpoints_starts_on_its_model(tied_model: Path, tmp_pat
 
 def test_a_checkpoint_of_another_store_is_refused(tied_model: Path, tmp_path: Path, world: None) -> None:
     """Both ids are named, and what to do; the same store's, and those of versions without ids, are taken."""
-    Trainer(tied_model, tmp_path, welcome=Welcome("run", store_id="aaaa")).checkpointer.save(1)
-    assert (
-        Trainer(tied_model, tmp_path, welcome=Welcome("run", store_id="aaaa")).checkpointer.restore().step
-        == 1
-    )
+    trainer = Trainer(tied_model, tmp_path, welcome=Welcome("run", store_id="aaaa"))
+    trainer.train(0, 1)
+    trainer.checkpointer.save(1)
+    assert trainer.checkpointer.restore().step == 1
     assert Trainer(tied_model, tmp_path).checkpointer.restore().step == 1
     other = Trainer(tied_model, tmp_path, welcome=Welcome("run", store_id="bbbb"))
     with pytest.raises(
@@ -288,6 +291,7 @@ def test_which_checkpoints_stay(tied_model: Path, tmp_path: Path, world: None) -
     """The newest N and every Mth; what is being read stays until the next time; one whose name was lost
     between two renames gets it back."""
     trainer = Trainer(tied_model, tmp_path, checkpoint__keep=2, checkpoint__keep_every=3)
+    trainer.train(0, 1)
     for step in range(1, 6):
         trainer.checkpointer.save(step)
     assert steps(tmp_path) == [3, 4, 5]
@@ -315,13 +319,47 @@ def test_a_replaced_gang_writes_no_checkpoint(tied_model: Path, tmp_path: Path, 
     assert steps(tmp_path) == [1, 2] and read_state(checkpoint_path(tmp_path, 2))["gang"] == 2
 
 
+@pytest.mark.slow
+def test_a_gang_that_was_stopped_in_a_checkpoint_wakes_up_replaced(tied_model: Path, tmp_path: Path) -> None:
+    """A real process, stopped while it writes, and let go on when another gang may write: nothing that it
+    wrote gets a name, and it ends by itself."""
+    run_dir = tmp_path / "run"
+    fence(run_dir, 1)
+    many = [str(step) for step in range(1, 1000)]
+    command = [sys.executable, HERE / "save_checkpoint.py", tied_model, run_dir, "1", *many]
+    zombie = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (steps(run_dir) and list((run_dir / "checkpoints").glob(".step_*/rng/*"))):
+            assert zombie.poll() is None and time.monotonic() < deadline
+        zombie.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, zombie.pid, os.WSTOPPED)
+        fence(run_dir, 2)
+        before = steps(run_dir)
+        zombie.send_signal(signal.SIGCONT)
+        _, error = zombie.communicate(timeout=30)
+    finally:
+        zombie.kill()
+    assert zombie.returncode and "trainer gang 1 was replaced by gang 2 while it wrote" in error
+    assert steps(run_dir) == before
+
+
 @pytest.mark.skipif(not shutil.which("strace"), reason="strace is not installed")
 def test_all_is_on_the_disk_before_the_checkpoint_has_its_name(tied_model: Path, tmp_path: Path) -> None:
     """The system calls of a real save: every file and folder of it is synced before the rename, and the
     folder above after it."""
     run_dir, calls = tmp_path / "run", tmp_path / "calls"
-    command = ["strace", "-f", "-y", "-s", "300", "-e", "trace=fsync,fdatasync,rename,renameat,renameat2"]
-    save = [sys.executable, HERE / "save_checkpoint.py", tied_model, run_dir, "1"]
+    command = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-y",
+        "-s",
+        "300",
+        "-e",
+        "trace=fsync,fdatasync,rename,renameat,renameat2",
+    ]
+    save = [sys.executable, HERE / "save_checkpoint.py", tied_model, run_dir, "0", "1"]
     subprocess.run([*command, "-o", calls, *save], check=True, timeout=200)
     path = checkpoint_path(run_dir, 1)
     lines = calls.read_text().splitlines()

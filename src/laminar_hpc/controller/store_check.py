@@ -8,14 +8,14 @@ import sqlite3
 import threading
 from pathlib import Path
 
-from laminar_hpc.cluster.checkpoints import checkpoint_path
+from laminar_hpc.cluster.checkpoints import checkpoint_path, store_id
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.errors import Refused
 
 
 def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, seconds: float) -> None:
-    """Raises Refused if the store at `path` is damaged, or older than the checkpoint of `restored_step` (0 =
-    none).
+    """Raises Refused if the store at `path` is damaged, older than the checkpoint of `restored_step` (0 =
+    none), or another one than that checkpoint was written with.
 
     Reads all of it, a second per gigabyte or less; after `seconds` it counts as whole. A replay stores no
     trajectories of its own, so it needs no store."""
@@ -30,6 +30,7 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
         try:
             damage = _quick_check(connection, seconds)
             last = 0 if damage else _last_step(connection)
+            own = "" if damage else _id(connection)
         finally:
             connection.close()
     except sqlite3.DatabaseError as error:
@@ -37,10 +38,16 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
             raise
         if "locked" in str(error):
             raise Refused([f"{path} is in use by another program; end that one first"]) from None
-        damage, last = str(error), 0
+        damage, last, own = str(error), 0, ""
     if damage:
         raise Refused([_refusal(path, f"is damaged ({damage})", run_dir, restored_step)])
-    if last < restored_step and not replay:
+    if replay or restored_step < 1:
+        return
+    wanted = store_id(checkpoint_path(run_dir, restored_step))
+    if own and wanted and own != wanted:
+        text = f"is store {own}, and the newest checkpoint belongs to store {wanted}"
+        raise Refused([_refusal(path, text, run_dir, restored_step)])
+    if last < restored_step:
         text = f"is older than the newest checkpoint (it ends at step {max(0, last)})"
         raise Refused([_refusal(path, text, run_dir, restored_step)])
 
@@ -67,6 +74,14 @@ def _last_step(connection: sqlite3.Connection) -> int:
         return 0
     rows = connection.execute("SELECT MAX(consumed_step) + 1 FROM groups WHERE state = 'consumed'")
     return rows.fetchone()[0] or 0
+
+
+def _id(connection: sqlite3.Connection) -> str:
+    """Of the store; "" where a version without ids made it."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+        return ""
+    row = connection.execute("SELECT value FROM meta WHERE key = 'store_id'").fetchone()
+    return row[0] if row else ""
 
 
 def _refusal(path: Path, what: str, run_dir: Path, restored_step: int) -> str:

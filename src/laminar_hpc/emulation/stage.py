@@ -42,7 +42,8 @@ _WAIT = 600.0
 A = TypeVar("A", bound=Message)
 
 
-def _join(config: RunConfig, role: str) -> Channel:
+def join(config: RunConfig, role: str) -> Channel:
+    """As number 0 of its role."""
     hello = Hello(role, 0, uuid.uuid4().hex[:8], os.getpid(), machine_name(config.relay.shm_dir))
     return Channel(
         Path(config.run_dir),
@@ -54,7 +55,7 @@ def _join(config: RunConfig, role: str) -> Channel:
 
 def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
     """Until the controller says Stop."""
-    channel = _join(config, "relay")
+    channel = join(config, "relay")
     tensors, data = weights_file(Path(config.model.path))
     writer = SlotWriter(
         config.relay.shm_dir, channel.welcome.run_id, config.relay.slots, Path(config.model.path)
@@ -82,11 +83,21 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
 
 def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQueue[WeightId]") -> None:
     """All steps; `seconds_per_token` emulated seconds for each token of a batch."""
-    channel = _join(config, "trainer")
-    step = 0
+    channel = join(config, "trainer")
+    channel.send(Restored(None))
+    channel.request(Ping(), EpochProposed, timeout=_WAIT, what="the first epoch")
+    train(config, channel, 0, seconds_per_token, handed)
+
+
+def train(
+    config: RunConfig,
+    channel: Channel,
+    step: int,
+    seconds_per_token: float,
+    handed: "queue.SimpleQueue[WeightId]",
+) -> None:
+    """From step `step` to the end of the run."""
     try:
-        channel.send(Restored(None))
-        channel.request(Ping(), EpochProposed, timeout=_WAIT, what="the first epoch")
         _publish(channel, step, handed)
         while step < config.steps:
             asked, waited = time.time(), 0.0

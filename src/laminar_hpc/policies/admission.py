@@ -20,6 +20,13 @@ and due by step t. Invariant, at the start of step s: due(t) <= G * (t - s + 1) 
   - Samples of a granted group that go to older weights (lost ones, later rounds, or all of them after a
     restore) lower its p, which raises due(t) between the new due step and the old one. `may_go_on` allows it
     only where the invariant still holds.
+  - A restore to step r < s brings back what steps r to s - 1 trained, which was due at its step or later: of
+    steps up to t at most G * (t - r + 1) groups, and no live group is due before s. So the invariant holds at
+    r. Groups of the steps that are lost keep their p, which may be larger than r: they are due at p + b as
+    ever, and where they are trained before step p their staleness is negative. Their tokens came from a
+    policy that is not among the ancestors of the one that trains them, and their behaviour log-probs are that
+    policy's, so the importance ratio is right. Weights of a lost step p that are still served count as those
+    of step r, where the ways part: what is granted on them is due at r + b.
 At step s the invariant gives due(s) <= G, all of which are taken: none is late.
 
 Giving up starves nobody. A given-up group lowers the number of groups counted, so n and the bound above stay
