@@ -103,14 +103,17 @@ def test_the_reference_model_is_the_initial_one_also_after_a_resume(
     assert after.checkpointer.state_hash() == straight.checkpointer.state_hash()
 
 
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_before_the_first_update_can_be_resumed(
-    tied_model: Path, tmp_path: Path, world: None
+    dtype: str, distributed: bool, tied_model: Path, tmp_path: Path, world: None
 ) -> None:
     """A run may be stopped before its first step; its optimizer has no moments yet."""
-    fresh = Trainer(tied_model, tmp_path, trainer__distributed_optimizer=True)
+    settings = {"model__dtype": dtype, "trainer__distributed_optimizer": distributed}
+    fresh = Trainer(tied_model, tmp_path, **settings)
     fresh.checkpointer.save(0)
-    fresh.checkpointer.load(0)
-    assert fresh.train(0, 1) == Trainer(tied_model, tmp_path, trainer__distributed_optimizer=True).train(0, 1)
+    assert fresh.checkpointer.restore().step == 0
+    assert fresh.train(0, 1) == Trainer(tied_model, tmp_path, **settings).train(0, 1)
 
 
 def test_hash_tells_what_resume_must_restore(tied_model: Path, tmp_path: Path, world: None) -> None:

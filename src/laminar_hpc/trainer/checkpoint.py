@@ -26,7 +26,7 @@ from laminar_hpc.cluster.durable import FileSum
 from laminar_hpc.config.errors import LaminarError, PermanentFailure
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.trainer.agreement import Agreement
-from laminar_hpc.trainer.megatron.adam import named_state, unshare_steps
+from laminar_hpc.trainer.megatron.adam import named_state, restore_step_0, unshare_steps
 from laminar_hpc.trainer.megatron.checkpoint_writer import in_process_strategy
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
@@ -225,6 +225,8 @@ class Checkpointer:
     def _load_parts(self, path: Path, with_random_states: bool) -> None:
         loaded = dist_checkpointing.load(self._sharded_state(loading=True), str(path / "megatron"))
         self._policy.gpt.load_state_dict(loaded["model"])
+        if not self._config.trainer.distributed_optimizer:
+            restore_step_0(loaded["optimizer"])
         self._policy.optimizer.load_state_dict(loaded["optimizer"])
         self._policy.scheduler.num_steps = 0  # loading counts on from here
         self._policy.scheduler.load_state_dict(loaded["scheduler"])

@@ -77,6 +77,15 @@ def _let_steps_pass(optimizer: DistributedOptimizer) -> None:
     optimizer._set_main_param_and_optimizer_states = put_with_step
 
 
+def restore_step_0(loaded: dict) -> None:
+    """Before a load of what was saved before the first update: Megatron (0.16.1, optimizer/optimizer.py,
+    `sharded_state_dict`) leaves a step of 0 out, without which AdamW cannot be loaded. Not for the
+    distributed optimizer, which has it elsewhere."""
+    parts = [loaded] if {"state", "optimizer"} & loaded.keys() else loaded.values()
+    for part in parts:
+        part.get("optimizer", part)["state"].setdefault("common_step", torch.tensor(0.0))
+
+
 def unshare_steps(optimizer: MegatronOptimizer) -> None:
     """After a load: Megatron puts one step tensor into every parameter's state, and AdamW would count it up
     once per parameter."""
