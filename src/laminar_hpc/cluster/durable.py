@@ -4,8 +4,9 @@ no torch."""
 import errno
 import hashlib
 import os
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 # of file systems on which a folder cannot be synced: they order a rename behind what is in it by themselves
 _NOT_FOR_FOLDERS = {
@@ -55,7 +56,7 @@ def difference(path: Path, wanted: FileSum) -> str:
     return ""
 
 
-def _digest(file: BinaryIO) -> str:
+def _digest(file: BufferedIOBase) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 

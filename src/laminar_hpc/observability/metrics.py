@@ -54,9 +54,9 @@ class MetricsWriter:
         if kind == "start":
             self._open_board(fields.get("restored_step"))
         elif kind == "restored":
-            step = cast(int, fields["restored_step"] or 0)
-            if step < self._newest_step:
-                self._open_board(step)
+            back_to = cast(int, fields["restored_step"] or 0)
+            if back_to < self._newest_step:
+                self._open_board(back_to)
         elif kind not in NOT_CURVES and isinstance(step := fields.get("step"), int):
             board = self._board or self._open_board(None)
             self._newest_step = max(self._newest_step, step)
