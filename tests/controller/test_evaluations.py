@@ -92,3 +92,26 @@ def test_an_evaluation_whose_weights_are_gone_starts_again():
     assert {(r["weight_id"], r["step"], r["accuracy"]) for r in evaluations.results(done, 1.0)} == {
         (12, 6, 1.0)
     }
+
+
+def test_trainers_that_start_again_take_evaluations_of_lost_steps_back():
+    """What is due to later steps goes, what has begun on later weights starts again on new ones, and what was
+    asked before counts for nothing, also under the same name."""
+    evaluations = Evaluations(files(), 0, 1.0, 48)
+    for label, step in (("step", 2), ("step", 4), ("after", 6)):
+        evaluations.add(label, step, shares=1)
+    first = evaluations.grant(0, 9, 3, 0, 0.0)
+    second = evaluations.grant(1, 10, 4, 1, 0.0)
+    evaluations.restore(2, first_id=11)
+    assert [e.min_step for e in evaluations.queue] == [2]
+    assert evaluations.grant(0, 10, 4, 2, 0.0) is None, "weights of a step that is lost"
+    evaluations.add("step", 4, shares=1)
+    for old in (first, second):
+        assert answer(evaluations, old, lambda *_: 1.0) is None
+    again, later = evaluations.grant(0, 11, 2, 3, 0.0), evaluations.grant(1, 12, 4, 4, 0.0)
+    assert later.evaluation == second.evaluation
+    assert answer(evaluations, second, lambda *_: 1.0) is None
+    done = answer(evaluations, again, lambda *_: 0.0)
+    assert {(r["weight_id"], r["step"], r["accuracy"]) for r in evaluations.results(done, 1.0)} == {
+        (11, 2, 0.0)
+    }

@@ -112,6 +112,8 @@ def test_a_resumed_run_follows_what_is_new(tmp_path):
     metrics.write({"kind": "start", "time": begun + 60, "restored_step": 2, "pipeline": "laminar"})
     view = follower.look()
     assert [step["step"] for step in view.steps] == [1, 2] and view.status is None and view.reason == ""
+    metrics.write({"kind": "restored", "time": begun + 61, "restored_step": 1, "groups": 4})
+    assert [step["step"] for step in follower.look().steps] == [1], "the trainers took an older checkpoint"
 
 
 def test_a_long_trace_is_read_from_its_end(tmp_path):
