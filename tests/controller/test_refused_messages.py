@@ -19,7 +19,7 @@ from laminar_hpc.messages.data import PromptGroup
 from laminar_hpc.messages.membership import Failure, Hello, Ping, Welcome
 from laminar_hpc.messages.publication import NewWeightId, WeightId
 from laminar_hpc.messages.rollouts import Grant, Lost
-from laminar_hpc.messages.training import StepDone
+from laminar_hpc.messages.training import StepDone, TakeBatch
 from laminar_hpc.messages.wire import encode
 
 GROUP = PromptGroup(0, [], "", {"a": 0}, [])
@@ -102,6 +102,18 @@ def test_what_a_trainer_says_and_cannot_be_read_ends_the_run_in_a_second(
         errors[0].startswith("laminar: error: a message from trainer 0 was refused: ") and reason in errors[0]
     )
     assert "install the same version of laminar_hpc on all machines" in errors[0]
+    trainer.close()
+
+
+@pytest.mark.parametrize("run", ["controller"], indirect=True)
+def test_a_trainer_that_has_not_said_where_it_starts_gets_no_batch(run: Run) -> None:
+    """Promise: the run ends with one line, not with a batch of a step that is another to the store."""
+    trainer = run.join("trainer")
+    trainer.send(TakeBatch(0))
+    code, lines, seconds = run.end()
+    errors = [line for line in lines if "error" in line.lower() or "Traceback" in line]
+    assert code and len(errors) == 1 and seconds < 5
+    assert "trainer 0 asks for step 0 and has not said where it starts; install the same" in errors[0]
     trainer.close()
 
 

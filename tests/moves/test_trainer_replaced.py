@@ -7,7 +7,6 @@ from pathlib import Path
 from stand import Stand, assert_every_one_ended_once, small_config
 
 from laminar_hpc.cluster.checkpoints import newest_gang
-from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation import stage
 from laminar_hpc.messages.publication import WeightId
@@ -59,19 +58,3 @@ def test_the_next_trainers_go_on_from_their_checkpoint(tmp_path: Path) -> None:
     assert published == [(0, 0), (1, 1), (2, 2), (4, 1), (5, 2), (6, 3), (7, 4)]
     said = "\n".join(stand.lines)
     assert "going on from the checkpoint of step 1" in said and "step_000002 is damaged" in said
-
-
-def test_a_trainer_that_has_not_said_where_it_starts_gets_nothing(tmp_path: Path) -> None:
-    """Neither a batch nor a wait that never ends: the run ends with a line."""
-
-    def silent(config: RunConfig, seconds: float, handed: queue.SimpleQueue) -> None:
-        channel = stage.join(config, "trainer")
-        stage.train(config, channel, 0, seconds, handed)
-
-    stand = Stand(small_config(tmp_path, steps=1), trainer=silent)
-    try:
-        stand.run(60)
-    except LaminarError as error:
-        assert "trainer 0 asks for step 0 and has not said where it starts" in str(error)
-    else:
-        raise AssertionError("it got a batch")

@@ -45,7 +45,6 @@ class Membership:
         self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
         self._weights, self._store = weights, store
         self._run_id, self._forget = run_id, forget
-        self._gang = ""  # trainer 0 of the newest one, by its identity
         self._trainers_meet: TrainersMeet | None = None
         self._oom_kills = oom_kills()
 
@@ -58,11 +57,14 @@ class Membership:
             where = f"pid {rival.hello.pid} on {rival.hello.machine}"
             text = f"{rival.name} is in this run already ({where}): start another run_dir, or set first_index"
             return self._outbox.send_to(identity, Failure(text))
+        leads = (hello.role, hello.index) == ("trainer", 0)
+        if leads and 0 < self._gang_of(identity) < self._store.get("gang", 0):
+            return self._outbox.send_to(identity, Failure("other trainers have taken the place of these"))
         earlier = self._members.join(identity, hello)
         if earlier and earlier.identity != identity:
             self._forget(earlier)
         log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
-        if (hello.role, hello.index) == ("trainer", 0) and identity != self._gang:
+        if leads and not self._gang_of(identity):
             self._new_gang(identity)
         self._outbox.send_to(identity, self._welcome())
         if hello.role == "trainer" and self._trainers_meet:
@@ -73,10 +75,17 @@ class Membership:
             self._outbox.send_to(identity, WeightsAvailable(*newest))
         return None
 
+    def _gang_of(self, identity: str) -> int:
+        """By the identity of its trainer 0, whichever controller it joined; 0 = not known."""
+        return self._store.get(f"gang {identity}", 0)
+
     def _new_gang(self, identity: str) -> None:
-        """From here on an earlier one can write no checkpoint; its messages are those of a stranger."""
-        self._gang, gang = identity, self._store.get("gang", 0) + 1
+        """From here on an earlier one can write no checkpoint, its messages are those of a stranger, and it
+        cannot come back."""
+        gang = self._store.get("gang", 0) + 1
         self._store.put("gang", gang)
+        self._store.put(f"gang {identity}", gang)
+        self._trainers_meet = None
         checkpoints.fence(Path(self._shared.config.run_dir), gang)
 
     def _welcome(self) -> Welcome:

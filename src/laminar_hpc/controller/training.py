@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member
@@ -97,14 +98,14 @@ class Training:
                 text = f"all {steps} steps are trained: only the last evaluation is done now"
                 say(console.line("set-up", text))
 
+    def _check_started(self, member: Member, what: str) -> None:
+        if member.identity != self._gang:
+            raise LaminarError(f"{member.name} {what} and has not said where it starts; {SAME_VERSION}")
+
     # ---- batches -------------------------------------------------------------------------------------------
 
     def on_take_batch(self, member: Member, request: TakeBatch) -> None:
-        if member.identity != self._gang:
-            raise LaminarError(
-                f"{member.name} asks for step {request.step} and has not said where it starts; "
-                "install the same version of laminar_hpc on all machines"
-            )
+        self._check_started(member, f"asks for step {request.step}")
         if request.step != self._state.trainer_step:
             raise LaminarError(
                 f"the trainer asks for step {request.step}, the run is "
@@ -158,6 +159,7 @@ class Training:
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def on_step_done(self, member: Member, done: StepDone) -> None:
+        self._check_started(member, f"has done step {done.step}")
         self._state.trainer_step, self._state.groups_taken = done.step + 1, 0
         self._record(done)
         self._samples.show(done.step, self._replay or self._store)

@@ -1,0 +1,75 @@
+"""Which trainers may go on: the last that came, and nobody whom they have replaced."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from laminar_hpc.cluster.checkpoints import newest_gang
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.members import Members
+from laminar_hpc.controller.membership import Membership
+from laminar_hpc.controller.shared import Outbox, RunState, Shared
+from laminar_hpc.controller.store import Store
+from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.membership import Failure, Hello, Welcome
+from laminar_hpc.messages.training import TrainersMeet
+
+
+class Entry:
+    """A controller's, as far as workers that come see it."""
+
+    def __init__(self, run_dir: Path, store: Store) -> None:
+        config = RunConfig(run_dir=str(run_dir))
+        self.members, self.outbox = Members("here", 10.0), Outbox()
+        shared = Shared(config, SimpleNamespace(), RunState(0), self.members, self.outbox, None, print)
+        self.membership = Membership(shared, SimpleNamespace(), "run", store, lambda _: None)
+
+    def hello(self, incarnation: str, index: int = 0) -> list[Message]:
+        """What it is answered."""
+        hello = Hello("trainer", index, incarnation, pid=1, machine="there")
+        self.membership.on_hello(f"trainer:{index}:{incarnation}", hello)
+        return [message for _, message in self.outbox.take()]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def test_each_life_of_trainer_0_is_a_gang_of_its_own(tmp_path: Path, store: Store) -> None:
+    """The number rises with each, over controllers too; a reconnection is none. Before the gang is let in
+    only it may write checkpoints."""
+    entry = Entry(tmp_path, store)
+    (first,) = entry.hello("a")
+    assert isinstance(first, Welcome) and first.gang == newest_gang(tmp_path) == 1
+    assert first.store_id == store.store_id
+    assert [m.gang for m in entry.hello("x", index=1)] == [1], "another rank is of the same gang"
+    assert [m.gang for m in entry.hello("a")] == [1]
+    entry = Entry(tmp_path, store)
+    assert [m.gang for m in entry.hello("a")] == [1], "it has outlived its controller"
+    assert [m.gang for m in entry.hello("b")] == [2] and newest_gang(tmp_path) == 2
+    store.close()
+
+
+def test_a_replaced_gang_cannot_come_back(tmp_path: Path, store: Store) -> None:
+    """Not even when those who took its place are gone."""
+    entry = Entry(tmp_path, store)
+    entry.hello("a")
+    entry.hello("b")
+    entry.members.leave(entry.members.at("trainer"))
+    (answer,) = entry.hello("a")
+    assert isinstance(answer, Failure) and "other trainers have taken the place" in answer.text
+    assert entry.members.at("trainer") is None and newest_gang(tmp_path) == 2
+    store.close()
+
+
+def test_ranks_of_the_next_gang_are_not_sent_to_the_last_ones_place(tmp_path: Path, store: Store) -> None:
+    """Where the trainers meet is said by each trainer 0 anew."""
+    entry = Entry(tmp_path, store)
+    entry.hello("a")
+    entry.membership.on_trainers_meet(entry.members.at("trainer"), TrainersMeet("there", 1))
+    assert len(entry.hello("x", index=1)) == 2
+    entry.hello("b")
+    assert len(entry.hello("y", index=1)) == 1
+    store.close()
