@@ -14,12 +14,13 @@ import zmq
 
 from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.channel import Channel
+from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import PromptGroup
+from laminar_hpc.messages.data import Message, PromptGroup
 from laminar_hpc.messages.membership import Failure, Hello, Ping, Welcome
 from laminar_hpc.messages.publication import NewWeightId, WeightId
 from laminar_hpc.messages.rollouts import Grant, Lost
-from laminar_hpc.messages.training import StepDone, TakeBatch
+from laminar_hpc.messages.training import Restored, StepDone, TakeBatch
 from laminar_hpc.messages.wire import encode
 
 GROUP = PromptGroup(0, [], "", {"a": 0}, [])
@@ -105,15 +106,33 @@ def test_what_a_trainer_says_and_cannot_be_read_ends_the_run_in_a_second(
     trainer.close()
 
 
-@pytest.mark.parametrize("run", ["controller"], indirect=True)
-def test_a_trainer_that_has_not_said_where_it_starts_gets_no_batch(run: Run) -> None:
-    """Promise: the run ends with one line, not with a batch of a step that is another to the store."""
+@pytest.mark.parametrize(
+    ("run", "message", "reason"),
+    [
+        (
+            "controller",
+            TakeBatch(0),
+            "trainer 0 asks for step 0 and has not said where it starts; install the same",
+        ),
+        ("controller", Restored(None), "where the controller sees that of step 4: run_dir must be on"),
+    ],
+    ids=["unsaid", "unseen"],
+    indirect=["run"],
+)
+def test_a_trainer_that_is_not_where_the_run_is_gets_no_batch(
+    run: Run, message: Message, reason: str
+) -> None:
+    """Promise: the run ends with one line, not with a batch of a step that is another to the store, nor from
+    its beginning because one machine does not see its checkpoints."""
     trainer = run.join("trainer")
-    trainer.send(TakeBatch(0))
+    checkpoint = checkpoint_path(run.folder, 4)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    trainer.send(message)
     code, lines, seconds = run.end()
     errors = [line for line in lines if "error" in line.lower() or "Traceback" in line]
     assert code and len(errors) == 1 and seconds < 5
-    assert "trainer 0 asks for step 0 and has not said where it starts; install the same" in errors[0]
+    assert reason in errors[0]
     trainer.close()
 
 

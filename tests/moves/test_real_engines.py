@@ -136,7 +136,7 @@ def relay_of(models: list[Path]):
     """A relay whose odd ids are other weights than the even ones, with true sums."""
 
     def relay(config: RunConfig, handed: queue.SimpleQueue) -> None:
-        channel = stage._join(config, "relay")
+        channel = stage.join(config, "relay")
         writer = SlotWriter(config.relay.shm_dir, channel.welcome.run_id, config.relay.slots, models[0])
         try:
             while True:

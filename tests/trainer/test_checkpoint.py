@@ -271,6 +271,20 @@ def test_without_a_whole_checkpoint_nothing_is_touched(tied_model: Path, tmp_pat
     assert steps(tmp_path) == [1, 2]
 
 
+def test_a_whole_checkpoint_that_does_not_fit_is_no_damaged_one(
+    tied_model: Path, untied_model: Path, tmp_path: Path, world: None
+) -> None:
+    """Another model.path would put one good checkpoint after another aside: it is refused instead."""
+    Trainer(tied_model, tmp_path).checkpointer.save(1)
+    Trainer(tied_model, tmp_path).checkpointer.save(2)
+    other = Trainer(untied_model, tmp_path)
+    with pytest.raises(
+        PermanentFailure, match=r"all files of .*step_000002 are as they were written, and it"
+    ):
+        other.checkpointer.restore()
+    assert steps(tmp_path) == [1, 2]
+
+
 def test_a_run_without_checkpoints_starts_on_its_model(tied_model: Path, tmp_path: Path, world: None) -> None:
     """So a fresh run goes the same way as a resumed one."""
     assert Trainer(tied_model, tmp_path).checkpointer.restore() == (None, [])

@@ -80,7 +80,7 @@ def damage(checkpoint: Path, share: int = 0, of: int = 1) -> str:
     nothing. A checkpoint of a version that made no list counts as whole."""
     try:
         state = read_state(checkpoint)
-        if not (checkpoint / LIST_FILE).exists() and "files" not in state:
+        if not is_listed(checkpoint) and "files" not in state:
             return ""
         files = _listed(checkpoint)
     except Damaged as error:
@@ -92,6 +92,11 @@ def damage(checkpoint: Path, share: int = 0, of: int = 1) -> str:
         if wrong := durable.difference(checkpoint / name, files[name]):
             return f"{name} {wrong}"
     return ""
+
+
+def is_listed(checkpoint: Path) -> bool:
+    """Whether `damage` can tell of every file; not of a checkpoint of a version that made no list."""
+    return (checkpoint / LIST_FILE).exists()
 
 
 def _listed(checkpoint: Path) -> dict[str, FileSum]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.evaluations import Evaluations
@@ -75,6 +76,11 @@ class Training:
         """The same for a fresh run, a resumed one, and trainers that replace others while all else goes
         on."""
         state, step = self._state, restored.step or 0
+        if restored.step is None and (seen := checkpoints.steps(Path(self._config.run_dir))):
+            raise LaminarError(
+                f"{member.name} sees no checkpoint in {self._config.run_dir}, where the controller sees that "
+                f"of step {seen[-1]}: run_dir must be on a file system that all trainers share"
+            )
         self._gang, self._request = member.identity, None
         state.trainer_step, state.groups_taken, state.trainer_done = step, 0, False
         groups = self._tracker.restore(step)

@@ -124,8 +124,8 @@ class Checkpointer:
         """Loads the newest checkpoint of the run that is whole, and puts damaged newer ones aside. The same
         on all ranks.
 
-        Raises PermanentFailure when there are some but none is whole, or when the newest is that of another
-        store; then all are left as they are.
+        Raises PermanentFailure when there are some but none is whole, or when the newest whole one is that of
+        another store or cannot be loaded; then all are left as they are.
         """
         if self._rank == 0:
             checkpoints.mend(self._run_dir)
@@ -178,10 +178,16 @@ class Checkpointer:
         return ""
 
     def _try(self, step: int) -> str:
-        """Loads it; why it cannot be loaded, the same on all ranks."""
+        """Loads it; its damage, the same on all ranks, where it has no list that would have told before."""
         try:
             self.load(step)
         except Damaged as error:
+            path = checkpoint_path(self._run_dir, step)
+            if checkpoints.is_listed(path):
+                self._refuse(
+                    f"all files of {path} are as they were written, and {error}: is model.path or the "
+                    "version of a package another one than then?"
+                )
             return str(error)
         return ""
 
@@ -191,7 +197,8 @@ class Checkpointer:
             f"checkpoint {path.name} is damaged ({wrong}) and kept as {kept.name}; "
             f"{checkpoint_path(self._run_dir, taken).name} is taken instead"
         )
-        log.warning(text)
+        if self._rank == 0:
+            log.warning(text)
         return text
 
     def _refuse(self, text: str) -> NoReturn:
