@@ -72,6 +72,7 @@ UNITS = {
     "evaluation.every": "trainer steps",
     "checkpoint.every": "trainer steps",
     "checkpoint.keep": "checkpoints",
+    "checkpoint.keep_every": "trainer steps",
     "relay.full_every": "publications",
     "optimizer.warmup_steps": "trainer steps",
     "optimizer.max_skipped_updates": "optimizer updates",

@@ -1,19 +1,22 @@
 """Which trainers may go on: the last that came, and nobody whom they have replaced."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from laminar_hpc.cluster.checkpoints import newest_gang
+from laminar_hpc.cluster.checkpoints import checkpoint_path, newest_gang
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.members import Members
+from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.shared import Outbox, RunState, Shared
 from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.training import Training
 from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.membership import Failure, Hello, Welcome
-from laminar_hpc.messages.training import TrainersMeet
+from laminar_hpc.messages.training import Restored, StepDone, TakeBatch, TrainersMeet
 
 
 class Entry:
@@ -22,8 +25,8 @@ class Entry:
     def __init__(self, run_dir: Path, store: Store) -> None:
         config = RunConfig(run_dir=str(run_dir))
         self.members, self.outbox = Members("here", 10.0), Outbox()
-        shared = Shared(config, SimpleNamespace(), RunState(0), self.members, self.outbox, None, print)
-        self.membership = Membership(shared, SimpleNamespace(), "run", store, lambda _: None)
+        self.shared = Shared(config, SimpleNamespace(), RunState(0), self.members, self.outbox, None, print)
+        self.membership = Membership(self.shared, SimpleNamespace(), "run", store, lambda _: None)
 
     def hello(self, incarnation: str, index: int = 0) -> list[Message]:
         """What it is answered."""
@@ -72,4 +75,32 @@ def test_ranks_of_the_next_gang_are_not_sent_to_the_last_ones_place(tmp_path: Pa
     assert len(entry.hello("x", index=1)) == 2
     entry.hello("b")
     assert len(entry.hello("y", index=1)) == 1
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("say", "reason"),
+    [
+        (lambda t, m: t.on_take_batch(m, TakeBatch(0)), "asks for step 0 and has not said where it starts"),
+        (lambda t, m: t.on_step_done(m, StepDone(0, {})), "has done step 0 and has not said where it starts"),
+        (
+            lambda t, m: t.on_restored(m, Restored(None)),
+            "sees no checkpoint in .* the controller sees that of step 4: run_dir must be on a file system",
+        ),
+    ],
+    ids=["batch", "step", "unseen"],
+)
+def test_trainers_that_are_not_where_the_run_is_end_it(
+    say: Callable[[Training, Member], None], reason: str, tmp_path: Path, store: Store
+) -> None:
+    """They get no batch of a step that is another to the store, and a run does not begin anew because one
+    machine does not see its checkpoints."""
+    entry = Entry(tmp_path, store)
+    entry.hello("a")
+    checkpoint = checkpoint_path(tmp_path, 4)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    training = Training(entry.shared, SimpleNamespace(), None, SimpleNamespace(), store, None)
+    with pytest.raises(LaminarError, match=f"trainer 0 {reason}"):
+        say(training, entry.members.at("trainer"))
     store.close()

@@ -144,4 +144,4 @@ def said(tracker: TrajectoryTracker) -> dict[int, tuple]:
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLife.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)

@@ -14,13 +14,12 @@ import zmq
 
 from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.channel import Channel
-from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import Message, PromptGroup
+from laminar_hpc.messages.data import PromptGroup
 from laminar_hpc.messages.membership import Failure, Hello, Ping, Welcome
 from laminar_hpc.messages.publication import NewWeightId, WeightId
 from laminar_hpc.messages.rollouts import Grant, Lost
-from laminar_hpc.messages.training import Restored, StepDone, TakeBatch
+from laminar_hpc.messages.training import StepDone
 from laminar_hpc.messages.wire import encode
 
 GROUP = PromptGroup(0, [], "", {"a": 0}, [])
@@ -103,36 +102,6 @@ def test_what_a_trainer_says_and_cannot_be_read_ends_the_run_in_a_second(
         errors[0].startswith("laminar: error: a message from trainer 0 was refused: ") and reason in errors[0]
     )
     assert "install the same version of laminar_hpc on all machines" in errors[0]
-    trainer.close()
-
-
-@pytest.mark.parametrize(
-    ("run", "message", "reason"),
-    [
-        (
-            "controller",
-            TakeBatch(0),
-            "trainer 0 asks for step 0 and has not said where it starts; install the same",
-        ),
-        ("controller", Restored(None), "where the controller sees that of step 4: run_dir must be on"),
-    ],
-    ids=["unsaid", "unseen"],
-    indirect=["run"],
-)
-def test_a_trainer_that_is_not_where_the_run_is_gets_no_batch(
-    run: Run, message: Message, reason: str
-) -> None:
-    """Promise: the run ends with one line, not with a batch of a step that is another to the store, nor from
-    its beginning because one machine does not see its checkpoints."""
-    trainer = run.join("trainer")
-    checkpoint = checkpoint_path(run.folder, 4)
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text("{}")
-    trainer.send(message)
-    code, lines, seconds = run.end()
-    errors = [line for line in lines if "error" in line.lower() or "Traceback" in line]
-    assert code and len(errors) == 1 and seconds < 5
-    assert reason in errors[0]
     trainer.close()
 
 

@@ -81,18 +81,25 @@ def test_kill_resume_stop_resume(run_dir):
 @pytest.mark.timeout(400)
 def test_replay_and_resume_are_bit_exact(run_dir, tmp_path):
     """`source=replay`: weights, optimizer and RNG after a resume hash equal to an uninterrupted run's on the
-    same batches: a run that has lost its last checkpoint trains those steps again."""
-    words = [f"source=replay:{run_dir}", "checkpoint.every=2", "steps=4"]
+    same batches: a run that has lost its last checkpoint, and of which the one before is damaged, says so and
+    trains those steps again."""
+    words = [f"source=replay:{run_dir}", "checkpoint.every=2", "checkpoint.keep=3", "steps=5"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run = Run(whole, *words)
     assert run.finish() == 0, run.lines
     shutil.copytree(whole, parts)
-    shutil.rmtree(checkpoint_path(parts, 4))
+    shutil.rmtree(checkpoint_path(parts, 5))
+    with open(checkpoint_path(parts, 4) / "rng" / "00000.pt", "r+b") as file:
+        file.truncate(100)
     run = Run(parts, *words, "resume=auto")
+    line = run.read_until("is taken instead")
+    assert "checkpoint step_000004 is damaged (rng/00000.pt has 100 of its " in line
     run.read_until("going on from the checkpoint of step 2")
     assert run.finish() == 0, run.lines
-    ends = [read_state(checkpoint_path(folder, 4))["state_hash"] for folder in (whole, parts)]
-    assert ends[0] == ends[1] != read_state(checkpoint_path(whole, 2))["state_hash"]
+    for step in (4, 5):
+        ends = [read_state(checkpoint_path(folder, step))["state_hash"] for folder in (whole, parts)]
+        assert ends[0] == ends[1] != read_state(checkpoint_path(whole, 2))["state_hash"]
+    assert summary(parts)["steps"] == 5
 
 
 @pytest.mark.slow
