@@ -21,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from laminar_hpc.cluster.checkpoints import Damaged
 from laminar_hpc.trainer import checkpoint
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron import adam, building, cpu
@@ -59,8 +60,19 @@ def test_a_distributed_adam_cannot_be_loaded_without_its_steps(
     monkeypatch.setattr(adam, "_let_steps_pass", nothing)
     checkpointer = trained(tied_model, tmp_path, trainer__distributed_optimizer=True)
     checkpointer.save(1)
-    with pytest.raises(KeyError, match="step"):
+    with pytest.raises(Damaged, match="KeyError: 'step'"):
         checkpointer.load(1)
+
+
+def test_an_adam_saved_before_its_first_update_cannot_be_loaded(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """adam.restore_step_0: Megatron leaves a step of 0 out of what it saves."""
+    monkeypatch.setattr(checkpoint, "restore_step_0", nothing)
+    checkpointer = trained(tied_model, tmp_path, steps=0)
+    checkpointer.save(0)
+    with pytest.raises(Damaged, match="KeyError: 'step'"):
+        checkpointer.load(0)
 
 
 def test_a_loaded_adam_shares_one_step(
