@@ -3,9 +3,9 @@ installed) can be saved and resumed.
 
 Called by trainer/megatron/building.py and trainer/checkpoint.py. Without `prime`, an optimizer cannot be
 saved before its first update, nor can the distributed one be loaded; without `restore_step_0` what was saved
-before the first update cannot be loaded; without `unshare_steps`, a loaded one
-silently counts its steps once per parameter, and Adam's bias correction is wrong. `prime` also mends how the
-distributed optimizer finds a parameter in what it saves.
+before the first update cannot be loaded; without `unshare_steps`, a loaded one silently counts its steps once
+per parameter, and Adam's bias correction is wrong. `prime` also mends how the distributed optimizer finds a
+parameter in what it saves.
 """
 
 from collections.abc import Iterator
