@@ -13,6 +13,7 @@ never acknowledged and is left out. Anything else that does not fit is damage. W
 earlier era wrote after its successor had begun does not count.
 """
 
+import itertools
 import os
 import re
 import struct
@@ -168,7 +169,7 @@ class Segment:
                     self.offset = end
                     return body, checksum
         if _frame_follows(self._data, start):
-            raise Damaged(self.file.path, start, number - 1)
+            raise Damaged(self.path, start, number - 1)
         return None
 
 
@@ -215,7 +216,7 @@ def read_after(folder: Path, start: Position) -> Iterator[tuple[Segment, msgspec
     Raises OtherHistory when `start` is not on the history of the journal, Damaged where it cannot be read."""
     files = since(segments(folder), start)
     at: Position | None = None
-    for file, following in zip(files, [*files[1:], None], strict=True):
+    for file, following in itertools.zip_longest(files, files[1:]):
         until = None if following is None else following.number
         segment = Segment(file)
         at = _join(at, start, segment)

@@ -138,7 +138,7 @@ def identity(store: Path) -> Found | None:
         try:
             if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
                 return None
-            store_id, position, run_dir = (read(db) for read in (store_id_of, position_of, run_dir_of))
+            store_id, position, run_dir = store_id_of(db), position_of(db), run_dir_of(db)
         finally:
             db.close()
     except sqlite3.DatabaseError as error:
@@ -206,8 +206,8 @@ def build(folder: Path, target: Path) -> tuple[Position, int, int]:
         except Damaged as error:
             raise Refused([_refusal(folder, error, db)]) from None
         except OtherHistory:
-            error = Damaged(snapshots[-1].path if snapshots else folder, 0, 0)
-            raise Refused([_refusal(folder, error, None)]) from None
+            unknown = Damaged(snapshots[-1].path if snapshots else folder, 0, 0)
+            raise Refused([_refusal(folder, unknown, None)]) from None
         db.execute("COMMIT")
     finally:
         db.close()
