@@ -6,7 +6,8 @@ from pathlib import Path
 
 from laminar_hpc.controller import journal
 from laminar_hpc.controller.journal import Journal
-from laminar_hpc.controller.recovery import build, settle
+from laminar_hpc.controller.rebuild import build
+from laminar_hpc.controller.recovery import settle
 from laminar_hpc.controller.store import Store
 
 

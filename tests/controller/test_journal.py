@@ -18,7 +18,7 @@ from journals import Place, groups, tables, transaction
 
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.errors import Refused
-from laminar_hpc.controller import journal, journal_watch
+from laminar_hpc.controller import journal, journal_watch, rebuild
 from laminar_hpc.controller.journal import take_snapshot
 from laminar_hpc.controller.journal_files import segments, snapshots
 from laminar_hpc.controller.journal_watch import JournalWatch
@@ -137,6 +137,20 @@ def test_any_statements_rebuild_the_same_store(tmp_path_factory, steps):
             store._db.cursor().execute(sql, parameters)
     store.close()
     assert tables(place.path(machine)) == place.rebuilt()
+
+
+def test_a_store_can_be_rebuilt_by_hand(tmp_path, capsys):
+    """Promise: `python -m laminar_hpc.controller.rebuild RUN_DIR FILE` writes what the journal knows, and
+    overwrites nothing."""
+    place = Place(tmp_path)
+    place.write(0, 1)
+    rebuild.main(place.folder.parent, tmp_path / "copy.sqlite")
+    assert tables(tmp_path / "copy.sqlite") == tables(place.path())
+    assert f"{tmp_path}/copy.sqlite: transaction 3" in capsys.readouterr().out
+    with pytest.raises(Refused, match="exists; name another file"):
+        rebuild.main(place.folder.parent, place.path())
+    with pytest.raises(Refused, match="holds no journal"):
+        rebuild.main(tmp_path, tmp_path / "other.sqlite")
 
 
 # ---- damage ------------------------------------------------------------------------------------------------

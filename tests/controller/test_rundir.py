@@ -188,8 +188,8 @@ def test_what_a_deleted_run_has_left_in_store_dir_is_moved_aside(tmp_path):
 
 
 def test_the_controller_rebuilds_a_store_that_is_missing_or_damaged(tmp_path):
-    """Promise: with a journal neither the launcher nor the controller refuses it, and the same command goes on;
-    resume=never takes journal and store aside."""
+    """Promise: with a journal neither the launcher nor the controller refuses it, and the same command goes
+    on; resume=never takes journal and store aside."""
     config = config_of(tmp_path / "run", f"store_dir={tmp_path}/stores")
     prepare(config)
     store_id, path, said = written(config), store_path(config), list[str]()
@@ -211,10 +211,8 @@ def test_the_controller_rebuilds_a_store_that_is_missing_or_damaged(tmp_path):
 
 
 def make_store(folder: Path, steps: int) -> Path:
-    """A store of so many steps of a group each, and checkpoints to go with it."""
+    """A store of so many steps of a group each."""
     store = Store(folder)
-    for step in range(2, steps + 3, 2):
-        checkpoint(folder, step)
     for step in range(steps):
         store.add_group(step, 0, step, step, step + 1, 0.0)
         for sample in range(50):
@@ -277,6 +275,7 @@ def test_a_store_older_than_the_checkpoint_is_refused(tmp_path):
 def test_a_checkpoint_of_another_store_is_refused(tmp_path):
     """Promise: both ids are named; a checkpoint that names no store is taken as it is."""
     path = make_store(tmp_path, 4)
+    checkpoint(tmp_path, 4)
     state = checkpoint_path(tmp_path, 4) / "state.json"
     store_id = identity(path).store_id
     for wanted, text in (

@@ -12,32 +12,26 @@ A damaged journal is begun anew from a store that the last controller has left; 
 
 import os
 import secrets
-import shutil
 import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.controller import journal_files as files
 from laminar_hpc.controller.journal import (
     MARK,
-    file_digest,
     position_of,
     run_dir_of,
     store_id_of,
     take_snapshot,
 )
 from laminar_hpc.controller.journal_files import Damaged, OtherHistory, Position
+from laminar_hpc.controller.rebuild import build, refusal, replay
 from laminar_hpc.observability import console
-
-_calls = msgspec.msgpack.Decoder(list[tuple[int, Any]])
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ def _continue(folder: Path, store: Path, position: Position, say: Callable[[str]
             _rebuild(folder, store, say)
     except Damaged as error:
         if not last_writer:
-            raise Refused([_refusal(folder, error, None)]) from None
+            raise Refused([refusal(folder, error, None)]) from None
         _begin_anew(folder, store, say, f"is whole and its journal is not ({error})")
     return None
 
@@ -116,7 +110,7 @@ def journal_id(folder: Path) -> str:
         if segments and (snapshots or len(segments) > 1 or _has_transactions(segments[-1])):
             return files.Segment(segments[-1]).header.store_id
     except Damaged as error:
-        raise Refused([_refusal(folder, error, None)]) from None
+        raise Refused([refusal(folder, error, None)]) from None
     if not snapshots:
         return ""
     found = identity(snapshots[-1].path)
@@ -157,7 +151,7 @@ def _catch_up(folder: Path, store: Path, start: Position, say: Callable[[str], N
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")
         db.execute("BEGIN IMMEDIATE")
-        count = _replay(folder, db, start)[1]
+        count = replay(folder, db, start)[1]
         db.execute("COMMIT" if count else "ROLLBACK")
     finally:
         db.close()
@@ -186,57 +180,6 @@ def _rebuild(folder: Path, store: Path, say: Callable[[str], None]) -> None:
     )
     moved = f"; what was there is now {aside}" if aside else ""
     say(console.line("set-up", f"{what}, {console.size(read)} in {console.duration(seconds)}{moved}"))
-
-
-def build(folder: Path, target: Path) -> tuple[Position, int, int]:
-    """Makes the store at `target` from the journal: its position, the transactions since the snapshot, and
-    the bytes read. Raises Refused when the journal is damaged."""
-    target.unlink(missing_ok=True)
-    size, snapshots = 0, files.snapshots(folder)
-    if snapshots:
-        size = _copy_snapshot(folder, snapshots[-1], target)
-    db = sqlite3.connect(target, isolation_level=None, cached_statements=512)
-    try:
-        db.execute("PRAGMA journal_mode=MEMORY")
-        db.execute("PRAGMA synchronous=OFF")
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            start = position_of(db) if snapshots else Position()
-            end, count, read = _replay(folder, db, start)
-        except Damaged as error:
-            raise Refused([_refusal(folder, error, db)]) from None
-        except OtherHistory:
-            unknown = Damaged(snapshots[-1].path if snapshots else folder, 0, 0)
-            raise Refused([_refusal(folder, unknown, None)]) from None
-        db.execute("COMMIT")
-    finally:
-        db.close()
-    with open(target, "rb+") as file:
-        os.fsync(file.fileno())
-    return end, count, size + read
-
-
-def _copy_snapshot(folder: Path, snapshot: files.File, target: Path) -> int:
-    shutil.copyfile(snapshot.path, target)
-    with open(target, "rb") as file:
-        if file_digest(file) != snapshot.digest:
-            error = Damaged(snapshot.path, 0, 0)
-            raise Refused([_refusal(folder, error, None)])
-    return snapshot.size
-
-
-def _replay(folder: Path, db: sqlite3.Connection, start: Position) -> tuple[Position, int, int]:
-    """Executes what came after `start`: the end, the number of transactions and of bytes."""
-    end, count, size = start, 0, 0
-    try:
-        for segment, calls in files.read_after(folder, start):
-            for index, parameters in _calls.decode(calls):
-                db.execute(segment.statements[index], parameters)
-            end, count, size = segment.at, count + 1, size + len(calls)
-    finally:
-        if count:
-            db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (MARK, str(end)))
-    return end, count, size
 
 
 def _begin_anew(folder: Path, store: Path, say: Callable[[str], None], why: str) -> None:
@@ -276,16 +219,3 @@ def move_aside(store: Path) -> Path | None:
         if part.exists():
             part.rename(aside.with_name(aside.name + suffix))
     return aside
-
-
-def _refusal(folder: Path, error: Damaged, db: sqlite3.Connection | None) -> str:
-    """With what the journal still tells, if `db` is a store that was rebuilt up to the damage."""
-    number, step = error.number, None
-    if db is not None and number:
-        [(step,)] = db.execute("SELECT MAX(consumed_step) + 1 FROM groups WHERE state = 'consumed'")
-    known = f"the run is known up to transaction {number}, step {step or 0}" if number else "nothing is known"
-    return (
-        f"{error}, and no store is here that knows what was in it: {known}. Restore that file or the store "
-        f"from a copy; or move {folder} away and begin another run with a checkpoint's weights "
-        "(model.path=CHECKPOINT/hf)"
-    )

@@ -29,7 +29,7 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
         raise Refused([_refusal(path, f"is damaged ({damage})", run_dir, restored_step)])
     if replay or not restored_step:
         return
-    wanted = read_state(checkpoint_path(run_dir, restored_step)).get("store_id", "")
+    wanted = _store_id_of_checkpoint(run_dir, restored_step)
     if wanted and store_id and wanted != store_id:
         text = f"is the store {store_id}, and the checkpoint belongs to the store {wanted}"
         raise Refused([_refusal(path, text, run_dir, restored_step)])
@@ -89,6 +89,14 @@ def _last_step(connection: sqlite3.Connection) -> int:
 
 def _store_id(connection: sqlite3.Connection) -> str:
     return store_id_of(connection) if _has_table(connection, "meta") else ""
+
+
+def _store_id_of_checkpoint(run_dir: Path, step: int) -> str:
+    """Empty if it names none, or cannot be read, which the trainer will say."""
+    try:
+        return read_state(checkpoint_path(run_dir, step)).get("store_id", "")
+    except (OSError, ValueError):
+        return ""
 
 
 def _has_table(connection: sqlite3.Connection, name: str) -> bool:
