@@ -127,6 +127,7 @@ def test_an_earlier_run_and_its_store_elsewhere_are_moved_aside_whole(tmp_path):
     both."""
     config = config_of(tmp_path / "run", "resume=never", f"store_dir={tmp_path}/stores")
     folder = tmp_path / "stores" / "run"
+    folder.mkdir(parents=True)  # as its lock does
     prepare(config)
     lines(tmp_path / "run", start())
     for name in ("store.sqlite", "store.sqlite-wal"):
@@ -194,13 +195,15 @@ def test_the_controller_rebuilds_a_store_that_is_missing_or_damaged(tmp_path):
     prepare(config)
     store_id, path, said = written(config), store_path(config), list[str]()
     lines(tmp_path / "run", start())
-    lock = RunLock([tmp_path / "run", path.parent], said.append)
     for content in (None, b"no database" * 1000, path.read_bytes()[:5000]):
         path.unlink() if content is None else path.write_bytes(content)
         assert not nothing_to_start(config)
+        lock = RunLock([tmp_path / "run", path.parent], said.append)
         take_run_dir(config, lock, said.append)
+        lock.release()
         assert written(config) == store_id and f"{path} was rebuilt from" in said[-1]
     never = config_of(tmp_path / "run", f"store_dir={tmp_path}/stores", "resume=never")
+    lock = RunLock([tmp_path / "run", path.parent], said.append)
     moved = take_run_dir(never, lock, said.append).moved_to
     lock.release()
     assert moved and (moved / "journal").is_dir() and not (tmp_path / "run" / "journal").exists()
