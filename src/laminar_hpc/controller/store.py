@@ -1,7 +1,8 @@
 """The experience buffer and the run's memory: one SQLite file, written by the controller only.
 
 WAL with synchronous=FULL: what is committed survives a power cut. The loop commits once per turn, before it
-sends anything; with `store_dir` the journal has it first, so that the store survives the loss of its machine.
+sends anything. With `store_dir` the journal has it first and is what survives, also the loss of the machine;
+the store's own file then syncs at its checkpoints only.
 States of a trajectory: granted -> finished -> consumed(step), or given_up(reason). Nothing is deleted, so a
 run can be replayed.
 """
@@ -59,7 +60,8 @@ class Store:
             factory = RecordedConnection if journal else sqlite3.Connection
             self._db = sqlite3.connect(self.path, isolation_level=None, factory=factory)
             self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
+            # what a power cut takes from the store is in the journal
+            self._db.execute(f"PRAGMA synchronous={'NORMAL' if journal else 'FULL'}")
             self._db.execute("BEGIN IMMEDIATE")
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
