@@ -7,8 +7,8 @@ Its price, that a statement must give the same when it is executed again, is enf
 numbers and the clock in a recorded connection, and a write outside a transaction is refused.
 
 Order: a transaction is in the journal, synced, before it is committed. So after a death the store is at the
-journal's end or one transaction before it, which nobody was told of; after a power cut some more, as the commit
-is not synced too. The mark in the table `meta` says where it is.
+journal's end or one transaction before it, which nobody was told of; after a power cut some more, as the
+commit is not synced too. The mark in the table `meta` says where it is.
 """
 
 import logging
