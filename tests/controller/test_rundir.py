@@ -275,6 +275,20 @@ def test_a_store_older_than_the_checkpoint_is_refused(tmp_path):
     assert "older than the newest checkpoint (it ends at step 4)" in refused(make_store(tmp_path, 4), 6)
 
 
+def test_a_damaged_store_in_store_dir_that_has_no_journal_is_refused(tmp_path):
+    """Promise: it is not taken for a missing one, and nothing is changed."""
+    config = config_of(tmp_path / "run", f"store_dir={tmp_path}/stores")
+    path = make_store(tmp_path / "stores" / "run", 4)
+    content = path.read_bytes()
+    path.write_bytes(content[:8192] + b"\x07" * 8192 + content[16384:])
+    lines(tmp_path / "run", start())
+    lock = RunLock([tmp_path / "run", path.parent], print)
+    with pytest.raises(Refused, match=f"{path} is damaged"):
+        take_run_dir(config, lock, print)
+    lock.release()
+    assert not journal_folder(config).exists() and path.read_bytes()[:8192] == content[:8192]
+
+
 def test_a_checkpoint_of_another_store_is_refused(tmp_path):
     """Promise: both ids are named; a checkpoint that names no store is taken as it is."""
     path = make_store(tmp_path, 4)

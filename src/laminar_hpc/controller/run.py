@@ -98,8 +98,9 @@ def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -
     seconds = _STORE_CHECK_SECONDS
     if journal.is_dir() or config.store_dir:
         unite = settle if config.store_dir else retire
-        unite(journal, store, say, damage_of(store, seconds))
-        seconds = 0.0  # read just now
+        damage = damage_of(store, seconds)
+        unite(journal, store, say, damage)
+        seconds = seconds if damage else 0.0  # all of it was read just now
     check_store(store, Path(config.run_dir), start.restored_step or 0, replay, seconds)
     return start
 
