@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 from runs import Run, consumed, summary
 
-STEPS = 6
+STEPS = 10
 
 
 @pytest.mark.slow
