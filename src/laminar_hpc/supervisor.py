@@ -17,7 +17,7 @@ from laminar_hpc.cluster.launch import GO_ON, Launch
 from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
-from laminar_hpc.controller.rundir import note_restart, store_directory
+from laminar_hpc.controller.rundir import journal_folder, note_restart, store_directory
 from laminar_hpc.controller.store_check import check_store
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
@@ -33,7 +33,9 @@ def nothing_to_start(config: RunConfig) -> bool:
     refuse_if_held(store)
     if close_completed(config, lambda text: print(text, flush=True)):
         return True
-    if config.resume == "auto":
+    if (
+        config.resume == "auto" and not journal_folder(config).is_dir()
+    ):  # the controller has it mend the store
         newest, replay = max(checkpoints.steps(run_dir), default=0), config.source != "rollout"
         with suppress(sqlite3.OperationalError):  # a full disk: the run itself will say so
             check_store(store / "store.sqlite", run_dir, newest, replay, _STORE_CHECK_SECONDS)

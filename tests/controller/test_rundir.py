@@ -3,19 +3,33 @@ sound."""
 
 import json
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
 
 from laminar_hpc.cluster.checkpoints import checkpoint_path
+from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import rundir
-from laminar_hpc.controller.rundir import cause_of_death, completed_step, note_restart, prepare, was_restarted
+from laminar_hpc.controller.journal import Journal
+from laminar_hpc.controller.recovery import identity, settle
+from laminar_hpc.controller.run import take_run_dir
+from laminar_hpc.controller.rundir import (
+    cause_of_death,
+    completed_step,
+    journal_folder,
+    note_restart,
+    prepare,
+    store_path,
+    was_restarted,
+)
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.store_check import check_store
+from laminar_hpc.supervisor import nothing_to_start
 
 FILE = "heldout"  # the label of the demo's held-out file
 
@@ -113,6 +127,7 @@ def test_an_earlier_run_and_its_store_elsewhere_are_moved_aside_whole(tmp_path):
     both."""
     config = config_of(tmp_path / "run", "resume=never", f"store_dir={tmp_path}/stores")
     folder = tmp_path / "stores" / "run"
+    folder.mkdir(parents=True)  # as its lock does
     prepare(config)
     lines(tmp_path / "run", start())
     for name in ("store.sqlite", "store.sqlite-wal"):
@@ -125,14 +140,74 @@ def test_an_earlier_run_and_its_store_elsewhere_are_moved_aside_whole(tmp_path):
     assert (folder / "store.1.sqlite").exists() and not (folder / "store.sqlite").exists()
 
 
+def written(config: RunConfig) -> str:
+    """As a controller leaves store and journal of `config`; the store's id."""
+    folder, path = journal_folder(config), store_path(config)
+    settle(folder, path, print)
+    store = Store(path.parent, journal=Journal(folder, path, print))
+    store.close()
+    return store.store_id
+
+
 def test_runs_of_the_same_name_do_not_share_a_store(tmp_path):
-    """Promise: with one store_dir, the run a/demo cannot take the store of the run b/demo."""
-    prepare(config_of(tmp_path / "a" / "demo", f"store_dir={tmp_path}/stores"))
-    prepare(config_of(tmp_path / "a" / "demo", f"store_dir={tmp_path}/stores"))
+    """Promise: with one store_dir, the run b/demo cannot take the store of the run a/demo, as long as it is
+    fresh and when it has a journal of its own; a/demo may be renamed."""
+    mine = config_of(tmp_path / "a" / "demo", f"store_dir={tmp_path}/stores")
+    other = config_of(tmp_path / "b" / "demo", f"store_dir={tmp_path}/stores")
+    prepare(mine)
+    ids = [written(mine)]
+    prepare(mine)
     with pytest.raises(
-        Refused, match=f"holds the store of another run, {tmp_path}/a/demo: set another store_dir"
+        Refused, match=rf"is the store of {tmp_path}/a/demo \(store id {ids[0]}\): set another"
     ):
-        prepare(config_of(tmp_path / "b" / "demo", f"store_dir={tmp_path}/stores"))
+        prepare(other)
+    elsewhere = config_of(tmp_path / "b" / "demo", f"store_dir={tmp_path}/other_stores")
+    prepare(elsewhere)
+    ids.append(written(elsewhere))
+    with pytest.raises(Refused, match="they belong to different runs") as refused:
+        prepare(other)
+    assert all(store_id in str(refused.value) for store_id in ids)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "a" / "demo").rename(tmp_path / "c" / "demo")
+    moved = config_of(tmp_path / "c" / "demo", f"store_dir={tmp_path}/stores")
+    prepare(moved)
+    assert written(moved) == ids[0]
+
+
+def test_what_a_deleted_run_has_left_in_store_dir_is_moved_aside(tmp_path):
+    """Promise: a run that begins again in the folder of a deleted one does not go on with its store; a store
+    in the run directory is not left behind by setting store_dir."""
+    config = config_of(tmp_path / "run", f"store_dir={tmp_path}/stores")
+    prepare(config)
+    earlier = written(config)
+    shutil.rmtree(tmp_path / "run")
+    prepare(config)
+    assert written(config) != earlier and (tmp_path / "stores" / "run" / "store.1.sqlite").exists()
+    (tmp_path / "run" / "store.sqlite").write_text("x")
+    with pytest.raises(Refused, match=f"move it to {tmp_path}/stores/run/store.sqlite"):
+        prepare(config)
+
+
+def test_the_controller_rebuilds_a_store_that_is_missing_or_damaged(tmp_path):
+    """Promise: with a journal neither the launcher nor the controller refuses it, and the same command goes
+    on; resume=never takes journal and store aside."""
+    config = config_of(tmp_path / "run", f"store_dir={tmp_path}/stores")
+    prepare(config)
+    store_id, path, said = written(config), store_path(config), list[str]()
+    lines(tmp_path / "run", start())
+    for content in (None, b"no database" * 1000, path.read_bytes()[:5000]):
+        path.unlink() if content is None else path.write_bytes(content)
+        assert not nothing_to_start(config)
+        lock = RunLock([tmp_path / "run", path.parent], said.append)
+        take_run_dir(config, lock, said.append)
+        lock.release()
+        assert written(config) == store_id and f"{path} was rebuilt from" in said[-1]
+    never = config_of(tmp_path / "run", f"store_dir={tmp_path}/stores", "resume=never")
+    lock = RunLock([tmp_path / "run", path.parent], said.append)
+    moved = take_run_dir(never, lock, said.append).moved_to
+    lock.release()
+    assert moved and (moved / "journal").is_dir() and not (tmp_path / "run" / "journal").exists()
+    assert written(never) != store_id
 
 
 # ---- the store ---------------------------------------------------------------------------------------------
@@ -200,21 +275,35 @@ def test_a_store_older_than_the_checkpoint_is_refused(tmp_path):
     assert "older than the newest checkpoint (it ends at step 4)" in refused(make_store(tmp_path, 4), 6)
 
 
-def test_a_store_of_another_run_is_refused(tmp_path):
-    """Promise: step numbers alone do not make them belong together. Both ids are named; checkpoints that say
-    no id are taken by their step."""
+def test_a_damaged_store_in_store_dir_that_has_no_journal_is_refused(tmp_path):
+    """Promise: it is not taken for a missing one, and nothing is changed."""
+    config = config_of(tmp_path / "run", f"store_dir={tmp_path}/stores")
+    path = make_store(tmp_path / "stores" / "run", 4)
+    content = path.read_bytes()
+    path.write_bytes(content[:8192] + b"\x07" * 8192 + content[16384:])
+    lines(tmp_path / "run", start())
+    lock = RunLock([tmp_path / "run", path.parent], print)
+    with pytest.raises(Refused, match=f"{path} is damaged"):
+        take_run_dir(config, lock, print)
+    lock.release()
+    assert not journal_folder(config).exists() and path.read_bytes()[:8192] == content[:8192]
+
+
+def test_a_checkpoint_of_another_store_is_refused(tmp_path):
+    """Promise: both ids are named; a checkpoint that names no store is taken as it is."""
     path = make_store(tmp_path, 4)
-    store = Store(tmp_path)
-    own = store.store_id
-    store.close()
     checkpoint(tmp_path, 4)
     state = checkpoint_path(tmp_path, 4) / "state.json"
-    for text in ("{}", "no json", json.dumps({"store_id": own})):
-        state.write_text(text)
-        assert refused(path, 4) == ""
-    state.write_text(json.dumps({"store_id": "another"}))
-    assert f"is store {own}, and the newest checkpoint belongs to store another" in refused(path, 4)
-    assert refused(path, 4, replay=True) == ""
+    store_id = identity(path).store_id
+    for wanted, text in (
+        ({}, ""),
+        ({"store_id": "feed"}, f"is the store {store_id}, and"),
+        ({"store_id": store_id}, ""),
+    ):
+        state.write_text(json.dumps(wanted))
+        assert text in refused(path, 4) and bool(refused(path, 4)) == bool(text)
+    state.write_text(json.dumps({"store_id": "feed"}))
+    assert "belongs to the store feed" in refused(path, 4) and refused(path, 4, replay=True) == ""
 
 
 def test_a_replay_reads_the_store_of_a_live_run_without_touching_it(tmp_path):

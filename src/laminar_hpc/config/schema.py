@@ -217,7 +217,8 @@ class RunConfig:
     source: str = "rollout"
     """rollout | replay:RUN_DIR (train again from that run's store)"""
     store_dir: str = ""
-    """of the SQLite store, on a local disk of the controller's machine; empty = run_dir"""
+    """of the SQLite store, on a local disk of the controller's machine; its journal is in run_dir; empty = no
+    journal, and the store is in run_dir"""
     role: str = choice("all", "trainer", "relay", "rollout", "controller")
     """what this torchrun starts"""
     first_index: int = number(0, at_least=0, at_most=RANKS_MAX)

@@ -28,21 +28,25 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.ending import finish
 from laminar_hpc.controller.evaluations import Evaluations
+from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
+from laminar_hpc.controller.recovery import retire, settle
 from laminar_hpc.controller.rewards import try_rewards
 from laminar_hpc.controller.rundir import (
     Start,
     cause_of_death,
+    journal_folder,
     note_restart,
     prepare,
     store_directory,
+    store_path,
     torchrun_identity,
     unusable,
     was_restarted,
 )
 from laminar_hpc.controller.store import Store
-from laminar_hpc.controller.store_check import check_store
+from laminar_hpc.controller.store_check import check_store, damage_of
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt, load_run_prompts
 from laminar_hpc.observability import console, status
@@ -85,8 +89,14 @@ def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -
     if start.moved_to:
         text = f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)"
         say(console.line("set-up", text))
-    store, replay = store_directory(config) / "store.sqlite", config.source != "rollout"
-    check_store(store, Path(config.run_dir), start.restored_step or 0, replay, _STORE_CHECK_SECONDS)
+    store, journal, replay = store_path(config), journal_folder(config), config.source != "rollout"
+    seconds = _STORE_CHECK_SECONDS
+    if journal.is_dir() or config.store_dir:
+        unite = settle if config.store_dir else retire
+        damage = damage_of(store, seconds)
+        unite(journal, store, say, damage)
+        seconds = seconds if damage else 0.0  # all of it was read just now
+    check_store(store, Path(config.run_dir), start.restored_step or 0, replay, seconds)
     return start
 
 
@@ -103,7 +113,7 @@ def build(
     with before_it_begins():
         prompts, held_out = load_run_prompts(config, say)
         try_rewards(config, say, prompts)
-    store = Store(store_directory(config))
+    store = Store(store_directory(config), journal=_journal(config, say))
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)
     tracker = _tracker(config, store, prompts)
@@ -129,6 +139,11 @@ def build(
         say,
         Trace(Path(config.run_dir), "controller", 0),
     )
+
+
+def _journal(config: RunConfig, say: Callable[[str], None]) -> Journal | None:
+    """Of a store that lies apart from the run directory."""
+    return Journal(journal_folder(config), store_path(config), say) if config.store_dir else None
 
 
 def _tracker(config: RunConfig, store: Store, prompts: list[Prompt]) -> TrajectoryTracker:

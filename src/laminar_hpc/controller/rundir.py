@@ -14,10 +14,11 @@ from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
+from laminar_hpc.controller.journal import FOLDER as JOURNAL
+from laminar_hpc.controller.recovery import identity, journal_id, mixed_up, move_aside
 from laminar_hpc.observability import jsonl
 
 _STORE = "store.sqlite"
-_OWNER_FILE = "run_dir"  # beside a store in store_dir: whose it is
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
     """Makes `run_dir` ready, under its lock. Raises LaminarError when it cannot be made or written."""
     run_dir, moved = Path(config.run_dir), None
     try:
-        _own_store(config)
+        own_store(config)
         begun = (run_dir / "metrics.jsonl").exists() or bool(checkpoints.present(run_dir))
         if begun and config.resume == "never":
             moved = _move_aside(run_dir, store_directory(config))
@@ -64,23 +65,42 @@ def _move_aside(run_dir: Path, store: Path) -> Path:
     return run_dir.rename(run_dir.with_name(f"{run_dir.name}.{number}"))
 
 
-def _own_store(config: RunConfig) -> None:
-    """Runs of the same name in different folders must not share a store in store_dir."""
-    folder, mine = store_directory(config), str(Path(config.run_dir).resolve())
-    if folder == Path(config.run_dir):
+def own_store(config: RunConfig) -> None:
+    """Raises Refused when the store in store_dir belongs to another run. One that an earlier run of this
+    folder has left, whose run directory was deleted, is moved aside."""
+    if not config.store_dir:
         return
-    note = folder / _OWNER_FILE
-    if note.exists() and (other := note.read_text().strip()) != mine:
-        text = f"{folder} holds the store of another run, {other}: set another store_dir, or rename run_dir"
-        raise Refused([f"{text} (if that run was moved to {mine}, write this path into {note})"])
-    folder.mkdir(parents=True, exist_ok=True)
-    note.write_text(mine + "\n")
+    run_dir, path = Path(config.run_dir), store_path(config)
+    if (run_dir / _STORE).exists():
+        text = f"{run_dir / _STORE} was written without store_dir, and store_dir={config.store_dir} is set"
+        raise Refused([f"{text}: move it to {path} to go on with it there"])
+    found, known = identity(path), journal_id(journal_folder(config))
+    if found is None or found.store_id == known:
+        return
+    if known:
+        raise Refused([mixed_up(path, found.store_id, journal_folder(config), known)])
+    mine, is_fresh = found.run_dir == str(run_dir.resolve()), not (run_dir / "metrics.jsonl").exists()
+    if is_fresh and mine:
+        move_aside(path)
+    elif is_fresh or (found.run_dir and not mine):
+        owner = f"{found.run_dir or 'another run'} (store id {found.store_id})"
+        cure = "set another store_dir, or rename run_dir"
+        raise Refused([f"{path} is the store of {owner}: {cure}; if that run is gone, move the file away"])
 
 
 def store_directory(config: RunConfig) -> Path:
     """Where the store is: run_dir, or a folder of this run's name under store_dir."""
     run_dir = Path(config.run_dir)
     return Path(config.store_dir) / run_dir.resolve().name if config.store_dir else run_dir
+
+
+def store_path(config: RunConfig) -> Path:
+    return store_directory(config) / _STORE
+
+
+def journal_folder(config: RunConfig) -> Path:
+    """Where the journal is of a store in store_dir."""
+    return Path(config.run_dir) / JOURNAL
 
 
 # ---- what earlier launches did -----------------------------------------------------------------------------

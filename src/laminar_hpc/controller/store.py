@@ -1,8 +1,10 @@
 """The experience buffer and the run's memory: one SQLite file, written by the controller only.
 
 WAL with synchronous=FULL: what is committed survives a power cut. The loop commits once per turn, before it
-sends anything. States of a trajectory: granted -> finished -> consumed(step), or given_up(reason). Nothing is
-deleted, so a run can be replayed.
+sends anything. With `store_dir` the journal has it first and is what survives, also the loss of the machine;
+the store's own file then syncs at its checkpoints only.
+States of a trajectory: granted -> finished -> consumed(step), or given_up(reason). Nothing is deleted, so a
+run can be replayed.
 """
 
 import secrets
@@ -13,6 +15,8 @@ from pathlib import Path
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.check import check_store_directory
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.journal import Journal
+from laminar_hpc.controller.recorded import RecordedConnection
 from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.messages.wire import encode
 
@@ -41,10 +45,10 @@ CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
 class Store:
     """All SQL of the controller. Every method works inside the open transaction; `commit` ends it."""
 
-    def __init__(self, directory: Path, read_only: bool = False) -> None:
+    def __init__(self, directory: Path, read_only: bool = False, journal: Journal | None = None) -> None:
         """`read_only`: that of another run, which may be a live one, for a replay; only `payloads` and
-        `consumed_groups` work."""
-        self.path = directory / "store.sqlite"
+        `consumed_groups` work. `journal`: gets each transaction before it is committed."""
+        self.path, self._journal = directory / "store.sqlite", journal
         try:
             if read_only:
                 uri = f"{self.path.resolve().as_uri()}?mode=ro"
@@ -53,11 +57,14 @@ class Store:
                 return
             directory.mkdir(parents=True, exist_ok=True)
             check_store_directory(directory)
-            self._db = sqlite3.connect(self.path, isolation_level=None)
+            factory = RecordedConnection if journal else sqlite3.Connection
+            self._db = sqlite3.connect(self.path, isolation_level=None, factory=factory)
             self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
+            # what a power cut takes from the store is in the journal
+            self._db.execute(f"PRAGMA synchronous={'NORMAL' if journal else 'FULL'}")
             self._db.execute("BEGIN IMMEDIATE")
+            for statement in _SCHEMA.split(";"):
+                self._db.execute(statement)
             self.store_id = self._own_id()
         except sqlite3.DatabaseError as error:
             if is_full_disk(error):
@@ -71,17 +78,26 @@ class Store:
         return self._db.execute("SELECT value FROM meta WHERE key = 'store_id'").fetchone()[0]
 
     def commit(self) -> None:
-        self._db.execute("COMMIT")
+        """Raises OSError when the journal cannot be written."""
+        self._end_transaction()
         self._db.execute("BEGIN IMMEDIATE")
 
+    def _end_transaction(self) -> None:
+        if self._journal and isinstance(self._db, RecordedConnection):
+            self._journal.append(self._db)
+        self._db.execute("COMMIT")
+
     def close(self) -> None:
-        """Commits and closes. On a full disk that raises sqlite3.Error; what was committed before is safe."""
+        """Commits and closes. On a full disk that raises sqlite3.Error or OSError; what was committed before
+        is safe."""
         try:
             if self._db.in_transaction:
-                self._db.execute("COMMIT")
+                self._end_transaction()
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         finally:
             self._db.close()
+            if self._journal:
+                self._journal.close()
 
     # ---- counters ------------------------------------------------------------------------------------------
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from laminar_hpc.cluster.checkpoints import checkpoint_path, store_id
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.errors import Refused
+from laminar_hpc.controller.journal import store_id_of
 
 
 def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, seconds: float) -> None:
-    """Raises Refused if the store at `path` is damaged, older than the checkpoint of `restored_step` (0 =
-    none), or another one than that checkpoint was written with.
+    """Raises Refused if the store at `path` is damaged, or older than the checkpoint of `restored_step` (0 =
+    none), or that of another run than the checkpoint's.
 
     Reads all of it, a second per gigabyte or less; after `seconds` it counts as whole. A replay stores no
     trajectories of its own, so it needs no store."""
@@ -23,14 +24,35 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
         if restored_step > 0 and not replay:
             raise Refused([_refusal(path, "is missing or empty", run_dir, restored_step)])
         return
+    damage, last, own = _read(path, seconds)
+    if damage:
+        raise Refused([_refusal(path, f"is damaged ({damage})", run_dir, restored_step)])
+    if replay or not restored_step:
+        return
+    wanted = store_id(checkpoint_path(run_dir, restored_step))
+    if wanted and own and wanted != own:
+        text = f"is the store {own}, and the checkpoint belongs to the store {wanted}"
+        raise Refused([_refusal(path, text, run_dir, restored_step)])
+    if last < restored_step:
+        text = f"is older than the newest checkpoint (it ends at step {max(0, last)})"
+        raise Refused([_refusal(path, text, run_dir, restored_step)])
+
+
+def damage_of(path: Path, seconds: float) -> str:
+    """What is wrong with the store at `path`; "" where nothing is, or where there is none. `seconds`: as
+    above."""
+    return _read(path, seconds)[0] if path.is_file() and path.stat().st_size else ""
+
+
+def _read(path: Path, seconds: float) -> tuple[str, int, str]:
+    """(damage, the last step whose batch is on record, store id)."""
     try:
         # without a write-ahead log SQLite need not create files of its own to read
         how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, check_same_thread=False)
         try:
-            damage = _quick_check(connection, seconds)
-            last = 0 if damage else _last_step(connection)
-            own = "" if damage else _id(connection)
+            damage = _quick_check(connection, seconds) if seconds else ""
+            return (damage, 0, "") if damage else ("", _last_step(connection), _store_id(connection))
         finally:
             connection.close()
     except sqlite3.DatabaseError as error:
@@ -38,18 +60,7 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
             raise
         if "locked" in str(error):
             raise Refused([f"{path} is in use by another program; end that one first"]) from None
-        damage, last, own = str(error), 0, ""
-    if damage:
-        raise Refused([_refusal(path, f"is damaged ({damage})", run_dir, restored_step)])
-    if replay or restored_step < 1:
-        return
-    wanted = store_id(checkpoint_path(run_dir, restored_step))
-    if own and wanted and own != wanted:
-        text = f"is store {own}, and the newest checkpoint belongs to store {wanted}"
-        raise Refused([_refusal(path, text, run_dir, restored_step)])
-    if last < restored_step:
-        text = f"is older than the newest checkpoint (it ends at step {max(0, last)})"
-        raise Refused([_refusal(path, text, run_dir, restored_step)])
+        return str(error), 0, ""
 
 
 def _quick_check(connection: sqlite3.Connection, seconds: float) -> str:
@@ -70,18 +81,18 @@ def _quick_check(connection: sqlite3.Connection, seconds: float) -> str:
 
 def _last_step(connection: sqlite3.Connection) -> int:
     """The last step whose batch is on record; 0 where none is."""
-    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'groups'").fetchone():
+    if not _has_table(connection, "groups"):
         return 0
     rows = connection.execute("SELECT MAX(consumed_step) + 1 FROM groups WHERE state = 'consumed'")
     return rows.fetchone()[0] or 0
 
 
-def _id(connection: sqlite3.Connection) -> str:
-    """Of the store; "" where a version without ids made it."""
-    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-        return ""
-    row = connection.execute("SELECT value FROM meta WHERE key = 'store_id'").fetchone()
-    return row[0] if row else ""
+def _store_id(connection: sqlite3.Connection) -> str:
+    return store_id_of(connection) if _has_table(connection, "meta") else ""
+
+
+def _has_table(connection: sqlite3.Connection, name: str) -> bool:
+    return bool(connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone())
 
 
 def _refusal(path: Path, what: str, run_dir: Path, restored_step: int) -> str:

@@ -1,0 +1,76 @@
+"""A store with its journal as two machines see it: shared storage and a local disk for each."""
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+from laminar_hpc.controller import journal
+from laminar_hpc.controller.journal import Journal
+from laminar_hpc.controller.rebuild import build
+from laminar_hpc.controller.recovery import settle
+from laminar_hpc.controller.store import Store
+
+
+class Place:
+    """`lines`: what the user is told."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.lines = root, list[str]()
+        self.folder = root / "run" / journal.FOLDER
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+
+    def path(self, machine: str = "a") -> Path:
+        return self.root / machine / "store.sqlite"
+
+    def start(self, machine: str = "a") -> Store:
+        """As a controller does it."""
+        settle(self.folder, self.path(machine), self.lines.append)
+        return Store(
+            self.path(machine).parent, journal=Journal(self.folder, self.path(machine), self.lines.append)
+        )
+
+    def write(self, *numbers: int, machine: str = "a") -> None:
+        """A controller's life with a transaction for each number."""
+        store = self.start(machine)
+        for number in numbers:
+            transaction(store, number)
+        store.close()
+
+    def rebuilt(self) -> dict[str, list]:
+        """What the journal alone knows."""
+        target = self.root / "rebuilt.sqlite"
+        build(self.folder, target)
+        return tables(target)
+
+    def last(self) -> Path:
+        """The newest segment."""
+        return sorted(self.folder.glob("segment_*"))[-1]
+
+    def copy(self, name: str) -> "Place":
+        shutil.copytree(self.root, self.root.with_name(name))
+        return Place(self.root.with_name(name))
+
+
+def transaction(store: Store, number: int, size: int = 2000) -> None:
+    """One that tells from its content which it is; `size`: bytes of its payload."""
+    store.add_group(number, number, 0, 0, number + 1, float(number))
+    store.add_trajectory(number, number, 0, None, 0, 0)
+    payload = bytes([number % 256]) * size
+    store._db.execute("UPDATE trajectories SET payload = ? WHERE id = ?", (payload, number))
+    store.consume([number], number)
+    store.put("last", number)
+    store.commit()
+
+
+def tables(path: Path) -> dict[str, list]:
+    """All that a store holds, but for its mark in the journal."""
+    db = sqlite3.connect(path)
+    names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    held = {name: sorted(db.execute(f"SELECT * FROM {name}").fetchall(), key=repr) for name in names}
+    db.close()
+    held["meta"] = [row for row in held.get("meta", []) if row[0] != journal.MARK]
+    return held
+
+
+def groups(held: dict[str, list]) -> list[int]:
+    return sorted(row[0] for row in held.get("groups", []))
