@@ -1,6 +1,14 @@
 """All roles and the controller: joining, signs of life, failures, leaving."""
 
+from typing import Annotated
+
+import msgspec
+
 from laminar_hpc.messages.data import Message, ReplicaLoad
+
+# what a decoder lets pass: no number that a table or the system would stumble over
+Index = Annotated[int, msgspec.Meta(ge=0, lt=65_536)]
+ProcessId = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
 
 
 class Hello(Message):
@@ -8,59 +16,13 @@ class Hello(Message):
     memory it sees."""
 
     role: str
-    index: int
+    index: Index
     incarnation: str
-    pid: int
+    pid: ProcessId
     machine: str
 
 
 class Welcome(Message):
     """Answer to Hello: the state to join with.
 
-    `model` is OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take
-    the same commit. `store_id` names the store that knows all trajectories of the run (controller/store.py),
-    `epoch` counts the controller's starts over it, from 0, and `gang` the lives of trainer 0, from 1.
-    """
-
-    run_id: str
-    model: str = ""
-    store_id: str = ""
-    epoch: int = 0
-    gang: int = 0
-
-
-class Ping(Message):
-    """A worker's sign of life, once a second; a rollout's says how loaded it is."""
-
-    load: ReplicaLoad | None = None
-
-
-class Pong(Message):
-    pass
-
-
-class Failure(Message):
-    """A worker ends with this error, and the run with it. From the controller: end with this error."""
-
-    text: str
-
-
-class Goodbye(Message):
-    """A worker has finished its work and leaves with exit code 0."""
-
-
-class Stop(Message):
-    """Controller to workers: leave now. Trainers get it only after they have said that their checkpoint is on
-    disk."""
-
-    reason: str
-
-
-class Rejoin(Message):
-    """To a worker that was taken for dead and is heard again: say Hello once more."""
-
-
-class StopRequest(Message):
-    """From `laminar stop` or a signal: finish the step, checkpoint, leave."""
-
-    reason: str
+    received: int = 0
