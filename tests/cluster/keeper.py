@@ -15,7 +15,7 @@ from laminar_hpc.messages.training import NotYet
 
 class Keeper:
     """One life over the store in `folder`, in a thread. Lost(n) from a worker is kept as n; `say` sends
-    NotYet(n) to it."""
+    NotYet with n as its reason."""
 
     def __init__(self, folder: Path, life: int = 0, through_proxy: bool = False) -> None:
         self.hub = Hub(folder, f"life{life}", "127.0.0.1", 0, "apart")
@@ -63,7 +63,8 @@ class Keeper:
             self.hub.committed()
             with self._lock:
                 if self.members:
-                    outbox += [(identity, NotYet(text)) for text in self.to_say for identity in self.members]
+                    said = [NotYet(0, text) for text in self.to_say]
+                    outbox += [(identity, message) for message in said for identity in self.members]
                     self.to_say.clear()
             for identity, answer in outbox:
                 self.hub.send(identity, answer)

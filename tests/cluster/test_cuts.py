@@ -15,8 +15,9 @@ from laminar_hpc.cluster.channel import Channel, ControllerLost
 from laminar_hpc.cluster.dealer import connect
 from laminar_hpc.cluster.delivery import Header, encode_header
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages.data import PromptGroup
 from laminar_hpc.messages.membership import Hello, Ping, Welcome
-from laminar_hpc.messages.rollouts import Lost
+from laminar_hpc.messages.rollouts import Grant, Lost
 from laminar_hpc.messages.training import NotYet
 from laminar_hpc.messages.wire import encode
 
@@ -186,6 +187,8 @@ def test_nonsense_is_refused_with_its_reason(tmp_path) -> None:
     keeper = Keeper(tmp_path)
     channel = join(tmp_path)
     deep = b"\x81\xa1a" * 50_000 + b"\xc0"
+    grant = Grant(0, 0, 0, [PromptGroup(0, [], "", {"a": 0}, [])], 1.0, 1)
+    nested = encode(grant).replace(b"\x81\xa1a\x00", deep)
     frames = {
         "1 parts, not a header": [encode(Ping())],
         "it has no header": [b"\x95" + deep, encode(Ping())],
@@ -196,7 +199,7 @@ def test_nonsense_is_refused_with_its_reason(tmp_path) -> None:
             encode(Ping()),
         ],
         "a Lost without a number": [encode_header(Header("", 0, 0, 0)), encode(Lost(1, 0, "x"))],
-        "recursion": [encode_header(Header("", 0, 0, 0)), encode(Ping())[:-1] + deep],
+        "recursion": [encode_header(Header("", 0, 0, 0)), nested],
         "Expected `int` <= 65535": [
             encode_header(Header("", 0, 0, 0)),
             encode(Hello("rollout", 1 << 63, "x", 1, "")),
