@@ -87,13 +87,14 @@ def test_a_network_that_drops_packets_loses_nothing(tmp_path, seconds) -> None:
     assert keeper.close() == list(range(2000))
 
 
-def test_the_controller_dies_and_comes_again(tmp_path) -> None:
-    """Promise: docs/architecture.md#outlives-its-controller. Killed in the middle of its turns, three times;
+@pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_controller_dies_and_comes_again(tmp_path, deaths) -> None:
+    """Promise: docs/architecture.md#outlives-its-controller. Killed in the middle of its turns;
     each message is in one of its lives, once; the worker waits on and is told of each new controller."""
     kept: list[int] = []
     keeper = Keeper(tmp_path)
     channel = join(tmp_path, patience=30)
-    for life in range(1, 4):
+    for life in range(1, deaths + 1):
         speak(channel, range(life * 1000 - 1000, life * 1000))
         turns = keeper.turns
         until(lambda k=keeper, t=turns: k.turns > t + 1)
@@ -103,9 +104,9 @@ def test_the_controller_dies_and_comes_again(tmp_path) -> None:
         assert heard(channel, 1) == [life]
         welcome = channel.wait(Welcome, timeout=0)
         assert isinstance(welcome, Welcome) and welcome.run_id == f"life{life}"
-    until(lambda: len(kept) + len(keeper.kept) >= 3000)
+    until(lambda: len(kept) + len(keeper.kept) >= 1000 * deaths)
     channel.close()
-    assert kept + keeper.close() == list(range(3000))
+    assert kept + keeper.close() == list(range(1000 * deaths))
 
 
 def test_a_member_taken_for_dead_loses_nothing_that_it_says(tmp_path) -> None:
@@ -156,7 +157,7 @@ def test_an_outage_is_bounded(tmp_path) -> None:
     channel.close()
 
 
-@pytest.mark.parametrize("count", [1000, 100_000])
+@pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_unsent_messages_block_nobody(tmp_path, count) -> None:
     """A controller that reads nothing: the caller goes on at once, the controller's death is seen in time,
     and at the next controller everything is there once, whatever had to wait on the disk."""
