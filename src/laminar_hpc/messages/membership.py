@@ -25,4 +25,55 @@ class Hello(Message):
 class Welcome(Message):
     """Answer to Hello: the state to join with.
 
+    `model` is OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take
+    the same commit. `store_id` names the store that knows all trajectories of the run (controller/store.py),
+    `epoch` counts the controller's starts over it, from 0, and `gang` the lives of trainer 0, from 1.
+
+    `received` is the newest message of this worker that the store has (cluster/delivery.py). A worker gets
+    another Welcome when it has joined anew: after a Rejoin, or at another controller over the same store,
+    which has another `run_id`.
+    """
+
+    run_id: str
+    model: str = ""
+    store_id: str = ""
+    epoch: int = 0
+    gang: int = 0
     received: int = 0
+
+
+class Ping(Message):
+    """A worker's sign of life, once a second; a rollout's says how loaded it is."""
+
+    load: ReplicaLoad | None = None
+
+
+class Pong(Message):
+    pass
+
+
+class Failure(Message):
+    """A worker ends with this error, and the run with it. From the controller: end with this error."""
+
+    text: str
+
+
+class Goodbye(Message):
+    """A worker has finished its work and leaves with exit code 0."""
+
+
+class Stop(Message):
+    """Controller to workers: leave now. Trainers get it only after they have said that their checkpoint is on
+    disk."""
+
+    reason: str
+
+
+class Rejoin(Message):
+    """To a worker that was taken for dead and is heard again: say Hello once more."""
+
+
+class StopRequest(Message):
+    """From `laminar stop` or a signal: finish the step, checkpoint, leave."""
+
+    reason: str
