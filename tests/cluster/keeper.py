@@ -80,7 +80,7 @@ class Keeper:
         elif isinstance(message, Hello):
             self.members.add(identity)
             assert self.store is not None
-            outbox.append((identity, Welcome(self.hub.address.run_id, None, "", self.store.store_id)))
+            outbox.append((identity, Welcome(self.hub.address.run_id, "", self.store.store_id)))
         elif isinstance(message, Ping):
             outbox.append((identity, Pong() if identity in self.members else Rejoin()))
         elif isinstance(message, Goodbye):
