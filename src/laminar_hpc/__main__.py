@@ -84,12 +84,12 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
     return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
 
 
-def watch_signals() -> threading.Event:
+def watch_signals() -> list[Channel]:
     """TERM and INT: the controller ends the run in order; if that takes too long this process ends by itself.
 
     A thread reads the interpreter's wake-up pipe, because a Python handler would not run while the main
-    thread waits in a collective. The caller sets the returned event when it has joined the run; before that
-    there is nothing to end in order.
+    thread waits in a collective. The caller puts its channel into the returned list when it has joined the
+    run; before that there is nothing to end in order.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -97,11 +97,12 @@ def watch_signals() -> threading.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 
-    joined = threading.Event()
+    joined: list[Channel] = []
 
     def leave() -> None:
         os.read(read_end, 1)
-        if joined.is_set():
+        for channel in joined:
+            channel.end_with_controller()
             time.sleep(LEAVE_SECONDS)
         os._exit(1)
 
@@ -146,9 +147,9 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
     joined = watch_signals()
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     hello = Hello(mine.role, mine.index, uuid.uuid4().hex[:8], os.getpid(), machine)
-    comes_and_goes = config.role in ("relay", "rollout")
-    patience = config.cluster.join_timeout_seconds if comes_and_goes else 0.0
-    launch = launch_id() if config.role == "all" else ""
+    one_world = config.role == "all"  # which ends with its controller
+    patience = 0.0 if one_world else config.cluster.join_timeout_seconds
+    launch = launch_id() if one_world else ""
     channel = Channel(
         run_dir,
         hello,
@@ -157,7 +158,7 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
         patience,
         launch,
     )
-    joined.set()
+    joined.append(channel)
     redirect_output(run_dir, f"{mine.role}{mine.index}")
     goodbye = False
     try:

@@ -9,6 +9,7 @@ import zmq
 
 from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.channel import Channel, ControllerLost, MessageRefused, StopReceived
+from laminar_hpc.cluster.delivery import Header, encode_header
 from laminar_hpc.cluster.hub import Hub, UnreadableMessage
 from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.config.errors import LaminarError
@@ -44,6 +45,7 @@ class Served:
                     self.hub.send(identity, WeightId(7, message.step))
                 elif isinstance(message, TakeBatch):
                     self.hub.send(identity, Stop("enough"))
+            self.hub.committed()
 
     def close(self):
         self.running = False
@@ -108,11 +110,11 @@ def test_nobody_gets_in_without_the_runs_key(tmp_path, served):
     stranger.curve_serverkey = address.server_public.encode()
     stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
     stranger.connect(f"tcp://{address.host}:{address.port}")
-    stranger.send(encode(StopRequest("evil")))
+    stranger.send_multipart([encode_header(Header("", 0, 0, 0)), encode(StopRequest("evil"))])
     plain = context.socket(zmq.DEALER)
     plain.setsockopt(zmq.LINGER, 0)
     plain.connect(f"tcp://{address.host}:{address.port}")
-    plain.send(encode(StopRequest("evil")))
+    plain.send_multipart([encode_header(Header("", 0, 0, 0)), encode(StopRequest("evil"))])
     request_stop(tmp_path, "good")  # the proof that the hub was serving meanwhile
     deadline = time.monotonic() + 5
     while not any(isinstance(x, StopRequest) for _, x in served.got) and time.monotonic() < deadline:
@@ -138,7 +140,7 @@ def test_garbage_comes_out_as_refused_and_the_channel_lives(tmp_path, served):
     a reason."""
     channel = connect(tmp_path)
     for frame in GARBAGE:
-        channel._outgoing.put(frame)
+        channel._line.put(frame)
     channel.send(NewWeightId(1))
     assert isinstance(channel.request(NewWeightId(2), WeightId, timeout=5, what="an id"), WeightId)
     refused = [
@@ -193,7 +195,7 @@ def test_a_worker_joins_the_controller_of_its_own_torchrun_only(tmp_path, served
         Channel(tmp_path, hello, 1.0, 10, launch="another torchrun")
     assert not served.got
     Channel(tmp_path, hello, 10, 10, launch=read_address(tmp_path).launch).close()
-    Channel(tmp_path, hello, 10, 10).close()
+    Channel(tmp_path, Hello("trainer", 0, "j", os.getpid(), "here"), 10, 10).close()
 
 
 def test_a_worker_whose_place_is_taken_is_told_so(tmp_path, served, monkeypatch):

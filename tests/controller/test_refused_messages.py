@@ -14,6 +14,7 @@ import zmq
 
 from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.channel import Channel
+from laminar_hpc.cluster.delivery import Header, encode_header
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import PromptGroup
 from laminar_hpc.messages.membership import Failure, Hello, Ping, Welcome
@@ -59,9 +60,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
 
 def say(channel: Channel, frame: bytes) -> None:
     """Bytes that no worker of this version would send."""
-    channel._outgoing.put(frame)
-    with channel._wake_lock:
-        channel._wake_send.send(b"")
+    channel._line.put(frame)
 
 
 def stranger(folder: Path, identity: bytes, known: bool) -> zmq.Socket:
@@ -124,6 +123,7 @@ def test_who_can_be_done_without_goes_and_strangers_change_nothing(run: Run) -> 
     for socket in sockets:
         for frame in (b"", b"\xc1", DEEP, encode(Ping()), encode(Hello("cook", -1, "", 0, ""))):
             socket.send(frame)
+            socket.send_multipart([encode_header(Header("", 0, 0, 0)), frame])
     with pytest.raises(
         LaminarError, match="a message from cook:0:i was refused: cook 0 is no place in this run"
     ):

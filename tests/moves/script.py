@@ -24,6 +24,13 @@ class Hub:
         self.arrived: list[tuple[str, AnyMessage]] = []
         self.left: dict[str, list[AnyMessage]] = {}
 
+    def announce(self, store_id: str, received: dict[str, int]) -> None: ...
+    def received(self) -> dict[str, int]:
+        return {}
+
+    def committed(self) -> None: ...
+    def end(self, identity: str) -> None: ...
+
     def poll(self, seconds: float) -> list[tuple[str, AnyMessage]]:
         arrived, self.arrived = self.arrived, []
         return [(identity, decode(encode(message))) for identity, message in arrived]

@@ -28,6 +28,7 @@ class ControllerAddress(msgspec.Struct):
     client_public: str
     client_secret: str
     launch: str = ""  # see `launch_id`
+    store_id: str = ""  # of the store that it serves; "" until that is open
 
 
 def launch_id() -> str:

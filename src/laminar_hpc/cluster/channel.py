@@ -1,58 +1,36 @@
-"""A worker's line to the controller: one encrypted DEALER socket, driven by an I/O thread of its own.
+"""A worker's channel to the controller, as its role sees it: an inbox, and sends that never wait.
 
-The thread sends what is queued, hands every message to the inbox (or to a subscriber), pings once a second
-and notices a silent controller. So a role may compute for minutes without being taken for dead, and never
-waits without bound. A worker that may come and go (`patience_seconds`) outlives a cut network, and says Hello
-again when the controller has given it up meanwhile.
+cluster/worker_line.py has the socket and its thread.
 """
 
-import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-import zmq
-
-from laminar_hpc.cluster import terminal
-from laminar_hpc.cluster.address import ControllerAddress, read_address
-from laminar_hpc.cluster.processes import process_is_alive
+from laminar_hpc.cluster.endings import (
+    RUN_FAILED,
+    SAME_VERSION,
+    ControllerLost,
+    MessageRefused,
+    StopReceived,
+)
+from laminar_hpc.cluster.worker_line import WorkerLine
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Message, ReplicaLoad
-from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Pong, Rejoin, Stop, Welcome
-from laminar_hpc.messages.wire import decode, encode
+from laminar_hpc.messages.membership import Goodbye, Hello, Ping
+from laminar_hpc.messages.rollouts import Increment
+from laminar_hpc.messages.wire import encode
 
-log = logging.getLogger(__name__)
-_PING_SECONDS = 1.0
-_ASLEEP_SECONDS = 5.0  # a turn of the thread that took so long: this process stood still, not the controller
-RUN_FAILED = "the run has failed"  # reason of a Stop
-SAME_VERSION = "install the same version of laminar_hpc on all machines"
-_RECONNECT_SECONDS = 3.0  # a connection that carries nothing for so long is made anew
-
-
-class ControllerLost(LaminarError):
-    """The controller has said nothing for too long."""
-
-
-class MessageRefused(LaminarError):
-    """The controller has sent what this worker cannot read, so the two no longer agree on what happens."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(f"a message from the controller was refused: {error}; {SAME_VERSION}")
-
-
-class StopReceived(Exception):
-    """The controller asks this worker to leave; `reason` says why."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+__all__ = ["RUN_FAILED", "SAME_VERSION", "Channel", "ControllerLost", "MessageRefused", "StopReceived"]
 
 
 class Channel:
-    """Thread-safe. Use either receive/request (inbox) or subscribe (callback), not both."""
+    """Thread-safe. Use either receive/request (inbox) or subscribe (callback), not both.
+
+    A Welcome among the messages says that the role has joined anew: the controller had taken it for dead, or
+    another controller (then `run_id` differs) has come over the same store. What the role has sent arrives
+    once all the same; what the controller had sent to it and the role had not received is gone."""
 
     def __init__(
         self,
@@ -63,156 +41,25 @@ class Channel:
         patience_seconds: float = 0.0,
         launch: str = "",
     ) -> None:
-        """`launch`: joins the controller of this torchrun only (see `launch_id`); "" joins any."""
-        self._run_dir, self._hello, self._heartbeat, self._patience = (
-            run_dir,
-            hello,
-            heartbeat_seconds,
-            patience_seconds,
-        )
-        self._launch = launch
-        self._identity = f"{hello.role}:{hello.index}:{hello.incarnation}".encode()
-        self._context = zmq.Context()
-        self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._wake_send, wake_receive = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        wake_receive.bind("inproc://wake")
-        self._wake_send.connect("inproc://wake")
-        self._wake_lock = threading.Lock()
+        """`patience_seconds`: how long it outlives its controller and looks for the next one; 0: it ends
+        with it. `launch`: joins the controller of this torchrun only (see `launch_id`); "" joins any."""
+        self._hello = hello
         self._inbox: list[Message | Exception] = []
         self._arrived = threading.Condition()
         self._callback: Callable[[Message | Exception], None] | None = None
         self._closing = False
-        self.load: ReplicaLoad | None = None  # goes out with every ping
-        self._rejoining = False
-        self._address: ControllerAddress | None = None
-        self._neighbour: int | None = None  # the controller's pid, if it is on this machine
-        self._dealer, self.welcome = self._join(join_seconds)
-        self._thread = threading.Thread(target=self._run, args=(wake_receive,), name="channel", daemon=True)
-        self._thread.start()
+        self._line = WorkerLine(run_dir, hello, heartbeat_seconds, patience_seconds, launch, self._deliver)
+        self.welcome = self._line.join(join_seconds)
+        self._line.start()
 
-    # ---- joining -------------------------------------------------------------------------------------------
+    @property
+    def load(self) -> ReplicaLoad | None:
+        """Goes out with every ping."""
+        return self._line.load
 
-    def _join(self, seconds: float) -> tuple[zmq.Socket, Welcome]:
-        """Says Hello until Welcome comes. The address is read anew each time, because an earlier launch may
-        have left an old one."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            address = read_address(self._run_dir)
-            if address is None or self._launch not in ("", address.launch):
-                time.sleep(0.05)
-                continue
-            dealer = self._context.socket(zmq.DEALER)
-            dealer.setsockopt(zmq.IDENTITY, self._identity)
-            dealer.setsockopt(zmq.LINGER, 2000)
-            dealer.setsockopt(zmq.HEARTBEAT_IVL, int(_PING_SECONDS * 1000))
-            dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))
-            dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))
-            dealer.curve_serverkey = address.server_public.encode()
-            dealer.curve_publickey, dealer.curve_secretkey = (
-                address.client_public.encode(),
-                address.client_secret.encode(),
-            )
-            dealer.connect(f"tcp://{address.host}:{address.port}")
-            dealer.send(encode(self._hello))
-            patience = time.monotonic() + 5
-            while time.monotonic() < min(patience, deadline):
-                if dealer.poll(200):
-                    try:
-                        answer = decode(dealer.recv())
-                    except msgspec.DecodeError as error:
-                        raise MessageRefused(error) from None
-                    if isinstance(answer, Welcome):
-                        self._address = address
-                        self._neighbour = address.pid if address.machine == self._hello.machine else None
-                        return dealer, answer
-                    if isinstance(answer, Failure):
-                        raise LaminarError(answer.text)
-                    if isinstance(answer, Stop):
-                        dealer.close(0)
-                        raise StopReceived(answer.reason)
-                elif read_address(self._run_dir) != address:
-                    break
-            dealer.close(0)
-        raise LaminarError(
-            f"{self._hello.role} {self._hello.index} waited {seconds:.0f} s for the controller of "
-            f"{self._run_dir} and got no answer; "
-            "is the controller rank running, and can this machine reach cluster.host?"
-        )
-
-    # ---- the I/O thread ------------------------------------------------------------------------------------
-
-    def _run(self, wake: zmq.Socket) -> None:
-        poller = zmq.Poller()
-        poller.register(self._dealer, zmq.POLLIN)
-        poller.register(wake, zmq.POLLIN)
-        heard = pinged = turned = time.monotonic()
-        lost = False
-        while True:
-            events = dict(poller.poll(int(_PING_SECONDS * 1000)))
-            now = time.monotonic()
-            if now - turned > _ASLEEP_SECONDS:
-                heard = now
-            turned = now
-            if wake in events:
-                wake.recv()
-                while not self._outgoing.empty():
-                    self._dealer.send(self._outgoing.get())
-                if self._closing:
-                    break
-            while self._dealer.poll(0):
-                heard = now
-                self._take(self._dealer.recv())
-            if now - pinged >= _PING_SECONDS:
-                pinged = now
-                self._dealer.send(encode(Ping(self.load)))
-            if not lost and (how := self._controller_gone(now - heard)):
-                lost = True
-                if (
-                    terminal.shared()
-                    and self._neighbour is not None
-                    and not process_is_alive(self._neighbour)
-                ):
-                    self._deliver(StopReceived(RUN_FAILED))  # who started the controller says how it died
-                    continue
-                self._deliver(
-                    ControllerLost(
-                        f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, "
-                        "then go on with the same command and resume=auto"
-                    )
-                )
-        self._dealer.close()
-        wake.close(0)
-
-    def _controller_gone(self, silent: float) -> str:
-        """What is wrong with the controller, or ""."""
-        if self._neighbour is not None and not process_is_alive(self._neighbour):
-            return f"(pid {self._neighbour}) has died"
-        if silent <= self._heartbeat:
-            return ""
-        if silent > self._patience:
-            return f"has been silent for {max(self._heartbeat, self._patience):.0f} s"
-        return "" if read_address(self._run_dir) == self._address else "has left"
-
-    def _take(self, frame: bytes) -> None:
-        try:
-            message = decode(frame)
-        except msgspec.DecodeError as error:
-            self._deliver(MessageRefused(error))
-            return
-        if isinstance(message, Stop):
-            self._deliver(StopReceived(message.reason))
-        elif isinstance(message, Failure):
-            self._deliver(LaminarError(message.text))
-        elif isinstance(message, Rejoin):
-            log.warning("the controller had taken this %s for dead; joining again", self._hello.role)
-            self._rejoining = True
-            self._dealer.send(encode(self._hello))
-        elif isinstance(message, Welcome):
-            if self._rejoining:  # else the answer to a second Hello of the first joining
-                self._rejoining = False
-                self._deliver(message)
-        elif not isinstance(message, Pong):
-            self._deliver(message)
+    @load.setter
+    def load(self, load: ReplicaLoad | None) -> None:
+        self._line.load = load
 
     def _deliver(self, item: Message | Exception) -> None:
         with self._arrived:
@@ -225,14 +72,20 @@ class Channel:
     # ---- for the role --------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Queues a message; returns at once."""
-        self._outgoing.put(encode(message))
-        with self._wake_lock:
-            self._wake_send.send(b"")
+        """Queues a message; returns at once. It arrives once and in order, if a controller of this store is
+        there in time."""
+        if isinstance(message, Ping):
+            self._line.ping()
+        elif not (isinstance(message, Increment) and self._line.spooling):  # the response's end has it all
+            self._line.put(encode(message))
 
     def interrupt(self, error: Exception) -> None:
         """Raises `error` in whoever waits for a message, now or next."""
         self._deliver(error)
+
+    def end_with_controller(self) -> None:
+        """This process was told to end: it waits for no other controller."""
+        self._line.watch.patience = 0.0
 
     def pending(self, *wanted: type) -> bool:
         """Whether a message of these types, or an exception, is there."""
@@ -284,14 +137,10 @@ class Channel:
             self._inbox.clear()
 
     def close(self, goodbye: bool = True) -> None:
-        """Says Goodbye, flushes what is queued and ends the thread."""
+        """Says Goodbye, waits some seconds for what is queued to be acknowledged, and ends the thread."""
         if self._closing:
             return
-        if goodbye:
-            self._outgoing.put(encode(Goodbye()))
         self._closing = True
-        with self._wake_lock:
-            self._wake_send.send(b"")
-        self._thread.join(5)
-        self._wake_send.close(0)
-        self._context.term()
+        if goodbye:
+            self._line.put(encode(Goodbye()))
+        self._line.close()

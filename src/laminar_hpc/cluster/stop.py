@@ -7,6 +7,7 @@ from pathlib import Path
 import zmq
 
 from laminar_hpc.cluster.address import read_address
+from laminar_hpc.cluster.delivery import Header, encode_header
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.membership import StopRequest
 from laminar_hpc.messages.wire import encode
@@ -37,7 +38,7 @@ def request_stop(run_dir: Path, reason: str, seconds: float = 5.0) -> None:
                     f"the controller at {address.host}:{address.port} was not reached "
                     f"within {seconds:.0f} s; is the job of {run_dir} still running?"
                 )
-        dealer.send(encode(StopRequest(reason)))
+        dealer.send_multipart([encode_header(Header("", 0, 0, 0)), encode(StopRequest(reason))])
     finally:
         dealer.close()
         context.term()

@@ -164,8 +164,8 @@ class ClusterConfig:
     """0 = any free port"""
     join_timeout_seconds: float = seconds(300.0)
     """for all ranks to be there"""
-    heartbeat_timeout_seconds: float = seconds(10.0)
-    """a process that is silent for so long counts as dead"""
+    heartbeat_timeout_seconds: float = seconds(20.0)
+    """a process that is silent for so long counts as dead; the network may be cut for nearly so long"""
     batch_timeout_seconds: float = seconds(900.0)
     """a trainer's longest wait for a batch"""
     stop_timeout_seconds: float = seconds(60.0)

@@ -11,8 +11,9 @@
                                                              what is there
     end of a run           Goodbye of all                    cluster.stop_timeout_seconds
 
-One thread. Handlers only change state and fill the outbox; `turn` commits, then sends. Nothing is sent before
-its transaction commits. `Controller.handlers` says who takes which message.
+One thread. Handlers only change state and fill the outbox; `turn` commits, then acknowledges and sends.
+Nothing is sent before its transaction commits, which also holds how far each worker's stream was taken.
+`Controller.handlers` says who takes which message.
 """
 
 import time
@@ -113,6 +114,7 @@ class Controller:
         self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer)
         self.training = Training(shared, tracker, evaluations, self.weights, store, replay)
         self.handlers = self._handlers()
+        hub.announce(store.store_id, store.received())
 
     def _handlers(self) -> dict[str, Handlers]:
         """By the sender's role, who takes which message of a member."""
@@ -158,12 +160,20 @@ class Controller:
     def turn(self) -> None:
         arrived = self.hub.poll(_TICK_SECONDS)
         begun = time.time()
-        for identity, message in arrived:
-            self.handle(identity, message)
-        self.tick()
+        try:
+            for identity, message in arrived:
+                self.handle(identity, message)
+            self.tick()
+        except BaseException:
+            self.store.roll_back()  # nothing of this turn was acknowledged
+            raise
         decided = time.time()
+        self.store.note_received(self.hub.received())
         self.store.commit()
         committed = time.time()
+        for identity in self.members.take_left():
+            self.hub.end(identity)
+        self.hub.committed()
         self.send_all()
         if decided - begun > _SPAN_SECONDS:
             self.trace.record("decide", begun, decided, messages=len(arrived))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.messages.membership import Hello
 
+_ASLEEP_SECONDS = 5.0  # between two looks: this process stood still, not the members
 _SURELY_ALIVE_SECONDS = 2.0  # since its last ping, of one a second: no process is started again so fast
 
 
@@ -28,12 +29,16 @@ class Members:
     machine: str
     heartbeat_seconds: float
     by_place: dict[tuple[str, int], Member] = field(default_factory=dict)
+    _left: list[str] = field(default_factory=list)
+    _looked: float = field(default_factory=time.monotonic)
 
     def join(self, identity: str, hello: Hello) -> Member | None:
         """Takes a worker in; returns the earlier incarnation that it replaces, if there was one."""
         place = (hello.role, hello.index)
         earlier = self.by_place.get(place)
         self.by_place[place] = Member(identity, hello, time.monotonic())
+        if earlier and earlier.identity != identity:
+            self._left.append(earlier.identity)
         return earlier
 
     def rival(self, hello: Hello) -> Member | None:
@@ -47,6 +52,12 @@ class Members:
 
     def leave(self, member: Member) -> None:
         self.by_place.pop((member.hello.role, member.hello.index), None)
+        self._left.append(member.identity)
+
+    def take_left(self) -> list[str]:
+        """Identities of those who have left since the last call."""
+        left, self._left = self._left, []
+        return left
 
     def of(self, identity: str) -> Member | None:
         role, _, rest = identity.partition(":")
@@ -65,6 +76,10 @@ class Members:
     def dead(self) -> list[Member]:
         """Members whose process is gone, or who have been silent for too long."""
         now = time.monotonic()
+        if now - self._looked > _ASLEEP_SECONDS:
+            for member in self.by_place.values():
+                member.last_seen = now
+        self._looked = now
         here = [
             m
             for m in self.by_place.values()

@@ -4,7 +4,7 @@ import sqlite3
 from collections.abc import Iterable
 from typing import Any
 
-_READING = ("SELECT", "PRAGMA", "EXPLAIN", "BEGIN", "COMMIT", "VALUES")
+_READING = ("SELECT", "PRAGMA", "EXPLAIN", "BEGIN", "COMMIT", "ROLLBACK", "VALUES")
 _UNREPEATABLE = {"random", "randomblob", "date", "time", "datetime", "julianday", "strftime", "unixepoch"}
 _UNREPEATABLE |= {"current_date", "current_time", "current_timestamp", "last_insert_rowid", "changes"}
 

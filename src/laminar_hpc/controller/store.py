@@ -37,6 +37,7 @@ CREATE TABLE IF NOT EXISTS trajectories(
   payload BLOB);
 CREATE TABLE IF NOT EXISTS mismatches(
   trajectory_id INTEGER PRIMARY KEY, mean REAL, minibatches_ahead INTEGER);
+CREATE TABLE IF NOT EXISTS received(identity TEXT PRIMARY KEY, seq INTEGER) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories(group_id);
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
 """
@@ -87,6 +88,11 @@ class Store:
             self._journal.append(self._db)
         self._db.execute("COMMIT")
 
+    def roll_back(self) -> None:
+        """Forgets everything since the last commit; only `close` may follow."""
+        if self._db.in_transaction:  # not after a full disk: SQLite has rolled back itself
+            self._db.execute("ROLLBACK")
+
     def close(self) -> None:
         """Commits and closes. On a full disk that raises sqlite3.Error or OSError; what was committed before
         is safe."""
@@ -110,6 +116,15 @@ class Store:
             "INSERT INTO meta VALUES(?, ?) ON CONFLICT(key) DO UPDATE SET value = excluded.value",
             (key, str(value)),
         )
+
+    def received(self) -> dict[str, int]:
+        """By identity of a worker, the number of its newest message (cluster/delivery.py) whose effects are
+        here."""
+        return dict(self._db.execute("SELECT identity, seq FROM received"))
+
+    def note_received(self, numbers: dict[str, int]) -> None:
+        """In the transaction that holds the effects of these messages."""
+        self._db.executemany("INSERT OR REPLACE INTO received VALUES(?, ?)", numbers.items())
 
     def next_ids(self) -> tuple[int, int, int]:
         """The next free weight, group and trajectory ids; none is ever used twice."""

@@ -1,6 +1,14 @@
 """All roles and the controller: joining, signs of life, failures, leaving."""
 
+from typing import Annotated
+
+import msgspec
+
 from laminar_hpc.messages.data import Message, ReplicaLoad
+
+# what a decoder lets pass: no number that a table or the system would stumble over
+Index = Annotated[int, msgspec.Meta(ge=0, lt=65_536)]
+ProcessId = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
 
 
 class Hello(Message):
@@ -8,9 +16,9 @@ class Hello(Message):
     memory it sees."""
 
     role: str
-    index: int
+    index: Index
     incarnation: str
-    pid: int
+    pid: ProcessId
     machine: str
 
 
@@ -20,6 +28,10 @@ class Welcome(Message):
     `model` is OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take
     the same commit. `store_id` names the store that knows all trajectories of the run (controller/store.py),
     `epoch` counts the controller's starts over it, from 0, and `gang` the lives of trainer 0, from 1.
+
+    `received` is the newest message of this worker that the store has (cluster/delivery.py). A worker gets
+    another Welcome when it has joined anew: after a Rejoin, or at another controller over the same store,
+    which has another `run_id`.
     """
 
     run_id: str
@@ -27,6 +39,7 @@ class Welcome(Message):
     store_id: str = ""
     epoch: int = 0
     gang: int = 0
+    received: int = 0
 
 
 class Ping(Message):

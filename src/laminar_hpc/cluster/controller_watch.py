@@ -1,0 +1,99 @@
+"""Whether the controller that a worker speaks to is there, and where the next one is: no socket, no thread.
+
+cluster/worker_line.py says what it hears and asks once a turn.
+"""
+
+import logging
+import time
+from pathlib import Path
+
+from laminar_hpc.cluster import terminal
+from laminar_hpc.cluster.address import ControllerAddress, read_address
+from laminar_hpc.cluster.endings import RUN_FAILED, ControllerLost, StopReceived
+from laminar_hpc.cluster.processes import process_is_alive
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages.membership import Hello
+
+log = logging.getLogger(__name__)
+_ASLEEP_SECONDS = 5.0  # between two looks: this process stood still, not the controller
+_LOOK_SECONDS = 3.0  # silent for so long: controller.json may name another controller
+_BETWEEN_LOOKS_SECONDS = 0.25  # into controller.json, which may lie on a file system of all machines
+
+
+class ControllerWatch:
+    """`heartbeat`: silent for so long the controller is lost; with `patience` it, or another one over the
+    same store, may come back within that time of silence."""
+
+    def __init__(self, run_dir: Path, hello: Hello, heartbeat: float, patience: float) -> None:
+        self._run_dir, self._hello = run_dir, hello
+        self._heartbeat, self.patience = heartbeat, patience
+        self._address: ControllerAddress | None = None
+        self.neighbour: int | None = None  # the controller's pid, if it is on this machine
+        self._store_id = ""
+        self._heard = self._asked = time.monotonic()
+        self._read_at = 0.0
+        self.detached = False  # the role goes on without a controller
+
+    def begin(self, address: ControllerAddress) -> None:
+        """This is the controller from here on."""
+        self._address = address
+        self.neighbour = address.pid if address.machine == self._hello.machine else None
+
+    def welcomed(self, store_id: str) -> None:
+        self._store_id, self.detached = store_id, False
+        self._heard = self._asked = time.monotonic()
+
+    def heard(self, now: float, joining: bool) -> None:
+        self._heard = now
+        if self.detached and not joining:
+            log.warning("the controller is heard again")
+            self.detached = False
+
+    def has_left(self) -> bool:
+        """It has taken its address away, or another one has come."""
+        address = read_address(self._run_dir)
+        return address is None or self._address is None or address.run_id != self._address.run_id
+
+    def look(self, now: float) -> ControllerAddress | Exception | None:
+        """The controller to join instead, or why the role must end, if it must."""
+        if now - self._asked > _ASLEEP_SECONDS:
+            self._heard = now
+        self._asked = now
+        silent = now - self._heard
+        died = self.neighbour is not None and not process_is_alive(self.neighbour)
+        if not died and silent <= min(_LOOK_SECONDS, self._heartbeat):
+            return None
+        gone, limit = died or silent > self._heartbeat, max(self._heartbeat, self.patience)
+        if gone and (not self.patience or silent > limit):
+            return self._loss(died, limit)
+        if not self.patience or now - self._read_at < _BETWEEN_LOOKS_SECONDS:
+            return None
+        self._read_at = now
+        if gone and not self.detached:
+            self.detached = True
+            how = f"(pid {self.neighbour}) has died" if died else f"has been silent for {silent:.0f} s"
+            text = "the controller %s; this %s goes on, and waits up to %.0f s for it or another"
+            log.warning(text, how, self._hello.role, self.patience)
+        return self._another()
+
+    def _another(self) -> ControllerAddress | Exception | None:
+        address, known = read_address(self._run_dir), self._address
+        if address is None or known is None or address.run_id == known.run_id or not address.store_id:
+            return None
+        if self._store_id not in ("", address.store_id):
+            return LaminarError(
+                f"the controller at {address.host}:{address.port} has store {address.store_id}, and this "
+                f"{self._hello.role} works for store {self._store_id}: it does not join another run"
+            )
+        log.warning("joining the controller at %s:%d", address.host, address.port)
+        self.detached = True
+        return address
+
+    def _loss(self, died: bool, limit: float) -> Exception:
+        if died and terminal.shared():
+            return StopReceived(RUN_FAILED)  # who started the controller says how it died
+        how = f"(pid {self.neighbour}) has died" if died else f"has been silent for {limit:.0f} s"
+        return ControllerLost(
+            f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, "
+            "then go on with the same command and resume=auto"
+        )

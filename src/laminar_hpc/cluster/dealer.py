@@ -1,0 +1,29 @@
+"""A worker's encrypted socket to the controller."""
+
+import zmq
+
+from laminar_hpc.cluster.address import ControllerAddress
+
+PING_SECONDS = 1.0
+_RECONNECT_SECONDS = 3.0  # a connection that carries nothing for so long is made anew
+_HANDSHAKE_SECONDS = 5.0  # the controller's loop takes part in it
+_QUEUE_MESSAGES = 4096  # above the window of cluster/delivery.py, so that a send never waits for room
+
+
+def connect(context: zmq.Context, identity: bytes, address: ControllerAddress) -> zmq.Socket:
+    """Connects again by itself. Frames of a lost connection are gone."""
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.IDENTITY, identity)
+    dealer.setsockopt(zmq.LINGER, 2000)
+    dealer.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
+    dealer.setsockopt(zmq.HEARTBEAT_IVL, int(PING_SECONDS * 1000))
+    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))
+    dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))
+    dealer.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_SECONDS * 1000))
+    dealer.curve_serverkey = address.server_public.encode()
+    dealer.curve_publickey, dealer.curve_secretkey = (
+        address.client_public.encode(),
+        address.client_secret.encode(),
+    )
+    dealer.connect(f"tcp://{address.host}:{address.port}")
+    return dealer

@@ -1,0 +1,162 @@
+"""Each message once and in order, over cuts, lost frames and a controller that starts again: two pure state
+machines and the header that they speak by. cluster/worker_line.py and cluster/hub.py drive them.
+
+    sender    push -> backlog -> peek, advance -> on the wire -> acknowledged -> forgotten
+    receiver  take(expected) -> acknowledged (by the controller: after its commit)
+
+A member has one stream up, named by its identity; it outlives connections and controllers. A stream down
+begins with each Welcome and is named by the header's `session`. docs/architecture.md has the protocol.
+
+Invariants: a number names one message for good; a receiver takes numbers in order, each once; a sender
+forgets what was acknowledged and nothing else; at most WINDOW_FRAMES are on the wire.
+"""
+
+import math
+from typing import Protocol
+
+import msgspec
+
+from laminar_hpc.config.errors import LaminarError
+
+WINDOW_FRAMES = 1024  # a turn of the controller takes about so many
+WINDOW_BYTES = 32 << 20  # one frame may be larger
+AGAIN_SECONDS = 2.0  # between two requests to send the same number again
+
+
+class Header(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Before every message. `seq`: its number, 0 = in no stream. `sent`: the newest number that is on the
+    wire before or with it. `ack`: the newest number that was taken from the other side. `again`: send all
+    behind `ack` once more."""
+
+    session: str
+    seq: int
+    sent: int
+    ack: int
+    again: bool = False
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Header)
+
+
+def encode_header(header: Header) -> bytes:
+    return _encoder.encode(header)
+
+
+def decode_header(frame: bytes) -> Header:
+    """Raises DeliveryError on anything else."""
+    try:
+        header = _decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise DeliveryError(f"it has no header ({error})") from None
+    if min(header.seq, header.sent, header.ack) < 0 or header.sent < header.seq:
+        raise DeliveryError(f"its header makes no sense ({header})")
+    return header
+
+
+class DeliveryError(LaminarError):
+    """The other side breaks the protocol: a bug, another version, or a store that has forgotten."""
+
+
+class Backlog(Protocol):
+    """Frames that wait, in order (cluster/spool.py)."""
+
+    def append(self, frame: bytes) -> None: ...
+    def popleft(self) -> bytes: ...
+    def __len__(self) -> int: ...
+
+
+class Sender:
+    """One stream's sending end."""
+
+    def __init__(self, backlog: Backlog) -> None:
+        self._backlog = backlog
+        self._kept: dict[int, bytes] = {}  # numbered, not yet acknowledged
+        self._kept_bytes = 0
+        self._numbered = 0  # the newest number given
+        self.sent = 0  # the newest number on the wire since the last rewind
+        self.acked = 0
+
+    @property
+    def idle(self) -> bool:
+        """All was acknowledged."""
+        return not self._kept and not self._backlog
+
+    def push(self, frame: bytes) -> None:
+        self._backlog.append(frame)
+
+    def peek(self) -> tuple[int, bytes] | None:
+        """What is to be put on the wire next, with its number; None while the window is full or nothing
+        waits."""
+        number = self.sent + 1
+        if number > self._numbered:
+            full = len(self._kept) >= WINDOW_FRAMES or self._kept_bytes >= WINDOW_BYTES
+            if full or not self._backlog:
+                return None
+            frame = self._backlog.popleft()
+            self._numbered = number
+            self._kept[number] = frame
+            self._kept_bytes += len(frame)
+        return number, self._kept[number]
+
+    def advance(self) -> None:
+        """What `peek` gave is on the wire."""
+        self.sent += 1
+
+    def acknowledged(self, number: int) -> None:
+        """Raises DeliveryError for a number that was never sent."""
+        if number > self._numbered:
+            raise DeliveryError(f"it acknowledges message {number} of {self._numbered}")
+        while self.acked < number:
+            self.acked += 1
+            self._kept_bytes -= len(self._kept.pop(self.acked))
+        self.sent = max(self.sent, self.acked)
+
+    def rewind(self) -> None:
+        """All that was not acknowledged goes on the wire again."""
+        self.sent = self.acked
+
+    def resume(self, received: int) -> None:
+        """Goes on behind `received`, with a receiver that begins or has started again. Raises DeliveryError
+        when it no longer knows what it has acknowledged, or knows what was never sent."""
+        if received > self._numbered:
+            raise DeliveryError(
+                f"the controller knows {received} messages under this process's name, which has sent "
+                f"{self._numbered}: another process has the same name"
+            )
+        if received < self.acked:
+            raise DeliveryError(
+                f"the controller's store knows messages up to {received}, but {self.acked} were "
+                "acknowledged: it is older than what this process has been told"
+            )
+        self.acknowledged(received)
+        self.rewind()
+
+
+class Receiver:
+    """One stream's receiving end. `received`: the newest number taken."""
+
+    def __init__(self, received: int = 0) -> None:
+        self.received = received
+        self._asked, self._asked_at = 0, -math.inf
+
+    def take(self, number: int) -> bool:
+        """Whether the message of this number is the next one, and now counts as taken. Raises DeliveryError
+        for a number that no sender could have reached."""
+        if number > self.received + WINDOW_FRAMES:
+            raise DeliveryError(f"it is message {number} where {self.received + 1} is due")
+        if number != self.received + 1:
+            return False
+        self.received = number
+        return True
+
+    def misses(self, sent: int, now: float) -> bool:
+        """Whether to ask for all behind `received` once more: the sender has put `sent` on the wire, and on a
+        wire nothing overtakes."""
+        if sent <= self.received:
+            return False
+        due = self.received + 1
+        if due == self._asked and now - self._asked_at < AGAIN_SECONDS:
+            return False
+        self._asked, self._asked_at = due, now
+        return True

@@ -1,0 +1,296 @@
+"""A worker's line to the controller: one encrypted socket and the I/O thread that drives it.
+
+    queue -> spool -> stream up -> socket;   socket -> stream down -> `deliver`
+
+The thread never waits in a send, pings once a second and notices a silent controller, so a role may compute
+for minutes without being taken for dead. cluster/delivery.py makes every message arrive once, over broken
+connections and a new controller. A worker that may outlive its controller says Hello to the next one, which
+cluster/controller_watch.py finds, under the same identity.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from laminar_hpc.cluster.address import ControllerAddress, read_address
+from laminar_hpc.cluster.controller_watch import ControllerWatch
+from laminar_hpc.cluster.dealer import PING_SECONDS, connect
+from laminar_hpc.cluster.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
+from laminar_hpc.cluster.endings import MessageRefused, StopReceived
+from laminar_hpc.cluster.spool import Spool, SpoolFull
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages.data import Message, ReplicaLoad
+from laminar_hpc.messages.membership import Failure, Hello, Ping, Pong, Rejoin, Stop, Welcome
+from laminar_hpc.messages.wire import AnyMessage, decode, encode
+
+log = logging.getLogger(__name__)
+_HELLO_SECONDS = 2.0  # between two Hellos, until Welcome
+_FLUSH_SECONDS = 5.0  # for the last messages to be acknowledged
+_STUCK_SECONDS = 0.02  # until the socket is asked again whether it has room
+_TURN_MESSAGES = 1000
+
+
+class WorkerLine:
+    """`put` may be called from any thread; `deliver` is called in the I/O thread."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        hello: Hello,
+        heartbeat_seconds: float,
+        patience_seconds: float,
+        launch: str,
+        deliver: Callable[[Message | Exception], None],
+    ) -> None:
+        self._run_dir, self._hello, self._launch, self._deliver = run_dir, hello, launch, deliver
+        self.watch = ControllerWatch(run_dir, hello, heartbeat_seconds, patience_seconds)
+        self._identity = f"{hello.role}:{hello.index}:{hello.incarnation}".encode()
+        self._context, self._poller = zmq.Context(), zmq.Poller()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake)  # never while somebody may still call `put`
+        self._poller.register(self._wake, zmq.POLLIN)
+        self.queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.load: ReplicaLoad | None = None  # goes out with every ping
+        self._spool = Spool()
+        self._sender, self._receiver, self._session = Sender(self._spool), Receiver(), ""
+        self._answer_due = self._again_due = False
+        self._joining = False  # from a Rejoin or a new controller to its Welcome
+        self._said_hello = self._pinged = 0.0
+        self._ended = self._stuck = False
+        self._close_by: float | None = None
+        self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
+
+    # ---- for the channel -----------------------------------------------------------------------------------
+
+    @property
+    def spooling(self) -> bool:
+        """So much waits that it goes to the disk."""
+        return self._spool.on_disk
+
+    def put(self, frame: bytes) -> None:
+        """Queues a message; never waits."""
+        self.queue.put(frame)
+        os.eventfd_write(self._wake, 1)
+
+    def ping(self) -> None:
+        """Tells the load at once."""
+        self._pinged = 0.0
+        os.eventfd_write(self._wake, 1)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread once all was acknowledged, the controller has gone, or after _FLUSH_SECONDS."""
+        self._close_by = time.monotonic() + _FLUSH_SECONDS
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(2 * _FLUSH_SECONDS)
+        self._context.term()
+        self._spool.close()
+
+    def join(self, seconds: float) -> Welcome:
+        """Says Hello until Welcome comes. The address is read anew each time, because an earlier launch may
+        have left an old one. After an error the line is of no more use."""
+        try:
+            return self._join(seconds)
+        except BaseException:
+            self._context.destroy(0)  # a collector that finds it open could wait for its sockets for good
+            raise
+
+    def _join(self, seconds: float) -> Welcome:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            address = read_address(self._run_dir)
+            if address is None or self._launch not in ("", address.launch):
+                time.sleep(0.05)
+                continue
+            self._connect(address)
+            self._send(0, encode(self._hello))
+            patience = time.monotonic() + 5
+            while time.monotonic() < min(patience, deadline):
+                if self._dealer.poll(200):
+                    if (welcome := self._first_answer()) is not None:
+                        return welcome
+                elif (now := read_address(self._run_dir)) is None or now.run_id != address.run_id:
+                    break
+            self._dealer.close(0)
+        raise LaminarError(
+            f"{self._hello.role} {self._hello.index} waited {seconds:.0f} s for the controller of "
+            f"{self._run_dir} and got no answer; "
+            "is the controller rank running, and can this machine reach cluster.host?"
+        )
+
+    def _first_answer(self) -> Welcome | None:
+        try:
+            header, answer = _read(self._dealer.recv_multipart())
+        except (DeliveryError, msgspec.DecodeError) as error:
+            raise MessageRefused(error) from None
+        if isinstance(answer, Welcome):
+            self._welcomed(header.session, answer)
+            self._poller.register(self._dealer, zmq.POLLIN)
+            return answer
+        if isinstance(answer, Failure):
+            raise LaminarError(answer.text)
+        if isinstance(answer, Stop):
+            raise StopReceived(answer.reason)
+        return None
+
+    # ---- the I/O thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_over():
+            self._turn()
+        self._dealer.close(0 if self._sender.idle or self._ended or self.watch.detached else None)
+
+    def _is_over(self) -> bool:
+        """Closing, and nothing is left to be done."""
+        if self._close_by is None:
+            return False
+        flushed = self.queue.empty() and self._sender.idle
+        late = time.monotonic() > self._close_by
+        return flushed or late or self._ended or self.watch.detached or self.watch.has_left()
+
+    def _turn(self) -> None:
+        wait = PING_SECONDS if self._close_by is None else 0.1
+        self._poller.poll(int(1000 * (_STUCK_SECONDS if self._stuck else wait)))
+        now = time.monotonic()
+        self._read_queue()
+        self._read_socket(now)
+        if now - self._pinged >= PING_SECONDS:
+            self._pinged = now
+            self._send(0, encode(Ping(self.load)))
+        if self._joining and now - self._said_hello >= _HELLO_SECONDS:
+            self._said_hello = now
+            self._send(0, encode(self._hello))
+        if not self._ended:
+            self._watch_controller(now)
+        self._transmit()
+
+    def _read_queue(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+        try:
+            while not self.queue.empty():
+                self._sender.push(self.queue.get())
+        except (SpoolFull, OSError) as error:
+            self._end(error if isinstance(error, SpoolFull) else LaminarError(f"the spool failed: {error}"))
+
+    def _read_socket(self, now: float) -> None:
+        for _ in range(_TURN_MESSAGES):
+            try:
+                frames = self._dealer.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.watch.heard(now, self._joining)
+            try:
+                header = decode_header(frames[0])
+                if self._is_new(header, now) and (len(frames) != 2 or frames[1]):
+                    self._take(*_read(frames))
+            except (DeliveryError, msgspec.DecodeError) as error:
+                self._end(MessageRefused(error))
+
+    def _is_new(self, header: Header, now: float) -> bool:
+        """Whether what comes with this header is to be taken."""
+        self._sender.acknowledged(header.ack)
+        if header.again:
+            self._sender.rewind()
+        here = header.session == self._session
+        if header.seq == 0:
+            self._again_due |= here and self._receiver.misses(header.sent, now)
+            if header.session and not here and not self._joining:  # its Welcome was lost
+                self._joining, self._said_hello = True, 0.0
+            return True
+        if not here:
+            return False
+        self._answer_due = True
+        if self._receiver.take(header.seq):
+            return True
+        self._again_due |= self._receiver.misses(header.seq, now)
+        return False
+
+    def _take(self, header: Header, message: AnyMessage) -> None:
+        if isinstance(message, Stop):
+            self._deliver(StopReceived(message.reason))
+        elif isinstance(message, Failure):
+            self._deliver(LaminarError(message.text))
+        elif isinstance(message, Rejoin):
+            if not self._joining:
+                log.warning("the controller had taken this %s for dead; joining again", self._hello.role)
+                self._joining, self._said_hello = True, 0.0
+        elif isinstance(message, Welcome):
+            if header.session != self._session:  # else the answer to a second Hello of the same joining
+                self._welcomed(header.session, message)
+                self._deliver(message)
+            self._joining = False
+        elif not isinstance(message, Pong):
+            self._deliver(message)
+
+    def _welcomed(self, session: str, welcome: Welcome) -> None:
+        """Goes on behind what the controller's store has received. Raises DeliveryError when that store is
+        older than what it has acknowledged."""
+        self._sender.resume(welcome.received)
+        self._session, self._receiver, self._joining = session, Receiver(), False
+        self.watch.welcomed(welcome.store_id)
+
+    def _transmit(self) -> None:
+        """As much as the window and the socket take; what is received is acknowledged with it."""
+        self._stuck = False
+        while not self._joining and not self._stuck and (due := self._sender.peek()) is not None:
+            number, frame = due
+            if self._send(number, frame):
+                self._sender.advance()
+            else:
+                self._stuck = True
+        if self._again_due or self._answer_due:
+            self._send(0, b"", self._again_due)
+
+    def _send(self, number: int, frame: bytes, again: bool = False) -> bool:
+        """Whether the socket has taken it."""
+        sent = max(number, self._sender.sent)
+        header = encode_header(Header(self._session, number, sent, self._receiver.received, again))
+        try:
+            self._dealer.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+            self._dealer.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self._answer_due = False
+        self._again_due &= not again
+        return True
+
+    def _watch_controller(self, now: float) -> None:
+        found = self.watch.look(now)
+        if isinstance(found, Exception):
+            self._end(found)
+        elif found is not None:
+            self._poller.unregister(self._dealer)
+            self._dealer.close(0)
+            self._connect(found)
+            self._poller.register(self._dealer, zmq.POLLIN)
+            self._joining, self._said_hello = True, 0.0
+
+    def _connect(self, address: ControllerAddress) -> None:
+        self._dealer = connect(self._context, self._identity, address)
+        self.watch.begin(address)
+
+    def _end(self, error: Exception) -> None:
+        """The role meets `error`; the controller is watched no more."""
+        if not self._ended:
+            self._ended = True
+            self._deliver(error)
+
+
+def _read(frames: list[bytes]) -> tuple[Header, AnyMessage]:
+    """Raises DeliveryError or msgspec.DecodeError on what is no header with a message."""
+    if len(frames) != 2:
+        raise DeliveryError(f"it has {len(frames)} parts, not a header and a message")
+    return decode_header(frames[0]), decode(frames[1])
