@@ -10,6 +10,7 @@ from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.rundir import Start
 from laminar_hpc.messages.chain import RelayHas
 from laminar_hpc.messages.data import Message, Partial, ReplicaLoad, Trajectory, VersionSpan
+from laminar_hpc.messages.digest import sealed
 from laminar_hpc.messages.membership import Failure, Hello, Ping
 from laminar_hpc.messages.publication import NewWeightId
 from laminar_hpc.messages.rollouts import Generated, Grant, Increment, RequestWork, Scored, WeightsOpened
@@ -114,7 +115,7 @@ class Script:
                     moves=part.moves,
                 )
                 scored = Scored(sample.trajectory_id, sample.attempt, 1.0, {}, "", 3.0)
-                self.hear("rollout", index, Generated(trajectory), scored, life=life)
+                self.hear("rollout", index, Generated(sealed(trajectory)), scored, life=life)
 
     def dies(self, index: int, life: str = "") -> None:
         self.hear("rollout", index, Failure("its engine died"), life=life)

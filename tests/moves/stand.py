@@ -189,7 +189,9 @@ def assert_is_whole(t: Trajectory, config: RunConfig) -> None:
 def assert_every_one_ended_once(config: RunConfig) -> dict[int, Trajectory]:
     """All that was ever granted is finished or consumed, in whole; returns the trajectories by id."""
     database = sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True)
-    rows = database.execute("SELECT id, state, payload FROM trajectories").fetchall()
+    rows = database.execute(
+        "SELECT id, state, payload FROM trajectories LEFT JOIN responses ON trajectory_id = id"
+    ).fetchall()
     database.close()
     assert {state for _, state, _ in rows} <= {"consumed", "finished"}, "a trajectory was lost"
     wanted = config.steps * config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt

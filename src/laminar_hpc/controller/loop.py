@@ -34,6 +34,7 @@ from laminar_hpc.controller.repacker import Repacker
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.reports import TrajectoryReports
 from laminar_hpc.controller.rescuer import Rescuer
+from laminar_hpc.controller.scorers import Scorers
 from laminar_hpc.controller.shared import Outbox, RunState, Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
@@ -103,7 +104,8 @@ class Controller:
         self.dispatcher = Dispatcher(
             shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes
         )
-        self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer)
+        self.scorers = Scorers(shared, tracker, self.replicas)
+        self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer, self.scorers)
         self.training = Training(shared, tracker, evaluations, store, replay)
         self.handlers = self._handlers()
 
@@ -193,6 +195,7 @@ class Controller:
         now = time.monotonic()
         self.weights.update_chains()
         self.training.answer_trainer()
+        self.scorers.assign()
         self.dispatcher.dispatch()
         self.migration.call_off_late(now)
         self.rescuer.place_orphans()
@@ -220,6 +223,7 @@ class Controller:
         self.replicas.forget(index)
         self.dispatcher.replica_lost(index)
         trajectories = self.rescuer.replica_lost(index)
+        self.scorers.replica_lost(index)
         if self.evaluations:
             self.evaluations.replica_lost(index)
         if trajectories:
