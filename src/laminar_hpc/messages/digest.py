@@ -3,11 +3,26 @@ trained on, and by `laminar audit`."""
 
 import hashlib
 import struct
+from collections.abc import Sequence
+from typing import Protocol
 
 from laminar_hpc.messages.data import Trajectory
 
 
-def digest_of(trajectory: Trajectory) -> str:
+class Response(Protocol):
+    """Of a trajectory what the digest is made of."""
+
+    @property
+    def trajectory_id(self) -> int: ...
+
+    @property
+    def response_tokens(self) -> Sequence[int]: ...
+
+    @property
+    def logprobs(self) -> Sequence[float]: ...
+
+
+def digest_of(trajectory: Response) -> str:
     """Half a SHA-256, in hexadecimal, of id (int64), response tokens (int32 each) and behaviour log-probs
     (float64 each), little-endian. Of what was sent by a healthy replica it never fails; tokens beyond int32
     have no digest, which is ""."""
