@@ -31,20 +31,17 @@ def record(folder: Path) -> Path:
     script = Script(configuration(folder))
     config = script.controller.config
     for step in range(2):
-        _serve(script, step)
-        _fill(script, config.algorithm.prompts_per_step)
+        fill(script, step, config.algorithm.prompts_per_step)
         script.trains(step)
     _checkpoint(config, 2, script.controller.store.store_id)
-    _serve(script, 2)
-    _fill(script, config.algorithm.prompts_per_step)
+    fill(script, 2, config.algorithm.prompts_per_step)
     script.trains(2)  # abandoned: the run dies before the checkpoint of step 3
     script.closes()
 
     script = Script(config, restored_step=2)
     _serve(script, 2)
     script.trains(2)
-    _serve(script, 3)
-    _fill(script, 1)
+    fill(script, 3, 1)
     _left_over(script)
     script.closes()
     return Path(config.run_dir)
@@ -69,15 +66,16 @@ def _grants(script: Script) -> Iterator[tuple[int, Grant]]:
     for _ in range(20):
         for index in (0, 1):
             if not _has_work(script, index):
-                row = script.controller.replicas.at(index)
-                script.asks(index, row.weight_id, row.newest_batch)
+                newest = max(script.controller.weights.steps)
+                script.asks(index, newest, script.controller.replicas.at(index).newest_batch)
             if (grant := script.granted(index)) is not None:
                 yield index, grant
     raise AssertionError(f"only {script.controller.tracker.ready_groups} groups became ready")
 
 
-def _fill(script: Script, groups: int) -> None:
-    """Local batches are generated and scored until so many groups are ready."""
+def fill(script: Script, step: int, groups: int) -> None:
+    """On weights of `step` local batches are generated and scored until so many groups are ready."""
+    _serve(script, step)
     for index, grant in _grants(script):
         script.ends(index, grant, TOKENS, right=lambda i: i % 2 == 1 and i % 8 != 1)
         if script.controller.tracker.ready_groups >= groups:

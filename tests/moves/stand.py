@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from audits import assert_clean
 from engines import LoopThread
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import machine_name
@@ -108,7 +109,7 @@ class Stand:
         self.lives = 0
 
     def run(self, seconds: float) -> None:
-        """To the end. Fails when that takes longer, or when a part fails."""
+        """To the end, then audits its records. Fails when that takes longer, or when a part fails."""
         config, run_dir = self.config, Path(self.config.run_dir)
         derived, machine = check(config), machine_name(config.relay.shm_dir)
         start = prepare_run_dir(config)
@@ -147,6 +148,7 @@ class Stand:
                 thread.join(10)
             self.loop.run(self.pool.close())
             self.loop.close()
+        assert_clean(run_dir)
 
     async def _keep_alive(self, index: int) -> None:
         """A replica, and the next one in its place when it dies."""

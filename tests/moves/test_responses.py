@@ -7,8 +7,7 @@ from pathlib import Path
 from script import Script, samples_of
 from stand import small_config
 
-from laminar_hpc.audit.checks import audit
-from laminar_hpc.audit.records import read
+from audits import assert_clean
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.messages.moves import MoveAbort
 from laminar_hpc.messages.rollouts import Generated, Grant, Increment
@@ -37,12 +36,9 @@ def working(script: Script, replicas: int = 3) -> list[Grant]:
     return grants
 
 
-def assert_clean(script: Script) -> None:
-    """Closes it, then audits its records."""
+def ends_clean(script: Script) -> None:
     script.closes()
-    with read(Path(script.controller.config.run_dir)) as records:
-        found = [culprit for finding in audit(records) for culprit in finding.culprits]
-        assert records.store is not None and not found, found
+    assert_clean(Path(script.controller.config.run_dir))
 
 
 def stored(script: Script) -> dict[int, list[int]]:
@@ -84,7 +80,7 @@ def test_a_replica_dies_before_it_has_scored(tmp_path):
     script.asks(1, 0)
     again = script.granted(1)
     assert again is None or not samples_of(again).keys() & owned.keys()
-    assert_clean(script)
+    ends_clean(script)
 
 
 def test_the_scorer_dies_too_and_then_nobody_is_left(tmp_path):
@@ -107,7 +103,7 @@ def test_the_scorer_dies_too_and_then_nobody_is_left(tmp_path):
     for order in orders:
         script.scores(1, order.trajectory_id, order.attempt, life="next")
     assert stored(script).keys() == samples_of(first).keys() and script.controller.tracker.unscored == {}
-    assert_clean(script)
+    ends_clean(script)
 
 
 def test_the_controller_dies_before_the_score(tmp_path):
@@ -118,7 +114,7 @@ def test_the_controller_dies_before_the_score(tmp_path):
     script.ends(0, first, TOKENS, scores=False)
     before = script.controller.config
     shutil.copytree(before.run_dir, tmp_path / "second" / "run")  # as kill -9 leaves it: nothing is flushed
-    assert_clean(script)
+    ends_clean(script)
 
     config = small_config(tmp_path / "second", replicas=3, steps=8)
     config.algorithm, config.rollout = before.algorithm, before.rollout
@@ -140,7 +136,7 @@ def test_the_controller_dies_before_the_score(tmp_path):
         script.scores(0, order.trajectory_id, order.attempt)
     assert stored(script) == {i: [(i + k) % 50 for k in range(TOKENS)] for i in owned}
     assert script.discarded == 0
-    assert_clean(script)
+    ends_clean(script)
 
 
 def test_a_damaged_response_is_lost_with_a_reason_and_granted_again(tmp_path):
@@ -165,7 +161,7 @@ def test_a_damaged_response_is_lost_with_a_reason_and_granted_again(tmp_path):
     assert {i: samples_of(again).get(i) for i in samples_of(first)} == {i: 1 for i in samples_of(first)}
     text = Path(script.controller.config.run_dir, "metrics.jsonl").read_text()
     assert text.count('"kind":"lost"') == len(samples_of(first)) and "has not the digest" in text
-    assert_clean(script)
+    ends_clean(script)
 
 
 def test_a_response_that_ends_while_it_moves_is_not_generated_again(tmp_path):
@@ -184,4 +180,4 @@ def test_a_response_that_ends_while_it_moves_is_not_generated_again(tmp_path):
     orders = [order for index in (1, 2) for order in script.ordered(index)]
     assert {o.trajectory_id: o.attempt for o in orders} == samples_of(first)
     assert script.discarded == 0
-    assert_clean(script)
+    ends_clean(script)
