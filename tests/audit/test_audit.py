@@ -1,5 +1,5 @@
-"""docs/architecture.md#audited: `laminar audit` is clean on a run's own records, and names what was changed in
-them."""
+"""docs/architecture.md#audited: `laminar audit` is clean on a run's own records, and names what was
+changed in them."""
 
 import json
 import re

@@ -107,8 +107,8 @@ def test_a_local_batch(replica):
 
 
 def test_a_response_of_another_replica_is_scored(replica):
-    """docs/architecture.md#stored-when-generated: Scored with its id and attempt, by the same reward function;
-    nothing is generated."""
+    """docs/architecture.md#stored-when-generated: Scored with its id and attempt, by the same reward
+    function; nothing is generated."""
     tokens = [5, 6, 7, 8]
     row = {"kind": "plain", "prompt": "another's"}
     replica.controller.tell(ScoreOrder(4711, 3, PromptGroup(9, [1, 2], "another's", row, []), tokens))

@@ -44,7 +44,6 @@ def test_a_changed_response_ends_the_run_in_one_line(world, what):
         changed.logprobs[0] += 1e-9
     else:
         changed.digest = ""
-    with pytest.raises(
-        LaminarError, match="^trajectory 5 of step 7 has not the digest .* laminar audit RUN_DIR$"
-    ):
+    text = r"^trajectory 5 of step 7 has not the digest .* laminar audit RUN_DIR$"
+    with pytest.raises(LaminarError, match=text):
         taken(batch)
