@@ -26,7 +26,7 @@ def weight_ids_are_known(records: Records, store: StoreRecords) -> Iterator[str 
     known = {weights.id: weights.step for weights in store.weights}
     for kind in ("publish", "pull"):
         for event in records.events.get(kind, []):
-            weight_id, step = event.get("weight_id"), event.get("step")
+            weight_id, step = event.get("weight_id", -1), event.get("step")
             wrong = known.get(weight_id) != step
             yield (
                 f"weight id {weight_id}: step {step} in metrics.jsonl, {known.get(weight_id)} in the store"

@@ -63,7 +63,7 @@ def groups_agree(records: Records, store: StoreRecords) -> Iterator[str | None]:
     product = (most or 0) * algorithm.get("prompts_per_step", 0)
     same = all(launch.trajectories_per_step in (None, product) for launch in records.launches)
     least = algorithm.get("first_samples") or most
-    sizes = (least, most) if most and same and not records.is_replay else None
+    sizes = (int(least), int(most)) if most and least and same and not records.is_replay else None
     for group in store.groups.values():
         yield _group_wrong(group, members[group.id], sizes)
 
