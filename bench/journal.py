@@ -22,7 +22,7 @@ from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.rebuild import build
 from laminar_hpc.controller.recovery import settle
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages.data import Trajectory, VersionSpan
+from laminar_hpc.messages.data import ScorePart, Trajectory, VersionSpan
 from laminar_hpc.messages.wire import encode
 
 GROUPS, SAMPLES = 2, 8  # of a turn
@@ -46,7 +46,8 @@ def turn(store: Store, number: int, trajectory: Trajectory) -> None:
         for sample in range(SAMPLES):
             trajectory.trajectory_id, trajectory.group_id = group * SAMPLES + sample, group
             store.add_trajectory(trajectory.trajectory_id, group, sample, 0, 0, 0)
-            store.finish_trajectory(trajectory, 1.0)
+            store.store_response(trajectory)
+            store.finish_trajectory(trajectory.trajectory_id, ScorePart(3.0, 1.0), 1.0)
         store.finish_group(group, 0, group, 2.0)
     store.consume(groups, number)
     store.commit()

@@ -123,6 +123,16 @@ COMMANDS: dict[str, Command] = {
         {"laminar report runs/demo": "of a run that goes on, has ended or died"},
         ("RUN_DIR",),
     ),
+    "audit": Command(
+        elsewhere("laminar_hpc.audit.command"),
+        "prove from a run's records that nothing was lost or trained twice",
+        {
+            "laminar audit runs/demo": "exit code 0 = clean, 1 = culprits, which are named, 2 = no run",
+            "laminar audit runs/demo --json audit.json": "the same as a file",
+        },
+        ("RUN_DIR",),
+        ("--json PATH",),
+    ),
     "sim": Command(
         elsewhere("laminar_hpc.simulator.command"),
         "simulate pipelines and scales; needs no GPU",

@@ -56,7 +56,7 @@ def transaction(store: Store, number: int, size: int = 2000) -> None:
     store.add_group(number, number, 0, 0, number + 1, float(number))
     store.add_trajectory(number, number, 0, None, 0, 0)
     payload = bytes([number % 256]) * size
-    store._db.execute("UPDATE trajectories SET payload = ? WHERE id = ?", (payload, number))
+    store._db.execute("INSERT INTO responses VALUES(?, ?)", (number, payload))
     store.consume([number], number)
     store.put("last", number)
     store.commit()

@@ -1,11 +1,12 @@
 """What replicas report to the controller, made up."""
 
 from laminar_hpc.messages.data import PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.messages.digest import sealed
 
 
 def trajectory(group: PromptGroup, sample: Sample, weight_id: int = 0, step: int = 0) -> Trajectory:
     """A complete response of three tokens by replica 0, under one policy."""
-    return Trajectory(
+    made = Trajectory(
         trajectory_id=sample.trajectory_id,
         group_id=group.group_id,
         attempt=sample.attempt,
@@ -21,3 +22,4 @@ def trajectory(group: PromptGroup, sample: Sample, weight_id: int = 0, step: int
         time_started=1.0,
         time_finished=2.0,
     )
+    return sealed(made)

@@ -62,7 +62,8 @@ def test_a_group_of_equal_rewards_is_given_up_and_its_number_given_back(tmp_path
         ("finished", None),
     ]
     kept = database.execute(
-        "SELECT state, COUNT(payload) FROM trajectories WHERE group_id = 0 GROUP BY state"
+        "SELECT state, COUNT(payload) FROM trajectories JOIN responses ON trajectory_id = id "
+        "WHERE group_id = 0 GROUP BY state"
     ).fetchall()
     assert kept == [("given_up", 2)]
     database.close()

@@ -2,18 +2,32 @@
 no clock but heartbeats."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 from laminar_hpc.config.check import check
+from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.rundir import Start
 from laminar_hpc.messages.chain import RelayHas
 from laminar_hpc.messages.data import Message, Partial, ReplicaLoad, Trajectory, VersionSpan
+from laminar_hpc.messages.digest import sealed
 from laminar_hpc.messages.membership import Failure, Hello, Ping
 from laminar_hpc.messages.publication import NewWeightId
-from laminar_hpc.messages.rollouts import Generated, Grant, Increment, RequestWork, Scored, WeightsOpened
+from laminar_hpc.messages.rollouts import (
+    Generated,
+    Grant,
+    Increment,
+    RequestWork,
+    Scored,
+    ScoreOrder,
+    WeightsOpened,
+)
+from laminar_hpc.messages.training import Batch, Restored, StepDone, TakeBatch
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.policies.metrics import batch_metrics
 
 
 class Hub:
@@ -42,13 +56,14 @@ class Hub:
 class Script:
     """Trainer 0, relay 0 on `machine`, and rollouts as the test brings them in."""
 
-    def __init__(self, config: RunConfig, machine: str = "one") -> None:
+    def __init__(self, config: RunConfig, machine: str = "one", restored_step: int | None = None) -> None:
         self.hub = Hub()
         os.makedirs(config.run_dir, exist_ok=True)
+        Path(config.run_dir, "config.yaml").write_text(dump_config(config))
         self.controller = controller_run.build(
-            config, check(config), Start(None, None), self.hub, 1, "apart", lambda _: None
+            config, check(config), Start(restored_step, None), self.hub, 1, "apart", lambda _: None
         )
-        self.hear("trainer", 0, Hello("trainer", 0, "", os.getpid(), "apart"))
+        self.hear("trainer", 0, Hello("trainer", 0, "", os.getpid(), "apart"), Restored(restored_step))
         self.relay(0, machine)
 
     def relay(self, index: int, machine: str, life: str = "") -> None:
@@ -93,8 +108,17 @@ class Script:
         )
         self.hear("rollout", index, Ping(load), life=life)
 
-    def ends(self, index: int, grant: Grant, tokens: int, life: str = "") -> None:
-        """It generates the rest of a grant, so many tokens each, and scores it."""
+    def ends(
+        self,
+        index: int,
+        grant: Grant,
+        tokens: int,
+        life: str = "",
+        scores: bool = True,
+        right: Callable[[int], bool] = lambda trajectory_id: trajectory_id % 2 == 1,
+    ) -> None:
+        """It generates the rest of a grant, so many tokens each, and with `scores` scores it: those that
+        are `right` get 1, all others 0."""
         for group in grant.groups:
             for sample in group.samples:
                 part = grant.parts.get(sample.trajectory_id, Partial())
@@ -120,8 +144,34 @@ class Script:
                     2.0,
                     moves=part.moves,
                 )
-                scored = Scored(sample.trajectory_id, sample.attempt, 1.0, {}, "", 3.0)
-                self.hear("rollout", index, Generated(trajectory), scored, life=life)
+                self.hear("rollout", index, Generated(sealed(trajectory)), life=life)
+                if scores:
+                    reward = float(right(sample.trajectory_id))
+                    self.scores(index, sample.trajectory_id, sample.attempt, life, reward)
+
+    def scores(
+        self, index: int, trajectory_id: int, attempt: int, life: str = "", reward: float = 1.0
+    ) -> None:
+        self.hear("rollout", index, Scored(trajectory_id, attempt, reward, {}, "", 3.0), life=life)
+
+    def ordered(self, index: int, life: str = "") -> list[ScoreOrder]:
+        """The responses that it was told to score and that the test has not seen yet."""
+        sent = self.hub.left.setdefault(f"rollout:{index}:{life}", [])
+        orders = [message for message in sent if isinstance(message, ScoreOrder)]
+        sent[:] = [message for message in sent if not isinstance(message, ScoreOrder)]
+        return orders
+
+    def trains(self, step: int) -> None:
+        """The trainer takes the batch of `step`, which must be there, and says that it is done."""
+        self.hear("trainer", 0, TakeBatch(step))
+        (batch,) = [m for m in self.hub.left["trainer:0:"] if isinstance(m, Batch) and m.step == step]
+        times = {"wait_seconds": 0.1, "train_seconds": 0.1}
+        self.hear("trainer", 0, StepDone(step, batch_metrics(batch.trajectories, step) | times))
+
+    def closes(self) -> None:
+        """As a controller that ends in order."""
+        for part in (self.controller.store, self.controller.metrics, self.controller.trace):
+            part.close()
 
     def dies(self, index: int, life: str = "") -> None:
         self.hear("rollout", index, Failure("its engine died"), life=life)

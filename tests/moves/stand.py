@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from audits import assert_clean
 from engines import LoopThread
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import machine_name
@@ -110,7 +111,7 @@ class Stand:
         self.lives = 0
 
     def run(self, seconds: float) -> None:
-        """To the end. Fails when that takes longer, or when a part fails."""
+        """To the end, then audits its records. Fails when that takes longer, or when a part fails."""
         config, run_dir = self.config, Path(self.config.run_dir)
         derived, machine = check(config), machine_name(config.relay.shm_dir)
         start = prepare_run_dir(config)
@@ -149,6 +150,7 @@ class Stand:
                 thread.join(10)
             self.loop.run(self.pool.close())
             self.loop.close()
+        assert_clean(run_dir)
 
     async def _keep_alive(self, index: int) -> None:
         """A replica, and the next one in its place when it dies."""
@@ -191,7 +193,9 @@ def assert_is_whole(t: Trajectory, config: RunConfig) -> None:
 def assert_every_one_ended_once(config: RunConfig) -> dict[int, Trajectory]:
     """All that was ever granted is finished or consumed, in whole; returns the trajectories by id."""
     database = sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True)
-    rows = database.execute("SELECT id, state, payload FROM trajectories").fetchall()
+    rows = database.execute(
+        "SELECT id, state, payload FROM trajectories LEFT JOIN responses ON trajectory_id = id"
+    ).fetchall()
     database.close()
     assert {state for _, state, _ in rows} <= {"consumed", "finished"}, "a trajectory was lost"
     wanted = config.steps * config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt

@@ -81,7 +81,9 @@ def assert_is_the_models(model: torch.nn.Module, t: Trajectory) -> None:
 def assert_every_one_ended_once(config: RunConfig) -> list[Trajectory]:
     """All that was ever granted is finished or consumed, in whole, under one policy."""
     with sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True) as database:
-        rows = database.execute("SELECT id, state, payload FROM trajectories").fetchall()
+        rows = database.execute(
+            "SELECT id, state, payload FROM trajectories LEFT JOIN responses ON trajectory_id = id"
+        ).fetchall()
     assert {state for _, state, _ in rows} <= {"consumed", "finished"}, "a trajectory was lost"
     wanted = config.steps * config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
     assert len(rows) == len({i for i, _, _ in rows}) == wanted

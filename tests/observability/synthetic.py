@@ -16,7 +16,8 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages.data import Trajectory, VersionSpan
+from laminar_hpc.messages.data import ScorePart, Trajectory, VersionSpan
+from laminar_hpc.messages.digest import sealed
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace
 
@@ -290,6 +291,13 @@ def make_rows(rng, batch, step, steps, samples, first_group, first_id, available
     return rows
 
 
+def finish(store: Store, row: Trajectory, accuracy: float) -> None:
+    """Generated, then scored."""
+    score = ScorePart(row.time_scored, row.reward, row.reward_parts, row.reward_error)
+    store.store_response(sealed(row))
+    store.finish_trajectory(row.trajectory_id, score, accuracy)
+
+
 def store_rows(store: Store, rows: list[Trajectory], consumed_step: int) -> None:
     """Puts the trajectories into the store as the controller does: granted, finished, consumed with the
     weights of `consumed_step`."""
@@ -301,7 +309,7 @@ def store_rows(store: Store, rows: list[Trajectory], consumed_step: int) -> None
         )
         for index, row in enumerate(members):
             store.add_trajectory(row.trajectory_id, group, index, row.replica, row.weight_id, row.weight_step)
-            store.finish_trajectory(row, row.reward_parts["accuracy"])
+            finish(store, row, row.reward_parts["accuracy"])
         store.finish_group(group, members[0].weight_step, group, members[0].time_scored)
     store.consume(groups, consumed_step)
     store.note_mismatches(

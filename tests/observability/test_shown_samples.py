@@ -1,6 +1,6 @@
 """observability.show_samples: what a user sees of the model's answers while it trains."""
 
-from synthetic import CHARACTERS, write_model
+from synthetic import CHARACTERS, finish, write_model
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.store import Store
@@ -42,7 +42,7 @@ def a_store(tmp_path, *, last: Trajectory | None = None) -> Store:
             number = group * SAMPLES + index
             store.add_trajectory(number, group, index, 0, 9, 4)
             is_last = last is not None and number == last.trajectory_id
-            store.finish_trajectory(last if is_last else trajectory(number), 1.0)
+            finish(store, last if is_last else trajectory(number), 1.0)
         store.finish_group(group, 4, group, 1.0)
         store.consume([group], STEP)
     return store

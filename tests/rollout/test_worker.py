@@ -19,6 +19,7 @@ from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.messages.data import Partial, PromptGroup, Sample, VersionSpan
+from laminar_hpc.messages.digest import is_intact
 from laminar_hpc.messages.rollouts import (
     Generated,
     Grant,
@@ -26,6 +27,7 @@ from laminar_hpc.messages.rollouts import (
     NotLoaded,
     RequestWork,
     Scored,
+    ScoreOrder,
     WeightsOpened,
 )
 from laminar_hpc.observability.trace import read_spans
@@ -88,6 +90,7 @@ def test_a_local_batch(replica):
         assert [(s.weight_id, s.start, s.end) for s in trajectory.version_spans] == [
             (0, 0, n)
         ] and trajectory.loss_mask == [1] * n
+        assert is_intact(trajectory)
         assert trajectory.time_started < trajectory.time_finished and trajectory.finish_reason in (
             "stop",
             "length",
@@ -101,6 +104,18 @@ def test_a_local_batch(replica):
         len({tuple(t.response_tokens) for t in generated.values()}) > 12
     )  # four samples of a prompt are four samples
     controller.until_asked(0)
+
+
+def test_a_response_of_another_replica_is_scored(replica):
+    """docs/architecture.md#stored-when-generated: Scored with its id and attempt, by the same reward
+    function; nothing is generated."""
+    tokens = [5, 6, 7, 8]
+    row = {"kind": "plain", "prompt": "another's"}
+    replica.controller.tell(ScoreOrder(4711, 3, PromptGroup(9, [1, 2], "another's", row, []), tokens))
+    scored = replica.controller.get(Scored, Generated)
+    assert isinstance(scored, Scored) and (scored.trajectory_id, scored.attempt) == (4711, 3)
+    assert scored.error == "" and scored.parts == {"accuracy": 1.0, "prompt": 1.0}
+    assert scored.reward == len(replica.worker.scoring.decoder.text(tokens))
 
 
 def test_greedy_evaluation(replica):

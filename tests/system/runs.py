@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from audits import assert_clean
+
 SHORT = ["experiment=demo", "sampling.max_response_tokens=48", "evaluation.problems=32"]
 
 
@@ -111,11 +113,12 @@ class Run:
         return False
 
     def finish(self, seconds: float = 240) -> int:
-        """Waits for the end; returns the exit code and keeps the lines."""
+        """Waits for the end, audits the run's records; returns the exit code and keeps the lines."""
         if self.process.poll() is None:
             self.members()
         code = self.process.wait(timeout=seconds)
         self._reader.join(5)
+        assert_clean(self.run_dir)
         return code
 
     def assert_gone(self, seconds: float = 20) -> None:

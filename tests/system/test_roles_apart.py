@@ -11,6 +11,8 @@ import psutil
 import pytest
 from runs import SHORT, consumed, metrics, summary
 
+from audits import assert_clean
+
 ROOT = Path(__file__).parents[2]
 STEPS = 10
 
@@ -86,6 +88,7 @@ def test_a_rollout_and_a_relay_die_and_come_back(tmp_path):
     )
     trained = [t for batch in consumed(run_dir).values() for t in batch]
     assert len(trained) == len(set(trained)) == STEPS * 256
+    assert_clean(run_dir)
     errors = [
         line for line in (tmp_path / "out").read_text().splitlines() if "error" in line or "Traceback" in line
     ]
@@ -135,3 +138,4 @@ def test_a_run_without_its_controller_or_trainer_ends_with_one_line_and_goes_on(
     assert again.returncode == 0 and "going on from the checkpoint of step" in again.stdout, (
         again.stdout + again.stderr
     )
+    assert_clean(run_dir)

@@ -17,6 +17,7 @@ import tiny
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.digest import sealed
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch, TrainersMeet
 from laminar_hpc.observability.trace import Trace
@@ -37,7 +38,7 @@ class ScriptedController:
             batch = tiny.make_batch(seed=100 + message.step, weight_step=message.step, **self._job["batch"])
             self._answers += [
                 NotYet(message.step, "scripted"),
-                Batch(message.step, batch, self._job["batch"]["samples"]),
+                Batch(message.step, [sealed(t) for t in batch], self._job["batch"]["samples"]),
             ]
         elif isinstance(message, StepDone):
             self._answers.append(

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.policies.admission import GroupView
 
 
@@ -13,19 +12,20 @@ class SampleState:
 
     attempt: int
     weight_step: int
-    replica: int | None  # its owner
+    replica: int | None  # its owner; of a complete response the one that scores it
     held: bool = False  # without an owner, and not to be given out: it shall go on at another replica
     finished: bool = False
-    generated: Trajectory | None = None  # complete but not yet scored
+    generated: bool = False  # complete and stored, not yet scored; it is never generated again
     reward: float = 0.0
     accuracy: float = 0.0
-    length: int = 0  # response tokens
+    length: int = 0  # response tokens, once it is complete
+    weight_id: int = -1  # that it was generated with, once it is complete
 
     @property
     def is_open(self) -> bool:
         """Nobody has it, and it may be given out."""
         unowned = self.replica is None and not self.held
-        return unowned and not self.finished and self.generated is None
+        return unowned and not self.finished and not self.generated
 
     def owned_by(self, replica: int) -> None:
         """From here on, under the next attempt."""
@@ -62,6 +62,6 @@ class Counts:
     tokens_generated: int = 0
     samples_saved: int = 0
     tokens_saved: float = 0.0  # see GroupSize.saved
-    # of trajectories that were lost, as far as they were known (pool of partial responses, or complete)
+    # of trajectories that were lost, as far as they were known (pool of partial responses)
     tokens_discarded: int = 0
     reports_refused: int = 0  # from attempts that no longer count

@@ -35,6 +35,7 @@ from laminar_hpc.controller.repacker import Repacker
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.reports import TrajectoryReports
 from laminar_hpc.controller.rescuer import Rescuer
+from laminar_hpc.controller.scorers import Scorers
 from laminar_hpc.controller.shared import Outbox, RunState, Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
@@ -111,7 +112,8 @@ class Controller:
         self.dispatcher = Dispatcher(
             shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes
         )
-        self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer)
+        self.scorers = Scorers(shared, tracker, self.replicas)
+        self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer, self.scorers)
         self.training = Training(shared, tracker, evaluations, self.weights, store, replay)
         self.handlers = self._handlers()
         hub.announce(store.store_id, store.received())
@@ -211,6 +213,7 @@ class Controller:
         now = time.monotonic()
         self.weights.update_chains()
         self.training.answer_trainer()
+        self.scorers.assign()
         self.dispatcher.dispatch()
         self.migration.call_off_late(now)
         self.rescuer.place_orphans()
@@ -238,6 +241,7 @@ class Controller:
         self.replicas.forget(index)
         self.dispatcher.replica_lost(index)
         trajectories = self.rescuer.replica_lost(index)
+        self.scorers.replica_lost(index)
         if self.evaluations:
             self.evaluations.replica_lost(index)
         if trajectories:

@@ -11,8 +11,10 @@ from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.rescuer import Rescuer
 from laminar_hpc.controller.rewards import RewardErrors
+from laminar_hpc.controller.scorers import Scorers
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.messages.digest import is_intact
 from laminar_hpc.messages.rollouts import Generated, Increment, Lost, Scored
 from laminar_hpc.observability import console
 from laminar_hpc.policies import filtering
@@ -29,17 +31,24 @@ class TrajectoryReports:
         evaluations: Evaluations | None,
         pool: PartialPool,
         rescuer: Rescuer,
+        scorers: Scorers,
     ) -> None:
         self._shared, self._tracker, self._evaluations = shared, tracker, evaluations
-        self._pool, self._rescuer = pool, rescuer
+        self._pool, self._rescuer, self._scorers = pool, rescuer, scorers
         self.reward_errors = RewardErrors(shared.config, shared.say)
         self._last_progress = 0.0
 
-    def on_generated(self, _: Member, generated: Generated) -> None:
+    def on_generated(self, member: Member, generated: Generated) -> None:
+        trajectory = generated.trajectory
         if generated.evaluation and self._evaluations:
             self._evaluations.generated(generated)
-        elif self._tracker.generated(generated.trajectory, self._shared.state.trainer_step):
-            self._rescuer.trajectory_ended(generated.trajectory.trajectory_id)
+        elif not is_intact(trajectory):
+            reason = f"the response of {member.name} has not the digest that it was generated with"
+            self.on_lost(member, Lost(trajectory.trajectory_id, trajectory.attempt, reason))
+        else:
+            trajectory.replica = member.hello.index  # who is to score it
+            if self._tracker.generated(trajectory, self._shared.state.trainer_step):
+                self._rescuer.trajectory_ended(trajectory.trajectory_id)
 
     def on_increment(self, _: Member, increment: Increment) -> None:
         if self._tracker.counts_as(increment.trajectory_id, increment.attempt):
@@ -62,6 +71,7 @@ class TrajectoryReports:
         if scored.evaluation and self._evaluations:
             self._evaluation_scored(self._evaluations, scored)
             return
+        self._scorers.scored(scored.trajectory_id)
         group = self._tracker.scored(
             scored.trajectory_id, scored.attempt, scored.reward, scored.parts, scored.error, scored.time
         )

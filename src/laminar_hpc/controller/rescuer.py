@@ -77,11 +77,12 @@ class Rescuer:
         return tokens
 
     def replica_lost(self, replica: int) -> int:
-        """Its work goes on elsewhere or starts again. Returns how many trajectories it had."""
+        """Its work goes on elsewhere or starts again; complete responses are not among it. Returns how many
+        trajectories it had."""
         self._loading.pop(replica, None)
         self._migration.replica_lost(replica)
         self.place_orphans()
-        left = self._tracker.in_progress(generated=True).get(replica, [])
+        left = self._tracker.in_progress().get(replica, [])
         moving = self._migration.moving
         for _, trajectory_id, _ in left:
             if trajectory_id in moving:  # its move goes on without its source

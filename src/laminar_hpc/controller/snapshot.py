@@ -36,7 +36,7 @@ def status(controller: Controller) -> Status:
         queues=Queues(
             generating=len(c.tracker.groups) - finished,
             ready=finished,
-            unscored=sum(sample.generated is not None for sample in samples),
+            unscored=sum(sample.generated for sample in samples),
             evaluations=len(c.evaluations.queue) if c.evaluations else 0,
             replicas_waiting=len(c.replicas.waiting),
             trainer_waits=c.training.waits_for,

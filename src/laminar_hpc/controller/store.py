@@ -3,8 +3,9 @@
 WAL with synchronous=FULL: what is committed survives a power cut. The loop commits once per turn, before it
 sends anything. With `store_dir` the journal has it first and is what survives, also the loss of the machine;
 the store's own file then syncs at its checkpoints only.
-States of a trajectory: granted -> finished -> consumed(step), or given_up(reason). Nothing is deleted, so a
-run can be replayed.
+States of a trajectory: granted -> generated -> finished -> consumed(step), or given_up(reason). A response is
+written once, when it is generated; its score and states are rows of their own and small. Nothing is deleted,
+so a run can be replayed.
 """
 
 import secrets
@@ -17,8 +18,8 @@ from laminar_hpc.config.check import check_store_directory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.recorded import RecordedConnection
-from laminar_hpc.messages.data import Trajectory
-from laminar_hpc.messages.wire import encode
+from laminar_hpc.messages.data import ScorePart, Trajectory
+from laminar_hpc.messages.wire import encode, with_score
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
@@ -34,7 +35,8 @@ CREATE TABLE IF NOT EXISTS trajectories(
   replica INTEGER, weight_id INTEGER, weight_step INTEGER, step_finished INTEGER, consumed_step INTEGER,
   response_length INTEGER, reward REAL, accuracy REAL, finish_reason TEXT, reward_error TEXT,
   time_started REAL, time_finished REAL, time_scored REAL,
-  payload BLOB);
+  digest TEXT, score BLOB);
+CREATE TABLE IF NOT EXISTS responses(trajectory_id INTEGER PRIMARY KEY, payload BLOB);
 CREATE TABLE IF NOT EXISTS mismatches(
   trajectory_id INTEGER PRIMARY KEY, mean REAL, minibatches_ahead INTEGER);
 CREATE TABLE IF NOT EXISTS received(identity TEXT PRIMARY KEY, seq INTEGER) WITHOUT ROWID;
@@ -55,6 +57,7 @@ class Store:
                 uri = f"{self.path.resolve().as_uri()}?mode=ro"
                 self._db = sqlite3.connect(uri, uri=True, isolation_level=None)
                 self._db.execute("SELECT 1 FROM groups LIMIT 1").fetchone()
+                self._refuse_older()
                 return
             directory.mkdir(parents=True, exist_ok=True)
             check_store_directory(directory)
@@ -63,6 +66,7 @@ class Store:
             self._db.execute("PRAGMA journal_mode=WAL")
             # what a power cut takes from the store is in the journal
             self._db.execute(f"PRAGMA synchronous={'NORMAL' if journal else 'FULL'}")
+            self._refuse_older()
             self._db.execute("BEGIN IMMEDIATE")
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
@@ -72,6 +76,14 @@ class Store:
                 raise
             cure = "restore it from a copy" if read_only else "move it away or choose another run_dir"
             raise LaminarError(f"{self.path} cannot be used as the store ({error}); {cure}") from None
+
+    def _refuse_older(self) -> None:
+        """Raises LaminarError for a store in which responses have no digests."""
+        columns = {row[1] for row in self._db.execute("PRAGMA table_info(trajectories)")}
+        if columns and "digest" not in columns:
+            self._db.close()
+            cure = "use it with that version, or choose another run_dir"
+            raise LaminarError(f"{self.path} was written by an older version of laminar_hpc; {cure}")
 
     def _own_id(self) -> str:
         """Random, made with the store: tells it from every other one."""
@@ -176,16 +188,28 @@ class Store:
     def set_group_weights(self, group_id: int, weight_step: int) -> None:
         self._db.execute("UPDATE groups SET weight_step = ? WHERE id = ?", (weight_step, group_id))
 
-    def finish_trajectory(self, t: Trajectory, accuracy: float) -> None:
+    def store_response(self, t: Trajectory) -> None:
+        """It has its last token, and no score yet."""
         origin = (t.attempt, t.replica, t.weight_id, t.weight_step, t.step_finished)
-        outcome = (len(t.response_tokens), t.reward, accuracy, t.finish_reason, t.reward_error)
-        times = (t.time_started, t.time_finished, t.time_scored)
+        outcome = (len(t.response_tokens), t.finish_reason, t.digest, t.time_started, t.time_finished)
         self._db.execute(
-            "UPDATE trajectories SET state = 'finished', attempt = ?, replica = ?, "
+            "UPDATE trajectories SET state = 'generated', attempt = ?, replica = ?, "
             "weight_id = ?, weight_step = ?, step_finished = ?, response_length = ?, "
-            "reward = ?, accuracy = ?, finish_reason = ?, reward_error = ?, "
-            "time_started = ?, time_finished = ?, time_scored = ?, payload = ? WHERE id = ?",
-            (*origin, *outcome, *times, encode(t), t.trajectory_id),
+            "finish_reason = ?, digest = ?, time_started = ?, time_finished = ? WHERE id = ?",
+            (*origin, *outcome, t.trajectory_id),
+        )
+        self._db.execute("INSERT OR REPLACE INTO responses VALUES(?, ?)", (t.trajectory_id, encode(t)))
+
+    def response(self, trajectory_id: int) -> bytes:
+        """A stored response without its score, encoded."""
+        sql = "SELECT payload FROM responses WHERE trajectory_id = ?"
+        return self._db.execute(sql, (trajectory_id,)).fetchone()[0]
+
+    def finish_trajectory(self, trajectory_id: int, score: ScorePart, accuracy: float) -> None:
+        self._db.execute(
+            "UPDATE trajectories SET state = 'finished', reward = ?, accuracy = ?, reward_error = ?, "
+            "time_scored = ?, score = ? WHERE id = ?",
+            (score.reward, accuracy, score.reward_error, score.time_scored, encode(score), trajectory_id),
         )
 
     def finish_group(self, group_id: int, weight_step: int, order: int, time: float) -> None:
@@ -221,15 +245,15 @@ class Store:
         )
 
     def payloads(self, group_ids: Iterable[int]) -> list[bytes]:
-        """The finished or consumed trajectories of these groups, encoded, group by group, in sample order."""
+        """The scored trajectories of these groups, encoded, group by group, in sample order."""
         payloads: list[bytes] = []
         for group_id in group_ids:
             rows = self._db.execute(
-                "SELECT payload FROM trajectories "
-                "WHERE group_id = ? AND payload IS NOT NULL ORDER BY sample_index",
+                "SELECT payload, score FROM trajectories JOIN responses ON trajectory_id = id "
+                "WHERE group_id = ? AND score IS NOT NULL ORDER BY sample_index",
                 (group_id,),
             )
-            payloads += [blob for (blob,) in rows]
+            payloads += [with_score(response, score) for response, score in rows]
         return payloads
 
     # ---- restore and replay --------------------------------------------------------------------------------
@@ -258,11 +282,11 @@ class Store:
             return self._db.execute(f"{text} ORDER BY id").fetchall()
         return [row for i in ids for row in self._db.execute(f"{text} AND id = ?", (i,))]
 
-    def samples_of(self, group_id: int) -> list[tuple[int, int, str, int, float, float, int]]:
-        """(id, attempt, state, weight_step, reward, accuracy, response_length) of a group's trajectories;
-        zeros where not finished."""
+    def samples_of(self, group_id: int) -> list[tuple[int, int, str, int, int, float, float, int]]:
+        """(id, attempt, state, weight_id, weight_step, reward, accuracy, response_length) of a group's
+        trajectories; zeros where not finished."""
         return self._db.execute(
-            "SELECT id, attempt, state, weight_step, COALESCE(reward, 0), COALESCE(accuracy, 0), "
+            "SELECT id, attempt, state, weight_id, weight_step, COALESCE(reward, 0), COALESCE(accuracy, 0), "
             "COALESCE(response_length, 0) "
             "FROM trajectories WHERE group_id = ? ORDER BY sample_index",
             (group_id,),

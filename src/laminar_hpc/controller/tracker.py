@@ -3,7 +3,8 @@ the same turn.
 
 Owns group and trajectory states. An attempt number guards each trajectory: a report with an old one is
 refused, so a process that wakes up late can do no harm. A lost sample is given out again before anything new,
-keeps its group's admission number, and may run on newer weights. A group whose samples are all scored is
+keeps its group's admission number, and may run on newer weights. A complete response is stored at once and
+never generated again; whoever scores it, the first score counts. A group whose samples are all scored is
 finished, gets more samples (policies.sampling), or is given up (policies.filtering).
 """
 
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from laminar_hpc.controller.groups import Counts, Group, SampleState
 from laminar_hpc.controller.store import Store
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages.data import PromptGroup, Sample, Trajectory
+from laminar_hpc.messages.data import PromptGroup, Sample, ScorePart, Trajectory
+from laminar_hpc.messages.rollouts import ScoreOrder
+from laminar_hpc.messages.wire import decode_tokens
 from laminar_hpc.policies import filtering
 from laminar_hpc.policies.admission import GroupView
 from laminar_hpc.policies.sampling import GroupSize
@@ -40,6 +43,7 @@ class TrajectoryTracker:
         self.counted = store.counted_groups()
         self.groups: dict[int, Group] = {}
         self._group_of: dict[int, int] = {}
+        self.unscored: dict[int, None] = {}  # complete, and nobody is asked for their scores; oldest first
         self.ready_groups = 0  # finished, not consumed
         self.filtered_in_a_row = 0
         self.counts = Counts()
@@ -47,8 +51,8 @@ class TrajectoryTracker:
         self.may_change = filters or size.first < size.limit
 
     def recover(self) -> None:
-        """When the controller starts: finished work is there again, work in progress starts again from its
-        prompt under a new attempt."""
+        """When the controller starts: finished work is there again, complete responses wait for somebody to
+        score them, and work in progress starts again from its prompt under a new attempt."""
         self._load(None)
 
     def restore(self, step: int) -> int:
@@ -67,12 +71,13 @@ class TrajectoryTracker:
         for group_id, prompt_index, state, weight_step, number, order in self._store.live_groups(ids):
             group = Group(group_id, prompt_index, number, finished=state == "finished", finish_order=order)
             for sample in self._store.samples_of(group_id):
-                trajectory_id, attempt, sample_state, step, reward, accuracy, length = sample
-                finished = sample_state == "finished"
-                step = step if finished else weight_step
-                group.samples[trajectory_id] = SampleState(
-                    attempt, step, None, finished=finished, reward=reward, accuracy=accuracy, length=length
-                )
+                trajectory_id, attempt, sample_state, weight_id, step, reward, accuracy, length = sample
+                finished, generated = sample_state == "finished", sample_state == "generated"
+                step = step if finished or generated else weight_step
+                outcome = (finished, generated, reward, accuracy, length, weight_id)
+                group.samples[trajectory_id] = SampleState(attempt, step, None, False, *outcome)
+                if generated:
+                    self.unscored[trajectory_id] = None
                 self._group_of[trajectory_id] = group_id
             self.groups[group_id] = group
             self.ready_groups += group.finished
@@ -96,9 +101,7 @@ class TrajectoryTracker:
         """(samples with nobody, in groups; whether some of what `replica` generated is not scored yet)."""
         samples = sum(len(ids) for _, ids in self._open_samples())
         scoring = any(
-            s.generated is not None and s.replica == replica
-            for g in self.groups.values()
-            for s in g.samples.values()
+            s.generated and s.replica == replica for g in self.groups.values() for s in g.samples.values()
         )
         return samples / self._size.first, scoring
 
@@ -183,15 +186,19 @@ class TrajectoryTracker:
         """Whether this attempt is under way; asked of increments, which may come late without being a sign of
         anything."""
         sample = self._unfinished(trajectory_id, attempt)
-        return sample is not None and sample.generated is None
+        return sample is not None and not sample.generated
 
     def generated(self, trajectory: Trajectory, trainer_step: int) -> bool:
-        """Whether it counts. The step of its weights is what it was granted on."""
+        """Stores the response; its replica is to score it. Whether it counts: the first that comes does. The
+        step of its weights is what it was granted on."""
         sample = self._reported(trajectory.trajectory_id, trajectory.attempt)
-        if sample is not None:
-            trajectory.step_finished, trajectory.weight_step = trainer_step, sample.weight_step
-            sample.generated = trajectory
-        return sample is not None
+        if sample is None or sample.generated:
+            return False
+        trajectory.step_finished, trajectory.weight_step = trainer_step, sample.weight_step
+        self._store.store_response(trajectory)
+        sample.generated, sample.replica, sample.held = True, trajectory.replica, False
+        sample.length, sample.weight_id = len(trajectory.response_tokens), trajectory.weight_id
+        return True
 
     def scored(
         self,
@@ -202,23 +209,20 @@ class TrajectoryTracker:
         error: str,
         time: float,
     ) -> Group | None:
-        """Stores the finished trajectory; its group when that is complete now: `finished`, else it is given
-        up."""
+        """Stores the score; its group when that is complete now: `finished`, else it is given up."""
         sample = self._reported(trajectory_id, attempt)
-        if sample is None or sample.generated is None:
+        if sample is None or not sample.generated:
             return None
-        group, trajectory = self.groups[self._group_of[trajectory_id]], sample.generated
-        trajectory.reward, trajectory.reward_parts = reward, parts
-        trajectory.reward_error, trajectory.time_scored = error, time
+        group = self.groups[self._group_of[trajectory_id]]
         sample.reward, sample.accuracy = reward, parts.get("accuracy", float(reward > 0))
-        sample.length = len(trajectory.response_tokens)
-        self._store.finish_trajectory(trajectory, sample.accuracy)
-        sample.finished, sample.generated = True, None
+        self._store.finish_trajectory(trajectory_id, ScorePart(time, reward, parts, error), sample.accuracy)
+        sample.finished, sample.generated = True, False
+        self.unscored.pop(trajectory_id, None)
         if not all(s.finished for s in group.samples.values()):
             return None
         more = self._size.granted_next([s.accuracy for s in group.samples.values()])
         if more:
-            self._add_samples(group, more, None, trajectory.weight_id, group.view().weight_step)
+            self._add_samples(group, more, None, sample.weight_id, group.view().weight_step)
             return None
         self._complete(group, time)
         return group
@@ -249,18 +253,37 @@ class TrajectoryTracker:
         for trajectory_id in self.groups.pop(group_id).samples:
             del self._group_of[trajectory_id]
 
+    # ---- scores by others ----------------------------------------------------------------------------------
+
+    def scored_by(self, replica: int) -> list[int]:
+        """The complete responses that this replica is to score."""
+        groups = [group for group in self.groups.values() if not group.finished]
+        return [i for g in groups for i, s in g.samples.items() if s.generated and s.replica == replica]
+
+    def scorer_lost(self, trajectory_id: int) -> None:
+        """The replica that was to score it is gone."""
+        self.groups[self._group_of[trajectory_id]].samples[trajectory_id].replica = None
+        self.unscored[trajectory_id] = None
+
+    def score_at(self, trajectory_id: int, replica: int) -> ScoreOrder:
+        """`replica` is to score an unscored response from here on; what to tell it."""
+        del self.unscored[trajectory_id]
+        sample = self.groups[self._group_of[trajectory_id]].samples[trajectory_id]
+        sample.replica = replica
+        tokens = decode_tokens(self._store.response(trajectory_id))
+        return ScoreOrder(trajectory_id, sample.attempt, self.bare_group(trajectory_id), tokens)
+
     # ---- moves ---------------------------------------------------------------------------------------------
 
-    def in_progress(self, generated: bool = False) -> dict[int, list[tuple[Group, int, SampleState]]]:
-        """By replica what it has of unfinished trajectories; with `generated` also those that only wait for
-        their score."""
+    def in_progress(self) -> dict[int, list[tuple[Group, int, SampleState]]]:
+        """By replica what it has of trajectories without their last token."""
         owned: dict[int, list[tuple[Group, int, SampleState]]] = {}
         for group in self.groups.values():
             if group.finished:
                 continue
             for trajectory_id, sample in group.samples.items():
-                wanted = not sample.finished and (generated or sample.generated is None)
-                if wanted and sample.replica is not None:
+                complete = sample.finished or sample.generated
+                if not complete and sample.replica is not None:
                     owned.setdefault(sample.replica, []).append((group, trajectory_id, sample))
         return owned
 
@@ -278,7 +301,7 @@ class TrajectoryTracker:
         """`replica` owns the trajectory from here on, under the next attempt. False when this attempt no
         longer counts."""
         sample = self._reported(trajectory_id, attempt)
-        if sample is None or sample.generated is not None:
+        if sample is None or sample.generated:
             return False
         sample.owned_by(replica)
         self._store.grant_again(trajectory_id, sample.attempt, replica, weight_id, sample.weight_step)
@@ -301,21 +324,18 @@ class TrajectoryTracker:
 
     def discard(self, trajectory_id: int, attempt: int, tokens: int) -> None:
         """It starts again from its prompt; `tokens` of it that were known are thrown away."""
-        if sample := self._reported(trajectory_id, attempt):
+        sample = self._reported(trajectory_id, attempt)
+        if sample is not None and not sample.generated:
             self.counts.tokens_discarded += tokens
-            self._release(sample)
+            sample.replica, sample.held = None, False
 
     def lost(self, trajectory_id: int, attempt: int) -> bool:
         """The sample is given out again at the next grant. Whether the report counts."""
         sample = self._reported(trajectory_id, attempt)
-        if sample is not None:
-            self._release(sample)
-        return sample is not None
-
-    def _release(self, sample: SampleState) -> None:
-        if sample.generated is not None:
-            self.counts.tokens_discarded += len(sample.generated.response_tokens)
-        sample.replica, sample.held, sample.generated = None, False, None
+        if sample is None or sample.generated:
+            return False
+        sample.replica, sample.held = None, False
+        return True
 
     # ---- training ------------------------------------------------------------------------------------------
 

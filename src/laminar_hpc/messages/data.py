@@ -45,10 +45,10 @@ class Partial(msgspec.Struct):
     moves: int = 0
 
 
-class Trajectory(msgspec.Struct):
-    """A generated and scored response, as stored and as trained on.
+class Trajectory(msgspec.Struct, omit_defaults=True):
+    """A generated response, and with the fields of ScorePart a scored one, as trained on.
 
-    `logprobs` are the engine's behaviour log-probs, one per response token.
+    `logprobs` are the engine's behaviour log-probs, one per response token. `digest`: see messages/digest.py.
     """
 
     trajectory_id: int
@@ -72,6 +72,17 @@ class Trajectory(msgspec.Struct):
     reward_error: str = ""
     turns: int = 1
     moves: int = 0
+    digest: str = ""
+
+
+class ScorePart(msgspec.Struct, omit_defaults=True):
+    """What the score of a response adds to its Trajectory; stored apart, so that the response is written
+    once."""
+
+    time_scored: float
+    reward: float
+    reward_parts: dict[str, float] = {}
+    reward_error: str = ""
 
 
 class ReplicaLoad(msgspec.Struct, omit_defaults=True):

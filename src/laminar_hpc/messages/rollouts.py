@@ -54,7 +54,8 @@ class NotLoaded(Message):
 
 
 class Generated(Message):
-    """The last token of a trajectory was generated; its score follows in Scored."""
+    """The last token of a trajectory was generated. The controller stores the response, which is never
+    generated again; its score follows in Scored."""
 
     trajectory: Trajectory
     evaluation: str = ""
@@ -68,6 +69,16 @@ class Scored(Message):
     error: str  # "" | what the reward function did wrong
     time: float
     evaluation: str = ""
+
+
+class ScoreOrder(Message):
+    """Controller to a replica: score this response, whose own replica has died before its score came. `group`
+    is without samples. Answer: Scored; the first that comes counts."""
+
+    trajectory_id: int
+    attempt: int
+    group: PromptGroup
+    response_tokens: list[int]
 
 
 class Lost(Message):

@@ -28,7 +28,19 @@ LABELS = {
     "logprob_mismatch": ("replica",),
 }
 NOT_CURVES = frozenset(
-    {"start", "end", "restart", "reward_error", "given_up", "lost", "regranted", "move", "move_off", "repack"}
+    {
+        "start",
+        "end",
+        "restart",
+        "reward_error",
+        "given_up",
+        "lost",
+        "regranted",
+        "scored_elsewhere",
+        "move",
+        "move_off",
+        "repack",
+    }
 )
 TENSORBOARD_FLUSH_SECONDS = 5
 

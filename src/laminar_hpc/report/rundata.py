@@ -17,9 +17,11 @@ import yaml
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Trajectory, VersionSpan
-from laminar_hpc.messages.wire import decode_trajectory
+from laminar_hpc.messages.wire import decode_trajectory, with_score
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Span, read_spans
+
+_WITH_RESPONSES = "trajectories JOIN responses ON trajectory_id = id"
 
 
 class Consumed(msgspec.Struct):
@@ -102,13 +104,14 @@ class Run:
     def versions(self) -> Iterator[int]:
         """How many weight ids each trained trajectory was generated with, by the engine's own report."""
         decoder = msgspec.msgpack.Decoder(_Spans)
-        for (payload,) in _select(self.store, "payload", "state = 'consumed' AND payload IS NOT NULL"):
+        for (payload,) in _select(self.store, "payload", "state = 'consumed'", _WITH_RESPONSES):
             yield len({span.weight_id for span in decoder.decode(payload).version_spans})
 
     def payloads(self, ids: list[int]) -> list[Trajectory]:
-        """The stored trajectories with these ids, prompt and response included, in order of the ids."""
-        where = f"payload IS NOT NULL AND id IN ({','.join(str(int(i)) for i in ids)}) ORDER BY id"
-        return [decode_trajectory(payload) for (payload,) in _select(self.store, "payload", where)]
+        """The scored trajectories with these ids, prompt and response included, in order of the ids."""
+        where = f"score IS NOT NULL AND id IN ({','.join(str(int(i)) for i in ids)}) ORDER BY id"
+        rows = _select(self.store, "payload, score", where, _WITH_RESPONSES)
+        return [decode_trajectory(with_score(response, score)) for response, score in rows]
 
     def mismatches(self, ids: list[int]) -> dict[int, tuple[float, int]]:
         """Trajectory id -> its mismatch when it was trained, as in messages.StepDone; without those of which

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages.data import PromptGroup, Trajectory
-from laminar_hpc.messages.rollouts import Scored
+from laminar_hpc.messages.data import PromptGroup
+from laminar_hpc.messages.rollouts import Scored, ScoreOrder
 from laminar_hpc.rollout.tokens import TextDecoder
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,17 @@ class Scoring:
         """Trajectories whose reward is awaited."""
         return len(self._tasks)
 
-    def begin(self, evaluation: str, group: PromptGroup, trajectory: Trajectory) -> None:
-        """Scored is sent when the reward is there."""
-        task = asyncio.create_task(self._score(evaluation, group, trajectory))
+    def begin(
+        self, evaluation: str, group: PromptGroup, trajectory_id: int, attempt: int, tokens: list[int]
+    ) -> None:
+        """Scored is sent when the reward is there. `tokens`: the whole response."""
+        task = asyncio.create_task(self._score(evaluation, group, trajectory_id, attempt, tokens))
         self._tasks.add(task)
         task.add_done_callback(self._done)
+
+    def begin_ordered(self, order: ScoreOrder) -> None:
+        """Of a response that another replica has generated."""
+        self.begin("", order.group, order.trajectory_id, order.attempt, order.response_tokens)
 
     async def settle(self) -> None:
         """Before the replica leaves: waits for the last rewards, for a limited time."""
@@ -45,14 +51,15 @@ class Scoring:
             if late:
                 logger.warning("%d scores were not there %g s after Stop and are dropped", len(late), limit)
 
-    async def _score(self, evaluation: str, group: PromptGroup, trajectory: Trajectory) -> None:
-        tokens, trajectory_id = trajectory.response_tokens, trajectory.trajectory_id
+    async def _score(
+        self, evaluation: str, group: PromptGroup, trajectory_id: int, attempt: int, tokens: list[int]
+    ) -> None:
         score = await self.pool.score(group.prompt, self.decoder.text(tokens), group.row, tokens)
         self.context.trace.record("score", score.t0, score.t1, trajectory_id=trajectory_id)
         self.context.channel.send(
             Scored(
                 trajectory_id,
-                trajectory.attempt,
+                attempt,
                 score.reward,
                 score.parts,
                 score.error,

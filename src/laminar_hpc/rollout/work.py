@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from laminar_hpc.engine.interface import Generation
 from laminar_hpc.messages.data import Partial, PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.messages.digest import sealed
 from laminar_hpc.messages.moves import MoveOrder
 from laminar_hpc.messages.rollouts import Grant
 
@@ -97,7 +98,7 @@ def objection(generation: Generation, weight_id: int | None) -> str | None:
 def trajectory(work: Work, replica: int) -> Trajectory:
     """The message for a finished one, as of now."""
     partial = work.partial
-    return Trajectory(
+    generated = Trajectory(
         trajectory_id=work.trajectory_id,
         group_id=work.group.group_id,
         attempt=work.attempt,
@@ -114,3 +115,4 @@ def trajectory(work: Work, replica: int) -> Trajectory:
         time_finished=time.time(),
         moves=partial.moves,
     )
+    return sealed(generated)

@@ -39,6 +39,7 @@ from laminar_hpc.messages.rollouts import (
     Lost,
     NotLoaded,
     RequestWork,
+    ScoreOrder,
     WeightsAvailable,
     WeightsOpened,
 )
@@ -137,6 +138,8 @@ class RolloutWorker:
             self.wake.set()
         elif isinstance(item, WeightsAvailable):
             self.wake.set()
+        elif isinstance(item, ScoreOrder):
+            self.scoring.begin_ordered(item)
         elif isinstance(item, Welcome):
             # the controller had taken this replica for dead: it knows of no request
             self.ask_again = True
@@ -328,7 +331,8 @@ class RolloutWorker:
         self.health.finished(tokens)
         self.reporter.finished(tokens)
         self.context.channel.send(Generated(finished, work.evaluation))
-        self.scoring.begin(work.evaluation, work.group, finished)
+        whose = finished.trajectory_id, finished.attempt
+        self.scoring.begin(work.evaluation, work.group, *whose, finished.response_tokens)
 
     def _lost(self, work: Work, reason: str) -> None:
         logger.warning("trajectory %d (attempt %d) is lost: %s", work.trajectory_id, work.attempt, reason)

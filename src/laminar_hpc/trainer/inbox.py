@@ -15,6 +15,7 @@ import torch.distributed as dist
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.digest import is_intact
 from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
 
@@ -35,12 +36,18 @@ class Inbox:
 
     def take(self, step: int, part: int = 0) -> Batch | None:
         """The batch that turns step `step` into step + 1, or its mini-batch `part`; None when the run is to
-        end here, never in the middle of a step. Raises LaminarError after batch_timeout_seconds."""
+        end here, never in the middle of a step. Raises LaminarError after batch_timeout_seconds, and for a
+        response that is not as it was generated."""
         answer = self._ask(TakeBatch(step, part), Batch, f"the batch of step {step}")
         if isinstance(answer, Leave):
             log.info("leaving at step %d: %s", step, answer.reason)
             return None
         assert isinstance(answer, Batch)
+        if damaged := [t.trajectory_id for t in answer.trajectories if not is_intact(t)]:
+            raise LaminarError(
+                f"trajectory {damaged[0]} of step {step} has not the digest that it was generated with: its "
+                "tokens or log-probs have changed since; look at the store with laminar audit RUN_DIR"
+            )
         return answer
 
     def report(self, step: int, metrics: dict[str, float], mismatches: dict[int, tuple[float, int]]) -> bool:

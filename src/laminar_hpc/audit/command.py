@@ -1,0 +1,99 @@
+"""`laminar audit RUN_DIR [--json PATH]`: the checks as a table, culprits below. Exit codes: 0 = clean,
+1 = culprits, 2 = no run."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+from laminar_hpc.audit.checks import Finding, audit
+from laminar_hpc.audit.records import Records, read
+from laminar_hpc.config.errors import LaminarError
+
+# state in the store -> what it means for the run
+_MEANINGS = {
+    "consumed": "trained",
+    "finished": "waiting",
+    "generated": "without a score",
+    "granted": "in progress",
+    "given_up": "given up",
+}
+
+
+def main(argv: list[str]) -> int:
+    """The exit code, 0 or 1. Raises LaminarError for what is no run."""
+    words, target = [], None
+    rest = iter(argv)
+    for word in rest:
+        if word == "--json":
+            target = next(rest, None)
+        elif word.startswith("--json="):
+            target = word.removeprefix("--json=")
+        else:
+            words.append(word)
+    with read(Path(words[0])) as records:
+        findings = audit(records)
+        summary = _summary(records, findings)
+    for line in _lines(summary, findings):
+        print(line)
+    if target:
+        _write(Path(target), summary)
+    return int(not summary["clean"])
+
+
+def _summary(records: Records, findings: list[Finding]) -> dict:
+    """What --json writes."""
+    store = records.store
+    states = Counter(t.state for t in store.trajectories) if store else Counter[str]()
+    reasons = Counter(
+        str(store.groups[t.group_id].reason)
+        for t in (store.trajectories if store else [])
+        if store and t.state == "given_up" and t.group_id in store.groups
+    )
+    return {
+        "clean": not any(finding.wrong for finding in findings),
+        "run_dir": str(records.run_dir),
+        "store_id": store.meta.get("store_id", "") if store else "",
+        "launches": len(records.launches),
+        "steps": records.steps_done(),
+        "newest_checkpoint": max(records.checkpoints, default=None),
+        "trajectories": {meaning: states.pop(state, 0) for state, meaning in _MEANINGS.items()},
+        "given_up_because": dict(reasons.most_common()),
+        "checks": [
+            {"name": f.name, "looked_at": f.looked_at, "wrong": f.wrong, "culprits": f.culprits}
+            for f in findings
+        ],
+    }
+
+
+def _lines(summary: dict, findings: list[Finding]) -> list[str]:
+    newest = summary["newest_checkpoint"]
+    head = (
+        f"{Path(summary['run_dir']).resolve().name}  step {summary['steps']}  "
+        f"newest checkpoint {'none' if newest is None else f'of step {newest}'}  "
+        f"launches {summary['launches']}  store {summary['store_id'] or 'none'}"
+    )
+    states = ", ".join(f"{count:,} {meaning}" for meaning, count in summary["trajectories"].items())
+    lines = [head, f"trajectories: {states}"]
+    lines += [f"  given up: {count:,} because {why}" for why, count in summary["given_up_because"].items()]
+    lines += ["", f"{'check':<36}{'looked at':>12}{'wrong':>8}"]
+    lines += [f"{f.name:<36}{f.looked_at:>12,}{f.wrong or '-':>8}" for f in findings]
+    lines.append("")
+    for finding in findings:
+        if finding.wrong:
+            lines.append(f"{finding.name}:")
+            lines += [f"  {culprit}" for culprit in finding.culprits]
+            if finding.wrong > len(finding.culprits):
+                lines.append(f"  and {finding.wrong - len(finding.culprits):,} more")
+    wrong = sum(finding.wrong for finding in findings)
+    lines.append("clean" if summary["clean"] else f"{wrong:,} culprits")
+    return lines
+
+
+def _write(path: Path, summary: dict) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise LaminarError(f"--json {path} cannot be written ({error.strerror}); name another file") from None

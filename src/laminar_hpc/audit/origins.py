@@ -1,0 +1,79 @@
+"""Where trajectories come from: weight ids, attempts, and responses that are as they were generated."""
+
+from collections.abc import Iterator
+
+from laminar_hpc.audit.records import Records, StoreRecords
+from laminar_hpc.messages.digest import digest_of
+
+
+def weight_ids_rise(_: Records, store: StoreRecords) -> Iterator[str | None]:
+    """Over restore epochs and in time."""
+    epoch, published_at = 0, 0.0
+    for weights in store.weights:
+        if weights.restore_epoch < epoch:
+            yield f"weight id {weights.id}: of epoch {weights.restore_epoch}, after one of epoch {epoch}"
+        elif weights.published_at < published_at:
+            yield f"weight id {weights.id}: made before the id before it"
+        else:
+            yield None
+        epoch, published_at = max(epoch, weights.restore_epoch), max(published_at, weights.published_at)
+    last = int(store.meta.get("restore_epoch", epoch))
+    yield f"weight ids of epoch {epoch}, the store is at epoch {last}" if epoch > last else None
+
+
+def weight_ids_are_known(records: Records, store: StoreRecords) -> Iterator[str | None]:
+    """Each id has one step, by all who name it; no response is on weights that were never published."""
+    known = {weights.id: weights.step for weights in store.weights}
+    for kind in ("publish", "pull"):
+        for event in records.events.get(kind, []):
+            weight_id, step = event.get("weight_id", -1), event.get("step")
+            wrong = known.get(weight_id) != step
+            yield (
+                f"weight id {weight_id}: step {step} in metrics.jsonl, {known.get(weight_id)} in the store"
+                if wrong
+                else None
+            )
+    for t in store.trajectories:
+        if t.weight_id not in known:
+            yield f"trajectory {t.id}: weight id {t.weight_id} is not in the store"
+        elif t.stored and t.weight_step > known[t.weight_id]:
+            said = f"weight id {t.weight_id} of step {t.weight_step}"
+            yield f"trajectory {t.id}: {said}, which is of step {known[t.weight_id]}"
+        else:
+            yield None
+
+
+def attempts_rise(records: Records, store: StoreRecords) -> Iterator[str | None]:
+    """No attempt is older than one that was lost; what is complete is of a later one."""
+    lost: dict[int, int] = {}
+    for event in records.events.get("lost", []):
+        i, attempt = event.get("trajectory_id"), event.get("attempt")
+        if isinstance(i, int) and isinstance(attempt, int) and not event.get("evaluation"):
+            lost[i] = max(attempt, lost.get(i, attempt))
+    for t in store.trajectories:
+        before = lost.get(t.id, -1)
+        fell = t.attempt < before or (t.stored and t.attempt == before) or t.attempt < 0
+        yield f"trajectory {t.id}: attempt {t.attempt}, after attempt {before} was lost" if fell else None
+
+
+def responses_are_intact(_: Records, store: StoreRecords) -> Iterator[str | None]:
+    """Tokens and log-probs have the digest that their replica gave them."""
+    rows = {t.id: t for t in store.trajectories}
+    for trajectory_id, response in store.responses():
+        row = rows.get(trajectory_id)
+        if row is None:
+            yield f"trajectory {trajectory_id}: a response without a trajectory"
+        elif response is None:
+            yield f"trajectory {trajectory_id}: its response cannot be decoded"
+        elif (response.trajectory_id, response.attempt) != (row.id, row.attempt):
+            yield (
+                f"trajectory {row.id}: attempt {row.attempt}, its response is of trajectory "
+                f"{response.trajectory_id}, attempt {response.attempt}"
+            )
+        elif not row.digest or not row.digest == response.digest == digest_of(response):
+            yield f"trajectory {row.id}: tokens or log-probs are not those of its digest"
+        elif not len(response.response_tokens) == len(response.logprobs) == row.response_length:
+            count = len(response.logprobs)
+            yield f"trajectory {row.id}: {count} log-probs, {row.response_length} tokens on record"
+        else:
+            yield None

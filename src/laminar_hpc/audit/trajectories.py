@@ -1,0 +1,113 @@
+"""Trajectories and groups: all are on record, each in one state, and what is said of them agrees."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from laminar_hpc.audit.records import GroupRow, Records, StoreRecords, TrajectoryRow
+
+# state of a trajectory -> (it has a response, it has a score, the states that its group may have)
+_STATES = {
+    "granted": (False, False, {"granted"}),
+    "generated": (True, False, {"granted"}),
+    "finished": (True, True, {"granted", "finished"}),
+    "consumed": (True, True, {"consumed"}),
+    "given_up": (True, True, {"given_up"}),
+}
+
+
+def all_on_record(_: Records, store: StoreRecords) -> Iterator[str | None]:
+    """Ids are given in a row and nothing is deleted."""
+    for kind, ids in (
+        ("trajectory", [t.id for t in store.trajectories]),
+        ("group", list(store.groups)),
+        ("weight id", [w.id for w in store.weights]),
+    ):
+        present = set(ids)
+        yield from (
+            None if i in present else f"{kind} {i}: not in the store" for i in range(max(ids, default=-1) + 1)
+        )
+    drawn = int(store.meta.get("prompts_drawn", 0))
+    wrong = drawn != len(store.groups)
+    yield f"{drawn} prompts were drawn, {len(store.groups)} groups are there" if wrong else None
+
+
+def one_state_each(_: Records, store: StoreRecords) -> Iterator[str | None]:
+    """Trained, waiting, without a score, in progress or given up; its response, score and step say the
+    same."""
+    for t in store.trajectories:
+        yield _state_wrong(t)
+
+
+def _state_wrong(t: TrajectoryRow) -> str | None:
+    if t.state not in _STATES:
+        return f"trajectory {t.id}: '{t.state}' is no state"
+    response, score, _ = _STATES[t.state]
+    if bool(t.stored) != response:
+        return f"trajectory {t.id}: {t.state}, {'without a' if response else 'with a'} response"
+    if bool(t.scored) != score:
+        return f"trajectory {t.id}: {t.state}, {'without a' if score else 'with a'} score"
+    if (t.consumed_step is not None) != (t.state == "consumed"):
+        return f"trajectory {t.id}: {t.state}, and the step that trained it is {t.consumed_step}"
+    return None
+
+
+def groups_agree(records: Records, store: StoreRecords) -> Iterator[str | None]:
+    """With their trajectories, in state, step and number."""
+    members: dict[int, list[TrajectoryRow]] = defaultdict(list)
+    for t in store.trajectories:
+        members[t.group_id].append(t)
+    for group_id in members.keys() - store.groups.keys():
+        yield f"trajectory {members[group_id][0].id}: its group {group_id} is not in the store"
+    algorithm = records.config.get("algorithm") or {}
+    most = algorithm.get("samples_per_prompt")
+    product = (most or 0) * algorithm.get("prompts_per_step", 0)
+    same = all(launch.trajectories_per_step in (None, product) for launch in records.launches)
+    least = algorithm.get("first_samples") or most
+    sizes = (int(least), int(most)) if most and least and same and not records.is_replay else None
+    for group in store.groups.values():
+        yield _group_wrong(group, members[group.id], sizes)
+
+
+def _group_wrong(group: GroupRow, members: list[TrajectoryRow], sizes: tuple[int, int] | None) -> str | None:
+    if group.state not in ("granted", "finished", "consumed", "given_up"):
+        return f"group {group.id}: '{group.state}' is no state"
+    for t in members:
+        if t.state in _STATES and group.state not in _STATES[t.state][2]:
+            return f"trajectory {t.id}: {t.state}, its group {group.id} is {group.state}"
+        if t.consumed_step != group.consumed_step:
+            return f"trajectory {t.id}: trained at step {t.consumed_step}, its group at {group.consumed_step}"
+    if (group.consumed_step is not None) != (group.state == "consumed"):
+        return f"group {group.id}: {group.state}, and the step that trained it is {group.consumed_step}"
+    if group.state == "granted" and all(t.state == "finished" for t in members):
+        return f"group {group.id}: granted, but all of its trajectories are finished"
+    if sorted(t.sample_index for t in members) != list(range(len(members))):
+        return f"group {group.id}: its samples are numbered {sorted(t.sample_index for t in members)}"
+    if sizes and not sizes[0] <= len(members) <= sizes[1]:
+        wanted = f"{sizes[0]}" if sizes[0] == sizes[1] else f"{sizes[0]} to {sizes[1]}"
+        return f"group {group.id}: {len(members)} trajectories instead of {wanted}"
+    return None
+
+
+def given_up_for_a_reason(_: Records, store: StoreRecords) -> Iterator[str | None]:
+    for group in store.groups.values():
+        if group.state == "given_up":
+            yield None if group.reason else f"group {group.id}: given up without a reason"
+
+
+def finished_in_one_order(_: Records, store: StoreRecords) -> Iterator[str | None]:
+    """No two groups are finished as the same one, and the last is the number that are."""
+    seen: dict[int, int] = {}
+    for group in store.groups.values():
+        if group.state in ("finished", "consumed"):
+            order = group.finish_order
+            other = seen.setdefault(order, group.id) if order else group.id
+            yield (
+                f"group {group.id}: {group.state} without a place in the order of finishing"
+                if not order
+                else None
+                if other == group.id
+                else f"groups {other} and {group.id}: both finished as number {order}"
+            )
+    count = int(store.meta.get("groups_finished", 0))
+    wrong = count != max(seen, default=0)
+    yield f"{count} groups were finished, the last as number {max(seen, default=0)}" if wrong else None

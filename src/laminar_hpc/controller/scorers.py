@@ -1,0 +1,54 @@
+"""Complete responses whose replica died before their score came: scored by another one.
+
+    replica lost, or a start over a store -> tracker.unscored -> `assign`, each tick -> ScoreOrder -> Scored
+
+Owns which replica was asked for which. When that one dies too, the next is asked; a score that comes twice
+counts once (controller/tracker.py). Without a replica that serves weights they wait.
+"""
+
+import logging
+from collections import Counter
+
+from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.tracker import TrajectoryTracker
+
+log = logging.getLogger(__name__)
+_AT_ONCE = 64  # asked of one replica; more would keep its own responses waiting
+
+
+class Scorers:
+    def __init__(self, shared: Shared, tracker: TrajectoryTracker, replicas: Replicas) -> None:
+        self._shared, self._tracker, self._replicas = shared, tracker, replicas
+        self._asked: dict[int, int] = {}  # trajectory -> replica
+
+    def replica_lost(self, replica: int) -> int:
+        """What it was to score is scored by others. Returns how many responses that is."""
+        left = self._tracker.scored_by(replica)
+        for trajectory_id in left:
+            self._asked.pop(trajectory_id, None)
+            self._tracker.scorer_lost(trajectory_id)
+        return len(left)
+
+    def scored(self, trajectory_id: int) -> None:
+        self._asked.pop(trajectory_id, None)
+
+    def assign(self) -> None:
+        """Asks the replicas that have least to score; those that serve weights have their reward workers."""
+        rows, members = self._replicas.rows(), self._shared.members
+        ready = [i for i, row in rows.items() if row.weight_id is not None and members.at("rollout", i)]
+        if not self._tracker.unscored or not ready:
+            return
+        asked, sent = Counter(self._asked.values()), Counter[int]()
+        for trajectory_id in list(self._tracker.unscored):
+            replica = min(ready, key=lambda i: (asked[i], i))
+            if asked[replica] >= _AT_ONCE:
+                break
+            asked[replica] += 1
+            sent[replica] += 1
+            self._asked[trajectory_id] = replica
+            order = self._tracker.score_at(trajectory_id, replica)
+            self._shared.outbox.send(members.at("rollout", replica), order)
+        for replica, count in sent.items():
+            log.info("replica %d scores %d responses whose own replica is gone", replica, count)
+            self._shared.metrics.write("scored_elsewhere", replica=replica, trajectories=count)

@@ -1,0 +1,183 @@
+"""docs/architecture.md#stored-when-generated: a complete response is never generated again, whoever dies
+before its score comes; message by message."""
+
+import shutil
+from pathlib import Path
+
+from script import Script, samples_of
+from stand import small_config
+
+from audits import assert_clean
+from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.messages.moves import MoveAbort
+from laminar_hpc.messages.rollouts import Generated, Grant, Increment
+from laminar_hpc.messages.wire import decode_trajectory
+
+TOKENS = 40
+
+
+def new(folder: Path, replicas: int = 3) -> Script:
+    config = small_config(folder, replicas=replicas, steps=8)
+    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 2 * replicas, 2
+    config.rollout.increment_tokens = 10
+    return Script(config)
+
+
+def working(script: Script, replicas: int = 3) -> list[Grant]:
+    """All replicas serve the first weights and have a local batch each."""
+    script.publish(0, 0)
+    grants = []
+    for index in range(replicas):
+        script.rollout(index)
+        script.asks(index, 0)
+        grant = script.granted(index)
+        assert grant is not None
+        grants.append(grant)
+    return grants
+
+
+def ends_clean(script: Script) -> None:
+    script.closes()
+    assert_clean(Path(script.controller.config.run_dir))
+
+
+def stored(script: Script) -> dict[int, list[int]]:
+    """The response tokens of all groups that are finished."""
+    groups = [group.group_id for group in script.controller.tracker.groups.values() if group.finished]
+    found = map(decode_trajectory, script.controller.store.payloads(groups))
+    return {t.trajectory_id: t.response_tokens for t in found}
+
+
+def test_a_replica_dies_before_it_has_scored(tmp_path):
+    """Its responses are scored by the others, in equal shares, none is granted again, no token is lost, and
+    the score that it had sent after all counts once."""
+    script = new(tmp_path)
+    first, *_ = working(script)
+    script.ends(0, first, TOKENS, scores=False)
+    owned = samples_of(first)
+    script.dies(0)
+    orders = {index: script.ordered(index) for index in (1, 2)}
+    assert sorted(o.trajectory_id for each in orders.values() for o in each) == sorted(owned)
+    assert abs(len(orders[1]) - len(orders[2])) <= 1
+    for index, each in orders.items():
+        for order in each:
+            i = order.trajectory_id
+            assert order.attempt == owned[i] and order.response_tokens == [
+                (i + k) % 50 for k in range(TOKENS)
+            ]
+            (group,) = [g for g in first.groups if g.group_id == order.group.group_id]
+            assert (order.group.prompt, order.group.row, order.group.samples) == (group.prompt, group.row, [])
+            script.scores(index, i, order.attempt)
+            assert script.controller.tracker.counts.reports_refused == 0
+    script.rollout(0, life="late")
+    for i, attempt in owned.items():
+        script.scores(0, i, attempt, life="late")
+    counts = script.controller.tracker.counts
+    assert (counts.reports_refused, counts.tokens_discarded) == (len(owned), 0)
+    assert stored(script).keys() == owned.keys() and script.controller.tracker.ready_groups == len(
+        first.groups
+    )
+    script.asks(1, 0)
+    again = script.granted(1)
+    assert again is None or not samples_of(again).keys() & owned.keys()
+    ends_clean(script)
+
+
+def test_the_scorer_dies_too_and_then_nobody_is_left(tmp_path):
+    """The next one is asked; with nobody it waits until somebody serves weights."""
+    script = new(tmp_path)
+    first, *_ = working(script)
+    script.ends(0, first, TOKENS, scores=False)
+    script.dies(0)
+    taken = {order.trajectory_id for order in script.ordered(1)}
+    assert taken
+    script.dies(1)
+    assert {o.trajectory_id for o in script.ordered(2)} == samples_of(first).keys()
+    script.dies(2)
+    assert script.controller.tracker.unscored.keys() == samples_of(first).keys()
+    script.rollout(1, life="next")
+    assert script.ordered(1, life="next") == [], "its reward workers are there when it serves weights"
+    script.asks(1, 0, life="next")
+    orders = script.ordered(1, life="next")
+    assert {o.trajectory_id for o in orders} == samples_of(first).keys()
+    for order in orders:
+        script.scores(1, order.trajectory_id, order.attempt, life="next")
+    assert stored(script).keys() == samples_of(first).keys() and script.controller.tracker.unscored == {}
+    ends_clean(script)
+
+
+def test_the_controller_dies_before_the_score(tmp_path):
+    """What it leaves behind is a store that knows the responses: the next controller has them scored, grants
+    only what was not complete, under a later attempt, and the tokens are those that were generated."""
+    script = new(tmp_path / "first")
+    first, second, _ = working(script)
+    script.ends(0, first, TOKENS, scores=False)
+    before = script.controller.config
+    shutil.copytree(before.run_dir, tmp_path / "second" / "run")  # as kill -9 leaves it: nothing is flushed
+    ends_clean(script)
+
+    config = small_config(tmp_path / "second", replicas=3, steps=8)
+    config.algorithm, config.rollout = before.algorithm, before.rollout
+    assert Path(config.run_dir) == tmp_path / "second" / "run"
+    script = Script(config)
+    owned = samples_of(first)
+    assert script.controller.tracker.unscored.keys() == owned.keys()
+    script.publish(0, 0)
+    weight_id = max(script.controller.weights.steps)
+    script.rollout(0)
+    script.asks(0, weight_id)
+    orders = script.ordered(0)
+    grant = script.granted(0)
+    assert {o.trajectory_id: o.attempt for o in orders} == owned
+    assert grant is not None and not samples_of(grant).keys() & owned.keys()
+    lost = samples_of(second).keys() & samples_of(grant).keys()
+    assert lost and all(samples_of(grant)[i] == samples_of(second)[i] + 1 for i in lost)
+    for order in orders:
+        script.scores(0, order.trajectory_id, order.attempt)
+    assert stored(script) == {i: [(i + k) % 50 for k in range(TOKENS)] for i in owned}
+    assert script.discarded == 0
+    ends_clean(script)
+
+
+def test_a_damaged_response_is_lost_with_a_reason_and_granted_again(tmp_path):
+    """Its digest is not that of its tokens: nothing is stored, and the replica's score of it counts for
+    nothing."""
+    script = new(tmp_path)
+    first, *_ = working(script)
+    heard = script.hear
+
+    def damaging(role: str, index: int, *messages, life: str = "") -> None:
+        for message in messages:
+            if isinstance(message, Generated):
+                message.trajectory.response_tokens[3] ^= 1
+        heard(role, index, *messages, life=life)
+
+    script.hear = damaging
+    script.ends(0, first, TOKENS)
+    assert script.controller.tracker.ready_groups == 0
+    script.asks(1, 0, newest_batch=1)
+    again = script.granted(1)
+    assert again is not None
+    assert {i: samples_of(again).get(i) for i in samples_of(first)} == {i: 1 for i in samples_of(first)}
+    text = Path(script.controller.config.run_dir, "metrics.jsonl").read_text()
+    assert text.count('"kind":"lost"') == len(samples_of(first)) and "has not the digest" in text
+    ends_clean(script)
+
+
+def test_a_response_that_ends_while_it_moves_is_not_generated_again(tmp_path):
+    """The move is called off, and when its replica dies the response is scored elsewhere, not moved."""
+    script = new(tmp_path)
+    first, *_ = working(script)
+    i, attempt = next(iter(samples_of(first).items()))
+    spans = [VersionSpan(0, 0, 10)]
+    tokens = [(i + k) % 50 for k in range(10)]
+    script.hear("rollout", 0, Increment(i, attempt, 0, tokens, [-1.0] * 10, spans, 1.0))
+    migration = script.controller.migration
+    migration.begin(i, attempt, 0, 1, 0, 500, 0.0)
+    script.ends(0, first, TOKENS, scores=False)
+    assert migration.moving == {} and any(isinstance(m, MoveAbort) for m in script.hub.left["rollout:1:"])
+    script.dies(0)
+    orders = [order for index in (1, 2) for order in script.ordered(index)]
+    assert {o.trajectory_id: o.attempt for o in orders} == samples_of(first)
+    assert script.discarded == 0
+    ends_clean(script)
