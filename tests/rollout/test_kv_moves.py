@@ -87,12 +87,13 @@ def used(pair: Pair, engine: int) -> int:
 
 async def same_answers(pair: Pair, numbers: range, length: int, way: str) -> None:
     """Greedy answers, uninterrupted and moved."""
-    parameters, pauses = greedy(pair, length), random.Random(numbers.start)
+    parameters, pauses, began = greedy(pair, length), random.Random(numbers.start), time.monotonic()
     whole = await asyncio.gather(
         *(pair.engines[n % 2].generate(prompt_of(n), parameters, f"whole-{n}", "0") for n in numbers)
     )
+    half = (time.monotonic() - began) / 2  # the same answers take as long again
     parts = await asyncio.gather(
-        *(moved(pair, n, parameters, pauses.uniform(0, 0.5), way, source=n % 2) for n in numbers)
+        *(moved(pair, n, parameters, pauses.uniform(0, half), way, source=n % 2) for n in numbers)
     )
     for expected, (first, second) in zip(whole, parts, strict=True):
         assert first.tokens + second.tokens == expected.tokens
