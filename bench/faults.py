@@ -3,12 +3,12 @@
     python bench/faults.py --json faults.json                          30 minutes of faults, one every 60 s
     python bench/faults.py --seconds 300 --every 30 --kinds kill-controller,kill-trainer
 
-Each role is started by its script in launch/, and again whenever that script ends with an error. A fault is a
-role and what happens to one of its ranks: `kill` (SIGKILL) or `stop` (SIGSTOP for 13 s, then SIGCONT). They
 Each role is started by its script in launch/, and again whenever that script ends with an error. A fault is
 a role and what happens to one of its ranks: `kill` (SIGKILL) or `stop` (SIGSTOP for 13 s, then SIGCONT).
 They come in shuffled rounds, each kind once a round, `--every` seconds apart; then the run is stopped, and
 `laminar audit` has the last word. The run beside it, of `--alone-seconds`, has no faults.
+
+Figures: `effective_share` = response tokens per second trained on in the history that led to the last
 weights, with faults over without. `ROLE_seconds`: the median from a kill of ROLE to the controller's next
 start (controller), the next step (trainer), the next weights served (rollout), or received (relay).
 `audit_culprits`: what the audit objects to. Goals: 0.8, 15 s (controller), 60 s (trainer), and 0 culprits.
