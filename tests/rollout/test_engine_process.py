@@ -60,6 +60,7 @@ def parent(model: Path, tmp_path_factory: pytest.TempPathFactory):
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_is_one_line(parent, tmp_path, monkeypatch):
     """The error is SGLang's own last word with the path of its log. (`parent` comes up meanwhile.)"""
     broken = make_model(tmp_path / "broken", 1)

@@ -80,6 +80,7 @@ def test_the_decode_curve_is_measured(pair):
     assert 1 <= saturation_requests(curve) <= 8
 
 
+@pytest.mark.slow
 def test_increments_are_the_response(tmp_path):
     """Streamed parts, put one after the other, are a prefix of the response, and the response is the same as
     without a stream."""

@@ -112,6 +112,7 @@ def test_a_row_without_its_field_ends_the_run_with_file_and_row(tmp_path):
     run.assert_gone()
 
 
+@pytest.mark.slow
 def test_a_model_whose_weights_are_cut_off(tmp_path):
     """A truncated weights file ends the run with one error that names the file; nothing stays behind."""
     shutil.copytree(examples_directory("arithmetic/base"), tmp_path / "model")
