@@ -32,7 +32,8 @@ _MEMORY_CURES = {
 
 
 class Membership:
-    """`forget(member)` gives what a lost member had in hand to others."""
+    """`forget(member)` gives what a lost member had in hand to others; `came(member)` is called for each
+    worker that was no member before."""
 
     def __init__(
         self,
@@ -41,10 +42,12 @@ class Membership:
         run_id: str,
         store: Store,
         forget: Callable[[Member], None],
+        came: Callable[[Member], None],
+        slots: str,
     ) -> None:
         self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
         self._weights, self._store = weights, store
-        self._run_id, self._forget = run_id, forget
+        self._run_id, self._forget, self._came, self._slots = run_id, forget, came, slots
         self._trainers_meet: TrainersMeet | None = None
         self._oom_kills = oom_kills()
 
@@ -60,6 +63,7 @@ class Membership:
         leads = (hello.role, hello.index) == ("trainer", 0)
         if leads and 0 < self._gang_of(identity) < self._store.get("gang", 0):
             return self._outbox.send_to(identity, Failure("other trainers have taken the place of these"))
+        is_member = self._members.of(identity) is not None
         earlier = self._members.join(identity, hello)
         if earlier and earlier.identity != identity:
             self._forget(earlier)
@@ -67,6 +71,10 @@ class Membership:
         if leads and not self._gang_of(identity):
             self._new_gang(identity)
         self._outbox.send_to(identity, self._welcome())
+        if not is_member and (member := self._members.of(identity)):
+            self._came(member)
+        if self._shared.state.ending:
+            self._outbox.send_to(identity, Stop(self._shared.state.stopping or "done"))
         if hello.role == "trainer" and self._trainers_meet:
             self._outbox.send_to(identity, self._trainers_meet)
         elif hello.role == "relay":
@@ -91,7 +99,7 @@ class Membership:
     def _welcome(self) -> Welcome:
         model, store = str(recorded_name(self._shared.config.model.path) or ""), self._store
         epoch, gang = store.get("restore_epoch", 0), store.get("gang", 0)
-        return Welcome(self._run_id, model, store.store_id, epoch, gang)
+        return Welcome(self._run_id, model, store.store_id, epoch, gang, slots=self._slots)
 
     def on_trainers_meet(self, member: Member, place: TrainersMeet) -> None:
         self._trainers_meet = place  # also for those who join later

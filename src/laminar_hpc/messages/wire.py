@@ -29,8 +29,10 @@ from laminar_hpc.messages.moves import (
 )
 from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published, WeightId
 from laminar_hpc.messages.rollouts import (
+    Drop,
     Generated,
     Grant,
+    Holds,
     Increment,
     Lost,
     NotLoaded,
@@ -65,6 +67,8 @@ AnyMessage = (
     | Welcome
     | Increment
     | WeightsAvailable
+    | Drop
+    | Holds
     | NotLoaded
     | Lost
     | Scored
