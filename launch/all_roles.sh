@@ -6,8 +6,9 @@
 # relay.lanes say.
 # Ctrl-C and TERM become `laminar stop`: the step is finished, a checkpoint written, and the exit code is 0. A second one
 # ends the torchruns at once. Every death is one line here that says what to do. After that of a relay or rollout the others
-# go on, and its own script starts it again; after that of the controller or a trainer the run ends, and this script with
-# resume=auto goes on from the newest checkpoint. The exit code is 1 if any role failed, 2 if the configuration is refused.
+# go on, and its own script starts it again; a controller is started again here, at most `restarts` times an hour (default
+# 10), and the others join it; after that of a trainer the run ends, and this script with resume=auto goes on from the newest
+# checkpoint. The exit code is 1 if any role failed, 2 if the configuration is refused.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 [ $# -ge 1 ] || usage

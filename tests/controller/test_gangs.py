@@ -9,6 +9,7 @@ import pytest
 from laminar_hpc.cluster.checkpoints import checkpoint_path, newest_gang
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.shared import Outbox, RunState, Shared
@@ -26,7 +27,9 @@ class Entry:
         config = RunConfig(run_dir=str(run_dir))
         self.members, self.outbox = Members("here", 10.0), Outbox()
         self.shared = Shared(config, SimpleNamespace(), RunState(0), self.members, self.outbox, None, print)
-        self.membership = Membership(self.shared, SimpleNamespace(), "run", store, lambda _: None)
+        self.membership = Membership(
+            self.shared, SimpleNamespace(), "run", store, lambda _: None, lambda _: None, "slots"
+        )
 
     def hello(self, incarnation: str, index: int = 0) -> list[Message]:
         """What it is answered."""
@@ -100,7 +103,8 @@ def test_trainers_that_are_not_where_the_run_is_end_it(
     checkpoint = checkpoint_path(tmp_path, 4)
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text("{}")
-    training = Training(entry.shared, SimpleNamespace(), None, SimpleNamespace(), store, None)
+    continuation = Continuation(store, entry.shared.state, None)
+    training = Training(entry.shared, SimpleNamespace(), None, SimpleNamespace(), store, None, continuation)
     with pytest.raises(LaminarError, match=f"trainer 0 {reason}"):
         say(training, entry.members.at("trainer"))
     store.close()

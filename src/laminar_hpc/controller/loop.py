@@ -18,6 +18,7 @@ Nothing is sent before its transaction commits, which also holds how far each wo
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from laminar_hpc.cluster.hub import Hub, UnreadableMessage
@@ -67,6 +68,7 @@ from laminar_hpc.messages.training import (
     TrainersMeet,
 )
 from laminar_hpc.messages.wire import AnyMessage
+from laminar_hpc.observability import status
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 
@@ -124,12 +126,12 @@ class Controller:
         self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer, self.scorers)
         self.continuation = Continuation(store, self.state, evaluations)
         self.training = Training(shared, tracker, evaluations, self.weights, store, replay, self.continuation)
-        awaited = set[int]()
+        awaited, last_word = set[int](), 0.0
         if shared.roles_apart:
             self.continuation.recall(derived.rollout_ranks)
-            awaited = tracker.keep_owners()
+            awaited, last_word = tracker.keep_owners(), status.last_word(Path(config.run_dir))
         self.reattachment = Reattachment(
-            shared, store, tracker, self.replicas, self.rescuer, awaited, self.replica_lost
+            shared, store, tracker, self.replicas, self.rescuer, awaited, self.replica_lost, last_word
         )
         self.handlers = self._handlers()
         hub.announce(store.store_id, store.received())

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 class Reattachment:
     """`awaited`: replicas that own something by the store and were not heard of yet. `lost(replica)` gives
-    what a replica owns to others."""
+    what a replica owns to others. `last_word`: when the last controller was seen to live, 0 = there was
+    none, or none that anybody can have outlived."""
 
     def __init__(
         self,
@@ -41,14 +42,14 @@ class Reattachment:
         rescuer: Rescuer,
         awaited: set[int],
         lost: Callable[[int], None],
+        last_word: float,
     ) -> None:
         self._shared, self._store, self._tracker = shared, store, tracker
         self._replicas, self._rescuer, self._lost = replicas, rescuer, lost
-        self.awaited = awaited
-        self._is_first = store.get("restore_epoch", 0) == 0
+        self.awaited, self._last_word = awaited, last_word
         self._until = time.monotonic() + shared.config.cluster.heartbeat_timeout_seconds
         self._workers = 0  # that have outlived the last controller
-        self._over = self._is_first
+        self._over = not last_word
 
     # ---- what happens --------------------------------------------------------------------------------------
 
@@ -56,6 +57,8 @@ class Reattachment:
         """A worker has said Hello that was no member just now."""
         was_known = self._store.knows(member.identity)
         self._workers += was_known
+        if was_known and self._workers == 1 and self._last_word:
+            self._say_it_is_back()
         if member.hello.role != "rollout":
             return
         replica = member.hello.index
@@ -64,6 +67,12 @@ class Reattachment:
             self.awaited.discard(replica)
             if not was_known:
                 self._lost(replica)
+
+    def _say_it_is_back(self) -> None:
+        seconds, step = time.time() - self._last_word, self._shared.state.trainer_step
+        self._shared.metrics.write("controller_back", step=step, seconds=seconds)
+        text = f"the controller is back after {seconds:.0f} s, at step {step}: the others join it again"
+        self._shared.say(console.line("restart", text))
 
     def on_holds(self, member: Member, holds: Holds) -> None:
         replica = member.hello.index
