@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reports import trajectory
 
-from laminar_hpc.cluster.channel import Channel
+from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.messages.chain import EpochProposed, RelayHas
 from laminar_hpc.messages.data import Message, Partial, PromptGroup, ReplicaLoad, Sample, VersionSpan
@@ -37,12 +37,17 @@ class Worker:
     def __init__(self, folder: Path, role: str, index: int, life: str = "a") -> None:
         machine = machine_name("/dev/shm")
         hello = Hello(role, index, life, os.getpid(), machine)
-        self.index, self.heard = index, list[Message]()
+        self.index, self.heard, self.has_left = index, list[Message](), False
         self.channel = Channel(folder, hello, SECONDS, 20.0, SECONDS)
 
     def serve(self) -> bool:
-        """Takes a message if there is one."""
-        message = self.channel.wait(Message, timeout=0)
+        """Takes a message if there is one; leaves when it is told to."""
+        try:
+            message = None if self.has_left else self.channel.wait(Message, timeout=0)
+        except StopReceived:
+            self.has_left = True
+            self.channel.close()
+            return True
         if message is None:
             return False
         self.heard.append(message)
