@@ -8,6 +8,7 @@ from pathlib import Path
 
 from reports import trajectory
 
+from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.messages.chain import EpochProposed, RelayHas
@@ -37,7 +38,7 @@ class Worker:
     def __init__(self, folder: Path, role: str, index: int, life: str = "a") -> None:
         machine = machine_name("/dev/shm")
         hello = Hello(role, index, life, os.getpid(), machine)
-        self.index, self.heard, self.has_left = index, list[Message](), False
+        self.folder, self.index, self.heard, self.has_left = folder, index, list[Message](), False
         self.channel = Channel(folder, hello, SECONDS, 20.0, SECONDS)
 
     def serve(self) -> bool:
@@ -59,10 +60,10 @@ class Worker:
     def all(self, kind: type) -> list:
         return [message for message in self.heard if isinstance(message, kind)]
 
-    @property
-    def controllers(self) -> int:
-        """That it has joined after the first."""
-        return len(self.all(Welcome))
+    def is_back(self) -> bool:
+        """At the controller that there is."""
+        address, welcomes = read_address(self.folder), self.all(Welcome)
+        return address is not None and bool(welcomes) and welcomes[-1].run_id == address.run_id
 
 
 class Relay(Worker):

@@ -113,11 +113,11 @@ def test_a_controller_dies_in_every_window(lives: Lives) -> None:
     assert 1 in first.values(), "what was granted and not sent is granted again"
 
     one.ends(1)
-    crew.until(lambda: lives.deaths == 3 and one.controllers == 3, "deaths before and after the commit")
+    crew.until(lambda: lives.deaths == 3 and one.is_back(), "deaths before and after the commit")
     assert not one.all(ScoreOrder) + two.all(ScoreOrder), "its own replica scores it"
     one.scores()
     lives.begin("")
-    crew.until(lambda: lives.deaths == 4 and two.controllers == 4, "the death with the score")
+    crew.until(lambda: lives.deaths == 4 and two.is_back(), "the death with the score")
     crew.until(lambda: lives.groups_ready_by(one, two), "the groups of step 0")
     assert sorted(i for (i,) in lives.select("id FROM trajectories WHERE attempt > 1")) == []
     assert not one.dropped + two.dropped
@@ -132,8 +132,8 @@ def test_a_controller_dies_in_every_window(lives: Lives) -> None:
     metrics = batch_metrics(batch.trajectories, 0) | {"wait_seconds": 0.1, "train_seconds": 0.1}
     answer = trainer.has_done(StepDone(0, metrics))
     assert isinstance(answer, Continue)
-    assert lives.deaths == 8 and trainer.channel.sessions == 8
-    crew.until(lambda: two.controllers == 8 and one.controllers == 8, "everybody's return")
+    assert lives.deaths == 8
+    crew.until(lambda: relay.is_back() and one.is_back() and two.is_back(), "everybody's return")
 
     ids = [i for (i,) in lives.select("id FROM weights ORDER BY id")]
     epochs = [e for (e,) in lives.select("restore_epoch FROM weights ORDER BY id")]

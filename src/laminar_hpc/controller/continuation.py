@@ -54,6 +54,7 @@ class Continuation:
         state.trainer_done, state.stopping, state.failure = known.trainer_done, known.stopping, known.failure
         self._batch, self._ends = known.batch, known.trainer_done or bool(known.stopping)
         if self._evaluations is not None:
+            self._evaluations.first_id = max((i for i, _ in self._store.starts_of_trainers()), default=0)
             for name, label, min_step in known.evaluations:
                 self._evaluations.add(label, min_step, shares if label != "step" else 1, name)
 

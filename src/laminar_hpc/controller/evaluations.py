@@ -96,7 +96,7 @@ class Evaluations:
         self._temperature, self._max_tokens = temperature, max_response_tokens
         self._prompts = [prompt for prompts in files.values() for prompt in prompts]
         self.queue: list[Evaluation] = []
-        self._first_id = 0  # of the weights that are evaluated
+        self.first_id = 0  # of the weights that the present trainers publish
         self._attempts = first_attempt
 
     def add(self, label: str, min_step: int, shares: int, only: str = "") -> None:
@@ -115,7 +115,7 @@ class Evaluations:
         """A share for an idle replica with these weights, or None when there is nothing for it."""
         for evaluation in self.queue:
             fits = (
-                weight_step >= evaluation.min_step and weight_id >= self._first_id
+                weight_step >= evaluation.min_step and weight_id >= self.first_id
                 if evaluation.weight_id is None
                 else weight_id == evaluation.weight_id
             )
@@ -191,7 +191,7 @@ class Evaluations:
         """The trainers start again on the weights of step `step`, and publish ids from `first_id` on. What
         was due to later steps is taken back, and what has begun on weights of later steps starts again."""
         self.queue = [e for e in self.queue if e.min_step <= step and e.label != "after"]
-        self._first_id = first_id
+        self.first_id = first_id
         for evaluation in self.queue:
             if evaluation.weight_step is not None and evaluation.weight_step > step:
                 evaluation.start_again()
