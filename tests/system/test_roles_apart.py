@@ -198,3 +198,35 @@ def test_the_controller_dies_twice_and_the_run_goes_on(tmp_path):
         over = tokens_per_second(run_dir, death, death + seconds)
         print(f"tokens/s {before:.0f} before, {over:.0f} over the outage")
     assert max(back) < 15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_controller_that_stands_still_is_waited_for(tmp_path):
+    """Longer than cluster.heartbeat_timeout_seconds: nobody ends, nobody is taken for dead, no step is done
+    twice."""
+    run_dir = tmp_path / "run"
+    with open(tmp_path / "out", "w") as out:
+        everything = subprocess.Popen(
+            [ROOT / "launch/all_roles.sh", str(run_dir), *SHORT, "steps=6"],
+            stdout=out,
+            stderr=out,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        try:
+            wait_for_step(run_dir, 2)
+            controller = rank_of("controller", run_dir)
+            controller.suspend()
+            time.sleep(25)  # how long it stands still is what is tested
+            controller.resume()
+            assert everything.wait(200) == 0, (tmp_path / "out").read_text()
+        finally:
+            if everything.poll() is None:
+                everything.send_signal(signal.SIGTERM)
+                everything.wait(60)
+    said = (tmp_path / "out").read_text()
+    assert "error" not in said and "Traceback" not in said and "restart" not in said
+    assert [record["step"] for record in metrics(run_dir, "step")] == list(range(1, 7))
+    assert not metrics(run_dir, "regranted")
+    assert_clean(run_dir)
