@@ -69,8 +69,9 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, St
     derived = check(config)
     check_machine(config, derived)
     check_wandb(config.observability.wandb)
-    for text in console.derived_block(derived_values(config, derived)):
-        say(text)
+    under_way = config.role != "all" and config.resume == "auto" and read_address(run_dir) is not None
+    for text in [] if under_way else console.derived_block(derived_values(config, derived)):
+        say(text)  # else the controller that has died has said it
     for text in warnings(config, derived):
         say(console.line("warning", text))
     try:
