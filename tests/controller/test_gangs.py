@@ -9,13 +9,14 @@ import pytest
 from laminar_hpc.cluster.checkpoints import checkpoint_path, newest_gang
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.gang import Gang
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.shared import Outbox, RunState, Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.training import Training
 from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.membership import Failure, Hello, Welcome
+from laminar_hpc.messages.membership import GangEnded, Hello, Welcome
 from laminar_hpc.messages.training import Restored, StepDone, TakeBatch, TrainersMeet
 
 
@@ -23,16 +24,28 @@ class Entry:
     """A controller's, as far as workers that come see it."""
 
     def __init__(self, run_dir: Path, store: Store) -> None:
-        config = RunConfig(run_dir=str(run_dir))
-        self.members, self.outbox = Members("here", 10.0), Outbox()
-        self.shared = Shared(config, SimpleNamespace(), RunState(0), self.members, self.outbox, None, print)
-        self.membership = Membership(self.shared, SimpleNamespace(), "run", store, lambda _: None)
+        config, derived = RunConfig(run_dir=str(run_dir), role="controller"), SimpleNamespace(trainer_ranks=2)
+        self.members, self.outbox, self.records = Members("here", 10.0), Outbox(), []
+        metrics = SimpleNamespace(write=lambda kind, **fields: self.records.append((kind, fields)))
+        self.lines: list[str] = []
+        self.shared = Shared(
+            config, derived, RunState(0), self.members, self.outbox, metrics, self.lines.append
+        )
+        self.forgotten = 0
+        self.gang = Gang(self.shared, store, self.forget)
+        self.membership = Membership(self.shared, SimpleNamespace(), "run", store, self.gang, lambda _: None)
+
+    def forget(self) -> None:
+        self.forgotten += 1
 
     def hello(self, incarnation: str, index: int = 0) -> list[Message]:
         """What it is answered."""
         hello = Hello("trainer", index, incarnation, pid=1, machine="there")
         self.membership.on_hello(f"trainer:{index}:{incarnation}", hello)
-        return [message for _, message in self.outbox.take()]
+        return self.answers(f"trainer:{index}:{incarnation}")
+
+    def answers(self, identity: str) -> list[Message]:
+        return [message for to, message in self.outbox.take() if to == identity]
 
 
 @pytest.fixture
@@ -40,7 +53,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def test_each_life_of_trainer_0_is_a_gang_of_its_own(tmp_path: Path, store: Store) -> None:
+def test_each_life_of_the_trainers_is_a_gang_of_its_own(tmp_path: Path, store: Store) -> None:
     """The number rises with each, over controllers too; a reconnection is none. Before the gang is let in
     only it may write checkpoints."""
     entry = Entry(tmp_path, store)
@@ -62,7 +75,7 @@ def test_a_replaced_gang_cannot_come_back(tmp_path: Path, store: Store) -> None:
     entry.hello("b")
     entry.members.leave(entry.members.at("trainer"))
     (answer,) = entry.hello("a")
-    assert isinstance(answer, Failure) and "other trainers have taken the place" in answer.text
+    assert isinstance(answer, GangEnded) and "other trainers have taken the place" in answer.reason
     assert entry.members.at("trainer") is None and newest_gang(tmp_path) == 2
     store.close()
 
@@ -71,7 +84,7 @@ def test_ranks_of_the_next_gang_are_not_sent_to_the_last_ones_place(tmp_path: Pa
     """Where the trainers meet is said by each trainer 0 anew."""
     entry = Entry(tmp_path, store)
     entry.hello("a")
-    entry.membership.on_trainers_meet(entry.members.at("trainer"), TrainersMeet("there", 1))
+    entry.gang.on_trainers_meet(entry.members.at("trainer"), TrainersMeet("there", 1))
     assert len(entry.hello("x", index=1)) == 2
     entry.hello("b")
     assert len(entry.hello("y", index=1)) == 1

@@ -101,6 +101,12 @@ class Weights:
     def on_lane_senders(self, _: Member, senders: LaneSenders) -> None:
         self._senders = senders.ranks
 
+    def gang_ended(self) -> None:
+        """The relays are cut off from those who sent to them; the next gang says who sends which lane."""
+        for chain in self.chains:
+            self._send(chain, chain.sender_left())
+        self._senders = [0] if len(self.chains) == 1 else []
+
     def on_store_opened(self, member: Member, opened: StoreOpened) -> None:
         chain = self.chain_of(opened.epoch)
         self._send(chain, chain.store_opened(opened, _place(member)))
