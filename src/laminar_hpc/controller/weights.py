@@ -112,10 +112,14 @@ class Weights:
         self._send(chain, chain.store_opened(opened, _place(member)))
 
     def on_link_down(self, member: Member, down: LinkDown) -> None:
-        if self.chain_of(down.epoch).link_down(down.epoch, _place(member), time.monotonic()) is not None:
+        link = self.chain_of(down.epoch).link_down(down.epoch, _place(member), time.monotonic())
+        if link is not None:
             text = f"{member.name}: {down.text}; linking again"
             log.warning(text)
-            if not self._members.dead():  # a death has a line of its own; in one torchrun it ends the run
+            is_done = link.upstream is TRAINER and self._shared.state.trainer_done
+            if (
+                not is_done and not self._members.dead()
+            ):  # a death has a line of its own; in one torchrun it ends the run
                 self._warn(text)
 
     # ---- ids, and who has them -----------------------------------------------------------------------------
