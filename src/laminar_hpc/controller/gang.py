@@ -88,7 +88,8 @@ class Gang:
         if not self.of(identity):
             rank = f"gang_rank {hello.index}"
             if self.number and self._store.get(rank, 0) == self.number:
-                self._end_ranks(f"trainer {hello.index} has started again")
+                cause = f"trainer {hello.index} has started again"
+                (self.end if self._members.all("trainer") else self._end_ranks)(cause)
             elif self.number == 0:
                 self._rise()
             self._store.put(f"gang {identity}", self.number)
@@ -126,14 +127,15 @@ class Gang:
         if shared.state.stopping:
             raise LaminarError(f"{cause}, before the run could stop; go on with resume=auto")
         self._end_ranks(cause)
+        shared.metrics.write("gang_ended", gang=self.number - 1, step=shared.state.trainer_step, reason=cause)
         log.error(cause)
         shared.say(f"{cause}; the others go on, and wait up to {seconds:.0f} s for trainers to start again")
 
     def _end_ranks(self, cause: str) -> None:
         ended = self.number
         self._rise()
-        now, trainers = time.monotonic(), self._members.all("trainer")
-        for trainer in trainers:
+        now = time.monotonic()
+        for trainer in self._members.all("trainer"):
             self._shared.outbox.send(trainer, GangEnded(f"gang {ended} of trainers has ended: {cause}"))
             self._members.leave(trainer)
             if (started := self._started.get(trainer.hello.pid)) and trainer.hello.pid != os.getpid():
@@ -143,9 +145,6 @@ class Gang:
         self._watch.forget()
         self._forget()
         self._awaited_until = now + self._shared.config.cluster.join_timeout_seconds
-        if trainers:
-            step = self._shared.state.trainer_step
-            self._shared.metrics.write("gang_ended", gang=ended, step=step, reason=cause)
 
     def _rise(self) -> None:
         """From here on an earlier gang can give no checkpoint its name."""

@@ -154,7 +154,9 @@ class Membership:
 
     def _on_death(self, member: Member) -> None:
         """Raises LaminarError when the run cannot go on without it."""
-        self._leave(member)
+        ends_gang = self._ends_gang(member)
+        if not ends_gang:  # else with its gang: it may be stopped, not dead
+            self._leave(member)
         hello, state = member.hello, self._shared.state
         if state.ending or (state.trainer_done and hello.role == "trainer"):
             return
@@ -162,7 +164,7 @@ class Membership:
             f"{member.name} (pid {hello.pid} on {hello.machine}) {self._cause_of_death(member)}; "
             f"see logs/{hello.role}{hello.index}.log in the run directory"
         )
-        if self._ends_gang(member):
+        if ends_gang:
             return self._gang.end(text)
         on_this_machine = hello.machine == self._members.machine
         has_been_said = terminal.shared() and on_this_machine and not process_is_alive(hello.pid)
@@ -177,6 +179,8 @@ class Membership:
     def _cause_of_death(self, member: Member) -> str:
         if member.hello.machine != self._members.machine:
             return "has been silent for too long or has died"
+        if process_is_alive(member.hello.pid):
+            return "has been silent for too long"
         if oom_kills() > self._oom_kills:
             cure = _MEMORY_CURES.get(member.hello.role, "give the container more")
             return f"was killed for want of memory: {cure}"
