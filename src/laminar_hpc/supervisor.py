@@ -45,7 +45,7 @@ def nothing_to_start(config: RunConfig) -> bool:
 def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
     """Runs the job to its end. Exit code 0 when it is done or was stopped in order, 2 when it was refused,
     else 1."""
-    restarts, signals, started = Restarts(config.restarts), list[int](), time.time()
+    restarts, signals, started = Restarts(config.restarts or 0), list[int](), time.time()
     launch = Launch(config, overrides, world_size)
 
     def on_signal(number: int, _: object) -> None:

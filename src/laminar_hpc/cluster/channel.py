@@ -12,17 +12,26 @@ from laminar_hpc.cluster.endings import (
     RUN_FAILED,
     SAME_VERSION,
     ControllerLost,
+    GangReplaced,
     MessageRefused,
     StopReceived,
 )
 from laminar_hpc.cluster.worker_line import WorkerLine
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Message, ReplicaLoad
-from laminar_hpc.messages.membership import Goodbye, Hello, Ping
+from laminar_hpc.messages.membership import Goodbye, Hello, Ping, TrainerProgress
 from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.messages.wire import encode
 
-__all__ = ["RUN_FAILED", "SAME_VERSION", "Channel", "ControllerLost", "MessageRefused", "StopReceived"]
+__all__ = [
+    "RUN_FAILED",
+    "SAME_VERSION",
+    "Channel",
+    "ControllerLost",
+    "GangReplaced",
+    "MessageRefused",
+    "StopReceived",
+]
 
 
 class Channel:
@@ -48,6 +57,8 @@ class Channel:
         self._arrived = threading.Condition()
         self._callback: Callable[[Message | Exception], None] | None = None
         self._closing = False
+        # called in the I/O thread when this rank's gang has ended: its main thread may be stuck
+        self.when_replaced: Callable[[GangReplaced], None] | None = None
         self._line = WorkerLine(run_dir, hello, heartbeat_seconds, patience_seconds, launch, self._deliver)
         self.welcome = self._line.join(join_seconds)
         self._line.start()
@@ -61,7 +72,13 @@ class Channel:
     def load(self, load: ReplicaLoad | None) -> None:
         self._line.load = load
 
+    def tell_progress(self, progress: TrainerProgress) -> None:
+        """Goes out with every ping."""
+        self._line.progress = progress
+
     def _deliver(self, item: Message | Exception) -> None:
+        if isinstance(item, GangReplaced) and self.when_replaced is not None:
+            self.when_replaced(item)
         with self._arrived:
             if self._callback is not None:
                 self._callback(item)

@@ -3,27 +3,36 @@
     python -m laminar_hpc.cluster.launch_role ROLE PROCESSES run_dir=... [overrides]
 
 A launch.Launch whose last word differs: a death is one line that says who died, how, and what starting it
-again can do. torchrun's chatter goes to RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the
-run cannot do without its controller and trainer, so theirs become `laminar stop`; a relay's or a rollout's
-end these processes only.
+again can do. Trainers are started again here while the run goes on, as policies/restarts.py says. torchrun's
+chatter goes to RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the run cannot do without its
+controller and trainer, so theirs become `laminar stop`; a relay's or a rollout's end these processes only.
 """
 
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from laminar_hpc.cluster import terminal
+from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.launch import Launch
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.observability import console, jsonl
+from laminar_hpc.policies.restarts import Restarts
 
 ALL_AGAIN = (
     "the run ends without it; start all roles again with resume=auto: it goes on from its newest checkpoint"
 )
 ONE_AGAIN = "the others go on; start it again with launch/{role}.sh and the same arguments"
-AGAIN = {"controller": ALL_AGAIN, "trainer": ALL_AGAIN, "relay": ONE_AGAIN, "rollout": ONE_AGAIN}
+TRAINER_AGAIN = (
+    "the others wait for it (cluster.join_timeout_seconds); start it again with launch/trainer.sh and the "
+    "same arguments"
+)
+AGAIN = {"controller": ALL_AGAIN, "trainer": TRAINER_AGAIN, "relay": ONE_AGAIN, "rollout": ONE_AGAIN}
+_RESTARTS = {"trainer": 10}  # roles that are started again here: times per hour, with restarts=null
 
 
 class RoleLaunch(Launch):
@@ -45,7 +54,14 @@ class RoleLaunch(Launch):
         with suppress(OSError):  # a full disk, which the run itself has named
             if logs.is_dir():
                 log = logs / f"torchrun-{self._role}{self._config.first_index}.log"
-                log.write_text("".join(self._chatter))
+                with open(log, "a") as file:
+                    file.writelines(self._chatter)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether these processes would find nothing to do, or fail again for sure."""
+        run_is_over = read_address(Path(self._config.run_dir)) is None
+        return bool(self._stops) or self.is_permanent or run_is_over
 
     def _explain(self, rank: int, number: int) -> str:
         """Who died and how. "" where nobody needs to be told: the user ended it, or what failed has said so
@@ -59,9 +75,7 @@ class RoleLaunch(Launch):
         name = f"{self._role} {self._config.first_index + rank}"
         if number == terminal.FAILED_ELSEWHERE:
             return (
-                ""
-                if terminal.shared()
-                else f"{name} has left, because the run has failed; the controller says why"
+                "" if terminal.shared() else f"{name} has left, as the controller told it to, which says why"
             )
         how = (
             f"was killed by {signal.Signals(-number).name}"
@@ -69,6 +83,12 @@ class RoleLaunch(Launch):
             else f"ended with exit code {number}"
         )
         return f"{name} {how}; see {logs / name.replace(' ', '')}.log; {again}"
+
+
+def _last_step(config: RunConfig) -> int:
+    """The newest step done; 0 before the first."""
+    records = list(jsonl.read(Path(config.run_dir) / "metrics.jsonl", "step"))
+    return records[-1]["step"] if records else 0
 
 
 def main(arguments: list[str]) -> int:
@@ -81,10 +101,22 @@ def main(arguments: list[str]) -> int:
         for line in str(error).splitlines():
             print(f"laminar: error: {line}", file=sys.stderr, flush=True)
         return 2
+    per_hour = _RESTARTS.get(role, 0)
+    restarts = Restarts(per_hour if config.restarts is None or not per_hour else config.restarts)
+    config.restarts = restarts.per_hour  # its errors are kept until it is known whether that was the end
     launch = RoleLaunch(config, overrides, int(processes))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda got, _: launch.on_signal(got))
-    code = launch.wait()
+    while (code := launch.wait()) != 0:
+        if launch.is_final:
+            break
+        if why_not := restarts.refusal(launch.cause, _last_step(config), time.time()):
+            launch.print_error(f"; not started again: {why_not}" if restarts.per_hour else "")
+            break
+        count = f"{role}: {len(restarts.times)} of {restarts.per_hour} within an hour"
+        cause = launch.cause.removesuffix(f"; {AGAIN[role].format(role=role)}") or "told to leave"
+        print(console.line("restart", f"{count}: {cause}"), flush=True)
+        launch = RoleLaunch(config, overrides, int(processes))
     launch.print_error()
     return code
 

@@ -26,6 +26,7 @@ from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.dispatcher import Dispatcher
 from laminar_hpc.controller.evaluations import Evaluations
+from laminar_hpc.controller.gang import Gang
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.migration import Migration
@@ -105,7 +106,9 @@ class Controller:
         probes = Probes(config.model.dtype, layers, metrics, say)
         self.replicas, self.pool = Replicas(), PartialPool()
         self.weights = Weights(shared, relays, store, probes)
-        self.membership = Membership(shared, self.weights, hub.address.run_id, store, self.forget)
+        self.gang = Gang(shared, store, self.forget_gang)
+        run_id = hub.address.run_id
+        self.membership = Membership(shared, self.weights, run_id, store, self.gang, self.forget)
         self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps)
         self.repacker = Repacker(shared, tracker, self.replicas, self.weights, self.migration)
         self.rescuer = Rescuer(shared, tracker, self.replicas, self.weights, self.pool, self.migration)
@@ -126,7 +129,7 @@ class Controller:
             Failure: self.membership.on_failure,
         }
         trainer: Handlers = {
-            TrainersMeet: self.membership.on_trainers_meet,
+            TrainersMeet: self.gang.on_trainers_meet,
             Restored: self.training.on_restored,
             TakeBatch: self.training.on_take_batch,
             StepDone: self.training.on_step_done,
@@ -211,6 +214,7 @@ class Controller:
         if self.state.ending:
             return
         now = time.monotonic()
+        self.gang.tick(now)
         self.weights.update_chains()
         self.training.answer_trainer()
         self.scorers.assign()
@@ -225,6 +229,8 @@ class Controller:
     def on_ping(self, member: Member, ping: Ping) -> None:
         if ping.load is not None:
             self.replicas.reported(member.hello.index, ping.load)
+        if ping.progress is not None and member.hello.role == "trainer":
+            self.gang.on_progress(member, ping.progress)
         self.outbox.send(member, Pong())
 
     def on_relay_has(self, member: Member, has: RelayHas) -> None:
@@ -246,6 +252,11 @@ class Controller:
             self.evaluations.replica_lost(index)
         if trajectories:
             self.metrics.write("regranted", replica=index, trajectories=trajectories, reason="replica gone")
+
+    def forget_gang(self) -> None:
+        """The trainers have gone, and others are to come; rollouts and relays keep what they have."""
+        self.training.gang_ended()
+        self.weights.gang_ended()
 
     def tell_all_to_leave(self, reason: str) -> None:
         self.state.ending = True
