@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -122,6 +123,9 @@ class RandomModel:
     ) -> Callable[[], list[tuple[int, int]]]:
         """Bytes that follow from the step alone, and their sums; those of whole tensors go to
         sums/<step>.json with the last bucket."""
+        while spans[0].first and (self._sums.parent / "hold").exists():  # in the middle of a publication
+            (self._sums.parent / "held").touch()
+            time.sleep(0.01)
         factor = np.uint32(
             2654435761 if self._every else np.random.default_rng(self.step).integers(1 << 31) | 1
         )
@@ -153,7 +157,7 @@ def trainer(words: list[str], size: int, commands: Connection, namespace: str | 
     faulthandler.register(signal.SIGUSR1)
     config = load_config([*words, "role=trainer"])
     run_dir = Path(config.run_dir)
-    hello = Hello("trainer", 0, "stand-in", os.getpid(), "trainer")
+    hello = Hello("trainer", 0, uuid.uuid4().hex[:8], os.getpid(), "trainer")
     channel = Channel(
         run_dir, hello, config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds
     )
@@ -236,14 +240,14 @@ class ChainRun:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["chain_roles", "laminar_hpc.relay.run"])
         self.relays: dict[int, multiprocessing.Process] = {}
-        self._commands, theirs = self._context.Pipe()
+        self._earlier: list[multiprocessing.Process] = []  # trainers
         self.step = 0
         self._checked: dict[
             int, int
         ] = {}  # relay -> the newest id that was compared with what the trainer sent
         self._others = [
             self._start(controller, self.words, relays, namespace("trainer")),
-            self._start(trainer, self.words, size, theirs, namespace("trainer")),
+            self.start_trainer(size),
         ]
         for index in range(relays):
             self.start_relay(index)
@@ -252,6 +256,32 @@ class ChainRun:
         process = self._context.Process(target=target, args=args)
         process.start()
         return process
+
+    def start_trainer(self, size: int) -> multiprocessing.Process:
+        """`publish` is told to this one from here on."""
+        self._commands, theirs = self._context.Pipe()
+        return self._start(trainer, self.words, size, theirs, self._namespace("trainer"))
+
+    @property
+    def trainer_pid(self) -> int:
+        pid = self._others[1].pid
+        assert pid is not None
+        return pid
+
+    def replace_trainer(self, size: int) -> None:
+        """By the next one; the earlier one is left as it is."""
+        self._earlier.append(self._others[1])
+        self._others[1] = self.start_trainer(size)
+
+    def begin_to_publish(self) -> None:
+        """One publication more, which stands still in its middle, once it is there, for as long as the file
+        `hold` exists."""
+        (self.run_dir / "hold").touch()
+        self.publish()
+        until = time.monotonic() + START_SECONDS
+        while not (self.run_dir / "held").exists():
+            assert time.monotonic() < until, "no byte has left"
+            time.sleep(0.02)
 
     def start_relay(self, index: int) -> None:
         shared_memory(self.words, index).mkdir(exist_ok=True)
@@ -336,7 +366,7 @@ class ChainRun:
         (self.run_dir / "stop").touch()
         with contextlib.suppress(OSError):
             self._commands.send(None)
-        everyone = [*self._others, *self.relays.values()]
+        everyone = [*self._others, *self._earlier, *self.relays.values()]
         until = time.monotonic() + 6
         for process in everyone:
             process.join(max(0.1, until - time.monotonic()))

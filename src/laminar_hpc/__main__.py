@@ -24,7 +24,7 @@ from pathlib import Path
 
 from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import keep_to_loopback, launch_id
-from laminar_hpc.cluster.channel import RUN_FAILED, Channel, StopReceived
+from laminar_hpc.cluster.channel import RUN_FAILED, Channel, GangReplaced, StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.devices import use_devices
 from laminar_hpc.cluster.full_disk import full_disk_text
@@ -110,6 +110,13 @@ def watch_signals() -> list[Channel]:
     return joined
 
 
+def leave_at_once(replaced: GangReplaced) -> None:
+    """Called by the channel's thread: whatever the main thread waits for, nothing it does counts any more."""
+    logging.getLogger(__name__).error("leaving: %s", replaced)
+    logging.shutdown()
+    os._exit(terminal.FAILED_ELSEWHERE)
+
+
 def redirect_output(run_dir: Path, name: str) -> None:
     """Everything this process and its children print goes to its log."""
     path = run_dir / "logs" / f"{name}.log"
@@ -159,6 +166,7 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
         launch,
     )
     joined.append(channel)
+    channel.when_replaced = leave_at_once
     redirect_output(run_dir, f"{mine.role}{mine.index}")
     goodbye = False
     try:
@@ -180,7 +188,7 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
         goodbye = True
         raise
     except BaseException as error:
-        channel.send(Failure(f"{type(error).__name__}: {error}"))
+        channel.send(Failure(f"{type(error).__name__}: {error}", isinstance(error, PermanentFailure)))
         raise
     finally:
         channel.close(goodbye)
@@ -296,6 +304,8 @@ def main(overrides: list[str]) -> int:
     rank = Rank()
     try:
         rank.run(overrides)
+    except GangReplaced:  # the controller has said why
+        return terminal.FAILED_ELSEWHERE
     except StopReceived as stop:
         return terminal.FAILED_ELSEWHERE if stop.reason == RUN_FAILED else 0
     except Refused as error:

@@ -1,5 +1,8 @@
 """Which trainers may go on: the last that came, and nobody whom they have replaced."""
 
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,32 +13,46 @@ from laminar_hpc.cluster.checkpoints import checkpoint_path, newest_gang
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.continuation import Continuation
+from laminar_hpc.controller.gang import Gang
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.shared import Outbox, RunState, Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.training import Training
 from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.membership import Failure, Hello, Welcome
+from laminar_hpc.messages.membership import Failure, GangEnded, Hello, Welcome
 from laminar_hpc.messages.training import Restored, StepDone, TakeBatch, TrainersMeet
 
 
 class Entry:
     """A controller's, as far as workers that come see it."""
 
-    def __init__(self, run_dir: Path, store: Store) -> None:
-        config = RunConfig(run_dir=str(run_dir))
-        self.members, self.outbox = Members("here", 10.0), Outbox()
-        self.shared = Shared(config, SimpleNamespace(), RunState(0), self.members, self.outbox, None, print)
-        self.membership = Membership(
-            self.shared, SimpleNamespace(), "run", store, lambda _: None, lambda _: None, "slots"
+    def __init__(self, run_dir: Path, store: Store, ranks: int = 2) -> None:
+        config = RunConfig(run_dir=str(run_dir), role="controller")
+        derived = SimpleNamespace(trainer_ranks=ranks)
+        self.members, self.outbox, self.records = Members("here", 10.0), Outbox(), []
+        metrics = SimpleNamespace(write=lambda kind, **fields: self.records.append((kind, fields)))
+        self.lines: list[str] = []
+        self.shared = Shared(
+            config, derived, RunState(0), self.members, self.outbox, metrics, self.lines.append
         )
+        self.forgotten = 0
+        self.gang = Gang(self.shared, store, self.forget)
+        self.membership = Membership(
+            self.shared, SimpleNamespace(), "run", store, self.gang, lambda _: None, lambda _: None, "slots"
+        )
+
+    def forget(self) -> None:
+        self.forgotten += 1
 
     def hello(self, incarnation: str, index: int = 0) -> list[Message]:
         """What it is answered."""
         hello = Hello("trainer", index, incarnation, pid=1, machine="there")
         self.membership.on_hello(f"trainer:{index}:{incarnation}", hello)
-        return [message for _, message in self.outbox.take()]
+        return self.answers(f"trainer:{index}:{incarnation}")
+
+    def answers(self, identity: str) -> list[Message]:
+        return [message for to, message in self.outbox.take() if to == identity]
 
 
 @pytest.fixture
@@ -43,7 +60,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def test_each_life_of_trainer_0_is_a_gang_of_its_own(tmp_path: Path, store: Store) -> None:
+def test_each_life_of_the_trainers_is_a_gang_of_its_own(tmp_path: Path, store: Store) -> None:
     """The number rises with each, over controllers too; a reconnection is none. Before the gang is let in
     only it may write checkpoints."""
     entry = Entry(tmp_path, store)
@@ -65,7 +82,7 @@ def test_a_replaced_gang_cannot_come_back(tmp_path: Path, store: Store) -> None:
     entry.hello("b")
     entry.members.leave(entry.members.at("trainer"))
     (answer,) = entry.hello("a")
-    assert isinstance(answer, Failure) and "other trainers have taken the place" in answer.text
+    assert isinstance(answer, GangEnded) and "other trainers have taken the place" in answer.reason
     assert entry.members.at("trainer") is None and newest_gang(tmp_path) == 2
     store.close()
 
@@ -74,10 +91,93 @@ def test_ranks_of_the_next_gang_are_not_sent_to_the_last_ones_place(tmp_path: Pa
     """Where the trainers meet is said by each trainer 0 anew."""
     entry = Entry(tmp_path, store)
     entry.hello("a")
-    entry.membership.on_trainers_meet(entry.members.at("trainer"), TrainersMeet("there", 1))
+    entry.gang.on_trainers_meet(entry.members.at("trainer"), TrainersMeet("there", 1))
     assert len(entry.hello("x", index=1)) == 2
     entry.hello("b")
     assert len(entry.hello("y", index=1)) == 1
+    store.close()
+
+
+def test_one_rank_lost_ends_its_gang(tmp_path: Path, store: Store) -> None:
+    """The other rank is told, the fence rises before anyone has come, one line says what the run waits for,
+    and a rank that comes before its rank 0 is of the next gang."""
+    entry = Entry(tmp_path, store)
+    entry.hello("a"), entry.hello("x", index=1)
+    entry.membership.on_failure(entry.members.at("trainer", 1), Failure("out of luck"))
+    (told,) = entry.answers("trainer:0:a")
+    assert isinstance(told, GangEnded) and "gang 1 of trainers has ended: trainer 1 failed" in told.reason
+    assert not entry.members.all("trainer") and entry.forgotten == 1 and newest_gang(tmp_path) == 2
+    (line,) = entry.lines
+    assert line.endswith("out of luck; the others go on, and wait up to 300 s for trainers to start again")
+    assert entry.records == [
+        ("gang_ended", {"gang": 1, "step": 0, "reason": "trainer 1 failed: out of luck"})
+    ]
+    assert [m.gang for m in entry.hello("y", index=1)] == [m.gang for m in entry.hello("b")] == [2]
+    assert entry.forgotten == 1
+    store.close()
+
+
+def test_a_rank_that_starts_again_unseen_ends_the_gang(tmp_path: Path, store: Store) -> None:
+    """Its death was not noticed before it came back; also over a controller's restart."""
+    entry = Entry(tmp_path, store)
+    entry.hello("a"), entry.hello("x", index=1)
+    entry = Entry(tmp_path, store)
+    assert [m.gang for m in entry.hello("a")] == [1]
+    entry.members.at("trainer").last_seen -= 5.0
+    assert [m.gang for m in entry.hello("y", index=1)] == [2] and newest_gang(tmp_path) == 2
+    assert entry.members.at("trainer") is None, "the old trainer 0 is of another life"
+    store.close()
+
+
+def test_another_layout_after_a_restart_is_another_gang(tmp_path: Path, store: Store) -> None:
+    """Its rank 1 may come before its rank 0, and the earlier gang had none."""
+    entry = Entry(tmp_path, store, ranks=1)
+    entry.hello("a")
+    entry = Entry(tmp_path, store, ranks=2)
+    assert [m.gang for m in entry.hello("x", index=1)] == [m.gang for m in entry.hello("b")] == [2]
+    assert len(entry.members.all("trainer")) == 2
+    store.close()
+
+
+def test_the_run_waits_for_trainers_no_longer_than_it_says(tmp_path: Path, store: Store) -> None:
+    """Nor for those who fail again at the same place."""
+    entry = Entry(tmp_path, store)
+    entry.hello("a"), entry.hello("x", index=1)
+    entry.gang.end("trainer 0 has died")
+    entry.hello("b")
+    entry.gang.tick(time.monotonic() + 299)
+    with pytest.raises(LaminarError, match=r"waited 300 s for trainers .*; 1 of 2 are missing"):
+        entry.gang.tick(time.monotonic() + 301)
+    entry.hello("y", index=1)
+    entry.gang.tick(time.monotonic() + 1e6)
+    entry.membership.on_failure(entry.members.at("trainer"), Failure("no good"))
+    entry.hello("c")
+    with pytest.raises(LaminarError, match="no good; other trainers are not awaited: the same happened"):
+        entry.membership.on_failure(entry.members.at("trainer"), Failure("no good"))
+    store.close()
+
+
+def test_a_stopped_rank_is_killed_after_its_gang(tmp_path: Path, store: Store) -> None:
+    """It cannot leave by itself, and its torchrun waits for it; a later process of the same pid is left
+    alone."""
+    entry = Entry(tmp_path, store)
+    stopped, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    try:
+        for index, process in enumerate((stopped, other)):
+            hello = Hello("trainer", index, "a", process.pid, "here")
+            entry.membership.on_hello(f"trainer:{index}:a", hello)
+        entry.gang._started[other.pid] = "another"
+        stopped.send_signal(signal.SIGSTOP)
+        entry.gang.end("trainer 0 is stopped")
+        entry.hello("b"), entry.hello("y", index=1)
+        entry.gang.tick(time.monotonic())
+        assert stopped.poll() is None
+        entry.gang.tick(time.monotonic() + 6)
+        assert stopped.wait(5) == -signal.SIGKILL and other.poll() is None
+    finally:
+        for process in (stopped, other):
+            process.kill()
+            process.wait()
     store.close()
 
 

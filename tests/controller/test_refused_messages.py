@@ -133,7 +133,7 @@ def test_who_can_be_done_without_goes_and_strangers_change_nothing(run: Run) -> 
         rollout.receive(10, "an answer")
     answer = trainer.request(NewWeightId(0), WeightId, timeout=10, what="a weight id")
     assert isinstance(answer, WeightId) and run.process.poll() is None
-    trainer.send(Failure("enough"))
+    trainer.send(Failure("enough", permanent=True))
     code, lines, _ = run.end()
     said = [line for line in lines if "refused" in line]
     assert (

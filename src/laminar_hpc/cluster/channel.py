@@ -13,17 +13,26 @@ from laminar_hpc.cluster.endings import (
     RUN_FAILED,
     SAME_VERSION,
     ControllerLost,
+    GangReplaced,
     MessageRefused,
     StopReceived,
 )
 from laminar_hpc.cluster.worker_line import WorkerLine
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Message, ReplicaLoad
-from laminar_hpc.messages.membership import Goodbye, Hello, Ping, Welcome
+from laminar_hpc.messages.membership import Goodbye, Hello, Ping, TrainerProgress, Welcome
 from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.messages.wire import encode
 
-__all__ = ["RUN_FAILED", "SAME_VERSION", "Channel", "ControllerLost", "MessageRefused", "StopReceived"]
+__all__ = [
+    "RUN_FAILED",
+    "SAME_VERSION",
+    "Channel",
+    "ControllerLost",
+    "GangReplaced",
+    "MessageRefused",
+    "StopReceived",
+]
 
 _LOOK_SECONDS = 1.0  # between two looks whether a controller is there
 _FLUSH_SECONDS = 0.05  # between two looks whether all has arrived
@@ -53,6 +62,8 @@ class Channel:
         self._callback: Callable[[Message | Exception], None] | None = None
         self._closing = False
         self.sessions = 0  # Welcomes after the first: a question that is open then must be asked again
+        # called in the I/O thread when this rank's gang has ended: its main thread may be stuck
+        self.when_replaced: Callable[[GangReplaced], None] | None = None
         self._line = WorkerLine(run_dir, hello, heartbeat_seconds, patience_seconds, launch, self._deliver)
         self.welcome = self._line.join(join_seconds)
         self._line.start()
@@ -66,7 +77,13 @@ class Channel:
     def load(self, load: ReplicaLoad | None) -> None:
         self._line.load = load
 
+    def tell_progress(self, progress: TrainerProgress) -> None:
+        """Goes out with every ping."""
+        self._line.progress = progress
+
     def _deliver(self, item: Message | Exception) -> None:
+        if isinstance(item, GangReplaced) and self.when_replaced is not None:
+            self.when_replaced(item)
         with self._arrived:
             if isinstance(item, Welcome):
                 self.sessions += 1

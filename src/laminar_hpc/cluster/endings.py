@@ -10,6 +10,10 @@ class ControllerLost(LaminarError):
     """The controller has said nothing for too long."""
 
 
+class GangReplaced(LaminarError):
+    """Other trainers take the place of this rank's gang: nothing that it still does may count."""
+
+
 class MessageRefused(LaminarError):
     """The controller has sent what this worker cannot read, so the two no longer agree on what happens."""
 

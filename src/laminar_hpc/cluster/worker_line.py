@@ -24,11 +24,21 @@ from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.controller_watch import ControllerWatch
 from laminar_hpc.cluster.dealer import PING_SECONDS, connect
 from laminar_hpc.cluster.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
-from laminar_hpc.cluster.endings import MessageRefused, StopReceived
+from laminar_hpc.cluster.endings import GangReplaced, MessageRefused, StopReceived
 from laminar_hpc.cluster.spool import Spool, SpoolFull
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Message, ReplicaLoad
-from laminar_hpc.messages.membership import Failure, Hello, Ping, Pong, Rejoin, Stop, Welcome
+from laminar_hpc.messages.membership import (
+    Failure,
+    GangEnded,
+    Hello,
+    Ping,
+    Pong,
+    Rejoin,
+    Stop,
+    TrainerProgress,
+    Welcome,
+)
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
 
 log = logging.getLogger(__name__)
@@ -60,6 +70,7 @@ class WorkerLine:
         self.queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._puts, self._counting = 0, threading.Lock()
         self.load: ReplicaLoad | None = None  # goes out with every ping
+        self.progress: TrainerProgress | None = None  # the same
         self._spool = Spool()
         self._sender, self._receiver, self._session = Sender(self._spool), Receiver(), ""
         self._answer_due = self._again_due = False
@@ -147,6 +158,8 @@ class WorkerLine:
             return answer
         if isinstance(answer, Failure):
             raise LaminarError(answer.text)
+        if isinstance(answer, GangEnded):
+            raise GangReplaced(answer.reason)
         if isinstance(answer, Stop):
             raise StopReceived(answer.reason)
         return None
@@ -174,7 +187,7 @@ class WorkerLine:
         self._read_socket(now)
         if now - self._pinged >= PING_SECONDS:
             self._pinged = now
-            self._send(0, encode(Ping(self.load)))
+            self._send(0, encode(Ping(self.load, self.progress)))
         if self._joining and now - self._said_hello >= _HELLO_SECONDS:
             self._said_hello = now
             self._send(0, encode(self._hello))
@@ -231,6 +244,8 @@ class WorkerLine:
             self._deliver(StopReceived(message.reason))
         elif isinstance(message, Failure):
             self._deliver(LaminarError(message.text))
+        elif isinstance(message, GangEnded):
+            self._deliver(GangReplaced(message.reason))
         elif isinstance(message, Rejoin):
             if not self._joining:
                 log.warning("the controller had taken this %s for dead; joining again", self._hello.role)

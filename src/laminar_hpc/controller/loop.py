@@ -28,6 +28,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.dispatcher import Dispatcher
 from laminar_hpc.controller.evaluations import Evaluations
+from laminar_hpc.controller.gang import Gang
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.migration import Migration
@@ -111,9 +112,10 @@ class Controller:
         probes = Probes(config.model.dtype, layers, metrics, say)
         self.replicas, self.pool = Replicas(), PartialPool()
         self.weights = Weights(shared, relays, store, probes)
-        self.slots = slots
+        self.slots, self.gang = slots, Gang(shared, store, self.forget_gang)
+        run_id = hub.address.run_id
         self.membership = Membership(
-            shared, self.weights, hub.address.run_id, store, self.forget, self.came, slots
+            shared, self.weights, run_id, store, self.gang, self.forget, self.came, slots
         )
         first = store.get("restore_epoch", 0) * NUMBERS
         self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps, first)
@@ -144,7 +146,7 @@ class Controller:
             Failure: self.membership.on_failure,
         }
         trainer: Handlers = {
-            TrainersMeet: self.membership.on_trainers_meet,
+            TrainersMeet: self.gang.on_trainers_meet,
             Restored: self.training.on_restored,
             TakeBatch: self.training.on_take_batch,
             StepDone: self.training.on_step_done,
@@ -233,6 +235,7 @@ class Controller:
         now = time.monotonic()
         if self.reattachment.tick(now):
             self.continuation.finish()
+        self.gang.tick(now)
         self.weights.update_chains()
         self.training.answer_trainer()
         self.scorers.assign()
@@ -247,6 +250,8 @@ class Controller:
     def on_ping(self, member: Member, ping: Ping) -> None:
         if ping.load is not None:
             self.replicas.reported(member.hello.index, ping.load)
+        if ping.progress is not None and member.hello.role == "trainer":
+            self.gang.on_progress(member, ping.progress)
         self.outbox.send(member, Pong())
 
     def on_relay_has(self, member: Member, has: RelayHas) -> None:
@@ -278,6 +283,11 @@ class Controller:
             self.evaluations.replica_lost(index)
         if trajectories:
             self.metrics.write("regranted", replica=index, trajectories=trajectories, reason="replica gone")
+
+    def forget_gang(self) -> None:
+        """The trainers have gone, and others are to come; rollouts and relays keep what they have."""
+        self.training.gang_ended()
+        self.weights.gang_ended()
 
     def tell_all_to_leave(self, reason: str) -> None:
         self.state.ending = True

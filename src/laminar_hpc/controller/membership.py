@@ -1,28 +1,28 @@
 """Who comes and goes: Hello, strangers, refusals, deaths, and what each means for the run.
 
 In one torchrun every loss ends the run. With a torchrun per role the others go on without a relay or a
-rollout.
+rollout, and wait for other trainers (controller/gang.py).
 """
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
-from laminar_hpc.cluster import checkpoints, terminal
+from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.cluster.processes import oom_kills, process_is_alive
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.gang import Gang
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.weights import Weights
-from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Rejoin, Stop, Welcome
+from laminar_hpc.messages.membership import Failure, GangEnded, Goodbye, Hello, Ping, Rejoin, Stop, Welcome
 from laminar_hpc.messages.rollouts import WeightsAvailable
-from laminar_hpc.messages.training import TrainersMeet
 from laminar_hpc.messages.wire import AnyMessage
 from laminar_hpc.pretrained import recorded_name
 
 log = logging.getLogger(__name__)
+REPLACED = "other trainers have taken the place of these"
 ROLES = ("trainer", "relay", "rollout")
 _MEMORY_CURES = {
     "trainer": "give the container more, lower trainer.tokens_per_microbatch or use more trainer ranks",
@@ -41,14 +41,14 @@ class Membership:
         weights: Weights,
         run_id: str,
         store: Store,
+        gang: Gang,
         forget: Callable[[Member], None],
         came: Callable[[Member], None],
         slots: str,
     ) -> None:
         self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
-        self._weights, self._store = weights, store
+        self._weights, self._store, self._gang = weights, store, gang
         self._run_id, self._forget, self._came, self._slots = run_id, forget, came, slots
-        self._trainers_meet: TrainersMeet | None = None
         self._oom_kills = oom_kills()
 
     # ---- who comes -----------------------------------------------------------------------------------------
@@ -60,52 +60,33 @@ class Membership:
             where = f"pid {rival.hello.pid} on {rival.hello.machine}"
             text = f"{rival.name} is in this run already ({where}): start another run_dir, or set first_index"
             return self._outbox.send_to(identity, Failure(text))
-        leads = (hello.role, hello.index) == ("trainer", 0)
-        if leads and 0 < self._gang_of(identity) < self._store.get("gang", 0):
-            return self._outbox.send_to(identity, Failure("other trainers have taken the place of these"))
+        trains = hello.role == "trainer"
+        if self._gang.has_ended(identity):
+            return self._outbox.send_to(identity, GangEnded(REPLACED))
+        if trains:
+            self._gang.admit(identity, hello)
         is_member = self._members.of(identity) is not None
         earlier = self._members.join(identity, hello)
         if earlier and earlier.identity != identity:
             self._forget(earlier)
         log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
-        if leads and not self._gang_of(identity):
-            self._new_gang(identity)
-        self._outbox.send_to(identity, self._welcome())
+        self._outbox.send_to(identity, self._welcome(identity))
         if not is_member and (member := self._members.of(identity)):
             self._came(member)
         if self._shared.state.ending:
             self._outbox.send_to(identity, Stop(self._shared.state.stopping or "done"))
-        if hello.role == "trainer" and self._trainers_meet:
-            self._outbox.send_to(identity, self._trainers_meet)
+        if trains:
+            self._gang.joined(identity)
         elif hello.role == "relay":
             self._weights.relay_joined(hello.index, hello.machine)
         elif hello.role == "rollout" and (newest := self._weights.newest_on(hello.machine)):
             self._outbox.send_to(identity, WeightsAvailable(*newest))
         return None
 
-    def _gang_of(self, identity: str) -> int:
-        """By the identity of its trainer 0, whichever controller it joined; 0 = not known."""
-        return self._store.get(f"gang {identity}", 0)
-
-    def _new_gang(self, identity: str) -> None:
-        """From here on an earlier one can write no checkpoint, its messages are those of a stranger, and it
-        cannot come back."""
-        gang = self._store.get("gang", 0) + 1
-        self._store.put("gang", gang)
-        self._store.put(f"gang {identity}", gang)
-        self._trainers_meet = None
-        checkpoints.fence(Path(self._shared.config.run_dir), gang)
-
-    def _welcome(self) -> Welcome:
+    def _welcome(self, identity: str) -> Welcome:
         model, store = str(recorded_name(self._shared.config.model.path) or ""), self._store
-        epoch, gang = store.get("restore_epoch", 0), store.get("gang", 0)
+        epoch, gang = store.get("restore_epoch", 0), self._gang.of(identity) or self._gang.number
         return Welcome(self._run_id, model, store.store_id, epoch, gang, slots=self._slots)
-
-    def on_trainers_meet(self, member: Member, place: TrainersMeet) -> None:
-        self._trainers_meet = place  # also for those who join later
-        for trainer in self._members.all("trainer"):
-            if trainer is not member:
-                self._outbox.send(trainer, place)
 
     def on_stranger(self, identity: str, message: AnyMessage) -> None:
         """A worker that was taken for dead and still sends may come back, unless another process has taken
@@ -113,6 +94,8 @@ class Membership:
         log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
         if self._shared.state.ending or not self._shared.roles_apart or not isinstance(message, Ping):
             return
+        if self._gang.has_ended(identity):
+            return self._outbox.send_to(identity, GangEnded(REPLACED))
         role, index, *_ = [*identity.split(":"), ""]
         if role not in ROLES or not index.isdecimal():
             return self.refuse(identity, "it is no role and index")
@@ -148,9 +131,19 @@ class Membership:
 
     def on_goodbye(self, member: Member, _: Goodbye) -> None:
         self._leave(member)
+        if self._ends_gang(member):
+            self._gang.end(f"{member.name} has left")
+
+    def _ends_gang(self, member: Member) -> bool:
+        """Whether its loss makes the run wait for other trainers."""
+        state = self._shared.state
+        trains = member.hello.role == "trainer" and self._shared.roles_apart
+        return trains and not (state.ending or state.trainer_done)
 
     def on_failure(self, member: Member, failure: Failure) -> None:
         self._members.leave(member)
+        if self._ends_gang(member) and not failure.permanent:
+            return self._gang.failed(member.name, failure.text)
         if self._is_needed(member):
             if not self._shared.state.ending:
                 raise LaminarError("a worker has failed")  # it has said itself why
@@ -164,11 +157,14 @@ class Membership:
     def remove_dead(self) -> None:
         """Takes out all members that have died or have been silent for too long."""
         for member in self._members.dead():
-            self._on_death(member)
+            if self._members.of(member.identity) is not None:  # not yet gone with its gang
+                self._on_death(member)
 
     def _on_death(self, member: Member) -> None:
         """Raises LaminarError when the run cannot go on without it."""
-        self._leave(member)
+        ends_gang = self._ends_gang(member)
+        if not ends_gang:  # else with its gang: it may be stopped, not dead
+            self._leave(member)
         hello, state = member.hello, self._shared.state
         if state.ending or (state.trainer_done and hello.role == "trainer"):
             return
@@ -176,6 +172,8 @@ class Membership:
             f"{member.name} (pid {hello.pid} on {hello.machine}) {self._cause_of_death(member)}; "
             f"see logs/{hello.role}{hello.index}.log in the run directory"
         )
+        if ends_gang:
+            return self._gang.end(text)
         on_this_machine = hello.machine == self._members.machine
         has_been_said = terminal.shared() and on_this_machine and not process_is_alive(hello.pid)
         if has_been_said and hello.role == "trainer":
@@ -189,6 +187,8 @@ class Membership:
     def _cause_of_death(self, member: Member) -> str:
         if member.hello.machine != self._members.machine:
             return "has been silent for too long or has died"
+        if process_is_alive(member.hello.pid):
+            return "has been silent for too long"
         if oom_kills() > self._oom_kills:
             cure = _MEMORY_CURES.get(member.hello.role, "give the container more")
             return f"was killed for want of memory: {cure}"

@@ -13,7 +13,7 @@ the number of lanes.
 from dataclasses import dataclass, field
 from typing import Final
 
-from laminar_hpc.messages.chain import EpochProposed, JoinEpoch, SendAgain, StoreOpened
+from laminar_hpc.messages.chain import CutLink, EpochProposed, JoinEpoch, SendAgain, StoreOpened
 from laminar_hpc.messages.data import Message
 from laminar_hpc.policies.chain import chain_order, missing
 
@@ -75,6 +75,14 @@ class Chain:
         for known in (self.has, self._blamed, self._strikes, self._exiled):
             known.pop(index, None)
         self._leave_out(index)
+
+    def sender_left(self) -> Orders:
+        """The trainer's end of the chain is gone for good; the links between relays stay."""
+        self.issued = None
+        head = [link for link in self.links.values() if link.upstream is TRAINER]
+        for link in head:
+            self._drop(link)
+        return [(link.downstream, CutLink(link.epoch)) for link in head]
 
     def _leave_out(self, index: int) -> None:
         for link in [link for link in self.links.values() if index in (link.upstream, link.downstream)]:

@@ -98,6 +98,10 @@ class Training:
         self._last_step_time = 0.0
         self._say_where(restored, groups)
 
+    def gang_ended(self) -> None:
+        """What the trainers had asked for is asked by nobody; where they were is said by the next gang."""
+        self._state.gang, self._request = "", None
+
     def _say_where(self, restored: Restored, groups: int) -> None:
         say, steps = self._shared.say, self._config.steps
         self._shared.metrics.write("restored", restored_step=restored.step, groups=groups)

@@ -110,15 +110,25 @@ class Weights:
     def on_lane_senders(self, _: Member, senders: LaneSenders) -> None:
         self._senders = senders.ranks
 
+    def gang_ended(self) -> None:
+        """The relays are cut off from those who sent to them; the next gang says who sends which lane."""
+        for chain in self.chains:
+            self._send(chain, chain.sender_left())
+        self._senders = [0] if len(self.chains) == 1 else []
+
     def on_store_opened(self, member: Member, opened: StoreOpened) -> None:
         chain = self.chain_of(opened.epoch)
         self._send(chain, chain.store_opened(opened, _place(member)))
 
     def on_link_down(self, member: Member, down: LinkDown) -> None:
-        if self.chain_of(down.epoch).link_down(down.epoch, _place(member), time.monotonic()) is not None:
+        link = self.chain_of(down.epoch).link_down(down.epoch, _place(member), time.monotonic())
+        if link is not None:
             text = f"{member.name}: {down.text}; linking again"
             log.warning(text)
-            if not self._members.dead():  # a death has a line of its own; in one torchrun it ends the run
+            is_done = link.upstream is TRAINER and self._shared.state.trainer_done
+            if (
+                not is_done and not self._members.dead()
+            ):  # a death has a line of its own; in one torchrun it ends the run
                 self._warn(text)
 
     # ---- ids, and who has them -----------------------------------------------------------------------------

@@ -41,6 +41,13 @@ class SendAgain(Message):
     relays: int
 
 
+class CutLink(Message):
+    """To a relay: whoever sends over the link of this epoch has been replaced. Nothing that still comes over
+    it may be seen."""
+
+    epoch: int
+
+
 class LinkDown(Message):
     """From the trainer or a relay: the link of this epoch broke. The controller has it made anew, around
     whoever is gone."""

@@ -1,6 +1,6 @@
 """All roles and the controller: joining, signs of life, failures, leaving."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -27,7 +27,7 @@ class Welcome(Message):
 
     `model` is OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take
     the same commit. `store_id` names the store that knows all trajectories of the run (controller/store.py),
-    `epoch` counts the controller's starts over it, from 0, and `gang` the lives of trainer 0, from 1.
+    `epoch` counts the controller's starts over it, from 0, and `gang` the lives of the trainers, from 1.
 
     `slots` names the run's folder of weight slots in shared memory, "" = `run_id`; with a torchrun per role
     it stays over controllers. `received` is the newest message of this worker that the store has
@@ -48,10 +48,20 @@ class Welcome(Message):
         return self.slots or self.run_id
 
 
+class TrainerProgress(msgspec.Struct):
+    """What a trainer rank does, and how many signs of progress it has made since it started. In `wait` it
+    waits for the controller; `publish`: until nothing reads the live weights, or for the probe."""
+
+    phase: Literal["load", "wait", "train", "publish", "checkpoint"]
+    count: int
+
+
 class Ping(Message):
-    """A worker's sign of life, once a second; a rollout's says how loaded it is."""
+    """A worker's sign of life, once a second; a rollout's says how loaded it is, a trainer's how far it
+    is."""
 
     load: ReplicaLoad | None = None
+    progress: TrainerProgress | None = None
 
 
 class Pong(Message):
@@ -59,9 +69,17 @@ class Pong(Message):
 
 
 class Failure(Message):
-    """A worker ends with this error, and the run with it. From the controller: end with this error."""
+    """A worker ends with this error. From the controller: end with this error. `permanent`: whoever starts
+    in its place would end so as well."""
 
     text: str
+    permanent: bool = False
+
+
+class GangEnded(Message):
+    """To a trainer rank: its gang has ended, and others take its place. It ends at once, whatever it does."""
+
+    reason: str
 
 
 class Goodbye(Message):

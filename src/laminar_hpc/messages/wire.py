@@ -3,10 +3,19 @@ that does not fit its type raises msgspec.ValidationError, and never runs code."
 
 import msgspec
 
-from laminar_hpc.messages.chain import EpochProposed, JoinEpoch, LinkDown, RelayHas, SendAgain, StoreOpened
+from laminar_hpc.messages.chain import (
+    CutLink,
+    EpochProposed,
+    JoinEpoch,
+    LinkDown,
+    RelayHas,
+    SendAgain,
+    StoreOpened,
+)
 from laminar_hpc.messages.data import Message, ScorePart, Trajectory
 from laminar_hpc.messages.membership import (
     Failure,
+    GangEnded,
     Goodbye,
     Hello,
     Ping,
@@ -61,6 +70,7 @@ AnyMessage = (
     | Stop
     | Goodbye
     | Failure
+    | GangEnded
     | Pong
     | Ping
     | Hello
@@ -102,6 +112,7 @@ AnyMessage = (
     | LaneSenders
     | RelayHas
     | LinkDown
+    | CutLink
     | SendAgain
     | JoinEpoch
     | StoreOpened

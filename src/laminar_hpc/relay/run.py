@@ -22,7 +22,15 @@ from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import MEET_SECONDS, LinkBroken, host_store, reach_store
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.chain import EpochProposed, JoinEpoch, LinkDown, RelayHas, SendAgain, StoreOpened
+from laminar_hpc.messages.chain import (
+    CutLink,
+    EpochProposed,
+    JoinEpoch,
+    LinkDown,
+    RelayHas,
+    SendAgain,
+    StoreOpened,
+)
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream
 from laminar_hpc.relay.ends import Receiver, Sender
@@ -54,12 +62,14 @@ def run(context: RoleContext) -> None:
         relay.tell_newest()
         while True:
             message = context.channel.wait(
-                EpochProposed, JoinEpoch, SendAgain, Welcome, timeout=_WAIT_SECONDS
+                EpochProposed, JoinEpoch, CutLink, SendAgain, Welcome, timeout=_WAIT_SECONDS
             )
             if isinstance(message, EpochProposed):
                 relay.propose(message)
             elif isinstance(message, JoinEpoch):
                 relay.join(message)
+            elif isinstance(message, CutLink):
+                relay.cut(message)
             elif isinstance(message, SendAgain):
                 relay.send_again(message)
             elif isinstance(message, Welcome):
@@ -130,6 +140,11 @@ class Relay:
             )
 
         self._upstream = Receiver(message.epoch, make, self._down, self._failed, self._receive)
+
+    def cut(self, message: CutLink) -> None:
+        """Whoever sends here has been replaced: what was arriving never becomes visible."""
+        if self._upstream is not None and self._upstream.epoch == message.epoch:
+            self._drop_upstream("its sender was replaced")
 
     def send_again(self, message: SendAgain) -> None:
         """Those behind miss the newest weights: they get them from this relay's slot."""

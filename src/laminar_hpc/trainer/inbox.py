@@ -18,6 +18,7 @@ from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.digest import is_intact
 from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.trainer.progress import Progress
 
 log = logging.getLogger(__name__)
 # the other ranks wait so much longer than rank 0, so that rank 0's error is the one that is seen
@@ -27,7 +28,8 @@ _MARGIN_SECONDS = 60.0
 class Inbox:
     """Collective: every rank of the trainer world makes the same calls in the same order."""
 
-    def __init__(self, context: RoleContext) -> None:
+    def __init__(self, context: RoleContext, progress: Progress) -> None:
+        self._progress = progress
         self._channel, self._seconds = context.channel, context.config.cluster.batch_timeout_seconds
         self._rank = dist.get_rank()
         self._group = dist.new_group(
@@ -58,9 +60,14 @@ class Inbox:
         return isinstance(answer, Continue)
 
     def _ask(self, message: TakeBatch | StepDone, answer: type, what: str) -> AnyMessage:
-        return decode(
-            self._broadcast(encode(self._request(message, answer, what)) if self._rank == 0 else b"")
-        )
+        self._progress.enter("wait")
+        frame = b""
+        if self._rank == 0:
+            frame = encode(self._request(message, answer, what))
+            self._progress.enter("train")  # the others wait for rank 0 alone
+        heard = decode(self._broadcast(frame))
+        self._progress.enter("train")
+        return heard
 
     def _request(self, message: TakeBatch | StepDone, answer: type, what: str) -> Message:
         """Rank 0: sends, again after a Welcome, and waits for its `answer` or Leave; the

@@ -20,6 +20,7 @@ from laminar_hpc.policies.metrics import merged
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.inbox import Inbox
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.progress import Progress
 from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.trainer.step.learner import Learner
 
@@ -35,28 +36,33 @@ class _NoPublisher:
 def run(context: RoleContext) -> None:
     """The whole life of a trainer rank. Raises LaminarError for whatever ends the run, StopReceived when the
     controller ends it."""
-    config, trace = context.config, context.trace
+    config, trace, progress = context.config, context.trace, Progress(context.channel)
     with trace.span("load"):
         init_trainer_world(context)
+        progress.advance()
         policy = MegatronPolicy(config)
-        learner = Learner(config, policy)
+        learner = Learner(config, policy, progress.advance)
         checkpointer = Checkpointer(context.run_dir, policy, learner, context.welcome)
+        progress.advance()
         restored, passed_over = checkpointer.restore()
         if dist.get_rank() == 0:
             context.channel.send(Restored(restored, passed_over))
-        inbox = Inbox(context)
+        inbox = Inbox(context, progress)
         publisher = _NoPublisher() if config.source.startswith("replay:") else Publisher(context, policy)
     step, saved = restored or 0, restored
+    progress.enter("publish")
     _publish(context, policy, publisher, step)
 
     ended = time.time()
     while step < config.steps:
-        done = _train(context, inbox, learner, publisher, step)
+        done = _train(context, inbox, learner, publisher, progress, step)
         if done is None:
             break
         step += 1
+        progress.enter("publish")
         _publish(context, policy, publisher, step)
         if step % config.checkpoint.every == 0 or step == config.steps:
+            progress.enter("checkpoint")
             _checkpoint(context, checkpointer, step)
             saved = step
         done.metrics["train_seconds"] = done.ended - ended - done.metrics["wait_seconds"]
@@ -66,7 +72,9 @@ def run(context: RoleContext) -> None:
             break
 
     if saved != step:
+        progress.enter("checkpoint")
         _checkpoint(context, checkpointer, step)
+    progress.enter("publish")
     publisher.close()
     if dist.get_rank() == 0:
         context.channel.send(TrainerDone(step))
@@ -84,11 +92,22 @@ class _Step(NamedTuple):
 
 
 def _train(
-    context: RoleContext, inbox: Inbox, learner: Learner, publisher: Publisher | _NoPublisher, step: int
+    context: RoleContext,
+    inbox: Inbox,
+    learner: Learner,
+    publisher: Publisher | _NoPublisher,
+    progress: Progress,
+    step: int,
 ) -> _Step | None:
     """One step, on the whole batch or, with pipeline.consumption=stream, mini-batch after mini-batch as they
     come. None when the run is to end here."""
     config, trace = context.config, context.trace
+
+    def fence() -> None:
+        progress.enter("publish")
+        publisher.fence()
+        progress.enter("train")
+
     minibatches = config.algorithm.minibatches_per_step
     parts = minibatches if config.pipeline.consumption == "stream" else 1
     mismatches: dict[int, tuple[float, int]] = {}
@@ -101,9 +120,7 @@ def _train(
             break
         wait_seconds += time.time() - asked
         with trace.span("train", step=step):
-            of_parts.append(
-                learner.train(batch.trajectories, step, publisher.fence, minibatches // parts, part)
-            )
+            of_parts.append(learner.train(batch.trajectories, step, fence, minibatches // parts, part))
         mismatches |= learner.mismatches
     if not of_parts:
         return None

@@ -52,10 +52,13 @@ class Learner:
     of optimizer updates between the weights that generated it and those that it met.
     """
 
-    def __init__(self, config: RunConfig, policy: MegatronPolicy) -> None:
+    def __init__(
+        self, config: RunConfig, policy: MegatronPolicy, progress: Callable[[], None] = lambda: None
+    ) -> None:
         """`policy` still has the weights of config.model.path, which are those of the reference model: a
-        checkpoint is loaded later."""
-        self.config, self.policy = config, policy
+        checkpoint is loaded later. `progress` is called after the forward pass of each micro-batch that this
+        rank ends, and after each update."""
+        self.config, self.policy, self._progress = config, policy, progress
         self.skipped_in_a_row = 0
         self.mismatches: dict[int, tuple[float, int]] = {}
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
@@ -89,6 +92,7 @@ class Learner:
             if number == 0:
                 before_update()
             norm = self.policy.update()
+            self._progress()
             self._count_skipped(norm is None, step)
             if norm is not None:
                 norms.append(norm)
@@ -184,6 +188,7 @@ class Learner:
     ) -> tuple[torch.Tensor, torch.Tensor, Collected]:
         """As `MegatronPolicy.accumulate` wants it."""
         tokens, longest = batch.tokens, self.config.sampling.max_response_tokens
+        self._progress()
         micro = objective(self.config.algorithm, longest, tokens, logprobs, entropies)
         distance, count = (logprobs.detach() - tokens.behaviour).abs(), tokens.sequence_sums(tokens.real)
         mismatch = tokens.sequence_sums(distance) / count.clamp(min=1)

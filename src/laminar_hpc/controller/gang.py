@@ -1,0 +1,202 @@
+"""The trainers as one: a gang is all trainer ranks of one life, and goes as a whole when one of them does.
+
+    Hello -> admit -> of the present gang -> Restored, steps, ...
+    a rank dies, fails or stands still -> end -> GangEnded to the others; the next Hellos make the next gang
+
+The number of the gang rises when it ends, so an earlier one is a stranger from then on: its messages change
+nothing, it gets no weight ids, its links are cut and its checkpoints get no name. Called by
+controller/membership.py, and once a tick. The run waits cluster.join_timeout_seconds for the next gang.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from laminar_hpc.cluster import checkpoints
+from laminar_hpc.cluster.processes import process_started
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.system_schema import ClusterConfig, RelayConfig
+from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.store import Store
+from laminar_hpc.messages.membership import GangEnded, Hello, TrainerProgress
+from laminar_hpc.messages.training import TrainersMeet
+from laminar_hpc.policies.hangs import HangWatch
+from laminar_hpc.policies.restarts import Restarts
+
+log = logging.getLogger(__name__)
+_FAILURES_PER_HOUR = 10  # of gangs, by an error of their own
+_LEAVE_SECONDS = 5.0  # a rank here that was told to leave and is still alive then is stopped or stuck
+_DOES = {
+    "load": "loads",
+    "train": "trains",
+    "publish": "publishes weights",
+    "checkpoint": "writes a checkpoint",
+}
+
+
+class _Leaving(NamedTuple):
+    """A process on this machine; `started` tells it from a later one of the same pid."""
+
+    name: str
+    pid: int
+    started: str
+    by: float
+
+
+class Gang:
+    """`forget()`: the parts of the controller let go of what they had with the gang that has ended."""
+
+    def __init__(self, shared: Shared, store: Store, forget: Callable[[], None]) -> None:
+        self._shared, self._members, self._store, self._forget = shared, shared.members, store, forget
+        self._run_dir = Path(shared.config.run_dir)
+        self._meeting: TrainersMeet | None = None
+        self._awaited_until: float | None = None  # while the run waits for another gang
+        self._failures = Restarts(_FAILURES_PER_HOUR)
+        self._leaving: list[_Leaving] = []
+        self._started: dict[int, str] = {}  # by pid, of processes on this machine
+        self._watch = HangWatch(
+            _floors(shared.config.cluster, shared.config.relay),
+            2 * shared.config.cluster.join_timeout_seconds,
+        )
+        # a controller that died after it wrote the fence has not committed the number
+        self.number = max(store.get("gang", 0), checkpoints.newest_gang(self._run_dir))
+        store.put("gang", self.number)
+        ranks = shared.derived.trainer_ranks
+        if store.get("gang_ranks", ranks) != ranks:
+            self._rise()  # another layout has ranks that the earlier gang had not
+        store.put("gang_ranks", ranks)
+
+    # ---- who comes -----------------------------------------------------------------------------------------
+
+    def of(self, identity: str) -> int:
+        """The gang of a trainer rank, whichever controller it joined; 0 = not known."""
+        return self._store.get(f"gang {identity}", 0)
+
+    def has_ended(self, identity: str) -> bool:
+        """That of this trainer rank."""
+        return 0 < self.of(identity) < self.number
+
+    def admit(self, identity: str, hello: Hello) -> None:
+        """A rank says Hello: of the present gang, or, where another process had its place in that, of the
+        next one."""
+        if not self.of(identity):
+            rank = f"gang_rank {hello.index}"
+            if self.number and self._store.get(rank, 0) == self.number:
+                cause = f"trainer {hello.index} has started again"
+                (self.end if self._members.all("trainer") else self._end_ranks)(cause)
+            elif self.number == 0:
+                self._rise()
+            self._store.put(f"gang {identity}", self.number)
+            self._store.put(rank, self.number)
+        if hello.machine == self._members.machine:
+            self._started[hello.pid] = process_started(hello.pid)
+
+    def joined(self, identity: str) -> None:
+        """One more rank is in, and learns where to meet the others."""
+        if self._meeting is not None:
+            self._shared.outbox.send_to(identity, self._meeting)
+        if len(self._members.all("trainer")) == self._shared.derived.trainer_ranks:
+            self._awaited_until = None
+
+    def on_trainers_meet(self, member: Member, place: TrainersMeet) -> None:
+        self._meeting = place
+        for trainer in self._members.all("trainer"):
+            if trainer is not member:
+                self._shared.outbox.send(trainer, place)
+
+    # ---- who goes ------------------------------------------------------------------------------------------
+
+    def failed(self, name: str, text: str) -> None:
+        """A rank ends by an error of its own. Raises LaminarError when another gang would meet the same."""
+        cause = f"{name} failed: {text}"
+        why_not = self._failures.refusal(cause, self._shared.state.trainer_step, time.time())
+        if why_not:
+            raise LaminarError(f"{cause}; other trainers are not awaited: {why_not}")
+        self.end(cause)
+
+    def end(self, cause: str) -> None:
+        """A rank is lost, so all of them are: the run waits for the next gang. Raises LaminarError when it
+        was about to stop."""
+        shared, seconds = self._shared, self._shared.config.cluster.join_timeout_seconds
+        if shared.state.stopping:
+            raise LaminarError(f"{cause}, before the run could stop; go on with resume=auto")
+        self._end_ranks(cause)
+        shared.metrics.write("gang_ended", gang=self.number - 1, step=shared.state.trainer_step, reason=cause)
+        log.error(cause)
+        shared.say(f"{cause}; the others go on, and wait up to {seconds:.0f} s for trainers to start again")
+
+    def _end_ranks(self, cause: str) -> None:
+        ended = self.number
+        self._rise()
+        now = time.monotonic()
+        for trainer in self._members.all("trainer"):
+            self._shared.outbox.send(trainer, GangEnded(f"gang {ended} of trainers has ended: {cause}"))
+            self._members.leave(trainer)
+            if (started := self._started.get(trainer.hello.pid)) and trainer.hello.pid != os.getpid():
+                self._leaving.append(_Leaving(trainer.name, trainer.hello.pid, started, now + _LEAVE_SECONDS))
+        self._started.clear()
+        self._meeting = None
+        self._watch.forget()
+        self._forget()
+        self._awaited_until = now + self._shared.config.cluster.join_timeout_seconds
+
+    def _rise(self) -> None:
+        """From here on an earlier gang can give no checkpoint its name."""
+        self.number += 1
+        self._store.put("gang", self.number)
+        checkpoints.fence(self._run_dir, self.number)
+
+    # ---- progress ------------------------------------------------------------------------------------------
+
+    def on_progress(self, member: Member, progress: TrainerProgress) -> None:
+        self._watch.heard(member.hello.index, progress.phase, progress.count, time.monotonic())
+
+    def tick(self, now: float) -> None:
+        """Raises LaminarError when no other gang comes in time, or, in one torchrun, when a rank is stuck."""
+        self._kill_those_who_stay(now)
+        state, derived = self._shared.state, self._shared.derived
+        if state.trainer_done or state.ending:
+            return
+        if self._awaited_until is not None and now > self._awaited_until:
+            missing = derived.trainer_ranks - len(self._members.all("trainer"))
+            raise LaminarError(
+                f"waited {self._shared.config.cluster.join_timeout_seconds:.0f} s for trainers to start "
+                f"again (cluster.join_timeout_seconds); {missing} of {derived.trainer_ranks} are missing; "
+                "start all roles again with resume=auto: the run goes on from its newest checkpoint"
+            )
+        if (stuck := self._watch.look(now)) is None:
+            return
+        normal = "" if stuck.longest is None else f" (at most {stuck.longest:.1f} s before)"
+        text = (
+            f"trainer {stuck.rank} has made no progress for {stuck.seconds:.0f} s while it "
+            f"{_DOES[stuck.phase]}{normal}"
+        )
+        if not self._shared.roles_apart:
+            raise LaminarError(f"{text}; go on with the same command and resume=auto")
+        self.end(text)
+
+    def _kill_those_who_stay(self, now: float) -> None:
+        """A stopped process cannot leave, and torchrun waits for it."""
+        for each in [each for each in self._leaving if now > each.by]:
+            self._leaving.remove(each)
+            if process_started(each.pid) == each.started:
+                log.warning("%s (pid %d) was told to leave and is still here: killed", each.name, each.pid)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(each.pid, signal.SIGKILL)
+
+
+def _floors(cluster: ClusterConfig, relay: RelayConfig) -> dict[str, float]:
+    """Seconds that a trainer rank may always need in a phase: what bounds its own waits there. Waiting for
+    the controller is bounded by cluster.batch_timeout_seconds alone."""
+    return {
+        "load": cluster.join_timeout_seconds,
+        "train": cluster.heartbeat_timeout_seconds,
+        "publish": 4 * relay.publish_timeout_seconds,
+        "checkpoint": cluster.join_timeout_seconds,
+    }

@@ -1,0 +1,31 @@
+"""What a trainer rank tells the controller of its progress, with each ping: so that a rank which is stuck is
+told from one that takes its time (controller/gang.py).
+
+Called by the trainer's thread in trainer/loop.py, trainer/inbox.py and for every micro-batch.
+"""
+
+from typing import Literal
+
+from laminar_hpc.cluster.channel import Channel
+from laminar_hpc.messages.membership import TrainerProgress
+
+Phase = Literal["load", "wait", "train", "publish", "checkpoint"]
+
+
+class Progress:
+    """Every call is a sign of progress."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._count = channel, 0
+        self._phase: Phase = "load"
+        self.advance()
+
+    def enter(self, phase: Phase) -> None:
+        """This rank does something else from here on."""
+        self._phase = phase
+        self.advance()
+
+    def advance(self) -> None:
+        """One more part of what it does is done."""
+        self._count += 1
+        self._channel.tell_progress(TrainerProgress(self._phase, self._count))
