@@ -39,7 +39,9 @@ class Line:
     def interrupt(self, error: Exception) -> None:
         raise error
 
-    def request(self, message: object, *answers: type, timeout: float, what: str) -> object:
+    sessions = 0
+
+    def request(self, message: object, *answers: type, timeout: float, what: str, fits: object) -> object:
         self.send(message)
         return self.wait(*answers, timeout=timeout)
 
@@ -121,7 +123,7 @@ class Script:
                 JoinEpoch(message.epoch, message.host, message.port, "its neighbour")
             )
         elif isinstance(message, NewWeightId):
-            self.trainer.deliver(WeightId(self.next_id, message.step, self.relays))
+            self.trainer.deliver(WeightId(self.next_id, message.step, self.relays, message.request))
             self.next_id += 1
         self.note(message)
 

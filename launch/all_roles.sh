@@ -6,9 +6,9 @@
 # relay.lanes say.
 # Ctrl-C and TERM become `laminar stop`: the step is finished, a checkpoint written, and the exit code is 0. A second one
 # ends the torchruns at once. Every death is one line here that says what to do. After that of a relay or rollout the others
-# go on, and its own script starts it again; trainers that die are started again here, restarts=N times an hour (default 10),
-# while the others go on; after the death of the controller the run ends, and this script with resume=auto goes on from the
-# newest checkpoint. The exit code is 1 if any role failed for good, 2 if the configuration is refused.
+# go on, and its own script starts it again; a controller or trainers that die are started again here, at most `restarts`
+# times an hour each (default 10), while the others go on. The exit code is 1 if any role failed for good, 2 if the
+# configuration is refused.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 [ $# -ge 1 ] || usage

@@ -41,7 +41,7 @@ class Served:
                 elif isinstance(message, Ping):
                     self.hub.send(identity, Pong())
                 elif isinstance(message, NewWeightId):
-                    self.hub.send(identity, Continue())
+                    self.hub.send(identity, Continue(0))
                     self.hub.send(identity, WeightId(7, message.step))
                 elif isinstance(message, TakeBatch):
                     self.hub.send(identity, Stop("enough"))

@@ -12,6 +12,7 @@ import pytest
 from laminar_hpc.cluster.checkpoints import checkpoint_path, newest_gang
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.gang import Gang
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
@@ -37,7 +38,9 @@ class Entry:
         )
         self.forgotten = 0
         self.gang = Gang(self.shared, store, self.forget)
-        self.membership = Membership(self.shared, SimpleNamespace(), "run", store, self.gang, lambda _: None)
+        self.membership = Membership(
+            self.shared, SimpleNamespace(), "run", store, self.gang, lambda _: None, lambda _: None, "slots"
+        )
 
     def forget(self) -> None:
         self.forgotten += 1
@@ -200,7 +203,8 @@ def test_trainers_that_are_not_where_the_run_is_end_it(
     checkpoint = checkpoint_path(tmp_path, 4)
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text("{}")
-    training = Training(entry.shared, SimpleNamespace(), None, SimpleNamespace(), store, None)
+    continuation = Continuation(store, entry.shared.state, None)
+    training = Training(entry.shared, SimpleNamespace(), None, SimpleNamespace(), store, None, continuation)
     with pytest.raises(LaminarError, match=f"trainer 0 {reason}"):
         say(training, entry.members.at("trainer"))
     store.close()

@@ -107,8 +107,9 @@ def test_the_scorer_dies_too_and_then_nobody_is_left(tmp_path):
 
 
 def test_the_controller_dies_before_the_score(tmp_path):
-    """What it leaves behind is a store that knows the responses: the next controller has them scored, grants
-    only what was not complete, under a later attempt, and the tokens are those that were generated."""
+    """And all replicas with it. What it leaves behind is a store that knows the responses: the next
+    controller has them scored, grants only what was not complete, under a later attempt, and the tokens are
+    those that were generated."""
     script = new(tmp_path / "first")
     first, second, _ = working(script)
     script.ends(0, first, TOKENS, scores=False)
@@ -121,10 +122,12 @@ def test_the_controller_dies_before_the_score(tmp_path):
     assert Path(config.run_dir) == tmp_path / "second" / "run"
     script = Script(config)
     owned = samples_of(first)
-    assert script.controller.tracker.unscored.keys() == owned.keys()
+    assert not script.controller.tracker.unscored, "their replicas may be alive"
     script.publish(0, 0)
     weight_id = max(script.controller.weights.steps)
-    script.rollout(0)
+    for replica in (2, 1, 0):
+        script.rollout(replica)
+    assert script.controller.tracker.unscored.keys() == owned.keys()
     script.asks(0, weight_id)
     orders = script.ordered(0)
     grant = script.granted(0)

@@ -38,7 +38,7 @@ def test_the_death_of_a_role_is_one_line(tmp_path: Path) -> None:
     lie in a log."""
     run_dir = tmp_path / "run"
     script = subprocess.Popen(
-        [REPOSITORY / "launch/controller.sh", run_dir, "experiment=demo"],
+        [REPOSITORY / "launch/controller.sh", run_dir, "experiment=demo", "restarts=0"],
         cwd=REPOSITORY,
         env=environment(),
         stdout=subprocess.DEVNULL,
@@ -53,8 +53,8 @@ def test_the_death_of_a_role_is_one_line(tmp_path: Path) -> None:
     _, error = script.communicate(timeout=30)
     assert script.returncode == 1 and error == (
         f"laminar: error: controller 0 was killed by SIGKILL; see {run_dir}/logs/controller0.log; "
-        "the run ends without it; start all roles again with resume=auto: "
-        "it goes on from its newest checkpoint\n"
+        "the others go on and wait for it (cluster.join_timeout_seconds); start it again with "
+        "launch/controller.sh, the same arguments and resume=auto\n"
     )
     assert "SIGKILL" in (run_dir / "logs/torchrun-controller0.log").read_text()
 

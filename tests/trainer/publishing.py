@@ -42,6 +42,8 @@ class Line:
     def send(self, message: Message) -> None:
         self._controller.told(self.name, message)
 
+    sessions = 0
+
     def wait(self, *wanted: type, timeout: float) -> Message | None:
         deadline = time.monotonic() + timeout
         with self.arrived:
@@ -63,10 +65,10 @@ class Line:
     def interrupt(self, error: Exception) -> None:
         self.deliver(error)
 
-    def request(self, message: Message, *answers: type, timeout: float, what: str) -> Message:
+    def request(self, message: Message, *answers: type, timeout: float, what: str, fits) -> Message:
         self.send(message)
         answer = self.wait(*answers, timeout=timeout)
-        assert answer is not None, what
+        assert answer is not None and fits(answer), what
         return answer
 
 
@@ -117,7 +119,7 @@ class Controller:
             else:
                 self.relays[self._receivers[message.epoch]].deliver(join)
         elif isinstance(message, NewWeightId):
-            self.trainer.deliver(WeightId(self.next_id, message.step, len(self.chain)))
+            self.trainer.deliver(WeightId(self.next_id, message.step, len(self.chain), message.request))
             self.next_id += 1
         with self._changed:
             self.heard.append((name, message))

@@ -42,10 +42,14 @@ class ScriptedController:
             ]
         elif isinstance(message, StepDone):
             self._answers.append(
-                Leave("scripted") if message.step + 1 == self._job["leave_after"] else Continue()
+                Leave("scripted") if message.step + 1 == self._job["leave_after"] else Continue(message.step)
             )
 
-    def wait(self, *wanted: type, timeout: float) -> Message:
+    sessions = 0
+
+    def flush(self) -> None: ...
+
+    def wait(self, *wanted: type, timeout: float, session: int) -> Message:
         answer = self._answers.popleft()
         assert isinstance(answer, wanted), answer
         return answer

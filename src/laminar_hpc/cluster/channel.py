@@ -3,6 +3,7 @@
 cluster/worker_line.py has the socket and its thread.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from laminar_hpc.cluster.endings import (
 from laminar_hpc.cluster.worker_line import WorkerLine
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Message, ReplicaLoad
-from laminar_hpc.messages.membership import Goodbye, Hello, Ping, TrainerProgress
+from laminar_hpc.messages.membership import Goodbye, Hello, Ping, TrainerProgress, Welcome
 from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.messages.wire import encode
 
@@ -32,6 +33,9 @@ __all__ = [
     "MessageRefused",
     "StopReceived",
 ]
+
+_LOOK_SECONDS = 1.0  # between two looks whether a controller is there
+_FLUSH_SECONDS = 0.05  # between two looks whether all has arrived
 
 
 class Channel:
@@ -57,6 +61,7 @@ class Channel:
         self._arrived = threading.Condition()
         self._callback: Callable[[Message | Exception], None] | None = None
         self._closing = False
+        self.sessions = 0  # Welcomes after the first: a question that is open then must be asked again
         # called in the I/O thread when this rank's gang has ended: its main thread may be stuck
         self.when_replaced: Callable[[GangReplaced], None] | None = None
         self._line = WorkerLine(run_dir, hello, heartbeat_seconds, patience_seconds, launch, self._deliver)
@@ -80,6 +85,8 @@ class Channel:
         if isinstance(item, GangReplaced) and self.when_replaced is not None:
             self.when_replaced(item)
         with self._arrived:
+            if isinstance(item, Welcome):
+                self.sessions += 1
             if self._callback is not None:
                 self._callback(item)
             else:
@@ -109,9 +116,9 @@ class Channel:
         with self._arrived:
             return any(isinstance(item, (*wanted, Exception)) for item in self._inbox)
 
-    def wait(self, *wanted: type, timeout: float) -> Message | None:
-        """The next message of these types if one comes within `timeout` seconds; messages of other types stay
-        queued."""
+    def wait(self, *wanted: type, timeout: float, session: int | None = None) -> Message | None:
+        """The next message of these types if one comes within `timeout` seconds, and before the session of
+        this number is over; messages of other types stay queued."""
         deadline = time.monotonic() + timeout
         with self._arrived:
             while True:
@@ -122,27 +129,56 @@ class Channel:
                         del self._inbox[position]
                         return item
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 or session not in (None, self.sessions):
                     return None
                 self._arrived.wait(left)
 
     def _next(self, wanted: tuple[type, ...], timeout: float, what: str) -> Message:
         message = self.wait(*wanted, timeout=timeout)
         if message is None:
-            raise LaminarError(
-                f"{self._hello.role} {self._hello.index} waited "
-                f"{timeout:.0f} s for {what} from the controller and gave up"
-            )
+            raise self._nothing_came(timeout, what)
         return message
+
+    def _nothing_came(self, timeout: float, what: str) -> LaminarError:
+        return LaminarError(
+            f"{self._hello.role} {self._hello.index} waited "
+            f"{timeout:.0f} s for {what} from the controller and gave up"
+        )
 
     def receive(self, timeout: float, what: str) -> Message:
         """The next message. Raises LaminarError after `timeout` seconds, ControllerLost, or StopReceived."""
         return self._next((Message,), timeout, what)
 
-    def request(self, message: Message, *answers: type, timeout: float, what: str) -> Message:
-        """Sends, then waits for one of the types `answers`; messages of other types stay queued."""
+    def request(
+        self,
+        message: Message,
+        *answers: type,
+        timeout: float,
+        what: str,
+        fits: Callable[[Message], bool] = lambda _: True,
+    ) -> Message:
+        """Sends, then waits for one of the types `answers` that `fits`; others of these types are forgotten,
+        messages of other types stay queued. After a Welcome it asks again. Raises as `receive`; time without
+        a controller does not count."""
+        deadline, session = time.monotonic() + timeout, self.sessions
         self.send(message)
-        return self._next(answers, timeout, what)
+        while (left := deadline - time.monotonic()) > 0:
+            found = self.wait(*answers, timeout=min(left, _LOOK_SECONDS), session=session)
+            if found is not None and fits(found):
+                return found
+            if session != self.sessions:
+                session = self.sessions
+                self.send(message)
+            if self._line.watch.detached:
+                deadline = time.monotonic() + timeout
+        raise self._nothing_came(timeout, what)
+
+    def flush(self) -> None:
+        """Until the controller has acknowledged all that was sent, or says Stop. Raises ControllerLost when
+        there is none for too long, or what else came in place of a message."""
+        with contextlib.suppress(StopReceived):
+            while not self._line.idle:
+                self.wait(timeout=_FLUSH_SECONDS)
 
     def subscribe(self, callback: Callable[[Message | Exception], None]) -> None:
         """From now on every message, and a ControllerLost or StopReceived instance, goes to `callback`, in

@@ -15,7 +15,19 @@ SLOTS_PREFIX = "laminar-"  # in relay.shm_dir, where no engine's folder lies
 
 def claim(folder: Path) -> None:
     """Notes this process as the folder's owner."""
-    (folder / OWNER_FILE).write_text(f"{os.getpid()} {process_started(os.getpid())} {process_world()}")
+    (folder / OWNER_FILE).write_text(_this_process())
+
+
+def is_mine(folder: Path) -> bool:
+    """Whether nobody has claimed the folder after this process."""
+    try:
+        return (folder / OWNER_FILE).read_text() == _this_process()
+    except OSError:
+        return False
+
+
+def _this_process() -> str:
+    return f"{os.getpid()} {process_started(os.getpid())} {process_world()}"
 
 
 def abandoned(parent: Path, prefix: str) -> list[Path]:

@@ -3,9 +3,10 @@
     python -m laminar_hpc.cluster.launch_role ROLE PROCESSES run_dir=... [overrides]
 
 A launch.Launch whose last word differs: a death is one line that says who died, how, and what starting it
-again can do. Trainers are started again here while the run goes on, as policies/restarts.py says. torchrun's
-chatter goes to RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the run cannot do without its
-controller and trainer, so theirs become `laminar stop`; a relay's or a rollout's end these processes only.
+again can do. Controller and trainers are started again here while the run goes on, as policies/restarts.py
+says. torchrun's chatter goes to RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the run
+cannot do without its controller and trainer, so theirs become `laminar stop`; a relay's or a rollout's end
+these processes only.
 """
 
 import signal
@@ -23,16 +24,23 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
 
-ALL_AGAIN = (
-    "the run ends without it; start all roles again with resume=auto: it goes on from its newest checkpoint"
-)
 ONE_AGAIN = "the others go on; start it again with launch/{role}.sh and the same arguments"
+CONTROLLER_AGAIN = (
+    "the others go on and wait for it (cluster.join_timeout_seconds); start it again with "
+    "launch/controller.sh, the same arguments and resume=auto"
+)
 TRAINER_AGAIN = (
     "the others wait for it (cluster.join_timeout_seconds); start it again with launch/trainer.sh and the "
     "same arguments"
 )
-AGAIN = {"controller": ALL_AGAIN, "trainer": TRAINER_AGAIN, "relay": ONE_AGAIN, "rollout": ONE_AGAIN}
-_RESTARTS = {"trainer": 10}  # roles that are started again here: times per hour, with restarts=null
+AGAIN = {
+    "controller": CONTROLLER_AGAIN,
+    "trainer": TRAINER_AGAIN,
+    "relay": ONE_AGAIN,
+    "rollout": ONE_AGAIN,
+}
+# roles that are started again here: times per hour, with restarts=null
+_RESTARTS = {"controller": 10, "trainer": 10}
 
 
 class RoleLaunch(Launch):
@@ -116,7 +124,8 @@ def main(arguments: list[str]) -> int:
         count = f"{role}: {len(restarts.times)} of {restarts.per_hour} within an hour"
         cause = launch.cause.removesuffix(f"; {AGAIN[role].format(role=role)}") or "told to leave"
         print(console.line("restart", f"{count}: {cause}"), flush=True)
-        launch = RoleLaunch(config, overrides, int(processes))
+        resume = ["resume=auto"] if role == "controller" else []
+        launch = RoleLaunch(config, [*overrides, *resume], int(processes))
     launch.print_error()
     return code
 

@@ -6,24 +6,41 @@ from pathlib import Path
 
 import zmq
 
-from laminar_hpc.cluster.address import read_address
+from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.delivery import Header, encode_header
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.membership import StopRequest
 from laminar_hpc.messages.wire import encode
 
+_LOOK_SECONDS = 2.0  # between two looks whether another controller has come
 
-def request_stop(run_dir: Path, reason: str, seconds: float = 5.0) -> None:
-    """Sends the request to the controller of `run_dir`. Raises LaminarError when no job runs there or it
-    cannot be reached."""
-    address = read_address(run_dir)
-    if address is None:
+
+def request_stop(run_dir: Path, reason: str, seconds: float = 15.0) -> None:
+    """Sends the request to the controller of `run_dir`, or to the one that takes its place meanwhile. Raises
+    LaminarError when no job runs there or none is reached."""
+    address = known = read_address(run_dir)
+    if known is None:
         raise LaminarError(f"no job runs in {run_dir} (there is no controller.json)")
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if address is not None and _is_sent(known := address, reason, seconds):
+            return
+        if address is None:  # one is about to come
+            time.sleep(0.1)
+        address = read_address(run_dir)
+    raise LaminarError(
+        f"the controller at {known.host}:{known.port} was not reached "
+        f"within {seconds:.0f} s; is the job of {run_dir} still running?"
+    )
+
+
+def _is_sent(address: ControllerAddress, reason: str, linger_seconds: float) -> bool:
+    """False when nobody answers there for _LOOK_SECONDS."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     try:
         dealer.setsockopt(zmq.IDENTITY, f"cli:0:{os.getpid()}".encode())
-        dealer.setsockopt(zmq.LINGER, int(seconds * 1000))
+        dealer.setsockopt(zmq.LINGER, int(linger_seconds * 1000))
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # send only once the encrypted connection stands
         dealer.curve_serverkey = address.server_public.encode()
         dealer.curve_publickey, dealer.curve_secretkey = (
@@ -31,14 +48,10 @@ def request_stop(run_dir: Path, reason: str, seconds: float = 5.0) -> None:
             address.client_secret.encode(),
         )
         dealer.connect(f"tcp://{address.host}:{address.port}")
-        deadline = time.monotonic() + seconds
-        while not dealer.poll(100, zmq.POLLOUT):
-            if time.monotonic() > deadline:
-                raise LaminarError(
-                    f"the controller at {address.host}:{address.port} was not reached "
-                    f"within {seconds:.0f} s; is the job of {run_dir} still running?"
-                )
+        if not dealer.poll(int(1000 * _LOOK_SECONDS), zmq.POLLOUT):
+            return False
         dealer.send_multipart([encode_header(Header("", 0, 0, 0)), encode(StopRequest(reason))])
+        return True
     finally:
         dealer.close()
         context.term()

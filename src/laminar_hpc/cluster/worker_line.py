@@ -68,6 +68,7 @@ class WorkerLine:
         weakref.finalize(self, os.close, self._wake)  # never while somebody may still call `put`
         self._poller.register(self._wake, zmq.POLLIN)
         self.queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._puts, self._counting = 0, threading.Lock()
         self.load: ReplicaLoad | None = None  # goes out with every ping
         self.progress: TrainerProgress | None = None  # the same
         self._spool = Spool()
@@ -86,8 +87,15 @@ class WorkerLine:
         """So much waits that it goes to the disk."""
         return self._spool.on_disk
 
+    @property
+    def idle(self) -> bool:
+        """All that was put was acknowledged, or the line has ended."""
+        return self._ended or self._sender.acked >= self._puts
+
     def put(self, frame: bytes) -> None:
         """Queues a message; never waits."""
+        with self._counting:
+            self._puts += 1
         self.queue.put(frame)
         os.eventfd_write(self._wake, 1)
 

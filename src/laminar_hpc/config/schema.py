@@ -213,8 +213,8 @@ class RunConfig:
     resume: str = choice("auto", "never", default="never")
     """auto: go on from run_dir's newest checkpoint; never: an earlier run there is moved aside"""
     restarts: int | None = number(None, at_least=0)
-    """times per hour that `laminar train` starts the run again after a death, and launch/trainer.sh its
-    trainers; 0 = never; null = 0 for `laminar train`, 10 for launch/trainer.sh"""
+    """times per hour that `laminar train` starts the run again after a death, and launch/controller.sh and
+    launch/trainer.sh their role; 0 = never; null = 0 for `laminar train`, 10 for the scripts"""
     source: str = "rollout"
     """rollout | replay:RUN_DIR (train again from that run's store)"""
     store_dir: str = ""

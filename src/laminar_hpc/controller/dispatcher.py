@@ -32,13 +32,15 @@ class Dispatcher:
         weights: Weights,
         rescuer: Rescuer,
         probes: Probes,
+        first_batch: int,
     ) -> None:
+        """`first_batch`: the id of the next local batch; no earlier controller has given it."""
         self._shared, self._config, self._state = shared, shared.config, shared.state
         self._tracker, self._evaluations, self._replicas = tracker, evaluations, replicas
         self._weights, self._rescuer, self._probes = weights, rescuer, probes
         barrier = self._config.pipeline.refresh == "barrier"
         self._rounds = Rounds(shared.derived.rollout_ranks) if barrier else None
-        self._next_batch = 0
+        self._next_batch = first_batch
 
     # ---- what replicas say ---------------------------------------------------------------------------------
 

@@ -84,20 +84,27 @@ class Evaluations:
     """
 
     def __init__(
-        self, files: dict[str, list[Prompt]], samples: int, temperature: float, max_response_tokens: int
+        self,
+        files: dict[str, list[Prompt]],
+        samples: int,
+        temperature: float,
+        max_response_tokens: int,
+        first_attempt: int = 0,
     ) -> None:
+        """`first_attempt`: above those of earlier controllers, whose shares nobody knows."""
         self._files, self._samples = files, samples
         self._temperature, self._max_tokens = temperature, max_response_tokens
         self._prompts = [prompt for prompts in files.values() for prompt in prompts]
         self.queue: list[Evaluation] = []
-        self._first_id = 0  # of the weights that are evaluated
-        self._attempts = 0
+        self.first_id = 0  # of the weights that the present trainers publish
+        self._attempts = first_attempt
 
-    def add(self, label: str, min_step: int, shares: int) -> None:
-        """A greedy evaluation and, if there shall be samples, a sampled one, each in so many shares."""
+    def add(self, label: str, min_step: int, shares: int, only: str = "") -> None:
+        """A greedy evaluation and, if there shall be samples, a sampled one, each in so many shares; or the
+        one of the name `only`."""
         size = math.ceil(len(self._prompts) / max(1, shares))
         for name, temperature, samples in (("greedy", 0.0, 1), ("sampled", self._temperature, self._samples)):
-            if samples:
+            if samples and only in ("", name):
                 starts = range(0, len(self._prompts), size)
                 parts = [Share(i, min(i + size, len(self._prompts)), samples) for i in starts]
                 self.queue.append(Evaluation(name, label, min_step, temperature, samples, parts))
@@ -108,7 +115,7 @@ class Evaluations:
         """A share for an idle replica with these weights, or None when there is nothing for it."""
         for evaluation in self.queue:
             fits = (
-                weight_step >= evaluation.min_step and weight_id >= self._first_id
+                weight_step >= evaluation.min_step and weight_id >= self.first_id
                 if evaluation.weight_id is None
                 else weight_id == evaluation.weight_id
             )
@@ -184,7 +191,7 @@ class Evaluations:
         """The trainers start again on the weights of step `step`, and publish ids from `first_id` on. What
         was due to later steps is taken back, and what has begun on weights of later steps starts again."""
         self.queue = [e for e in self.queue if e.min_step <= step and e.label != "after"]
-        self._first_id = first_id
+        self.first_id = first_id
         for evaluation in self.queue:
             if evaluation.weight_step is not None and evaluation.weight_step > step:
                 evaluation.start_again()

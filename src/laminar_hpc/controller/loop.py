@@ -18,12 +18,14 @@ Nothing is sent before its transaction commits, which also holds how far each wo
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from laminar_hpc.cluster.hub import Hub, UnreadableMessage
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.dispatcher import Dispatcher
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.gang import Gang
@@ -32,12 +34,13 @@ from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.migration import Migration
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.probes import Probes
+from laminar_hpc.controller.reattachment import Reattachment
 from laminar_hpc.controller.repacker import Repacker
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.reports import TrajectoryReports
 from laminar_hpc.controller.rescuer import Rescuer
 from laminar_hpc.controller.scorers import Scorers
-from laminar_hpc.controller.shared import Outbox, RunState, Shared
+from laminar_hpc.controller.shared import NUMBERS, Outbox, RunState, Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.training import Training
@@ -49,6 +52,7 @@ from laminar_hpc.messages.moves import Imported, MoveFailed, MoveReady, Reserved
 from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published
 from laminar_hpc.messages.rollouts import (
     Generated,
+    Holds,
     Increment,
     Lost,
     NotLoaded,
@@ -65,6 +69,7 @@ from laminar_hpc.messages.training import (
     TrainersMeet,
 )
 from laminar_hpc.messages.wire import AnyMessage
+from laminar_hpc.observability import status
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 
@@ -77,8 +82,8 @@ Handlers = dict[type[Message], Handler]
 
 class Controller:
     """All state of a run in memory. `relays`: how many the run starts with; `restored_step`: of the newest
-    checkpoint, from which it goes on unless the trainers say otherwise; `replay`: the store of another run;
-    `say` prints a line for the user."""
+    checkpoint, from which it goes on unless the trainers say otherwise; `slots`: the name of the run's
+    folder in shared memory; `replay`: the store of another run; `say` prints a line for the user."""
 
     def __init__(
         self,
@@ -92,6 +97,7 @@ class Controller:
         members: Members,
         relays: int,
         restored_step: int | None,
+        slots: str,
         replay: Store | None,
         say: Callable[[str], None],
         trace: Trace,
@@ -106,18 +112,29 @@ class Controller:
         probes = Probes(config.model.dtype, layers, metrics, say)
         self.replicas, self.pool = Replicas(), PartialPool()
         self.weights = Weights(shared, relays, store, probes)
-        self.gang = Gang(shared, store, self.forget_gang)
+        self.slots, self.gang = slots, Gang(shared, store, self.forget_gang)
         run_id = hub.address.run_id
-        self.membership = Membership(shared, self.weights, run_id, store, self.gang, self.forget)
-        self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps)
+        self.membership = Membership(
+            shared, self.weights, run_id, store, self.gang, self.forget, self.came, slots
+        )
+        first = store.get("restore_epoch", 0) * NUMBERS
+        self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps, first)
         self.repacker = Repacker(shared, tracker, self.replicas, self.weights, self.migration)
         self.rescuer = Rescuer(shared, tracker, self.replicas, self.weights, self.pool, self.migration)
         self.dispatcher = Dispatcher(
-            shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes
+            shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes, first
         )
         self.scorers = Scorers(shared, tracker, self.replicas)
         self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer, self.scorers)
-        self.training = Training(shared, tracker, evaluations, self.weights, store, replay)
+        self.continuation = Continuation(store, self.state, evaluations)
+        self.training = Training(shared, tracker, evaluations, self.weights, store, replay, self.continuation)
+        awaited, last_word = set[int](), 0.0
+        if shared.roles_apart:
+            self.continuation.recall(derived.rollout_ranks)
+            awaited, last_word = tracker.keep_owners(), status.last_word(Path(config.run_dir))
+        self.reattachment = Reattachment(
+            shared, store, tracker, self.replicas, self.rescuer, awaited, self.replica_lost, last_word
+        )
         self.handlers = self._handlers()
         hub.announce(store.store_id, store.received())
 
@@ -144,6 +161,7 @@ class Controller:
         rollout: Handlers = {
             WeightsOpened: self.dispatcher.on_weights_opened,
             RequestWork: self.dispatcher.on_request_work,
+            Holds: self.reattachment.on_holds,
             NotLoaded: self.rescuer.on_not_loaded,
             Generated: self.reports.on_generated,
             Increment: self.reports.on_increment,
@@ -173,6 +191,7 @@ class Controller:
             self.store.roll_back()  # nothing of this turn was acknowledged
             raise
         decided = time.time()
+        self.continuation.note()
         self.store.note_received(self.hub.received())
         self.store.commit()
         committed = time.time()
@@ -214,6 +233,8 @@ class Controller:
         if self.state.ending:
             return
         now = time.monotonic()
+        if self.reattachment.tick(now):
+            self.continuation.finish()
         self.gang.tick(now)
         self.weights.update_chains()
         self.training.answer_trainer()
@@ -242,8 +263,18 @@ class Controller:
         role, index = member.hello.role, member.hello.index
         if role == "relay" and self.members.at("relay", index) is None:
             self.weights.relay_lost(index)
-        if role != "rollout":
-            return
+        if role == "rollout":
+            self.replica_lost(index)
+
+    def came(self, member: Member) -> None:
+        """A worker that was no member."""
+        leads = (member.hello.role, member.hello.index) == ("trainer", 0)
+        if leads and member.identity != self.state.gang:
+            self.continuation.other_trainers()
+        self.reattachment.joined(member)
+
+    def replica_lost(self, index: int) -> None:
+        """What it had in hand goes to others."""
         self.replicas.forget(index)
         self.dispatcher.replica_lost(index)
         trajectories = self.rescuer.replica_lost(index)

@@ -32,7 +32,8 @@ _MEMORY_CURES = {
 
 
 class Membership:
-    """`forget(member)` gives what a lost member had in hand to others."""
+    """`forget(member)` gives what a lost member had in hand to others; `came(member)` is called for each
+    worker that was no member before."""
 
     def __init__(
         self,
@@ -42,10 +43,12 @@ class Membership:
         store: Store,
         gang: Gang,
         forget: Callable[[Member], None],
+        came: Callable[[Member], None],
+        slots: str,
     ) -> None:
         self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
         self._weights, self._store, self._gang = weights, store, gang
-        self._run_id, self._forget = run_id, forget
+        self._run_id, self._forget, self._came, self._slots = run_id, forget, came, slots
         self._oom_kills = oom_kills()
 
     # ---- who comes -----------------------------------------------------------------------------------------
@@ -62,11 +65,16 @@ class Membership:
             return self._outbox.send_to(identity, GangEnded(REPLACED))
         if trains:
             self._gang.admit(identity, hello)
+        is_member = self._members.of(identity) is not None
         earlier = self._members.join(identity, hello)
         if earlier and earlier.identity != identity:
             self._forget(earlier)
         log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
         self._outbox.send_to(identity, self._welcome(identity))
+        if not is_member and (member := self._members.of(identity)):
+            self._came(member)
+        if self._shared.state.ending:
+            self._outbox.send_to(identity, Stop(self._shared.state.stopping or "done"))
         if trains:
             self._gang.joined(identity)
         elif hello.role == "relay":
@@ -78,7 +86,7 @@ class Membership:
     def _welcome(self, identity: str) -> Welcome:
         model, store = str(recorded_name(self._shared.config.model.path) or ""), self._store
         epoch, gang = store.get("restore_epoch", 0), self._gang.of(identity) or self._gang.number
-        return Welcome(self._run_id, model, store.store_id, epoch, gang)
+        return Welcome(self._run_id, model, store.store_id, epoch, gang, slots=self._slots)
 
     def on_stranger(self, identity: str, message: AnyMessage) -> None:
         """A worker that was taken for dead and still sends may come back, unless another process has taken

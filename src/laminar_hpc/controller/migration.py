@@ -47,7 +47,8 @@ class _Progress:
 
 
 class Migration:
-    """`steps`: the trainer step of each weight id."""
+    """`steps`: the trainer step of each weight id. `first_number`: of moves; above those of earlier
+    controllers."""
 
     def __init__(
         self,
@@ -56,13 +57,14 @@ class Migration:
         replicas: Replicas,
         pool: PartialPool,
         steps: dict[int, int],
+        first_number: int,
     ) -> None:
         self._shared, self._tracker, self._replicas, self._pool = shared, tracker, replicas, pool
         self._steps = steps
         self._moves: dict[str, _Progress] = {}  # under way, and the last of those that are over
         self._over: deque[str] = deque()
         self.moving: dict[int, str] = {}  # trajectory -> its move under way
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(first_number)
         self.orphans: list[tuple[int, int]] = []  # (trajectory, attempt)
 
     def busy_replicas(self) -> set[int | None]:
@@ -120,20 +122,30 @@ class Migration:
 
     # ---- what the two sides say, perhaps not for the first time --------------------------------------------
 
-    def _progress(self, member: Member, move_id: str) -> _Progress | None:
-        """Of a move that concerns this replica; else the replica is told that it is off."""
+    def _progress(self, member: Member, move_id: str, said: type[Message]) -> _Progress | None:
+        """Of a move that concerns this replica; else the replica is told how it ended."""
         progress, replica = self._moves.get(move_id), member.hello.index
         if progress is None or replica not in (progress.move.source, progress.move.destination):
-            self._send(replica, MoveAbort(move_id, "it is not known here"))
+            self._send(replica, self._recorded(replica, move_id, said))
             return None
         return progress
 
+    def _recorded(self, replica: int, move_id: str, said: type[Message]) -> MoveCommit | MoveAbort:
+        """How a move ended that an earlier controller had begun: the owner of its trajectory tells."""
+        trajectory_id, attempt = attempt_of(move_id)
+        owner, present = self._tracker.owner(trajectory_id)
+        has_come = said is Imported and owner == replica and present == attempt + 1
+        has_gone = said is MoveReady and present > attempt
+        if has_come or has_gone:
+            return MoveCommit(move_id, attempt + 1)
+        return MoveAbort(move_id, "it is not known here")
+
     def on_reserved(self, member: Member, message: Reserved) -> None:
-        if progress := self._progress(member, message.move_id):
+        if progress := self._progress(member, message.move_id, Reserved):
             self._act(progress, progress.move.reserved(message.address), member.hello.index)
 
     def on_move_ready(self, member: Member, message: MoveReady) -> None:
-        if progress := self._progress(member, message.move_id):
+        if progress := self._progress(member, message.move_id, MoveReady):
             move = progress.move
             if move.phase is Phase.DETACH:
                 progress.partial = message.partial
@@ -141,12 +153,12 @@ class Migration:
             self._act(progress, move.ready(), member.hello.index)
 
     def on_imported(self, member: Member, message: Imported) -> None:
-        if progress := self._progress(member, message.move_id):
+        if progress := self._progress(member, message.move_id, Imported):
             progress.prefix_tokens = message.prefix_tokens
             self._act(progress, progress.move.imported(), member.hello.index)
 
     def on_move_failed(self, member: Member, message: MoveFailed) -> None:
-        if progress := self._progress(member, message.move_id):
+        if progress := self._progress(member, message.move_id, MoveFailed):
             move = progress.move
             if move.phase is Phase.RESERVE and move.source is None:
                 self._replicas.at(member.hello.index).report_is_outdated = True
@@ -217,6 +229,14 @@ class Migration:
 def moved(partial: Partial) -> Partial:
     """A response so far, at its new owner."""
     return Partial(partial.tokens, partial.logprobs, partial.spans, partial.time_started, partial.moves + 1)
+
+
+def attempt_of(move_id: str) -> tuple[int, int]:
+    """(trajectory, attempt) that the move takes along; (-1, 0) for what is no move."""
+    parts = move_id.split("-")
+    if len(move_id) < 64 and len(parts) == 3 and all(part.isascii() and part.isdecimal() for part in parts):
+        return int(parts[0]), int(parts[1])
+    return -1, 0
 
 
 def _outcome(move: Move) -> MoveCommit | MoveAbort:

@@ -50,8 +50,9 @@ class Chain:
     links: dict[int, ChainLink] = field(default_factory=dict)  # by the receiving end
     has: dict[int, int] = field(default_factory=dict)  # newest complete weight id of each relay
     coming: dict[int, int] = field(default_factory=dict)  # newest id on its way to a relay
+    first_epoch: int = 0  # no epoch before it is used again
+    issued: int | None = None  # the newest id that the trainer has asked for
     epoch: int = 0
-    _issued: int | None = None  # the newest id that the trainer has asked for
     _changed: float = 0.0
     _settled: float = 0.0
     _formed: bool = False
@@ -61,7 +62,7 @@ class Chain:
     _exiled: dict[int, float] = field(default_factory=dict)  # until when
 
     def __post_init__(self) -> None:
-        self.epoch = self.lane  # and on in steps of `lanes`: an epoch tells its lane
+        self.epoch = self.first_epoch * self.lanes + self.lane  # on in steps of `lanes`: it tells its lane
 
     # ---- what happens --------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class Chain:
 
     def sender_left(self) -> Orders:
         """The trainer's end of the chain is gone for good; the links between relays stay."""
-        self._issued = None
+        self.issued = None
         head = [link for link in self.links.values() if link.upstream is TRAINER]
         for link in head:
             self._drop(link)
@@ -171,7 +172,7 @@ class Chain:
             self._not_coming(downstream)
             self.links[downstream] = ChainLink(self.epoch, upstream, downstream)
             held = max(self.has.get(i, -1) for i in order)
-            resend = self._issued is not None and held < self._issued
+            resend = self.issued is not None and held < self.issued
             orders.append((upstream, EpochProposed(self.epoch, order[place:], resend)))
         return orders
 
@@ -189,7 +190,7 @@ class Chain:
     def publication(self, weight_id: int) -> int:
         """The trainer is about to send these weights: how many relays will have them from one another. Who
         stands behind a broken link is served when it is mended."""
-        self._issued = weight_id
+        self.issued = weight_id
         reached = next(
             (place for place, index in enumerate(self.order) if index not in self.links), len(self.order)
         )

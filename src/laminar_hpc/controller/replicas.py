@@ -14,6 +14,7 @@ class Replica:
     newest_batch: int | None = None  # the id of the newest local batch that it was granted
     report: ReplicaLoad | None = None  # its newest one, from its pings
     report_is_outdated: bool = False  # it has refused a trajectory that the report had room for
+    rejoins: bool = False  # it has not said yet what it holds: nothing is granted, what it asked is void
 
     @property
     def current_report(self) -> ReplicaLoad | None:
@@ -41,6 +42,8 @@ class Replicas:
     def asks(self, index: int, request: RequestWork) -> None:
         """A request that a grant crossed on its way is void; the weights that it names are served."""
         row = self.at(index)
+        if row.rejoins:
+            return
         row.weight_id = request.weight_id  # known anew of a replica that was taken for dead
         if row.newest_batch is None or request.newest_batch == row.newest_batch:
             self.waiting[index] = request

@@ -90,6 +90,10 @@ class Rescuer:
         self._place([(i, sample.attempt) for _, i, sample in left if i not in moving])
         return len(left)
 
+    def not_held(self, attempts: list[Attempt]) -> None:
+        """Their owner has joined anew without them: they go on elsewhere or start again."""
+        self._place(attempts)
+
     def opened(self, replica: int, weight_id: int) -> None:
         rescue = self._loading.get(replica)
         if rescue is not None and rescue.weight_id == weight_id:
@@ -194,6 +198,8 @@ class Rescuer:
         for member in self._shared.members.all("rollout"):
             replica, machine = member.hello.index, member.hello.machine
             row, request = self._replicas.at(replica), requests.get(replica)
+            if row.rejoins:
+                continue
             if request is not None and self._weights.is_newest_on(machine, request.weight_id):
                 serves: int | None = request.weight_id
             elif row.report is not None and row.report.phase == "unverified" and row.newest_batch is None:

@@ -45,6 +45,7 @@ from laminar_hpc.controller.rundir import (
     unusable,
     was_restarted,
 )
+from laminar_hpc.controller.shared import NUMBERS
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.store_check import check_store, damage_of
 from laminar_hpc.controller.tracker import TrajectoryTracker
@@ -68,8 +69,9 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, St
     derived = check(config)
     check_machine(config, derived)
     check_wandb(config.observability.wandb)
-    for text in console.derived_block(derived_values(config, derived)):
-        say(text)
+    under_way = config.role != "all" and config.resume == "auto" and read_address(run_dir) is not None
+    for text in [] if under_way else console.derived_block(derived_values(config, derived)):
+        say(text)  # else the controller that has died has said it
     for text in warnings(config, derived):
         say(console.line("warning", text))
     try:
@@ -119,26 +121,32 @@ def build(
     tracker = _tracker(config, store, prompts)
     source = Path(config.source.removeprefix("replay:")) if config.source.startswith("replay:") else None
     replay = Store(source, read_only=True) if source else None
-    evaluations = _evaluations(config, held_out)
+    evaluations = _evaluations(config, held_out, epoch * NUMBERS)
     if was_restarted(config):
         cause = cause_of_death(Path(config.run_dir))
         say(console.line("restart", f"by torchrun: {cause}"))
         note_restart(config, cause, start.restored_step or 0)
-    return Controller(
+    known = store.get_text("slots") if config.role != "all" else ""  # to workers that are still there
+    slots = known or hub.address.run_id
+    store.put_text("slots", slots)
+    controller = Controller(
         config,
         derived,
         hub,
         store,
         tracker,
         evaluations,
-        _metrics(config, derived, start, epoch),
+        MetricsWriter(Path(config.run_dir), _mirror(config)),
         Members(machine, config.cluster.heartbeat_timeout_seconds),
         relays,
         start.restored_step,
+        slots,
         replay,
         say,
         Trace(Path(config.run_dir), "controller", 0),
     )
+    _note_start(controller, start.restored_step, epoch)
+    return controller
 
 
 def _journal(config: RunConfig, say: Callable[[str], None]) -> Journal | None:
@@ -156,26 +164,28 @@ def _tracker(config: RunConfig, store: Store, prompts: list[Prompt]) -> Trajecto
     return tracker
 
 
-def _evaluations(config: RunConfig, held_out: dict[str, list[Prompt]]) -> Evaluations | None:
+def _evaluations(
+    config: RunConfig, held_out: dict[str, list[Prompt]], first_attempt: int
+) -> Evaluations | None:
     if not held_out:
         return None
     sampling, samples = config.sampling, config.evaluation.samples
-    return Evaluations(held_out, samples, sampling.temperature, sampling.max_response_tokens)
+    length = sampling.max_response_tokens
+    return Evaluations(held_out, samples, sampling.temperature, length, first_attempt)
 
 
-def _metrics(config: RunConfig, derived: Derived, start: Start, epoch: int) -> MetricsWriter:
-    """With the line of this launch written."""
-    metrics = MetricsWriter(Path(config.run_dir), _mirror(config))
-    metrics.write(
+def _note_start(controller: Controller, restored_step: int | None, epoch: int) -> None:
+    """The line of this launch. Trainers that have outlived the last one lose no step."""
+    config, state = controller.config, controller.state
+    controller.metrics.write(
         "start",
-        restored_step=start.restored_step,
+        restored_step=(state.trainer_step or None) if state.gang else restored_step,
         pipeline=config.pipeline.name,
         epoch=epoch,
-        derived=dataclasses.asdict(derived),
+        derived=dataclasses.asdict(controller.derived),
         torchrun=torchrun_identity(),
         model=str(recorded_name(config.model.path) or config.model.path),
     )
-    return metrics
 
 
 def _mirror(config: RunConfig) -> WandbMirror | None:
@@ -220,8 +230,8 @@ def run(
             raise
         finally:
             close(controller, hub, run_dir)
-            # a relay that was killed could not
-            shutil.rmtree(slots_root(config.relay.shm_dir, run_id), ignore_errors=True)
+            if controller is not None:  # a relay that was killed could not
+                shutil.rmtree(slots_root(config.relay.shm_dir, controller.slots), ignore_errors=True)
         finish(run_dir, state.stopping, say)
         if state.failure:
             raise PermanentFailure(state.failure)
@@ -232,6 +242,8 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
     limits. `received`: names of signals, filled by their handler."""
     state, members, cluster = controller.state, controller.members, controller.config.cluster
     wanted = {"trainer": controller.derived.trainer_ranks, "rollout": controller.derived.rollout_ranks}
+    if state.gang:  # a run that is under way goes on with the replicas that there are
+        wanted = {"trainer": 0 if state.trainer_done else wanted["trainer"], "rollout": 1}
     joined, joining_until = False, time.monotonic() + cluster.join_timeout_seconds
     stop_until, shown = None, 0.0
     while not state.finished:
@@ -243,7 +255,7 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
             status.write(Path(controller.config.run_dir), snapshot.status(controller))
         if received:
             controller.request_stop(received[0])
-        if state.stopping:
+        if state.stopping and (members.at("trainer") or not state.gang):
             stop_until = stop_until or time.monotonic() + cluster.stop_timeout_seconds
             if time.monotonic() > stop_until:
                 raise LaminarError(
@@ -262,6 +274,7 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
     patience = time.monotonic() + cluster.stop_timeout_seconds
     while members.by_place and time.monotonic() < patience:
         controller.turn()
+    controller.continuation.over()
     for member in members.by_place.values():
         log.error("%s did not leave within %.0f s", member.name, cluster.stop_timeout_seconds)
 

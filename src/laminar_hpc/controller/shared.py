@@ -12,6 +12,10 @@ from laminar_hpc.messages.data import Message
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 
+# of epochs, moves, local batches and attempts of evaluations that one controller may give; each begins behind
+# those of the controllers before it
+NUMBERS = 1_000_000
+
 
 class Outbox:
     """Filled by the handlers of one turn, emptied by `Controller.turn` after its commit."""
@@ -39,8 +43,9 @@ class RunState:
     """How far the run is, and whether it ends."""
 
     trainer_step: int  # the version of the trainer's weights
+    gang: str = ""  # the identity of the trainer 0 that has said where it starts, at whichever controller
     groups_taken: int = 0  # by the trainer, of its present step
-    steps_done: int = 0  # since this launch
+    steps_done: int = 0  # since the trainers started
     stopping: str = ""  # why the run stops before its last step
     failure: str = ""  # why a run that stops in order has failed all the same
     trainer_done: bool = False
@@ -84,7 +89,7 @@ class Shared:
         state.stopping = reason
         text = f"{reason}: finishing step {state.trainer_step + 1}, then a checkpoint"
         self.say(console.line("stopping", text))
-        if not self.members.at("trainer") or state.trainer_done:
+        if state.trainer_done or not (self.members.at("trainer") or state.gang):
             state.finished = True
 
     def fail(self, reason: str, why_it_stops: str) -> None:

@@ -124,10 +124,22 @@ class Store:
         return default if row is None else int(row[0])
 
     def put(self, key: str, value: int) -> None:
+        self.put_text(key, str(value))
+
+    def get_text(self, key: str) -> str:
+        """ "" where there is none."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return "" if row is None else str(row[0])
+
+    def put_text(self, key: str, value: str) -> None:
         self._db.execute(
             "INSERT INTO meta VALUES(?, ?) ON CONFLICT(key) DO UPDATE SET value = excluded.value",
-            (key, str(value)),
+            (key, value),
         )
+
+    def knows(self, identity: str) -> bool:
+        """Whether a message of this worker has arrived, at this controller or an earlier one."""
+        return bool(self._db.execute("SELECT 1 FROM received WHERE identity = ?", (identity,)).fetchone())
 
     def received(self) -> dict[str, int]:
         """By identity of a worker, the number of its newest message (cluster/delivery.py) whose effects are
@@ -149,6 +161,19 @@ class Store:
 
     def add_weights(self, weight_id: int, restore_epoch: int, step: int, time: float) -> None:
         self._db.execute("INSERT INTO weights VALUES(?, ?, ?, ?)", (weight_id, restore_epoch, step, time))
+
+    def weight_steps(self) -> dict[int, int]:
+        """The trainer step of each weight id."""
+        return dict(self._db.execute("SELECT id, step FROM weights"))
+
+    def note_start_of_trainers(self, first_id: int, step: int) -> None:
+        """Trainers start on the weights of step `step`, and publish ids from `first_id` on."""
+        self.put(f"restored {first_id}", step)
+
+    def starts_of_trainers(self) -> list[tuple[int, int]]:
+        """All of them, as (first_id, step) in order."""
+        rows = self._db.execute("SELECT key, value FROM meta WHERE key LIKE 'restored %'")
+        return sorted((int(key.removeprefix("restored ")), int(step)) for key, step in rows)
 
     # ---- groups and trajectories ---------------------------------------------------------------------------
 
@@ -290,6 +315,14 @@ class Store:
             "COALESCE(response_length, 0) "
             "FROM trajectories WHERE group_id = ? ORDER BY sample_index",
             (group_id,),
+        ).fetchall()
+
+    def owners(self) -> list[tuple[int, int, int]]:
+        """(id, replica, weight_step) of the trajectories that were granted to a replica and have no score
+        yet."""
+        return self._db.execute(
+            "SELECT id, replica, weight_step FROM trajectories "
+            "WHERE state IN ('granted', 'generated') AND replica IS NOT NULL ORDER BY id"
         ).fetchall()
 
     def counted_groups(self) -> int:

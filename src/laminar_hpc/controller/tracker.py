@@ -55,6 +55,16 @@ class TrajectoryTracker:
         score them, and work in progress starts again from its prompt under a new attempt."""
         self._load(None)
 
+    def keep_owners(self) -> set[int]:
+        """After `recover`, where replicas may have outlived the last controller: work in progress stays with
+        those whom the store names. Which replicas that are."""
+        owners = self._store.owners()
+        for trajectory_id, replica, weight_step in owners:
+            sample = self.groups[self._group_of[trajectory_id]].samples[trajectory_id]
+            sample.replica, sample.weight_step = replica, weight_step
+            self.unscored.pop(trajectory_id, None)
+        return {replica for _, replica, _ in owners}
+
     def restore(self, step: int) -> int:
         """When trainers start on the weights of step `step`: what later steps trained on waits again, in
         memory and in the store. How many groups that is.
@@ -265,6 +275,17 @@ class TrajectoryTracker:
         self.groups[self._group_of[trajectory_id]].samples[trajectory_id].replica = None
         self.unscored[trajectory_id] = None
 
+    def scores(self, replica: int, scoring: list[Sample]) -> None:
+        """`replica` scores these; what else it was to score is for others."""
+        for scored in scoring:
+            sample = self._unfinished(scored.trajectory_id, scored.attempt)
+            if sample is not None and sample.generated:
+                sample.replica = replica
+                self.unscored.pop(scored.trajectory_id, None)
+        known = {sample.trajectory_id for sample in scoring}
+        for trajectory_id in set(self.scored_by(replica)) - known:
+            self.scorer_lost(trajectory_id)
+
     def score_at(self, trajectory_id: int, replica: int) -> ScoreOrder:
         """`replica` is to score an unscored response from here on; what to tell it."""
         del self.unscored[trajectory_id]
@@ -315,6 +336,23 @@ class TrajectoryTracker:
             if self.move(trajectory_id, attempt, replica, weight_id):
                 by_group.setdefault(self._group_of[trajectory_id], []).append(trajectory_id)
         return [self._message(self.groups[group_id], ids) for group_id, ids in by_group.items()]
+
+    def owner(self, trajectory_id: int) -> tuple[int | None, int]:
+        """(replica, attempt) of a trajectory without its last token; (None, -1) of any other."""
+        group_id = self._group_of.get(trajectory_id)
+        sample = None if group_id is None else self.groups[group_id].samples[trajectory_id]
+        if sample is None or sample.finished or sample.generated:
+            return None, -1
+        return sample.replica, sample.attempt
+
+    def adopt(self, trajectory_id: int, attempt: int, replica: int) -> bool:
+        """`replica` has gone on with what nobody else was given meanwhile: it owns it again. Whether this
+        very attempt is open."""
+        sample = self._unfinished(trajectory_id, attempt)
+        if sample is None or not sample.is_open:
+            return False
+        sample.replica = replica
+        return True
 
     def hold(self, trajectory_id: int) -> None:
         """Its owner is dead; it is not given out before a move or a grant takes it elsewhere, or

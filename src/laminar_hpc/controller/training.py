@@ -4,6 +4,9 @@ checkpoints, and is done.
 Restored -> store, tracker, weights and evaluations go back to that step
 TakeBatch -> `answer_trainer`, each tick -> Batch, Leave, or once a second NotYet with the reason
 StepDone -> Continue or Leave
+
+What trainers ask again, because this controller or the one before could not answer, is answered again
+(controller/continuation.py).
 """
 
 import dataclasses
@@ -16,6 +19,7 @@ import msgspec
 from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.shared import Shared
@@ -52,13 +56,13 @@ class Training:
         weights: Weights,
         store: Store,
         replay: Store | None,
+        continuation: Continuation,
     ) -> None:
         self._shared, self._config, self._state = shared, shared.config, shared.state
         self._tracker, self._evaluations, self._weights = tracker, evaluations, weights
-        self._store, self._replay = store, replay
+        self._store, self._replay, self._continuation = store, replay, continuation
         config = shared.config
         self._samples = ShownSamples(Path(config.model.path), config.observability.show_samples, shared.say)
-        self._gang = ""  # the identity of the trainer that has said where it starts
         self._evaluated_before = False
         self._request: TakeBatch | None = None
         self._wait_reason = ""
@@ -81,8 +85,9 @@ class Training:
                 f"{member.name} sees no checkpoint in {self._config.run_dir}, where the controller sees that "
                 f"of step {seen[-1]}: run_dir must be on a file system that all trainers share"
             )
-        self._gang, self._request = member.identity, None
+        state.gang, self._request = member.identity, None
         state.trainer_step, state.groups_taken, state.trainer_done = step, 0, False
+        self._continuation.trainers_start()
         groups = self._tracker.restore(step)
         first_id = self._weights.restored(step)
         if self._evaluations:
@@ -95,7 +100,7 @@ class Training:
 
     def gang_ended(self) -> None:
         """What the trainers had asked for is asked by nobody; where they were is said by the next gang."""
-        self._gang, self._request = "", None
+        self._state.gang, self._request = "", None
 
     def _say_where(self, restored: Restored, groups: int) -> None:
         say, steps = self._shared.say, self._config.steps
@@ -109,13 +114,15 @@ class Training:
                 say(console.line("set-up", text))
 
     def _check_started(self, member: Member, what: str) -> None:
-        if member.identity != self._gang:
+        if member.identity != self._state.gang:
             raise LaminarError(f"{member.name} {what} and has not said where it starts; {SAME_VERSION}")
 
     # ---- batches -------------------------------------------------------------------------------------------
 
     def on_take_batch(self, member: Member, request: TakeBatch) -> None:
         self._check_started(member, f"asks for step {request.step}")
+        if self._sent_again(member, request):
+            return
         if request.step != self._state.trainer_step:
             raise LaminarError(
                 f"the trainer asks for step {request.step}, the run is "
@@ -123,26 +130,41 @@ class Training:
             )
         if self._last_step_time == 0.0:
             self._last_step_time = time.time()
-            self._shared.say(console.setup_line("the trainer is ready", self._state.seconds))
+            if not self._state.steps_done:  # else it was before this controller came
+                self._shared.say(console.setup_line("the trainer is ready", self._state.seconds))
         self._request, self._wait_reason, self._last_not_yet = request, "it has just asked", time.time()
+
+    def _sent_again(self, member: Member, request: TakeBatch) -> bool:
+        """The trainer did not get the answer: the batch goes out as it was."""
+        groups = self._continuation.sent_before(request.step, request.part)
+        if groups is None:
+            return False
+        if request.step == self._state.trainer_step:  # else its step is done by now
+            self._send_batch(member, request, self._store.payloads(groups))
+        return True
+
+    def _send_batch(self, trainer: Member, request: TakeBatch, payloads: list[bytes]) -> None:
+        batch = [msgspec.Raw(payload) for payload in payloads]
+        samples = self._config.algorithm.samples_per_prompt
+        self._shared.outbox.send(trainer, StoredBatch(request.step, batch, samples, request.part))
 
     def answer_trainer(self) -> None:
         trainer = self._shared.members.at("trainer")
         if self._request is None or trainer is None:
             return
-        step, algorithm = self._request.step, self._config.algorithm
+        request, algorithm = self._request, self._config.algorithm
+        step = request.step
         stream = self._config.pipeline.consumption == "stream"
         size = algorithm.prompts_per_step // (algorithm.minibatches_per_step if stream else 1)
         if self._state.stops_here:
             self._request = None
             self._shared.outbox.send(trainer, Leave(self._state.stopping))
             return
-        payloads, reason = self._replayed(self._replay, step) if self._replay else self._take(step, size)
+        payloads, reason = self._replayed(self._replay, step) if self._replay else self._take(request, size)
         if payloads:
             self._request = None
-            self._state.groups_taken += size
-            batch = [msgspec.Raw(payload) for payload in payloads]
-            self._shared.outbox.send(trainer, StoredBatch(step, batch, algorithm.samples_per_prompt))
+            self._state.groups_taken = (request.part + 1) * size
+            self._send_batch(trainer, request, payloads)
         elif time.time() - self._last_not_yet > _NOT_YET_SECONDS:
             self._last_not_yet, self._wait_reason = time.time(), reason
             self._shared.outbox.send(trainer, NotYet(step, reason))
@@ -153,36 +175,44 @@ class Training:
             raise LaminarError(f"{self._config.source} holds no batch of step {step}; set steps={step}")
         return payloads, ""
 
-    def _take(self, step: int, size: int) -> tuple[list[bytes], str]:
+    def _take(self, request: TakeBatch, size: int) -> tuple[list[bytes], str]:
         """The trajectories of `size` groups, encoded, which count as consumed from here on; else none, and
         the reason to wait."""
         ready = self._tracker.ready_groups
         if ready < size:  # no need to look at them all, turn after turn
             return [], f"{ready} of {size} groups are finished"
         whole, bound = self._config.algorithm.prompts_per_step, self._config.pipeline.max_staleness
-        taken = self._state.groups_taken
+        step, taken = request.step, self._state.groups_taken
         choice = admission.choose(step, self._tracker.views(), whole, bound, taken, size)
         if not choice.group_ids:
             return [], choice.reason
-        return self._tracker.consume(sorted(choice.group_ids), step), ""
+        groups = sorted(choice.group_ids)
+        self._continuation.sent(step, request.part, groups)
+        return self._tracker.consume(groups, step), ""
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def on_step_done(self, member: Member, done: StepDone) -> None:
         self._check_started(member, f"has done step {done.step}")
+        if done.step < self._state.trainer_step:  # it did not get the answer
+            return self._answer_step(member, done)
         self._state.trainer_step, self._state.groups_taken = done.step + 1, 0
         self._record(done)
         self._samples.show(done.step, self._replay or self._store)
         step, every = self._state.trainer_step, self._config.evaluation.every
         if self._evaluations and every and step % every == 0 and step < self._config.steps:
             self._evaluations.add("step", step, 1)
+        return self._answer_step(member, done)
+
+    def _answer_step(self, member: Member, done: StepDone) -> None:
         stopping = self._state.stopping
-        self._shared.outbox.send(member, Leave(stopping) if stopping else Continue())
+        self._shared.outbox.send(member, Leave(stopping) if stopping else Continue(done.step))
 
     def _record(self, done: StepDone) -> None:
         """In the metrics, and as a line for the user."""
         state, config, say, now = self._state, self._config, self._shared.say, time.time()
-        seconds, self._last_step_time = now - self._last_step_time, now
+        seconds = now - self._last_step_time if self._last_step_time else done.metrics.get("seconds", 0.0)
+        self._last_step_time = now
         fields: dict[str, object] = {**done.metrics, "step": state.trainer_step, "seconds": seconds}
         if self._replay is None:
             fields |= dataclasses.asdict(self._tracker.take_counts())
@@ -204,6 +234,8 @@ class Training:
         log.info("checkpoint of step %d in %.1f s: %s", saved.step, saved.seconds, saved.path)
 
     def on_trainer_done(self, _: Member, __: TrainerDone) -> None:
+        if self._state.trainer_done:
+            return
         self._state.trainer_done = True
         if self._state.stopping or self._evaluations is None:
             self._state.finished = True

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.probes import Probes
 from laminar_hpc.controller.relay_chain import TRAINER, Chain, Orders, Place
-from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.shared import NUMBERS, Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published, WeightId
@@ -36,15 +36,24 @@ class Weights:
     def __init__(self, shared: Shared, relays: int, store: Store, probes: Probes) -> None:
         self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
         self._store, self._probes = store, probes
-        lanes = shared.config.relay.lanes
-        self.chains = [Chain(max(1, relays // lanes), lane, lanes) for lane in range(lanes)]
+        lanes, wanted = shared.config.relay.lanes, max(1, relays // shared.config.relay.lanes)
+        self._epoch, self._next_id = store.get("restore_epoch", 0), store.next_ids()[0]
+        first, issued = self._epoch * NUMBERS, self._next_id - 1 if self._next_id else None
+        self.chains = [Chain(wanted, lane, lanes, first_epoch=first, issued=issued) for lane in range(lanes)]
         self._senders = [0] if lanes == 1 else []  # trainer rank of each lane, as far as known
-        self._next_id = store.next_ids()[0]
+        self._answered: tuple[str, WeightId] | None = None  # the newest request for an id, and its answer
         self.newest: Version | None = None  # that some relay holds
-        self.steps: dict[int, int] = {}  # by id
+        self.steps = self._steps_so_far()  # by id
         self._newest_on: dict[str, Version] = {}  # by machine
         # by machine, oldest first: what its slots hold, if the oldest has not just been given up
         self._held: dict[str, list[int]] = {}
+
+    def _steps_so_far(self) -> dict[int, int]:
+        """Of the ids of earlier controllers, as they would have it."""
+        steps = self._store.weight_steps()
+        for first_id, step in self._store.starts_of_trainers():
+            steps.update({i: step for i, later in steps.items() if i < first_id and later > step})
+        return steps
 
     # ---- chains --------------------------------------------------------------------------------------------
 
@@ -125,17 +134,23 @@ class Weights:
     # ---- ids, and who has them -----------------------------------------------------------------------------
 
     def on_new_weight_id(self, member: Member, request: NewWeightId) -> None:
+        before = self._answered
+        if before and before[0] == member.identity and before[1].request == request.request > 0:
+            self._outbox.send(member, before[1])  # it was asked again
+            return
         weight_id, self._next_id = self._next_id, self._next_id + 1
-        self._store.add_weights(weight_id, self._store.get("restore_epoch", 0), request.step, time.time())
+        self._store.add_weights(weight_id, self._epoch, request.step, time.time())
         self.steps[weight_id] = request.step
         relays = max(chain.publication(weight_id) for chain in self.chains)
-        self._outbox.send(member, WeightId(weight_id, request.step, relays))
+        self._answered = member.identity, WeightId(weight_id, request.step, relays, request.request)
+        self._outbox.send(member, self._answered[1])
 
     def restored(self, step: int) -> int:
         """The trainers start again on the weights of step `step`. Weights of later steps lead nowhere now:
         what is granted on them from here on counts as of step `step`, where the ways part. The first id of
         what is published from here on."""
         self.steps.update({i: step for i, later in self.steps.items() if later > step})
+        self._store.note_start_of_trainers(self._next_id, step)
         return self._next_id
 
     def on_published(self, _: Member, p: Published) -> None:

@@ -58,7 +58,7 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
     channel = join(config, "relay")
     tensors, data = weights_file(Path(config.model.path))
     writer = SlotWriter(
-        config.relay.shm_dir, channel.welcome.run_id, config.relay.slots, Path(config.model.path)
+        config.relay.shm_dir, channel.welcome.slots_name, config.relay.slots, Path(config.model.path)
     )
     try:
         while True:

@@ -29,9 +29,10 @@ class Welcome(Message):
     the same commit. `store_id` names the store that knows all trajectories of the run (controller/store.py),
     `epoch` counts the controller's starts over it, from 0, and `gang` the lives of the trainers, from 1.
 
-    `received` is the newest message of this worker that the store has (cluster/delivery.py). A worker gets
-    another Welcome when it has joined anew: after a Rejoin, or at another controller over the same store,
-    which has another `run_id`.
+    `slots` names the run's folder of weight slots in shared memory, "" = `run_id`; with a torchrun per role
+    it stays over controllers. `received` is the newest message of this worker that the store has
+    (cluster/delivery.py). A worker gets another Welcome when it has joined anew: after a Rejoin, or at
+    another controller over the same store, which has another `run_id`.
     """
 
     run_id: str
@@ -40,6 +41,11 @@ class Welcome(Message):
     epoch: int = 0
     gang: int = 0
     received: int = 0
+    slots: str = ""
+
+    @property
+    def slots_name(self) -> str:
+        return self.slots or self.run_id
 
 
 class TrainerProgress(msgspec.Struct):

@@ -4,14 +4,17 @@ from laminar_hpc.messages.data import Message
 
 
 class LaneSenders(Message):
-    """The trainer rank that sends each lane; said once, before any link is made. Without lanes rank 0 sends,
-    and nothing is said."""
+    """The trainer rank that sends each lane; said after each Welcome, before any link is made. Without lanes
+    rank 0 sends, and nothing is said."""
 
     ranks: list[int]
 
 
 class NewWeightId(Message):
+    """Asks for an id, once more after a Welcome; `request` tells the requests of a trainer apart."""
+
     step: int
+    request: int = 0
 
 
 class WeightId(Message):
@@ -20,6 +23,7 @@ class WeightId(Message):
     weight_id: int
     step: int
     relays: int = 1
+    request: int = 0
 
 
 class Published(Message):

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from laminar_hpc.messages.data import Message, Partial, PromptGroup, Trajectory, VersionSpan
+from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, Trajectory, VersionSpan
 
 
 class WeightsOpened(Message):
@@ -101,6 +101,24 @@ class Increment(Message):
     logprobs: list[float]
     spans: list[VersionSpan]  # of these tokens; places count from the beginning of the response
     time_started: float
+
+
+class Holds(Message):
+    """From a replica that has joined anew, before it asks for work again: the verified weights that it
+    serves, its newest local batch, and the trajectories for training that it generates or scores. `moves`:
+    those that have been imported here and are not committed yet."""
+
+    weight_id: int | None
+    newest_batch: int | None
+    generating: list[Sample]
+    scoring: list[Sample]
+    moves: list[str]
+
+
+class Drop(Message):
+    """To a replica: these attempts are not its own any more; nobody waits for them."""
+
+    samples: list[Sample]
 
 
 class WeightsAvailable(Message):

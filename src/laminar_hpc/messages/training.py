@@ -32,9 +32,12 @@ class TakeBatch(Message):
 
 
 class Batch(Message):
+    """Answer to the TakeBatch of the same step and part; the same one however often it is asked for."""
+
     step: int
     trajectories: list[Trajectory]
     samples_per_prompt: int
+    part: int = 0
 
 
 class StoredBatch(Message, tag="Batch"):
@@ -44,6 +47,7 @@ class StoredBatch(Message, tag="Batch"):
     step: int
     trajectories: list[msgspec.Raw]
     samples_per_prompt: int
+    part: int = 0
 
 
 class NotYet(Message):
@@ -54,7 +58,8 @@ class NotYet(Message):
 
 
 class StepDone(Message):
-    """Step `step` is in the weights (step + 1 is the version now). The answer is Continue or Leave.
+    """Step `step` is in the weights (step + 1 is the version now). The answer is Continue or Leave; said
+    again it is only answered.
 
     `mismatches`: trajectory id -> mean |log-prob by the trainer - by the engine| over its trained tokens when
     it was trained, and how many mini-batches the trainer's weights were ahead of the engine's then: with 0
@@ -67,7 +72,9 @@ class StepDone(Message):
 
 
 class Continue(Message):
-    pass
+    """Answer to StepDone of this step."""
+
+    step: int
 
 
 class Leave(Message):

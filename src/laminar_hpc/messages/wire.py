@@ -38,8 +38,10 @@ from laminar_hpc.messages.moves import (
 )
 from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published, WeightId
 from laminar_hpc.messages.rollouts import (
+    Drop,
     Generated,
     Grant,
+    Holds,
     Increment,
     Lost,
     NotLoaded,
@@ -75,6 +77,8 @@ AnyMessage = (
     | Welcome
     | Increment
     | WeightsAvailable
+    | Drop
+    | Holds
     | NotLoaded
     | Lost
     | Scored

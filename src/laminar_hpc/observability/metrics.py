@@ -36,6 +36,8 @@ NOT_CURVES = frozenset(
         "given_up",
         "lost",
         "regranted",
+        "reattached",
+        "controller_back",
         "scored_elsewhere",
         "move",
         "move_off",

@@ -51,7 +51,7 @@ def run(context: RoleContext) -> None:
     """Serves until the controller says Stop."""
     config = context.config.relay
     torch.set_num_threads(config.threads)
-    slots = (config.shm_dir, context.welcome.run_id, config.slots, Path(context.config.model.path))
+    slots = (config.shm_dir, context.welcome.slots_name, config.slots, Path(context.config.model.path))
     writer = (
         SlotWriter(*slots)
         if config.lanes == 1

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trajectory ended on this replica: it has moved away, is lost for a reason, or else is whole."""
+    """How a trajectory ended on this replica: it is with another one, is lost for a reason, or else is
+    whole."""
 
     moved_away: bool = False
     lost: str | None = None
@@ -52,7 +53,7 @@ class LocalBatch:
         self.context, self.config, self.engines, self.state = context, context.config, engines, state
         self.stop_ids, self.ended = stop_ids, ended
         self.hand_over: Callable[[Work], Coroutine[Any, Any, bool]] | None = None
-        self.moved_away = 0  # trajectories, since `run` began
+        self.moved_away = 0  # trajectories that are with others, since `run` began
         self.works: dict[int, Work] = {}  # those with a task, by trajectory
         self.keep_kv = self.config.pipeline.keep_kv
         self.one_policy = self.config.pipeline.refresh != "interrupt"
@@ -122,6 +123,8 @@ class LocalBatch:
         work.partial.time_started = work.partial.time_started or time.time()
         while work.room > 0:
             await self._going.wait()
+            if work.is_dropped():
+                return Outcome(moved_away=True)
             number = next(self._numbers)
             run_id = self.context.welcome.run_id
             work.request_id = f"{run_id}-{work.trajectory_id}-{work.attempt}-{number}"
@@ -129,7 +132,7 @@ class LocalBatch:
             try:
                 generation = await self._request(work, work.request_id)
             except RequestFailed as error:
-                if not self._going.is_set():
+                if not self._going.is_set() or work.is_dropped():
                     continue  # it was refused because all stand still
                 await self.engines.current.abort(work.request_id)
                 return Outcome(lost=str(error))
@@ -139,8 +142,10 @@ class LocalBatch:
                 if not self._generating:
                     self._quiet.set()
             work.cached_tokens = work.cached_tokens or generation.cached_tokens
-            work.partial = extended(work.partial, generation)
+            work.partial, work.of_request = extended(work.partial, generation), None
             work.finish_reason = generation.finish_reason
+            if work.is_dropped() and work.order is None:
+                return Outcome(moved_away=True)
             if generation.finish_reason in ("stop", "length"):
                 return self._judged(work)
             if work.order is not None and self.hand_over is not None:
@@ -152,6 +157,23 @@ class LocalBatch:
                 return self._judged(work)
         work.finish_reason = "length"  # it was interrupted at its very last token
         return self._judged(work)
+
+    def drop(self, gone: Callable[[Work], bool]) -> None:
+        """Ends what belongs to others by now."""
+        for work in filter(gone, self.works.values()):
+            work.dropped = True
+            if work.request_id:
+                self.add(self.engines.current.abort(work.request_id))
+
+    def tell_all(self) -> None:
+        """All tokens so far of what runs, for a controller that knows none of them."""
+        if not self.config.rollout.increment_tokens:
+            return
+        for work in self.works.values():
+            known = work.so_far
+            if known.tokens and not work.evaluation:
+                told = (work.trajectory_id, work.attempt, 0, known.tokens, known.logprobs, known.spans)
+                self.context.channel.send(Increment(*told, known.time_started))
 
     def _judged(self, work: Work) -> Outcome:
         whole = Generation(work.partial.tokens, work.partial.logprobs, work.finish_reason, work.partial.spans)
@@ -165,12 +187,13 @@ class LocalBatch:
 
         def send_increment(tokens: list[int], logprobs: list[float]) -> None:
             nonlocal start
-            end, begun = start + len(tokens), work.partial.time_started
-            spans = [VersionSpan(weight_id, start, end)]
+            spans = [VersionSpan(weight_id, start, start + len(tokens))]
+            begun = work.partial.time_started
             self.context.channel.send(
                 Increment(work.trajectory_id, work.attempt, start, tokens, logprobs, spans, begun)
             )
-            start = end
+            start += len(tokens)
+            work.streamed(weight_id, tokens, logprobs)
 
         wanted = self.config.rollout.increment_tokens and not work.evaluation
         prompt = work.group.prompt_tokens + work.partial.tokens

@@ -47,6 +47,7 @@ class ReplicaMigration:
     def __init__(self, context: RoleContext, batch: LocalBatch, state: ReplicaState) -> None:
         self.context, self.batch, self.state = context, batch, state
         self._mail: dict[str, asyncio.Queue[FromController]] = {}
+        self.imported: set[str] = set()  # moves that wait for MoveCommit or MoveAbort here
         batch.hand_over = self.hand_over
 
     @property
@@ -184,5 +185,9 @@ class ReplicaMigration:
                 )
             except (KvRefused, RequestFailed) as error:
                 logger.warning("trajectory %d is prefilled again: %s", reserve.trajectory_id, error)
-        outcome = await self._answer(Imported(reserve.move_id, prefix), MoveCommit, MoveAbort)
+        self.imported.add(reserve.move_id)
+        try:
+            outcome = await self._answer(Imported(reserve.move_id, prefix), MoveCommit, MoveAbort)
+        finally:
+            self.imported.discard(reserve.move_id)
         return (outcome, partial) if isinstance(outcome, MoveCommit) else None

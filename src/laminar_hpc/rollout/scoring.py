@@ -7,7 +7,7 @@ from pathlib import Path
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages.data import PromptGroup
+from laminar_hpc.messages.data import PromptGroup, Sample
 from laminar_hpc.messages.rollouts import Scored, ScoreOrder
 from laminar_hpc.rollout.tokens import TextDecoder
 
@@ -23,19 +23,24 @@ class Scoring:
     ) -> None:
         self.context, self.pool, self.failed = context, pool, failed
         self.decoder = TextDecoder(Path(context.config.model.path))
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], tuple[str, Sample]] = {}
 
     @property
     def pending(self) -> int:
         """Trajectories whose reward is awaited."""
         return len(self._tasks)
 
+    @property
+    def samples(self) -> list[Sample]:
+        """Those of them that are for training."""
+        return [sample for evaluation, sample in self._tasks.values() if not evaluation]
+
     def begin(
         self, evaluation: str, group: PromptGroup, trajectory_id: int, attempt: int, tokens: list[int]
     ) -> None:
         """Scored is sent when the reward is there. `tokens`: the whole response."""
         task = asyncio.create_task(self._score(evaluation, group, trajectory_id, attempt, tokens))
-        self._tasks.add(task)
+        self._tasks[task] = evaluation, Sample(trajectory_id, attempt)
         task.add_done_callback(self._done)
 
     def begin_ordered(self, order: ScoreOrder) -> None:
@@ -69,6 +74,6 @@ class Scoring:
         )
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.failed(error)

@@ -31,12 +31,28 @@ class Work:
     request_id: str | None = None  # while the engine has it
     cached_tokens: int = 0  # of its first prefill here, taken from the prefix cache
     order: MoveOrder | None = None  # the move that takes it away
+    dropped: bool = False  # the controller has given it to others
+    of_request: Generation | None = None  # the increments of its present request
     sent: asyncio.Event = field(default_factory=asyncio.Event)  # the source's part of the order is done
 
     @property
     def room(self) -> int:
         """Response tokens that it may still get."""
         return self.max_response_tokens - len(self.partial.tokens)
+
+    def streamed(self, weight_id: int, tokens: list[int], logprobs: list[float]) -> None:
+        """An increment of its present request."""
+        before = self.of_request or Generation([], [], "", [])
+        tokens, logprobs = before.tokens + tokens, before.logprobs + logprobs
+        self.of_request = Generation(tokens, logprobs, "", [VersionSpan(weight_id, 0, len(tokens))])
+
+    def is_dropped(self) -> bool:
+        return self.dropped
+
+    @property
+    def so_far(self) -> Partial:
+        """With the increments of its present request."""
+        return extended(self.partial, self.of_request) if self.of_request else self.partial
 
 
 def works(grant: Grant) -> list[Work]:

@@ -21,7 +21,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.engine.interface import EngineFactory
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.data import Message, Sample
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.messages.rollouts import (
+    Drop,
     Generated,
     Grant,
+    Holds,
     Lost,
     NotLoaded,
     RequestWork,
@@ -79,7 +81,7 @@ class RolloutWorker:
         self.engine_starts = 0
         self.engines = EngineLives(new_engine, self._engine_seed)
         model = Path(self.config.model.path)
-        self.reader = SlotReader(self.config.relay.shm_dir, context.welcome.run_id)
+        self.reader = SlotReader(self.config.relay.shm_dir, context.welcome.slots_name)
         probe = probe_sequences(model_config(model)["vocab_size"])
         self.weight_loader = WeightLoader(self.reader, probe, context.trace, self.engines)
         self.scoring = Scoring(context, self.pool, self._leave)
@@ -91,6 +93,7 @@ class RolloutWorker:
         self.pulling = asyncio.Lock()
         self.grants: deque[Grant] = deque()
         self.newest_batch: int | None = None  # of those that were granted
+        self.begun: list[Work] = []  # of a grant whose weights are being loaded
         self.wake = asyncio.Event()  # a grant or newer weights
         self.ask_again = False
         self.leaving: asyncio.Future[None] | None = None  # its exception says why
@@ -141,11 +144,42 @@ class RolloutWorker:
         elif isinstance(item, ScoreOrder):
             self.scoring.begin_ordered(item)
         elif isinstance(item, Welcome):
-            # the controller had taken this replica for dead: it knows of no request
-            self.ask_again = True
-            self.wake.set()
+            self._joined_anew()
+        elif isinstance(item, Drop):
+            self._drop({(sample.trajectory_id, sample.attempt) for sample in item.samples})
         else:
             self.migration.arrived(item)
+
+    # ---- another session with the controller ---------------------------------------------------------------
+
+    def _joined_anew(self) -> None:
+        """The controller had taken this replica for dead, or is another one: it learns what is here, and is
+        asked for work again. Of evaluations it has begun the shares anew."""
+        self.grants = deque(grant for grant in self.grants if not grant.evaluation)
+        self._drop_works(lambda work: bool(work.evaluation))
+        works = self._works()
+        generating = [Sample(work.trajectory_id, work.attempt) for work in works if not work.dropped]
+        served, moves = self.state.weight_id, sorted(self.migration.imported)
+        self.context.channel.send(Holds(served, self.newest_batch, generating, self.scoring.samples, moves))
+        self.batch.tell_all()
+        self.ask_again = True
+        self.wake.set()
+
+    def _works(self) -> list[Work]:
+        """What this replica generates, or is about to."""
+        waiting = [work for grant in self.grants for work in works(grant)]
+        return [*self.batch.works.values(), *self.begun, *waiting]
+
+    def _drop(self, attempts: set[tuple[int, int]]) -> None:
+        for grant in self.grants:
+            for group in grant.groups:
+                group.samples = [s for s in group.samples if (s.trajectory_id, s.attempt) not in attempts]
+        self._drop_works(lambda work: (work.trajectory_id, work.attempt) in attempts)
+
+    def _drop_works(self, gone: Callable[[Work], bool]) -> None:
+        for work in filter(gone, self.begun):
+            work.dropped = True
+        self.batch.drop(gone)
 
     def _leave(self, error: BaseException) -> None:
         if self.leaving is not None and not self.leaving.done():
@@ -267,8 +301,10 @@ class RolloutWorker:
     async def _local_batch(self, grant: Grant) -> None:
         """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there.
         Scores may still be pending."""
-        begun = works(grant)
+        begun = self.begun = works(grant)
         try:
+            if not begun:
+                return None
             if self._goes_back(grant):
                 await self._pull(back_to=grant.weight_id)
             self.state.grant(grant.weight_id, len(begun))
@@ -279,6 +315,7 @@ class RolloutWorker:
                 self._lost(work, str(refusal))
             return None
         finally:
+            self.begun = []
             if grant.parts:
                 self.weight_loader.let_go()
         self.health.begin()

@@ -70,18 +70,23 @@ class Inbox:
         return heard
 
     def _request(self, message: TakeBatch | StepDone, answer: type, what: str) -> Message:
-        """Rank 0: sends, and waits for `answer` or Leave; the controller says about once a second why it is
-        not there yet."""
+        """Rank 0: sends, again after a Welcome, and waits for its `answer` or Leave; the
+        controller says about once a second why it is not there yet."""
+        session = self._channel.sessions
         self._channel.send(message)
         deadline, reason = time.monotonic() + self._seconds, "it has given no reason"
         while (left := deadline - time.monotonic()) > 0:
-            heard = self._channel.wait(answer, Leave, NotYet, timeout=left)
+            heard = self._channel.wait(answer, Leave, NotYet, timeout=left, session=session)
             if isinstance(heard, NotYet):
                 if heard.reason != reason:
                     log.info("waiting for %s: %s", what, heard.reason)
                 reason = heard.reason
-            elif heard is not None:
+            elif heard is not None and _answers(message, heard):
                 return heard
+            elif session != self._channel.sessions:
+                session = self._channel.sessions
+                log.info("asking another time for %s", what)
+                self._channel.send(message)
         raise LaminarError(
             f"trainer 0 waited {self._seconds:.0f} s for {what} from the controller ({reason}); "
             "look at the rollouts' logs, or raise cluster.batch_timeout_seconds"
@@ -99,3 +104,10 @@ class Inbox:
         )
         dist.broadcast(data, 0, group=self._group)
         return data.numpy().tobytes()
+
+
+def _answers(question: TakeBatch | StepDone, heard: Message) -> bool:
+    """Else it answers an earlier one, which was asked twice."""
+    if isinstance(heard, Batch) and isinstance(question, TakeBatch):
+        return (heard.step, heard.part) == (question.step, question.part)
+    return heard.step == question.step if isinstance(heard, Continue) else isinstance(heard, Leave)

@@ -78,6 +78,7 @@ def run(context: RoleContext) -> None:
     publisher.close()
     if dist.get_rank() == 0:
         context.channel.send(TrainerDone(step))
+        context.channel.flush()  # this process ends, and only the controller can end the run
     dist.destroy_process_group()
 
 

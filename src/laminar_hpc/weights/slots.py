@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_hpc.cluster.folders import claim, remove_dead_slots, slots_root
+from laminar_hpc.cluster.folders import claim, is_mine, remove_dead_slots, slots_root
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.manifest import (
     MANIFEST_FILE,
@@ -274,5 +274,7 @@ class SlotWriter:
             self._held = None
 
     def close(self) -> None:
+        """Removes the slots, unless another relay has taken them over."""
         self.abandon()
-        shutil.rmtree(self.root, ignore_errors=True)
+        if is_mine(self.root):
+            shutil.rmtree(self.root, ignore_errors=True)

@@ -5,6 +5,7 @@ Waits for: weights to publish and a link to a relay, looking again every POLL_SE
 relays, each for relay.publish_timeout_seconds. Nobody but the fence waits for it.
 """
 
+import itertools
 import logging
 import time
 
@@ -29,11 +30,11 @@ class Leader:
         self._context, self._model, self._lanes, self._handover = context, model, lanes, handover
         self._exchange, self._seconds = model.publishing, context.config.relay.publish_timeout_seconds
         self._max_chunk = context.config.relay.chunk_megabytes << 20
-        if len(model.lanes) > 1:
-            context.channel.send(LaneSenders([lane.sender for lane in model.lanes]))
+        self._requests, self._session = itertools.count(1), -1
 
     def turn(self) -> None:
         """Sends, releases or waits, whichever is due."""
+        self._say_who_sends()
         publication = self._await_work()
         if publication is None:
             return
@@ -45,6 +46,13 @@ class Leader:
             self._release(publication)
         elif not self._lanes.shared:
             give(self._exchange, Command.WAIT)
+
+    def _say_who_sends(self) -> None:
+        """To each controller, before it makes links."""
+        channel, lanes = self._context.channel, self._model.lanes
+        if len(lanes) > 1 and self._session != channel.sessions:
+            self._session = channel.sessions
+            channel.send(LaneSenders([lane.sender for lane in lanes]))
 
     def _await_work(self) -> Publication | None:
         """The live publication; where this rank sends all lanes, it is READING if it can go out. Waits a
@@ -95,8 +103,13 @@ class Leader:
         """Returns with the publication SENT, unless a link broke."""
         lanes, started = self._lanes, time.time()
         self._handover.awaited = "a weight id of the controller"
+        request = next(self._requests)
         answer = self._context.channel.request(
-            NewWeightId(publication.step), WeightId, timeout=self._seconds, what="a weight id"
+            NewWeightId(publication.step, request),
+            WeightId,
+            timeout=self._seconds,
+            what="a weight id",
+            fits=lambda found: isinstance(found, WeightId) and found.request == request,
         )
         assert isinstance(answer, WeightId)
         first = lanes.mine[0].link

@@ -1,0 +1,107 @@
+"""Replicas that may have outlived the controller before this one, or were taken for dead: what the store says
+they own against what they say they hold.
+
+    start over a store -> `awaited`: those whom it names as owners, for a limited time
+    Hello              -> one that was known joins anew: nothing is granted to it before its Holds
+                          another process in its place: what that place owned goes elsewhere
+    Holds              -> what it owns and does not hold goes on elsewhere or starts again
+                          what it holds and does not own it drops, unless nobody else has it
+
+Attempt numbers guard trajectories all the same: a report of an old one is refused.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.migration import attempt_of
+from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.rescuer import Rescuer
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.messages.data import Sample
+from laminar_hpc.messages.rollouts import Drop, Holds
+from laminar_hpc.observability import console
+
+log = logging.getLogger(__name__)
+
+
+class Reattachment:
+    """`awaited`: replicas that own something by the store and were not heard of yet. `lost(replica)` gives
+    what a replica owns to others. `last_word`: when the last controller was seen to live, 0 = there was
+    none, or none that anybody can have outlived."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        store: Store,
+        tracker: TrajectoryTracker,
+        replicas: Replicas,
+        rescuer: Rescuer,
+        awaited: set[int],
+        lost: Callable[[int], None],
+        last_word: float,
+    ) -> None:
+        self._shared, self._store, self._tracker = shared, store, tracker
+        self._replicas, self._rescuer, self._lost = replicas, rescuer, lost
+        self.awaited, self._last_word = awaited, last_word
+        self._until = time.monotonic() + shared.config.cluster.heartbeat_timeout_seconds
+        self._workers = 0  # that have outlived the last controller
+        self._over = not last_word
+
+    # ---- what happens --------------------------------------------------------------------------------------
+
+    def joined(self, member: Member) -> None:
+        """A worker has said Hello that was no member just now."""
+        was_known = self._store.knows(member.identity)
+        self._workers += was_known
+        if was_known and self._workers == 1 and self._last_word:
+            self._say_it_is_back()
+        if member.hello.role != "rollout":
+            return
+        replica = member.hello.index
+        self._replicas.at(replica).rejoins = was_known
+        if replica in self.awaited:
+            self.awaited.discard(replica)
+            if not was_known:
+                self._lost(replica)
+
+    def _say_it_is_back(self) -> None:
+        seconds, step = time.time() - self._last_word, self._shared.state.trainer_step
+        self._shared.metrics.write("controller_back", step=step, seconds=seconds)
+        text = f"the controller is back after {seconds:.0f} s, at step {step}: the others join it again"
+        self._shared.say(console.line("restart", text))
+
+    def on_holds(self, member: Member, holds: Holds) -> None:
+        replica = member.hello.index
+        row = self._replicas.at(replica)
+        row.rejoins, row.weight_id, row.newest_batch = False, holds.weight_id, holds.newest_batch
+        held = {sample.trajectory_id: sample.attempt for sample in holds.generating}
+        for trajectory_id, attempt in held.items():
+            self._tracker.adopt(trajectory_id, attempt, replica)
+        owned = {i: sample.attempt for _, i, sample in self._tracker.in_progress().get(replica, [])}
+        drop = [Sample(i, attempt) for i, attempt in held.items() if owned.get(i) != attempt]
+        coming = {i: attempt + 1 for i, attempt in map(attempt_of, holds.moves)}
+        gone = [(i, a) for i, a in owned.items() if held.get(i) != a and coming.get(i) != a]
+        if drop:
+            self._shared.outbox.send(member, Drop(drop))
+        self._rescuer.not_held(gone)
+        self._tracker.scores(replica, holds.scoring)
+        fields = {"held": len(held) - len(drop), "dropped": len(drop), "regranted": len(gone)}
+        self._shared.metrics.write("reattached", replica=replica, scoring=len(holds.scoring), **fields)
+        log.info("replica %d has joined anew: %s", replica, fields)
+
+    def tick(self, now: float) -> bool:
+        """Whether the time for workers of the last controller is over, and some have come; once."""
+        if self._over or now < self._until:
+            return False
+        self._over = True
+        for replica in sorted(self.awaited):
+            text = f"replica {replica} has not come back: what it had in hand goes to others"
+            log.warning(text)
+            self._shared.say(console.line("warning", text))
+            self._lost(replica)
+        self.awaited.clear()
+        return self._workers > 0
