@@ -15,6 +15,7 @@ from laminar_hpc.cluster.endings import (
     GangReplaced,
     MessageRefused,
     StopReceived,
+    Terminated,
 )
 from laminar_hpc.cluster.worker_line import WorkerLine
 from laminar_hpc.config.errors import LaminarError
@@ -31,6 +32,7 @@ __all__ = [
     "GangReplaced",
     "MessageRefused",
     "StopReceived",
+    "Terminated",
 ]
 
 

@@ -14,6 +14,7 @@ class Replica:
     newest_batch: int | None = None  # the id of the newest local batch that it was granted
     report: ReplicaLoad | None = None  # its newest one, from its pings
     report_is_outdated: bool = False  # it has refused a trajectory that the report had room for
+    leaving: bool = False  # it was told to end: it is given nothing new
 
     @property
     def current_report(self) -> ReplicaLoad | None:
@@ -42,12 +43,22 @@ class Replicas:
         """A request that a grant crossed on its way is void; the weights that it names are served."""
         row = self.at(index)
         row.weight_id = request.weight_id  # known anew of a replica that was taken for dead
-        if row.newest_batch is None or request.newest_batch == row.newest_batch:
+        crossed = row.newest_batch is not None and request.newest_batch != row.newest_batch
+        if not crossed and not row.leaving:
             self.waiting[index] = request
 
     def granted(self, index: int, batch_id: int) -> None:
         self.at(index).newest_batch = batch_id
         self.waiting.pop(index, None)
+
+    def leaves(self, index: int) -> None:
+        """It gets nothing new from here on."""
+        self.at(index).leaving = True
+        self.waiting.pop(index, None)
+
+    def leaving(self) -> list[int]:
+        """Those that leave and have not left yet."""
+        return [index for index, row in self._rows.items() if row.leaving]
 
     def forget(self, index: int) -> None:
         self._rows.pop(index, None)

@@ -41,11 +41,13 @@ from laminar_hpc.messages.rollouts import (
     Generated,
     Grant,
     Increment,
+    Leaving,
     Lost,
     NotLoaded,
     RequestWork,
     Scored,
     ScoreOrder,
+    Unfinished,
     WeightsAvailable,
     WeightsOpened,
 )
@@ -74,6 +76,8 @@ AnyMessage = (
     | Hello
     | Welcome
     | Increment
+    | Leaving
+    | Unfinished
     | WeightsAvailable
     | NotLoaded
     | Lost

@@ -37,6 +37,7 @@ NOT_CURVES = frozenset(
         "lost",
         "regranted",
         "scored_elsewhere",
+        "leaving",
         "move",
         "move_off",
         "repack",

@@ -10,6 +10,7 @@ elsewhere. Nothing else is added to it.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -190,6 +191,23 @@ class LocalBatch:
         await self.engines.current.abort()
         if self._generating:
             await asyncio.wait_for(self._quiet.wait(), self.config.rollout.request_timeout_seconds)
+
+    async def break_off(self, seconds: float) -> list[Work]:
+        """Every request ends where it is, for good; returns what has no last token. What the engine does not
+        give back within `seconds` is known as far as its last request went."""
+        self._going.clear()
+        self._quiet.clear()
+        with contextlib.suppress(TimeoutError, RequestFailed):
+            async with asyncio.timeout(seconds):
+                await self.engines.current.abort()
+                if self._generating:
+                    await self._quiet.wait()
+        return list(self.works.values())
+
+    async def over(self) -> None:
+        """Returns when no local batch is being generated."""
+        if self._over is not None:
+            await asyncio.wait([self._over])
 
     def resume(self) -> None:
         """Aborted requests are made again, on other weights. What the engine had paused goes on by itself:

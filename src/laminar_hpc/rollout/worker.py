@@ -25,7 +25,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from laminar_hpc.cluster.channel import StopReceived
+from laminar_hpc.cluster.channel import StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.factory import engine_factory
@@ -44,6 +44,7 @@ from laminar_hpc.messages.rollouts import (
     WeightsOpened,
 )
 from laminar_hpc.rollout.batch import LocalBatch
+from laminar_hpc.rollout.departure import SETTLE_SECONDS, Departure
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.migration import ReplicaMigration
@@ -60,7 +61,8 @@ logger = logging.getLogger(__name__)
 
 
 def run(context: RoleContext) -> None:
-    """Serves until the controller says Stop. Raises LaminarError when the replica cannot go on."""
+    """Serves until the controller says Stop, or this process is told to end (departure.py). Raises
+    LaminarError when the replica cannot go on."""
     new_engine = engine_factory(context.config, context.index, context.run_dir)
     asyncio.run(RolloutWorker(context, new_engine).run())
 
@@ -87,6 +89,7 @@ class RolloutWorker:
         self.health = BatchHealth(context.index, self.state, self.engines)
         self.batch = LocalBatch(context, self.engines, self.state, stop_token_ids(model), self._ended)
         self.migration = ReplicaMigration(context, self.batch, self.state)
+        self.departure = Departure(context, self.batch, self._leave)
         self.interrupts = self.config.pipeline.refresh == "interrupt"
         self.pulling = asyncio.Lock()
         self.grants: deque[Grant] = deque()
@@ -121,7 +124,8 @@ class RolloutWorker:
                 await self._guarded(self._turn())
         except StopReceived as stop:
             logger.info("rollout %d leaves: %s", self.context.index, stop.reason)
-            await self.scoring.settle()
+            half = self.config.cluster.stop_timeout_seconds / 2
+            await self.scoring.settle(SETTLE_SECONDS if self.departure.begun else half)
         finally:
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
@@ -131,7 +135,10 @@ class RolloutWorker:
             await self.engines.current.stop()
 
     def _arrived(self, item: Message | Exception) -> None:
-        if isinstance(item, Exception):
+        if isinstance(item, Terminated):
+            self.departure.begin()
+            self.wake.set()
+        elif isinstance(item, Exception):
             self._leave(item)
         elif isinstance(item, Grant):
             self._granted(item)
@@ -143,6 +150,8 @@ class RolloutWorker:
         elif isinstance(item, Welcome):
             # the controller had taken this replica for dead: it knows of no request
             self.ask_again = True
+            if self.departure.begun:
+                self.departure.say()
             self.wake.set()
         else:
             self.migration.arrived(item)
@@ -188,6 +197,8 @@ class RolloutWorker:
     # ---- one turn: weights, then work ----------------------------------------------------------------------
 
     async def _turn(self) -> None:
+        if self.departure.begun:  # nothing more is begun; what was granted and not begun others get
+            await asyncio.Event().wait()
         if not self.grants:  # else there is work already, on older weights perhaps
             if self._newer_weights():
                 await self._pull()
@@ -252,7 +263,7 @@ class RolloutWorker:
         death, woken = asyncio.create_task(self.engines.current.died()), None
         try:
             with self.context.trace.span("wait", what="work"):
-                while not self.grants and not self._newer_weights() and not self.ask_again:
+                while not (self.grants or self._newer_weights() or self.ask_again or self.departure.begun):
                     self.wake.clear()
                     woken = asyncio.create_task(self.wake.wait())
                     await asyncio.wait((woken, death), return_when=asyncio.FIRST_COMPLETED)
@@ -262,7 +273,7 @@ class RolloutWorker:
             death.cancel()
             if woken is not None:
                 woken.cancel()
-        return self.grants.popleft() if self.grants else None
+        return self.grants.popleft() if self.grants and not self.departure.begun else None
 
     async def _local_batch(self, grant: Grant) -> None:
         """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there.
