@@ -160,6 +160,48 @@ def test_trainers_die_twice_and_are_replaced_while_the_others_go_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_run_without_its_controller_ends_with_one_line_and_goes_on(tmp_path):
+    """Within 25 s, and says what to do, which is then done: nothing is left in shared memory, no step is lost
+    but those since the newest checkpoint."""
+    role = "controller"
+    run_dir = tmp_path / f"without-{role}"  # a name of its own in shared memory
+    words = [ROOT / "launch/all_roles.sh", run_dir, *SHORT, "checkpoint.every=2", "evaluation.problems=8"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "out", "w") as out:
+        first = subprocess.Popen([*words, "steps=100"], stdout=out, stderr=out, cwd=ROOT, env=environment)
+        try:
+            wait_for_step(run_dir, 3)
+            rank_of(role, run_dir).kill()
+            assert first.wait(25) == 1
+        finally:
+            if first.poll() is None:
+                first.send_signal(signal.SIGTERM)
+                first.wait(60)
+    errors = [
+        line for line in (tmp_path / "out").read_text().splitlines() if "error" in line or "Traceback" in line
+    ]
+    assert errors == [
+        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; "
+        "the run ends without it; start all roles again with resume=auto: "
+        "it goes on from its newest checkpoint"
+    ]
+    assert not list(Path("/dev/shm").glob(f"laminar-{run_dir.name}-*"))
+    again = subprocess.run(
+        [*words, "steps=4", "resume=auto"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=300,
+    )
+    assert again.returncode == 0 and "going on from the checkpoint of step" in again.stdout, (
+        again.stdout + again.stderr
+    )
+    assert_clean(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_rollout_that_is_told_to_end_leaves_in_order(tmp_path):
     """docs/architecture.md#drains: TERM to its process, twice within a moment as Slurm and torchrun send it;
     exit code 0 within 20 s, no token lost, and the run goes on with the other one."""
@@ -199,51 +241,3 @@ def test_a_rollout_that_is_told_to_end_leaves_in_order(tmp_path):
     assert summary(run_dir)["steps"] == 6 and summary(run_dir)["tokens_discarded"] == 0
     assert_clean(run_dir)
     assert "error" not in (tmp_path / "out").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_run_without_its_controller_ends_with_one_line_and_goes_on(tmp_path):
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("role", ["controller", "trainer"])
-def test_a_run_without_its_controller_or_trainer_ends_with_one_line_and_goes_on(tmp_path, role):
-    """Within 25 s, and says what to do, which is then done: nothing is left in shared memory, no step is lost
-    but those since the newest checkpoint."""
-    role = "controller"
-    run_dir = tmp_path / f"without-{role}"  # a name of its own in shared memory
-    words = [ROOT / "launch/all_roles.sh", run_dir, *SHORT, "checkpoint.every=2", "evaluation.problems=8"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(tmp_path / "out", "w") as out:
-        first = subprocess.Popen([*words, "steps=100"], stdout=out, stderr=out, cwd=ROOT, env=environment)
-        try:
-            wait_for_step(run_dir, 3)
-            rank_of(role, run_dir).kill()
-            assert first.wait(25) == 1
-        finally:
-            if first.poll() is None:
-                first.send_signal(signal.SIGTERM)
-                first.wait(60)
-    errors = [
-        line for line in (tmp_path / "out").read_text().splitlines() if "error" in line or "Traceback" in line
-    ]
-    assert errors == [
-        f"laminar: error: {role} 0 was killed by SIGKILL; see {run_dir}/logs/{role}0.log; "
-        "the run ends without it; start all roles again with resume=auto: "
-        "it goes on from its newest checkpoint"
-    ]
-    assert not list(Path("/dev/shm").glob(f"laminar-{run_dir.name}-*"))
-    again = subprocess.run(
-        [*words, "steps=4", "resume=auto"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=300,
-    )
-    assert again.returncode == 0 and "going on from the checkpoint of step" in again.stdout, (
-        again.stdout + again.stderr
-    )
-    assert_clean(run_dir)

@@ -49,6 +49,7 @@ from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Pong,
 from laminar_hpc.messages.moves import Imported, MoveFailed, MoveReady, Reserved
 from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published
 from laminar_hpc.messages.rollouts import (
+    EngineHung,
     Generated,
     Increment,
     Leaving,
@@ -155,6 +156,7 @@ class Controller:
             Lost: self.reports.on_lost,
             Leaving: self.on_leaving,
             Unfinished: self.departures.on_unfinished,
+            EngineHung: self.rescuer.on_engine_hung,
             Reserved: self.migration.on_reserved,
             MoveReady: self.migration.on_move_ready,
             Imported: self.migration.on_imported,

@@ -23,7 +23,7 @@ from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.messages.data import Partial, PromptGroup
-from laminar_hpc.messages.rollouts import NotLoaded
+from laminar_hpc.messages.rollouts import EngineHung, NotLoaded
 from laminar_hpc.policies import failover
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,15 @@ class Rescuer:
             self._tracker.hold(trajectory_id)
         else:
             self._place([(trajectory_id, attempt)])
+
+    def on_engine_hung(self, member: Member, hung: EngineHung) -> None:
+        """Nothing goes there before it has opened weights again."""
+        row = self._replicas.at(member.hello.index)
+        row.weight_id, row.report_is_outdated = None, True
+        self._shared.say(
+            f"{member.name}: {hung.reason}: it is started again; what it generated goes on elsewhere"
+        )
+        self._shared.metrics.write("engine_hung", replica=member.hello.index, reason=hung.reason)
 
     def opened(self, replica: int, weight_id: int) -> None:
         rescue = self._loading.get(replica)

@@ -96,6 +96,13 @@ class Leaving(Message):
     others while it goes on with it."""
 
 
+class EngineHung(Message):
+    """The replica's engine made no progress, and another one is started in its place. Unfinished follows for
+    what it generated."""
+
+    reason: str
+
+
 class Unfinished(Message):
     """The replica cannot go on with this trajectory: it leaves, or its engine hangs. `partial` is the
     response so far, as far as it knows it."""

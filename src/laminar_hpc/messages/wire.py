@@ -38,6 +38,7 @@ from laminar_hpc.messages.moves import (
 )
 from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published, WeightId
 from laminar_hpc.messages.rollouts import (
+    EngineHung,
     Generated,
     Grant,
     Increment,
@@ -78,6 +79,7 @@ AnyMessage = (
     | Increment
     | Leaving
     | Unfinished
+    | EngineHung
     | WeightsAvailable
     | NotLoaded
     | Lost

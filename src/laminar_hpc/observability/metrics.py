@@ -38,6 +38,7 @@ NOT_CURVES = frozenset(
         "regranted",
         "scored_elsewhere",
         "leaving",
+        "engine_hung",
         "move",
         "move_off",
         "repack",

@@ -54,6 +54,8 @@ class LocalBatch:
         self.stop_ids, self.ended = stop_ids, ended
         self.hand_over: Callable[[Work], Coroutine[Any, Any, bool]] | None = None
         self.moved_away = 0  # trajectories, since `run` began
+        self.progress = 0  # counts increments and ends of requests
+        self.left: list[Work] = []  # what was under way when `fail` was called
         self.works: dict[int, Work] = {}  # those with a task, by trajectory
         self.keep_kv = self.config.pipeline.keep_kv
         self.one_policy = self.config.pipeline.refresh != "interrupt"
@@ -98,6 +100,17 @@ class LocalBatch:
         elif not self._tasks:
             self._over.set_result(None)
 
+    @property
+    def generating(self) -> bool:
+        """Requests are in the engine, and it was not told to stand still."""
+        return self._generating > 0 and self._going.is_set()
+
+    def fail(self, error: Exception) -> None:
+        """`run` raises `error`; what is under way stands in `left`."""
+        if self._over is not None and not self._over.done():
+            self.left = list(self.works.values())
+            self._over.set_exception(error)
+
     # ---- one trajectory ------------------------------------------------------------------------------------
 
     async def one(self, work: Work) -> None:
@@ -141,6 +154,7 @@ class LocalBatch:
                     self._quiet.set()
             work.cached_tokens = work.cached_tokens or generation.cached_tokens
             work.partial = extended(work.partial, generation)
+            self.progress += 1
             work.finish_reason = generation.finish_reason
             if generation.finish_reason in ("stop", "length"):
                 return self._judged(work)
@@ -166,6 +180,7 @@ class LocalBatch:
 
         def send_increment(tokens: list[int], logprobs: list[float]) -> None:
             nonlocal start
+            self.progress += 1
             end, begun = start + len(tokens), work.partial.time_started
             spans = [VersionSpan(weight_id, start, end)]
             self.context.channel.send(

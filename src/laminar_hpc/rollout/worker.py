@@ -18,6 +18,7 @@ Waited for by: the controller, for Generated and Scored.
 
 import asyncio
 import logging
+import os
 import random
 import time
 from collections import deque
@@ -27,19 +28,22 @@ from typing import Any
 
 from laminar_hpc.cluster.channel import StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.loop_watch import LoopWatch
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.factory import engine_factory
-from laminar_hpc.engine.interface import EngineFactory
+from laminar_hpc.engine.interface import EngineFactory, EngineHangs
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.messages.membership import Failure, Welcome
 from laminar_hpc.messages.rollouts import (
+    EngineHung,
     Generated,
     Grant,
     Lost,
     NotLoaded,
     RequestWork,
     ScoreOrder,
+    Unfinished,
     WeightsAvailable,
     WeightsOpened,
 )
@@ -58,13 +62,40 @@ from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
 logger = logging.getLogger(__name__)
+# of the event loop's turns: files are looked at and tokenizers run in it, each for a moment
+LOOP_SECONDS, LOOP_SECONDS_MOST = 60.0, 600.0
 
 
 def run(context: RoleContext) -> None:
     """Serves until the controller says Stop, or this process is told to end (departure.py). Raises
     LaminarError when the replica cannot go on."""
     new_engine = engine_factory(context.config, context.index, context.run_dir)
-    asyncio.run(RolloutWorker(context, new_engine).run())
+    asyncio.run(_watched(RolloutWorker(context, new_engine)))
+
+
+async def _watched(worker: "RolloutWorker") -> None:
+    """The worker's life. When its event loop stands still, this process says so to the controller and
+    ends: others go on with what it had."""
+    channel, index = worker.context.channel, worker.context.index
+
+    def stuck(text: str) -> None:  # in the watch's thread
+        channel.send(Failure(text))
+        channel.close(goodbye=False)
+        os._exit(1)
+
+    watch = LoopWatch(f"the event loop of rollout {index}", LOOP_SECONDS, LOOP_SECONDS_MOST, stuck)
+    turns = asyncio.create_task(_turn_for(watch))
+    try:
+        await worker.run()
+    finally:
+        turns.cancel()
+        watch.close()
+
+
+async def _turn_for(watch: LoopWatch) -> None:
+    while True:
+        watch.turned()
+        await asyncio.sleep(1.0)
 
 
 class RolloutWorker:
@@ -85,9 +116,11 @@ class RolloutWorker:
         probe = probe_sequences(model_config(model)["vocab_size"])
         self.weight_loader = WeightLoader(self.reader, probe, context.trace, self.engines)
         self.scoring = Scoring(context, self.pool, self._leave)
-        self.reporter = UtilizationReporter(context, self.state, self.engines, lambda: self.scoring.pending)
         self.health = BatchHealth(context.index, self.state, self.engines)
         self.batch = LocalBatch(context, self.engines, self.state, stop_token_ids(model), self._ended)
+        self.reporter = UtilizationReporter(
+            context, self.state, self.engines, self.batch, lambda: self.scoring.pending
+        )
         self.migration = ReplicaMigration(context, self.batch, self.state)
         self.departure = Departure(context, self.batch, self._leave)
         self.interrupts = self.config.pipeline.refresh == "interrupt"
@@ -298,10 +331,28 @@ class RolloutWorker:
         ) as fields:
             fields |= {"trajectories": len(begun), "evaluation": grant.evaluation}
             interruptible = self.interrupts and not grant.evaluation
-            await (self._interruptible(begun) if interruptible else self.batch.run(begun))
+            try:
+                await (self._interruptible(begun) if interruptible else self.batch.run(begun))
+            except EngineHangs as hangs:
+                return await self._engine_hangs(hangs)
             fields["tokens"] = self.health.tokens
         self.health.end(len(begun), self.batch.moved_away)
         return None
+
+    async def _engine_hangs(self, error: EngineHangs) -> None:
+        """The engine is ended; the next turn starts another with its pull. What was generated goes on
+        elsewhere from what is known of it."""
+        logger.error("%s", error)
+        self.context.channel.send(EngineHung(str(error)))
+        for work in self.batch.left:
+            if work.evaluation:
+                self._lost(work, str(error))
+            else:
+                given = Unfinished(work.trajectory_id, work.attempt, work.partial)
+                self.context.channel.send(given)
+        self.state.abandoned()
+        await self.weight_loader.replace()
+        self.health.hung(error)
 
     async def _interruptible(self, begun: list[Work]) -> None:
         """A local batch into which newer weights come as soon as they are there."""
