@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import keep_to_loopback, launch_id
-from laminar_hpc.cluster.channel import RUN_FAILED, Channel, GangReplaced, StopReceived
+from laminar_hpc.cluster.channel import RUN_FAILED, Channel, GangReplaced, StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.devices import use_devices
 from laminar_hpc.cluster.full_disk import full_disk_text
@@ -44,6 +45,7 @@ from laminar_hpc.pretrained import follow, prepare_rank
 
 SPEAK_SECONDS = 10.0  # for rank 0 to say an error that all ranks see
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
+ONE_WISH_SECONDS = 3.0  # Slurm, torchrun and the launch script may all pass on the same one
 
 
 def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
@@ -84,8 +86,9 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
     return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
 
 
-def watch_signals() -> list[Channel]:
-    """TERM and INT: the controller ends the run in order; if that takes too long this process ends by itself.
+def watch_signals(drains: bool) -> list[Channel]:
+    """TERM and INT: the controller ends the run in order, or this role leaves it, which `drains` then meets
+    Terminated; if that takes too long, or at a second signal, this process ends by itself.
 
     A thread reads the interpreter's wake-up pipe, because a Python handler would not run while the main
     thread waits in a collective. The caller puts its channel into the returned list when it has joined the
@@ -103,7 +106,13 @@ def watch_signals() -> list[Channel]:
         os.read(read_end, 1)
         for channel in joined:
             channel.end_with_controller()
-            time.sleep(LEAVE_SECONDS)
+            if drains:
+                channel.interrupt(Terminated())
+            time.sleep(ONE_WISH_SECONDS)
+            os.set_blocking(read_end, False)
+            with contextlib.suppress(BlockingIOError):
+                os.read(read_end, 4096)
+            select.select([read_end], [], [], LEAVE_SECONDS - ONE_WISH_SECONDS)
         os._exit(1)
 
     threading.Thread(target=leave, name="signals", daemon=True).start()
@@ -151,7 +160,8 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
     """Joins the run, then runs the role. A failure is told to the controller before it is raised."""
     use_devices(config, here, mine)
     keep_to_loopback(config.cluster.host)
-    joined = watch_signals()
+    drains = config.role == "rollout"  # one world ends as a whole
+    joined = watch_signals(drains)
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     hello = Hello(mine.role, mine.index, uuid.uuid4().hex[:8], os.getpid(), machine)
     one_world = config.role == "all"  # which ends with its controller

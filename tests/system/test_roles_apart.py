@@ -249,3 +249,46 @@ def test_a_controller_that_stands_still_is_waited_for(tmp_path):
     assert [record["step"] for record in metrics(run_dir, "step")] == list(range(1, 7))
     assert not metrics(run_dir, "regranted")
     assert_clean(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rollout_that_is_told_to_end_leaves_in_order(tmp_path):
+    """docs/architecture.md#drains: TERM to its process, twice within a moment as Slurm and torchrun send it;
+    exit code 0 within 20 s, no token lost, and the run goes on with the other one."""
+    run_dir = tmp_path / "run"
+    words = [str(run_dir), *SHORT, "steps=6", "rollout.replicas=2", "pipeline.repack=kv"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "out", "w") as out:
+        everything, second = (
+            subprocess.Popen(
+                [ROOT / f"launch/{script}.sh", *words, *more],
+                stdout=out,
+                stderr=out,
+                cwd=ROOT,
+                env=environment,
+                start_new_session=True,
+            )
+            for script, more in (("all_roles", []), ("rollout", ["first_index=1"]))
+        )
+        try:
+            wait_for_step(run_dir, 2)
+            rank = next(
+                p
+                for p in psutil.process_iter(["cmdline"])
+                if {"role=rollout", "first_index=1", f"run_dir={run_dir}"} <= set(p.info["cmdline"] or [])
+                and not {"--rdzv-backend=c10d", "laminar_hpc.cluster.launch_role"} & set(p.info["cmdline"])
+            )
+            for _ in range(2):
+                rank.send_signal(signal.SIGTERM)
+            assert second.wait(20) == 0
+            assert everything.wait(300) == 0
+        finally:
+            for process in (everything, second):
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+                    process.wait(60)
+    assert [r["replica"] for r in metrics(run_dir, "leaving")] == [1]
+    assert summary(run_dir)["steps"] == 6 and summary(run_dir)["tokens_discarded"] == 0
+    assert_clean(run_dir)
+    assert "error" not in (tmp_path / "out").read_text()

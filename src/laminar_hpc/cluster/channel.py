@@ -16,6 +16,7 @@ from laminar_hpc.cluster.endings import (
     GangReplaced,
     MessageRefused,
     StopReceived,
+    Terminated,
 )
 from laminar_hpc.cluster.worker_line import WorkerLine
 from laminar_hpc.config.errors import LaminarError
@@ -32,6 +33,7 @@ __all__ = [
     "GangReplaced",
     "MessageRefused",
     "StopReceived",
+    "Terminated",
 ]
 
 _LOOK_SECONDS = 1.0  # between two looks whether a controller is there

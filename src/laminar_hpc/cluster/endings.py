@@ -6,6 +6,13 @@ RUN_FAILED = "the run has failed"  # reason of a Stop
 SAME_VERSION = "install the same version of laminar_hpc on all machines"
 
 
+class Terminated(LaminarError):
+    """This process was told to end by a signal."""
+
+    def __init__(self) -> None:
+        super().__init__("it was told to end")
+
+
 class ControllerLost(LaminarError):
     """The controller has said nothing for too long."""
 

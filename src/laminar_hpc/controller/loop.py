@@ -26,6 +26,7 @@ from laminar_hpc.config.check import Derived
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.continuation import Continuation
+from laminar_hpc.controller.departures import Departures
 from laminar_hpc.controller.dispatcher import Dispatcher
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.gang import Gang
@@ -51,13 +52,16 @@ from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Pong,
 from laminar_hpc.messages.moves import Imported, MoveFailed, MoveReady, Reserved
 from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published
 from laminar_hpc.messages.rollouts import (
+    EngineHung,
     Generated,
     Holds,
     Increment,
+    Leaving,
     Lost,
     NotLoaded,
     RequestWork,
     Scored,
+    Unfinished,
     WeightsOpened,
 )
 from laminar_hpc.messages.training import (
@@ -121,6 +125,7 @@ class Controller:
         self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps, first)
         self.repacker = Repacker(shared, tracker, self.replicas, self.weights, self.migration)
         self.rescuer = Rescuer(shared, tracker, self.replicas, self.weights, self.pool, self.migration)
+        self.departures = Departures(shared, tracker, self.replicas, self.pool, self.migration, self.rescuer)
         self.dispatcher = Dispatcher(
             shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes, first
         )
@@ -167,6 +172,9 @@ class Controller:
             Increment: self.reports.on_increment,
             Scored: self.reports.on_scored,
             Lost: self.reports.on_lost,
+            Leaving: self.on_leaving,
+            Unfinished: self.departures.on_unfinished,
+            EngineHung: self.rescuer.on_engine_hung,
             Reserved: self.migration.on_reserved,
             MoveReady: self.migration.on_move_ready,
             Imported: self.migration.on_imported,
@@ -241,6 +249,7 @@ class Controller:
         self.scorers.assign()
         self.dispatcher.dispatch()
         self.migration.call_off_late(now)
+        self.departures.move_away()
         self.rescuer.place_orphans()
         self.repacker.tick(now)
         self.reports.show_progress()
@@ -253,6 +262,10 @@ class Controller:
         if ping.progress is not None and member.hello.role == "trainer":
             self.gang.on_progress(member, ping.progress)
         self.outbox.send(member, Pong())
+
+    def on_leaving(self, member: Member, leaving: Leaving) -> None:
+        self.departures.on_leaving(member, leaving)
+        self.dispatcher.replica_lost(member.hello.index)
 
     def on_relay_has(self, member: Member, has: RelayHas) -> None:
         if self.weights.relay_has(member, has):

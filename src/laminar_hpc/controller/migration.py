@@ -115,6 +115,13 @@ class Migration:
             progress = self._moves[move_id]
             self._act(progress, progress.move.call_off("its trajectory has ended"))
 
+    def source_gives_up(self, trajectory_id: int, source: int) -> None:
+        """As if the source were lost, for this trajectory only."""
+        if move_id := self.moving.get(trajectory_id):
+            progress = self._moves[move_id]
+            if progress.move.source == source:
+                self._act(progress, progress.move.replica_lost(source))
+
     def replica_lost(self, replica: int) -> None:
         """Its moves end, or go on without it."""
         for progress in [self._moves[move_id] for move_id in self.moving.values()]:

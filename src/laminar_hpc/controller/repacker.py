@@ -105,6 +105,7 @@ class Repacker:
             and 0 < count.get(replica, 0) <= seen.report.in_flight <= self._config.rollout.max_concurrent
             and seen.report.weight_id is not None
             and seen.report.weight_id == self._replicas.at(replica).weight_id
+            and not self._replicas.at(replica).leaving
         }
 
     def _work_ahead(self) -> bool:

@@ -15,6 +15,7 @@ class Replica:
     report: ReplicaLoad | None = None  # its newest one, from its pings
     report_is_outdated: bool = False  # it has refused a trajectory that the report had room for
     rejoins: bool = False  # it has not said yet what it holds: nothing is granted, what it asked is void
+    leaving: bool = False  # it was told to end: it is given nothing new
 
     @property
     def current_report(self) -> ReplicaLoad | None:
@@ -45,12 +46,22 @@ class Replicas:
         if row.rejoins:
             return
         row.weight_id = request.weight_id  # known anew of a replica that was taken for dead
-        if row.newest_batch is None or request.newest_batch == row.newest_batch:
+        crossed = row.newest_batch is not None and request.newest_batch != row.newest_batch
+        if not crossed and not row.leaving:
             self.waiting[index] = request
 
     def granted(self, index: int, batch_id: int) -> None:
         self.at(index).newest_batch = batch_id
         self.waiting.pop(index, None)
+
+    def leaves(self, index: int) -> None:
+        """It gets nothing new from here on."""
+        self.at(index).leaving = True
+        self.waiting.pop(index, None)
+
+    def leaving(self) -> list[int]:
+        """Those that leave and have not left yet."""
+        return [index for index, row in self._rows.items() if row.leaving]
 
     def forget(self, index: int) -> None:
         self._rows.pop(index, None)

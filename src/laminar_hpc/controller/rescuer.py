@@ -23,7 +23,7 @@ from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.messages.data import Partial, PromptGroup
-from laminar_hpc.messages.rollouts import NotLoaded
+from laminar_hpc.messages.rollouts import EngineHung, NotLoaded
 from laminar_hpc.policies import failover
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,27 @@ class Rescuer:
         """Their owner has joined anew without them: they go on elsewhere or start again."""
         self._place(attempts)
 
+    def given_back(self, replica: int, trajectory_id: int, attempt: int, partial: Partial) -> None:
+        """Its replica cannot go on with it: it goes on elsewhere from `partial`, or from what is known here
+        if that is more. What a move has brought to its destination goes on there."""
+        known = self._pool.get(trajectory_id, attempt)
+        if len(partial.tokens) > (len(known.tokens) if known else 0):
+            self._pool.put(trajectory_id, attempt, partial)
+        self._migration.source_gives_up(trajectory_id, replica)
+        if trajectory_id in self._migration.moving:
+            self._tracker.hold(trajectory_id)
+        else:
+            self._place([(trajectory_id, attempt)])
+
+    def on_engine_hung(self, member: Member, hung: EngineHung) -> None:
+        """Nothing goes there before it has opened weights again."""
+        row = self._replicas.at(member.hello.index)
+        row.weight_id, row.report_is_outdated = None, True
+        self._shared.say(
+            f"{member.name}: {hung.reason}: it is started again; what it generated goes on elsewhere"
+        )
+        self._shared.metrics.write("engine_hung", replica=member.hello.index, reason=hung.reason)
+
     def opened(self, replica: int, weight_id: int) -> None:
         rescue = self._loading.get(replica)
         if rescue is not None and rescue.weight_id == weight_id:
@@ -129,7 +150,7 @@ class Rescuer:
             i: part for i, attempt in orphans if (part := self._pool.get(i, attempt)) and len(part.spans) == 1
         }
         wanted = {i: self._view(i, part) for i, part in known.items() if self._tries.get(i, 0) < TRIES}
-        placed = failover.redirect(list(wanted.values()), self._rooms())
+        placed = failover.redirect(list(wanted.values()), self.rooms())
         for trajectory_id, attempt in orphans:
             destination = placed.get(trajectory_id)
             if trajectory_id not in wanted or (
@@ -147,7 +168,7 @@ class Rescuer:
             tokens = len(part.tokens)
             self._migration.begin(trajectory_id, attempt, None, destination, weight_id, tokens, now, part)
 
-    def _rooms(self) -> list[failover.Room]:
+    def rooms(self) -> list[failover.Room]:
         """Replicas that generate: they can take more of their weights. Their last report may be older than
         what they serve by now."""
         return [
@@ -158,6 +179,7 @@ class Rescuer:
             and report.phase == "draining"
             and report.weight_id == row.weight_id
             and replica not in self._replicas.waiting
+            and not row.leaving
         ]
 
     def _view(self, trajectory_id: int, part: Partial) -> failover.Orphan:
@@ -198,7 +220,7 @@ class Rescuer:
         for member in self._shared.members.all("rollout"):
             replica, machine = member.hello.index, member.hello.machine
             row, request = self._replicas.at(replica), requests.get(replica)
-            if row.rejoins:
+            if row.rejoins or row.leaving:
                 continue
             if request is not None and self._weights.is_newest_on(machine, request.weight_id):
                 serves: int | None = request.weight_id

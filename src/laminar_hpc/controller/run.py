@@ -20,6 +20,7 @@ from laminar_hpc.cluster.address import ADDRESS_FILE, read_address
 from laminar_hpc.cluster.channel import RUN_FAILED
 from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.hub import Hub
+from laminar_hpc.cluster.loop_watch import LoopWatch
 from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
@@ -60,6 +61,7 @@ from laminar_hpc.pretrained import recorded_name
 log = logging.getLogger(__name__)
 _STATUS_SECONDS = 1.0
 _STORE_CHECK_SECONDS = 60.0
+_TURN_SECONDS = 10.0  # of the loop at least, before it is said to stand still
 
 
 def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, Start, RunLock]:
@@ -218,7 +220,11 @@ def run(
             received: list[str] = []
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
-            loop(controller, received, lock)
+            say_stuck = partial(_say_stuck, say)
+            most = max(_TURN_SECONDS, config.cluster.heartbeat_timeout_seconds / 2)
+            watch = LoopWatch("the controller's loop", _TURN_SECONDS, most, say_stuck)
+            at_the_end.callback(watch.close)
+            loop(controller, received, lock, watch)
             state = controller.state
             reason = f"failed: {state.failure}" if state.failure else state.stopping or "done"
             controller.metrics.write("end", reason=reason, step=state.trainer_step)
@@ -237,7 +243,11 @@ def run(
             raise PermanentFailure(state.failure)
 
 
-def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
+def _say_stuck(say: Callable[[str], None], text: str) -> None:
+    say(console.line("warning", f"{text} (logs/controller0.log)"))
+
+
+def loop(controller: Controller, received: list[str], lock: RunLock, watch: LoopWatch) -> None:
     """Turns until the work is done, then until all have said goodbye. Bounded by the join and stop time
     limits. `received`: names of signals, filled by their handler."""
     state, members, cluster = controller.state, controller.members, controller.config.cluster
@@ -248,6 +258,7 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
     stop_until, shown = None, 0.0
     while not state.finished:
         controller.turn()
+        watch.turned()
         if lock.lost:
             raise LaminarError(lock.lost)
         if time.monotonic() - shown > _STATUS_SECONDS:
@@ -274,6 +285,7 @@ def loop(controller: Controller, received: list[str], lock: RunLock) -> None:
     patience = time.monotonic() + cluster.stop_timeout_seconds
     while members.by_place and time.monotonic() < patience:
         controller.turn()
+        watch.turned()
     controller.continuation.over()
     for member in members.by_place.values():
         log.error("%s did not leave within %.0f s", member.name, cluster.stop_timeout_seconds)

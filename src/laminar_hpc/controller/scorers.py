@@ -36,7 +36,8 @@ class Scorers:
     def assign(self) -> None:
         """Asks the replicas that have least to score; those that serve weights have their reward workers."""
         rows, members = self._replicas.rows(), self._shared.members
-        ready = [i for i, row in rows.items() if row.weight_id is not None and members.at("rollout", i)]
+        serving = [i for i, row in rows.items() if row.weight_id is not None and not row.leaving]
+        ready = [i for i in serving if members.at("rollout", i)]
         if not self._tracker.unscored or not ready:
             return
         asked, sent = Counter(self._asked.values()), Counter[int]()

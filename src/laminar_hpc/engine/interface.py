@@ -22,6 +22,10 @@ class EngineDied(LaminarError):
     """The engine's process has ended."""
 
 
+class EngineHangs(LaminarError):
+    """The engine makes no progress with its requests."""
+
+
 class RequestFailed(LaminarError):
     """The engine refused or dropped this one request; it goes on with others."""
 

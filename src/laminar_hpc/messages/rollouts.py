@@ -91,6 +91,27 @@ class Lost(Message):
     evaluation: str = ""
 
 
+class Leaving(Message):
+    """A replica was told to end, and will within seconds: it gets nothing new, and what it generates moves to
+    others while it goes on with it."""
+
+
+class EngineHung(Message):
+    """The replica's engine made no progress, and another one is started in its place. Unfinished follows for
+    what it generated."""
+
+    reason: str
+
+
+class Unfinished(Message):
+    """The replica cannot go on with this trajectory: it leaves, or its engine hangs. `partial` is the
+    response so far, as far as it knows it."""
+
+    trajectory_id: int
+    attempt: int
+    partial: Partial
+
+
 class Increment(Message):
     """More of a response, for the partial-response pool: its tokens from `start` on."""
 

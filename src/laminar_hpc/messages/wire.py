@@ -39,15 +39,18 @@ from laminar_hpc.messages.moves import (
 from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published, WeightId
 from laminar_hpc.messages.rollouts import (
     Drop,
+    EngineHung,
     Generated,
     Grant,
     Holds,
     Increment,
+    Leaving,
     Lost,
     NotLoaded,
     RequestWork,
     Scored,
     ScoreOrder,
+    Unfinished,
     WeightsAvailable,
     WeightsOpened,
 )
@@ -76,6 +79,9 @@ AnyMessage = (
     | Hello
     | Welcome
     | Increment
+    | Leaving
+    | Unfinished
+    | EngineHung
     | WeightsAvailable
     | Drop
     | Holds

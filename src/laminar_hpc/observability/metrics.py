@@ -39,6 +39,8 @@ NOT_CURVES = frozenset(
         "reattached",
         "controller_back",
         "scored_elsewhere",
+        "leaving",
+        "engine_hung",
         "move",
         "move_off",
         "repack",

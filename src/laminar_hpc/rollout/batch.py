@@ -10,6 +10,7 @@ elsewhere. Nothing else is added to it.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -54,6 +55,8 @@ class LocalBatch:
         self.stop_ids, self.ended = stop_ids, ended
         self.hand_over: Callable[[Work], Coroutine[Any, Any, bool]] | None = None
         self.moved_away = 0  # trajectories that are with others, since `run` began
+        self.progress = 0  # counts increments and ends of requests
+        self.left: list[Work] = []  # what was under way when `fail` was called
         self.works: dict[int, Work] = {}  # those with a task, by trajectory
         self.keep_kv = self.config.pipeline.keep_kv
         self.one_policy = self.config.pipeline.refresh != "interrupt"
@@ -97,6 +100,17 @@ class LocalBatch:
             self._over.set_exception(error)
         elif not self._tasks:
             self._over.set_result(None)
+
+    @property
+    def generating(self) -> bool:
+        """Requests are in the engine, and it was not told to stand still."""
+        return self._generating > 0 and self._going.is_set()
+
+    def fail(self, error: Exception) -> None:
+        """`run` raises `error`; what is under way stands in `left`."""
+        if self._over is not None and not self._over.done():
+            self.left = list(self.works.values())
+            self._over.set_exception(error)
 
     # ---- one trajectory ------------------------------------------------------------------------------------
 
@@ -143,6 +157,7 @@ class LocalBatch:
                     self._quiet.set()
             work.cached_tokens = work.cached_tokens or generation.cached_tokens
             work.partial, work.of_request = extended(work.partial, generation), None
+            self.progress += 1
             work.finish_reason = generation.finish_reason
             if work.is_dropped() and work.order is None:
                 return Outcome(moved_away=True)
@@ -187,6 +202,7 @@ class LocalBatch:
 
         def send_increment(tokens: list[int], logprobs: list[float]) -> None:
             nonlocal start
+            self.progress += 1
             spans = [VersionSpan(weight_id, start, start + len(tokens))]
             begun = work.partial.time_started
             self.context.channel.send(
@@ -213,6 +229,23 @@ class LocalBatch:
         await self.engines.current.abort()
         if self._generating:
             await asyncio.wait_for(self._quiet.wait(), self.config.rollout.request_timeout_seconds)
+
+    async def break_off(self, seconds: float) -> list[Work]:
+        """Every request ends where it is, for good; returns what has no last token. What the engine does not
+        give back within `seconds` is known as far as its last request went."""
+        self._going.clear()
+        self._quiet.clear()
+        with contextlib.suppress(TimeoutError, RequestFailed):
+            async with asyncio.timeout(seconds):
+                await self.engines.current.abort()
+                if self._generating:
+                    await self._quiet.wait()
+        return list(self.works.values())
+
+    async def over(self) -> None:
+        """Returns when no local batch is being generated."""
+        if self._over is not None:
+            await asyncio.wait([self._over])
 
     def resume(self) -> None:
         """Aborted requests are made again, on other weights. What the engine had paused goes on by itself:

@@ -3,12 +3,14 @@
 from collections import Counter
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.engine.interface import EngineHangs
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.weight_loader import OVERFLOW_CURE
 from laminar_hpc.rollout.work import Work, first_not_finite
 
 MAX_OVERFLOWS = 3  # of one trajectory on one replica, see work.objection
+MAX_HANGS_IN_A_ROW = 3
 # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
 MAX_LOST_BATCHES_IN_A_ROW = 3
 
@@ -22,7 +24,7 @@ class BatchHealth:
         self.tokens = 0  # of the responses of this local batch
         self._overflowed = 0  # responses of this local batch with log-probs that are not finite
         self._overflows: Counter[tuple[str, int]] = Counter()  # the same by evaluation and trajectory
-        self._lost_batches_in_a_row = 0
+        self._lost_batches_in_a_row = self._hangs_in_a_row = 0
 
     def begin(self) -> None:
         """A local batch begins."""
@@ -42,8 +44,16 @@ class BatchHealth:
         if self._overflows[key] >= MAX_OVERFLOWS:
             raise self._overflow(f"{MAX_OVERFLOWS} responses to one prompt (trajectory {work.trajectory_id})")
 
+    def hung(self, error: EngineHangs) -> None:
+        """The engine hung in this local batch. Raises what ends the replica when that comes again and
+        again."""
+        self._hangs_in_a_row += 1
+        if self._hangs_in_a_row == MAX_HANGS_IN_A_ROW:
+            raise LaminarError(f"{error}, as {MAX_HANGS_IN_A_ROW} in a row; see {self.engines.current.log}")
+
     def end(self, trajectories: int, moved_away: int) -> None:
         """The local batch of so many trajectories is done."""
+        self._hangs_in_a_row = 0
         if trajectories and self._overflowed >= trajectories:
             raise self._overflow(f"all {trajectories} responses of a local batch")
         lost_all = not self.tokens and not moved_away

@@ -9,11 +9,13 @@ from collections import deque
 from collections.abc import Callable
 
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.engine.interface import Utilization
+from laminar_hpc.engine.interface import EngineHangs, Utilization
 from laminar_hpc.messages.data import ReplicaLoad
 from laminar_hpc.messages.membership import Ping
 from laminar_hpc.policies.sizing import saturation_requests
+from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
+from laminar_hpc.rollout.engine_watch import EngineWatch
 from laminar_hpc.rollout.state import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -24,12 +26,19 @@ RATE_SECONDS = 30.0  # over which tokens per second are counted
 
 
 class UtilizationReporter:
-    """`scoring` gives the number of trajectories whose reward is awaited."""
+    """`scoring` gives the number of trajectories whose reward is awaited. Also watches the engine's progress
+    with `batch`, which fails with EngineHangs when there is none."""
 
     def __init__(
-        self, context: RoleContext, state: ReplicaState, engines: EngineLives, scoring: Callable[[], int]
+        self,
+        context: RoleContext,
+        state: ReplicaState,
+        engines: EngineLives,
+        batch: LocalBatch,
+        scoring: Callable[[], int],
     ) -> None:
         self.context, self.state, self.engines, self.scoring = context, state, engines, scoring
+        self.batch, self._watch, self._watched = batch, EngineWatch(), engines.current
         self._saturation: int | None = None  # requests that saturate the engine
         self._finished: deque[tuple[float, int]] = deque()  # (when, response tokens)
 
@@ -53,12 +62,23 @@ class UtilizationReporter:
         """Until it is cancelled: once a second, or more often for repack, what the next ping will say."""
         channel, pipeline = self.context.channel, self.context.config.pipeline
         while True:
-            channel.load = self._report(await self.engines.current.utilization())
+            utilization = await self.engines.current.utilization()
+            self._look(utilization)
+            channel.load = self._report(utilization)
             if pipeline.repack == "off":
                 await asyncio.sleep(REPORT_SECONDS)
             else:  # the planner decides by what is reported
                 channel.send(Ping(channel.load))
                 await asyncio.sleep(min(REPORT_SECONDS, pipeline.repack_seconds))
+
+    def _look(self, utilization: Utilization | None) -> None:
+        engine, now = self.engines.current, time.monotonic()
+        if engine is not self._watched:
+            self._watch, self._watched = EngineWatch(), engine
+        if self._watch.look(now, self.batch.generating, (utilization, self.batch.progress)):
+            seconds, limit = self._watch.standing(now), self._watch.limit
+            text = f"{engine.name} has made no progress for {seconds:.0f} s (its limit is {limit:.0f} s)"
+            self.batch.fail(EngineHangs(text))
 
     def _report(self, utilization: Utilization | None) -> ReplicaLoad:
         """`utilization` is None when the engine does not say."""

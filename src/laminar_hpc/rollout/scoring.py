@@ -47,14 +47,16 @@ class Scoring:
         """Of a response that another replica has generated."""
         self.begin("", order.group, order.trajectory_id, order.attempt, order.response_tokens)
 
-    async def settle(self) -> None:
-        """Before the replica leaves: waits for the last rewards, for a limited time."""
-        config = self.context.config
-        limit = min(config.reward.timeout_seconds, config.cluster.stop_timeout_seconds / 2)
+    async def settle(self, seconds: float) -> None:
+        """Before the replica leaves: waits for the last rewards, at most so long. Others score the rest, or
+        the next controller has it scored."""
+        limit = min(self.context.config.reward.timeout_seconds, seconds)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=limit)
             if late:
-                logger.warning("%d scores were not there %g s after Stop and are dropped", len(late), limit)
+                logger.warning(
+                    "%d scores were not there after %.1f s and are left to others", len(late), limit
+                )
 
     async def _score(
         self, evaluation: str, group: PromptGroup, trajectory_id: int, attempt: int, tokens: list[int]

@@ -75,6 +75,10 @@ class ReplicaState:
         self._require(self.phase is Phase.PULLING and self.in_flight == 0, "a pull that failed")
         self.phase, self.weight_id, self.weight_step = Phase.UNVERIFIED, None, None
 
+    def abandoned(self) -> None:
+        """The engine is gone, and all that was in flight with it."""
+        self.phase, self.weight_id, self.weight_step, self.in_flight = Phase.UNVERIFIED, None, None, 0
+
     def verified(self, weight_id: int) -> None:
         """`weight_id` is in the engine and verified: the one that was asked for, or a newer one."""
         self._require(

@@ -119,6 +119,7 @@ class WeightLoader:
         self.reader, self.probe, self.trace, self.engines = reader, probe, trace, engines
         self._layout: list[TensorLayout] | None = None  # of the running engine
         self._held = contextlib.ExitStack()
+        self._unstarted = False  # the engine was replaced, and starts with the next pull
 
     def hold(self, weight_id: int) -> None:
         """Keeps the slot of these weights from being rewritten until `let_go`: they are to be pulled soon.
@@ -143,7 +144,7 @@ class WeightLoader:
             handle = None
             try:
                 handle = self._slot(weight_id)
-                logprobs = await self._verified(handle, clock, restart=restarts > 0, paused=paused)
+                logprobs = await self._verified(handle, clock, restart=self._unstarted, paused=paused)
                 break
             except SlotGone as gone:
                 if weight_id is not None:
@@ -165,11 +166,15 @@ class WeightLoader:
                 logger.warning(
                     "pull of weight id %d: %s; starting the engine from the slot", handle.weight_id, error
                 )
-                await self.engines.replace()
-                self._layout = None
+                await self.replace()
         t1 = time.time()
         self.trace.record("pull", t0, t1, weight_id=handle.weight_id, step=handle.step, restarts=restarts)
         return Pulled(handle.weight_id, handle.step, t1 - t0, clock.phases, logprobs)
+
+    async def replace(self) -> None:
+        """Ends the engine; the next pull starts another from its slot."""
+        await self.engines.replace()
+        self._layout, self._unstarted = None, True
 
     def _slot(self, weight_id: int | None) -> SlotHandle:
         handle = self.reader.newest() if weight_id is None else self.reader.find(weight_id)
@@ -205,6 +210,7 @@ class WeightLoader:
         engine = self.engines.current
         if restart:
             await self.engines.start(handle.directory, handle.weight_id)
+            self._unstarted = False
             clock.lap("start")
         if self._layout is None:
             self._layout = await engine.layout()

@@ -18,6 +18,7 @@ Waited for by: the controller, for Generated and Scored.
 
 import asyncio
 import logging
+import os
 import random
 import time
 from collections import deque
@@ -25,16 +26,18 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from laminar_hpc.cluster.channel import StopReceived
+from laminar_hpc.cluster.channel import StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.loop_watch import LoopWatch
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.factory import engine_factory
-from laminar_hpc.engine.interface import EngineFactory
+from laminar_hpc.engine.interface import EngineFactory, EngineHangs
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import Message, Sample
-from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.messages.membership import Failure, Welcome
 from laminar_hpc.messages.rollouts import (
     Drop,
+    EngineHung,
     Generated,
     Grant,
     Holds,
@@ -42,10 +45,12 @@ from laminar_hpc.messages.rollouts import (
     NotLoaded,
     RequestWork,
     ScoreOrder,
+    Unfinished,
     WeightsAvailable,
     WeightsOpened,
 )
 from laminar_hpc.rollout.batch import LocalBatch
+from laminar_hpc.rollout.departure import SETTLE_SECONDS, Departure
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.migration import ReplicaMigration
@@ -59,12 +64,40 @@ from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
 logger = logging.getLogger(__name__)
+# of the event loop's turns: files are looked at and tokenizers run in it, each for a moment
+LOOP_SECONDS, LOOP_SECONDS_MOST = 60.0, 600.0
 
 
 def run(context: RoleContext) -> None:
-    """Serves until the controller says Stop. Raises LaminarError when the replica cannot go on."""
+    """Serves until the controller says Stop, or this process is told to end (departure.py). Raises
+    LaminarError when the replica cannot go on."""
     new_engine = engine_factory(context.config, context.index, context.run_dir)
-    asyncio.run(RolloutWorker(context, new_engine).run())
+    asyncio.run(_watched(RolloutWorker(context, new_engine)))
+
+
+async def _watched(worker: "RolloutWorker") -> None:
+    """The worker's life. When its event loop stands still, this process says so to the controller and
+    ends: others go on with what it had."""
+    channel, index = worker.context.channel, worker.context.index
+
+    def stuck(text: str) -> None:  # in the watch's thread
+        channel.send(Failure(text))
+        channel.close(goodbye=False)
+        os._exit(1)
+
+    watch = LoopWatch(f"the event loop of rollout {index}", LOOP_SECONDS, LOOP_SECONDS_MOST, stuck)
+    turns = asyncio.create_task(_turn_for(watch))
+    try:
+        await worker.run()
+    finally:
+        turns.cancel()
+        watch.close()
+
+
+async def _turn_for(watch: LoopWatch) -> None:
+    while True:
+        watch.turned()
+        await asyncio.sleep(1.0)
 
 
 class RolloutWorker:
@@ -85,10 +118,13 @@ class RolloutWorker:
         probe = probe_sequences(model_config(model)["vocab_size"])
         self.weight_loader = WeightLoader(self.reader, probe, context.trace, self.engines)
         self.scoring = Scoring(context, self.pool, self._leave)
-        self.reporter = UtilizationReporter(context, self.state, self.engines, lambda: self.scoring.pending)
         self.health = BatchHealth(context.index, self.state, self.engines)
         self.batch = LocalBatch(context, self.engines, self.state, stop_token_ids(model), self._ended)
+        self.reporter = UtilizationReporter(
+            context, self.state, self.engines, self.batch, lambda: self.scoring.pending
+        )
         self.migration = ReplicaMigration(context, self.batch, self.state)
+        self.departure = Departure(context, self.batch, self._leave)
         self.interrupts = self.config.pipeline.refresh == "interrupt"
         self.pulling = asyncio.Lock()
         self.grants: deque[Grant] = deque()
@@ -124,7 +160,8 @@ class RolloutWorker:
                 await self._guarded(self._turn())
         except StopReceived as stop:
             logger.info("rollout %d leaves: %s", self.context.index, stop.reason)
-            await self.scoring.settle()
+            half = self.config.cluster.stop_timeout_seconds / 2
+            await self.scoring.settle(SETTLE_SECONDS if self.departure.begun else half)
         finally:
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
@@ -134,7 +171,10 @@ class RolloutWorker:
             await self.engines.current.stop()
 
     def _arrived(self, item: Message | Exception) -> None:
-        if isinstance(item, Exception):
+        if isinstance(item, Terminated):
+            self.departure.begin()
+            self.wake.set()
+        elif isinstance(item, Exception):
             self._leave(item)
         elif isinstance(item, Grant):
             self._granted(item)
@@ -145,6 +185,8 @@ class RolloutWorker:
             self.scoring.begin_ordered(item)
         elif isinstance(item, Welcome):
             self._joined_anew()
+            if self.departure.begun:
+                self.departure.say()
         elif isinstance(item, Drop):
             self._drop({(sample.trajectory_id, sample.attempt) for sample in item.samples})
         else:
@@ -222,6 +264,8 @@ class RolloutWorker:
     # ---- one turn: weights, then work ----------------------------------------------------------------------
 
     async def _turn(self) -> None:
+        if self.departure.begun:  # nothing more is begun; what was granted and not begun others get
+            await asyncio.Event().wait()
         if not self.grants:  # else there is work already, on older weights perhaps
             if self._newer_weights():
                 await self._pull()
@@ -286,7 +330,7 @@ class RolloutWorker:
         death, woken = asyncio.create_task(self.engines.current.died()), None
         try:
             with self.context.trace.span("wait", what="work"):
-                while not self.grants and not self._newer_weights() and not self.ask_again:
+                while not (self.grants or self._newer_weights() or self.ask_again or self.departure.begun):
                     self.wake.clear()
                     woken = asyncio.create_task(self.wake.wait())
                     await asyncio.wait((woken, death), return_when=asyncio.FIRST_COMPLETED)
@@ -296,7 +340,7 @@ class RolloutWorker:
             death.cancel()
             if woken is not None:
                 woken.cancel()
-        return self.grants.popleft() if self.grants else None
+        return self.grants.popleft() if self.grants and not self.departure.begun else None
 
     async def _local_batch(self, grant: Grant) -> None:
         """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there.
@@ -324,10 +368,28 @@ class RolloutWorker:
         ) as fields:
             fields |= {"trajectories": len(begun), "evaluation": grant.evaluation}
             interruptible = self.interrupts and not grant.evaluation
-            await (self._interruptible(begun) if interruptible else self.batch.run(begun))
+            try:
+                await (self._interruptible(begun) if interruptible else self.batch.run(begun))
+            except EngineHangs as hangs:
+                return await self._engine_hangs(hangs)
             fields["tokens"] = self.health.tokens
         self.health.end(len(begun), self.batch.moved_away)
         return None
+
+    async def _engine_hangs(self, error: EngineHangs) -> None:
+        """The engine is ended; the next turn starts another with its pull. What was generated goes on
+        elsewhere from what is known of it."""
+        logger.error("%s", error)
+        self.context.channel.send(EngineHung(str(error)))
+        for work in self.batch.left:
+            if work.evaluation:
+                self._lost(work, str(error))
+            else:
+                given = Unfinished(work.trajectory_id, work.attempt, work.partial)
+                self.context.channel.send(given)
+        self.state.abandoned()
+        await self.weight_loader.replace()
+        self.health.hung(error)
 
     async def _interruptible(self, begun: list[Work]) -> None:
         """A local batch into which newer weights come as soon as they are there."""

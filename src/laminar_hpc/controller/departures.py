@@ -1,0 +1,82 @@
+"""Replicas that leave in order, because they were told to end: they get nothing new, and what they generate
+moves to others while they go on with it.
+
+    replica --Leaving--> `move_away`, each tick -> a move to whoever generates on the same weights
+            --Unfinished--> what did not move in time goes on elsewhere from its tokens (rescuer.py)
+            --Goodbye--> as with any lost replica; others score what it has not
+
+Owns which destinations were tried. With `pipeline.repack=kv` the KV cache moves too.
+"""
+
+import time
+
+from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.migration import Migration
+from laminar_hpc.controller.partials import PartialPool
+from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.rescuer import Rescuer
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.messages.data import ReplicaLoad
+from laminar_hpc.messages.rollouts import Leaving, Unfinished
+from laminar_hpc.policies import failover
+from laminar_hpc.policies.moves import room
+
+
+class Departures:
+    def __init__(
+        self,
+        shared: Shared,
+        tracker: TrajectoryTracker,
+        replicas: Replicas,
+        pool: PartialPool,
+        migration: Migration,
+        rescuer: Rescuer,
+    ) -> None:
+        self._shared, self._tracker, self._replicas = shared, tracker, replicas
+        self._pool, self._migration, self._rescuer = pool, migration, rescuer
+        self._tried: set[tuple[int, int]] = set()  # (trajectory, destination)
+
+    def on_leaving(self, member: Member, _: Leaving) -> None:
+        replica = member.hello.index
+        if replica in self._replicas.leaving():
+            return
+        self._replicas.leaves(replica)
+        running = len(self._tracker.in_progress().get(replica, []))
+        self._shared.say(f"{member.name} was told to end and leaves; {running} responses move to others")
+        self._shared.metrics.write("leaving", replica=replica, trajectories=running)
+
+    def on_unfinished(self, member: Member, message: Unfinished) -> None:
+        trajectory_id, attempt = message.trajectory_id, message.attempt
+        if self._tracker.counts_as(trajectory_id, attempt):
+            self._rescuer.given_back(member.hello.index, trajectory_id, attempt, message.partial)
+
+    def move_away(self) -> None:
+        """Begins a move of each trajectory that a leaving replica generates and that has a place elsewhere;
+        each destination is asked once for each."""
+        leaving = self._replicas.leaving()
+        if not leaving:
+            self._tried.clear()
+            return
+        in_progress, now = self._tracker.in_progress(), time.monotonic()
+        for source in leaving:
+            row = self._replicas.at(source)
+            if row.report is None or row.weight_id is None:
+                continue
+            views = {
+                i: failover.Orphan(i, row.weight_id, self._tokens(i, row.report), 0)
+                for _, i, _ in in_progress.get(source, [])
+                if i not in self._migration.moving
+            }
+            attempts = {i: sample.attempt for _, i, sample in in_progress.get(source, [])}
+            for i, destination in failover.redirect(list(views.values()), self._rescuer.rooms()).items():
+                if (i, destination) not in self._tried:
+                    self._tried.add((i, destination))
+                    ends = (source, destination)
+                    self._migration.begin(i, attempts[i], *ends, row.weight_id, views[i].tokens, now)
+
+    def _tokens(self, trajectory_id: int, report: ReplicaLoad) -> int:
+        """Room for it: prompt, response so far, and some more."""
+        prompt = len(self._tracker.bare_group(trajectory_id).prompt_tokens)
+        response_max = self._shared.config.sampling.max_response_tokens
+        return room(prompt, response_max, report.kv_tokens, report.in_flight)

@@ -1,0 +1,69 @@
+"""How a replica leaves that was told to end (SIGTERM: a preemption, scancel, the launch script's Ctrl-C):
+nothing that it has in hand is lost.
+
+    TERM -> Leaving: nothing new comes, the controller moves what is generated to other replicas
+         -> DRAIN_SECONDS later at most: what has not moved is broken off, its tokens so far go to the
+            controller as Unfinished
+         -> the last scores, for a moment -> Goodbye
+
+Owned by worker.py. All of it takes less than `LEAVE_SECONDS` of __main__.py, after which the process ends by
+itself, and than the 30 s that Slurm leaves between TERM and KILL.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from laminar_hpc.cluster.channel import StopReceived
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.messages.rollouts import Leaving, Unfinished
+from laminar_hpc.rollout.batch import LocalBatch
+
+logger = logging.getLogger(__name__)
+DRAIN_SECONDS = 7.0  # for responses to move away or to end
+BREAK_SECONDS = 2.0  # for the engine to give back what it has
+SETTLE_SECONDS = 1.5  # for scores that are under way
+
+
+class Departure:
+    """`leave(error)` ends the worker's turns. `begun`: it was told to end."""
+
+    def __init__(
+        self, context: RoleContext, batch: LocalBatch, leave: Callable[[BaseException], None]
+    ) -> None:
+        self._context, self._batch, self._leave = context, batch, leave
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._task is not None
+
+    def begin(self) -> None:
+        """Called once, in the worker's loop."""
+        if self._task is None:
+            logger.info("rollout %d was told to end", self._context.index)
+            self.say()
+            self._task = asyncio.create_task(self._run())
+            self._task.add_done_callback(self._done)
+
+    def say(self) -> None:
+        """To a controller that does not know yet."""
+        self._context.channel.send(Leaving())
+
+    async def _run(self) -> None:
+        seconds = min(DRAIN_SECONDS, self._context.config.cluster.stop_timeout_seconds)
+        try:
+            await asyncio.wait_for(self._batch.over(), seconds)
+        except TimeoutError:
+            left = await self._batch.break_off(BREAK_SECONDS)
+            for work in left:
+                if not work.evaluation:
+                    given = Unfinished(work.trajectory_id, work.attempt, work.partial)
+                    self._context.channel.send(given)
+            text = "%d responses had not moved away within %g s and are handed over as they are"
+            logger.info(text, len(left), seconds)
+        self._leave(StopReceived("it was told to end"))
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._leave(error)

@@ -1,0 +1,150 @@
+"""docs/architecture.md#drains: a replica that is told to end leaves nothing behind."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+from script import Script, samples_of
+from stand import Stand, assert_every_one_ended_once, small_config
+
+from laminar_hpc.cluster.channel import Terminated
+from laminar_hpc.controller.loop import Controller
+from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
+from laminar_hpc.messages.membership import Goodbye, Ping
+from laminar_hpc.messages.moves import Reserve
+from laminar_hpc.messages.rollouts import Leaving, Unfinished
+from laminar_hpc.report import rundata, summary
+from laminar_hpc.rollout import departure
+from laminar_hpc.rollout.worker import RolloutWorker
+
+UNDER_WAY = 8
+
+
+class Terminator:
+    """After every turn of the controller: tells a replica to end as SIGTERM does, once it generates UNDER_WAY
+    responses, so many by `generates(replica)`, and another one generates on the same weights; `most` times.
+    """
+
+    def __init__(self, generates: Callable[[int], int], terminate: Callable[[int], None], most: int) -> None:
+        self.generates, self.terminate, self.most = generates, terminate, most
+        self.told: list[int] = []
+        self._next = 0.0
+
+    def __call__(self, controller: Controller) -> None:
+        if len(self.told) >= self.most or time.monotonic() < self._next or controller.state.trainer_done:
+            return
+        rooms = {room.replica: room.weight_id for room in controller.rescuer.rooms()}
+        for replica, weight_id in rooms.items():
+            others = [other for other in rooms if other != replica and rooms[other] == weight_id]
+            if others and self.generates(replica) >= UNDER_WAY:
+                self.told.append(replica)
+                self._next = time.monotonic() + 1.0
+                return self.terminate(replica)
+
+
+def run(tmp_path, **pipeline: object) -> tuple[Terminator, list[dict], dict]:
+    """To its end, with replicas that are told to end again and again and come back; those who were told,
+    every move, and the summary's figures."""
+    config = small_config(tmp_path, replicas=3, steps=5, **pipeline)
+    stand = Stand(config)
+
+    def worker(replica: int) -> RolloutWorker:
+        worker = stand.replicas[replica].worker
+        assert worker is not None
+        return worker
+
+    def generates(replica: int) -> int:
+        works = list(worker(replica).batch.works.values())
+        return sum(work.request_id is not None for work in works)
+
+    terminator = Terminator(
+        generates, lambda replica: worker(replica).context.channel.interrupt(Terminated()), most=3
+    )
+    stand.each_turn = terminator
+    stand.run(120)
+    assert_every_one_ended_once(config)
+    assert terminator.told
+    lives = config.rollout.replicas + len(terminator.told)
+    assert stand.lives == lives, "each that was told left once, and came back"
+    moves = rundata.load(tmp_path / "run").records.get("move", [])
+    return terminator, moves, summary.build(tmp_path / "run")
+
+
+def test_what_a_leaving_replica_generates_moves_with_its_kv(tmp_path):
+    """With eight responses under way or more, and increments off: no token is lost, and others go on without
+    a prefill."""
+    terminator, moves, figures = run(tmp_path, repack="kv", repack_seconds=600.0)
+    away = [move for move in moves if move["source"] in terminator.told]
+    assert len(away) >= UNDER_WAY and any(move["prefix_tokens"] for move in away), moves
+    assert figures["tokens_discarded"] == 0
+
+
+def test_what_has_not_moved_in_time_is_handed_over(tmp_path, monkeypatch):
+    """The tokens so far go on elsewhere, all of them."""
+    monkeypatch.setattr(departure, "DRAIN_SECONDS", 0.0)
+    _, moves, figures = run(tmp_path, repack="off")
+    handed = [move for move in moves if move["source"] is None]
+    assert len(handed) >= UNDER_WAY and sum(move["tokens"] for move in handed) > 0, moves
+    assert figures["tokens_discarded"] == 0
+
+
+def new(tmp_path) -> Script:
+    config = small_config(tmp_path, replicas=2, steps=8)
+    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 4, 2
+    return Script(config)
+
+
+def test_it_gets_nothing_new_and_its_tokens_count(tmp_path):
+    """No grant, no order to score, no move to it. What it hands over goes on at another replica at once,
+    under the next attempt, from exactly these tokens; a later word of it on them counts for nothing."""
+    script = new(tmp_path)
+    script.publish(0, 0)
+    for index in (0, 1):
+        script.rollout(index)
+        script.asks(index, 0)
+    first, second = script.granted(0), script.granted(1)
+    assert first is not None and second is not None
+    load = ReplicaLoad("draining", 0, 4, 0, kv_capacity=10_000, kv_tokens=100)
+    for index in (0, 1):
+        script.hear("rollout", index, Ping(load))
+    script.hear("rollout", 0, Leaving())
+    asked = [message for message in script.hub.left["rollout:1:"] if isinstance(message, Reserve)]
+    assert sorted(reserve.trajectory_id for reserve in asked) == sorted(samples_of(first))
+    script.controller.turn()
+    again = [message for message in script.hub.left["rollout:1:"] if isinstance(message, Reserve)]
+    assert len(again) == len(asked), "each destination is asked once for each"
+    script.asks(0, 0, newest_batch=first.batch_id)
+    assert script.granted(0) is None
+    assert [room.replica for room in script.controller.rescuer.rooms()] == [1]
+    for i, attempt in samples_of(first).items():
+        partial = Partial([i, i + 1], [-1.0, -2.0], [VersionSpan(0, 0, 2)], 1.0)
+        script.hear("rollout", 0, Unfinished(i, attempt, partial), Unfinished(i, attempt, Partial()))
+        known = script.controller.pool.get(i, attempt)
+        assert known is not None and known.tokens == [i, i + 1]
+    script.hear("rollout", 0, Goodbye())
+    assert set(script.controller.tracker.in_progress()) == {1} and script.discarded == 0
+    script.closes()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_response_without_tokens_starts_again(tmp_path, known):
+    """Of one that nobody knows a token of nothing is discarded."""
+    script = new(tmp_path)
+    script.publish(0, 0)
+    script.rollout(0)
+    script.asks(0, 0)
+    grant = script.granted(0)
+    assert grant is not None
+    if known:
+        script.works(0, grant, 5)
+    script.hear("rollout", 0, Leaving())
+    for i, attempt in samples_of(grant).items():
+        script.hear("rollout", 0, Unfinished(i, attempt, Partial()))
+    script.hear("rollout", 0, Goodbye())
+    script.rollout(1)
+    script.asks(1, 0)
+    again = script.granted(1)
+    assert again is not None and samples_of(again).keys() >= samples_of(grant).keys()
+    assert {len(part.tokens) for part in again.parts.values()} == ({5} if known else set())
+    assert script.discarded == 0
+    script.closes()
