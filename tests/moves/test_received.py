@@ -20,7 +20,7 @@ def test_a_turn_that_fails_has_received_nothing(tmp_path):
     assert store.received() == {"trainer:0:": 1} and store.next_ids()[0] == 1
     hub.received = lambda: {"trainer:0:": 3}
     trainer = "trainer:0:"
-    hub.arrived += [(trainer, NewWeightId(1)), (trainer, Failure("enough"))]
+    hub.arrived += [(trainer, NewWeightId(1)), (trainer, Failure("enough", permanent=True))]
     with pytest.raises(LaminarError, match="a worker has failed"):
         script.controller.turn()
     store.close()
