@@ -58,7 +58,7 @@ class Departure:
             left = await self._batch.break_off(BREAK_SECONDS)
             for work in left:
                 if not work.evaluation:
-                    given = Unfinished(work.trajectory_id, work.attempt, work.partial)
+                    given = Unfinished(work.trajectory_id, work.attempt, work.so_far)
                     self._context.channel.send(given)
             text = "%d responses had not moved away within %g s and are handed over as they are"
             logger.info(text, len(left), seconds)

@@ -385,7 +385,7 @@ class RolloutWorker:
             if work.evaluation:
                 self._lost(work, str(error))
             else:
-                given = Unfinished(work.trajectory_id, work.attempt, work.partial)
+                given = Unfinished(work.trajectory_id, work.attempt, work.so_far)
                 self.context.channel.send(given)
         self.state.abandoned()
         await self.weight_loader.replace()
