@@ -22,7 +22,7 @@ from laminar_hpc import cli
             "row 2: no field 'prompt' (it has: question); set data.prompt_field",
         ),
         ("a.jsonl.gz", b"not gzip", "row 1: cannot be unpacked"),
-        ("a.jsonl.gz", gzip.compress(b'{"question": "2"}\n'), "row 1: no field 'prompt'"),
+        ("a.jsonl.gz", gzip.compress(b'{"question": "2"}\n', mtime=0), "row 1: no field 'prompt'"),
         ("a.parquet", b"PAR1", "cannot be read as Parquet"),
     ],
 )
