@@ -1,6 +1,6 @@
 # Two commands: `make demo` sets everything up in .venv and runs the main job; `make test` sets up the same way and tests.
 #   TORCH_INDEX=URL  where to take torch from     CUDA=13|12|none  which build of it
-#   PYTEST_ARGS="-k relay"  more for pytest       WORKERS=N        test files at a time, by default 3
+#   PYTEST_ARGS="-k relay"  more for pytest       WORKERS=N        test files at a time, by default 2
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
@@ -28,7 +28,7 @@ demo: setup
 # One thread per process: the tests start many of them. Tests marked gpu run where there is one.
 test test-slow: export OMP_NUM_THREADS := 1
 # Whole files are handed to the workers (tests/conftest.py).
-WORKERS ?= 3
+WORKERS ?= 2
 test test-slow: SIDE_BY_SIDE = $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --no-loadscope-reorder)
 test test-slow: GPU = $(shell nvidia-smi -L >/dev/null 2>&1 || echo ' and not gpu')
 
