@@ -29,7 +29,8 @@ class Channel:
 def taken(batch: Batch) -> Batch | None:
     cluster = SimpleNamespace(batch_timeout_seconds=10.0)
     context = SimpleNamespace(channel=Channel(batch), config=SimpleNamespace(cluster=cluster))
-    return Inbox(context).take(batch.step)
+    progress = SimpleNamespace(advance=lambda: None, enter=lambda phase: None)
+    return Inbox(context, progress).take(batch.step)
 
 
 @pytest.mark.parametrize("what", ["token", "log-prob", "digest"])
