@@ -82,7 +82,20 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
     members = Members("controller", config.cluster.heartbeat_timeout_seconds)
     metrics, trace = MetricsWriter(run_dir), Trace(run_dir, "controller", 0)
     loop = Controller(
-        config, derive(config), hub, store, book, None, metrics, members, relays, None, None, print, trace
+        config,
+        derive(config),
+        hub,
+        store,
+        book,
+        None,
+        metrics,
+        members,
+        relays,
+        None,
+        RUN_ID,
+        None,
+        print,
+        trace,
     )
     chain: list[int] = []
     chains = jsonl.Appender(run_dir / "chains.jsonl")
