@@ -64,6 +64,9 @@ class TrainersPlace:
     def __init__(self, told: Path) -> None:
         self._told = told
 
+    def tell_progress(self, progress: TrainerProgress) -> None:
+        """Nobody watches here."""
+
     def wait(self, wanted: type, timeout: float) -> Message | None:
         assert wanted is TrainersMeet
         deadline = time.monotonic() + timeout

@@ -16,13 +16,15 @@ from laminar_hpc.trainer.inbox import Inbox
 class Channel:
     """Answers with the given messages."""
 
+    sessions = 0
+
     def __init__(self, *answers: Message) -> None:
         self._answers = deque(answers)
 
     def send(self, message: Message) -> None:
         pass
 
-    def wait(self, *wanted: type, timeout: float) -> Message:
+    def wait(self, *wanted: type, timeout: float, session: int) -> Message:
         return self._answers.popleft()
 
 
