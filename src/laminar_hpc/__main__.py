@@ -185,7 +185,7 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
             {
                 "trainer": "laminar_hpc.trainer.loop",
                 "relay": "laminar_hpc.relay.run",
-                "rollout": "laminar_hpc.rollout.worker",
+                "rollout": "laminar_hpc.rollout.role",
             }[mine.role]
         )
         trace = trace_class(run_dir, mine.role, mine.index)

@@ -13,7 +13,7 @@ from laminar_hpc.cluster.loop_watch import LoopWatch
 BLOCKED = """
 import asyncio, time
 from types import SimpleNamespace
-from laminar_hpc.rollout import worker
+from laminar_hpc.rollout import role
 
 class Channel:
     def send(self, message):
@@ -28,9 +28,9 @@ async def run():
 def a_call_that_blocks():
     time.sleep(100)
 
-worker.LOOP_SECONDS = worker.LOOP_SECONDS_MOST = 0.5
+role.LOOP_SECONDS = role.LOOP_SECONDS_MAX = 0.5
 context = SimpleNamespace(channel=Channel(), index=3)
-asyncio.run(worker._watched(SimpleNamespace(context=context, run=run)))
+asyncio.run(role.watched(SimpleNamespace(context=context, run=run)))
 """
 
 GOES_ON = """

@@ -85,7 +85,7 @@ def test_a_worker_needs_no_torch():
     """Each rollout rank and each engine's launcher would pay for it: seconds of a core, and 200 MB for as
     long as it runs."""
     code = (
-        "import laminar_hpc.rollout.worker, laminar_hpc.engine.sglang.plugin.serve, sys; "
+        "import laminar_hpc.rollout.role, laminar_hpc.engine.sglang.plugin.serve, sys; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

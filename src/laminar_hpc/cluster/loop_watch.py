@@ -1,7 +1,7 @@
 """A thread that sees that a loop of this process stands still: all stacks go to the log, then its owner is
 told, once for each standstill.
 
-Used by rollout/worker.py, which ends, and controller/run.py, which only says so. A process that was stopped
+Used by rollout/role.py, which ends, and controller/run.py, which only says so. A process that was stopped
 as a whole stood still with its watch, which counts only time in which it ran itself.
 """
 

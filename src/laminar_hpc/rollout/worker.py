@@ -1,5 +1,4 @@
-"""The rollout role: one replica with its engine, its weights and its reward workers. `run(context)` is what
-its rank executes.
+"""One replica with its engine, its weights and its reward workers; role.py runs it.
 
     start the engine from model.path (unverified) | wait for the first slot
     forever: a newer slot is there -> pull, verify, WeightsOpened
@@ -18,7 +17,6 @@ Waited for by: the controller, for Generated and Scored.
 
 import asyncio
 import logging
-import os
 import random
 import time
 from collections import deque
@@ -28,13 +26,11 @@ from typing import Any
 
 from laminar_hpc.cluster.channel import StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.loop_watch import LoopWatch
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.engine.interface import EngineFactory, EngineHangs
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import Message, Sample
-from laminar_hpc.messages.membership import Failure, Welcome
+from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.messages.rollouts import (
     Drop,
     EngineHung,
@@ -64,40 +60,6 @@ from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
 logger = logging.getLogger(__name__)
-# of the event loop's turns: files are looked at and tokenizers run in it, each for a moment
-LOOP_SECONDS, LOOP_SECONDS_MOST = 60.0, 600.0
-
-
-def run(context: RoleContext) -> None:
-    """Serves until the controller says Stop, or this process is told to end (departure.py). Raises
-    LaminarError when the replica cannot go on."""
-    new_engine = engine_factory(context.config, context.index, context.run_dir)
-    asyncio.run(_watched(RolloutWorker(context, new_engine)))
-
-
-async def _watched(worker: "RolloutWorker") -> None:
-    """The worker's life. When its event loop stands still, this process says so to the controller and
-    ends: others go on with what it had."""
-    channel, index = worker.context.channel, worker.context.index
-
-    def stuck(text: str) -> None:  # in the watch's thread
-        channel.send(Failure(text))
-        channel.close(goodbye=False)
-        os._exit(1)
-
-    watch = LoopWatch(f"the event loop of rollout {index}", LOOP_SECONDS, LOOP_SECONDS_MOST, stuck)
-    turns = asyncio.create_task(_turn_for(watch))
-    try:
-        await worker.run()
-    finally:
-        turns.cancel()
-        watch.close()
-
-
-async def _turn_for(watch: LoopWatch) -> None:
-    while True:
-        watch.turned()
-        await asyncio.sleep(1.0)
 
 
 class RolloutWorker:

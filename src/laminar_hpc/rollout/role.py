@@ -1,0 +1,46 @@
+"""The rollout role: `run(context)` is what its rank executes. The replica is worker.py; a thread watches that
+its event loop turns."""
+
+import asyncio
+import os
+
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.loop_watch import LoopWatch
+from laminar_hpc.engine.factory import engine_factory
+from laminar_hpc.messages.membership import Failure
+from laminar_hpc.rollout.worker import RolloutWorker
+
+# of the event loop's turns: files are looked at and tokenizers run in it, each for a moment
+LOOP_SECONDS, LOOP_SECONDS_MAX = 60.0, 600.0
+
+
+def run(context: RoleContext) -> None:
+    """Serves until the controller says Stop, or this process is told to end (departure.py). Raises
+    LaminarError when the replica cannot go on."""
+    new_engine = engine_factory(context.config, context.index, context.run_dir)
+    asyncio.run(watched(RolloutWorker(context, new_engine)))
+
+
+async def watched(worker: RolloutWorker) -> None:
+    """The worker's life. When its event loop stands still, this process says so to the controller and
+    ends: others go on with what it had."""
+    channel, index = worker.context.channel, worker.context.index
+
+    def stuck(text: str) -> None:  # in the watch's thread
+        channel.send(Failure(text))
+        channel.close(goodbye=False)
+        os._exit(1)
+
+    watch = LoopWatch(f"the event loop of rollout {index}", LOOP_SECONDS, LOOP_SECONDS_MAX, stuck)
+    turns = asyncio.create_task(_turn_for(watch))
+    try:
+        await worker.run()
+    finally:
+        turns.cancel()
+        watch.close()
+
+
+async def _turn_for(watch: LoopWatch) -> None:
+    while True:
+        watch.turned()
+        await asyncio.sleep(1.0)
