@@ -45,22 +45,29 @@ def prompt_of(number: int, length: int = 60) -> list[int]:
     return [draw.randrange(250) for _ in range(length)]
 
 
-async def decoding(engine: SglangServer, name: str, move: str, address: str) -> None:
-    """Sends the snapshot as soon as request `name` decodes, within 60 s; `address` is the destination's."""
+async def decoding(
+    engine: SglangServer, name: str, move: str, address: str, call: asyncio.Task | None = None
+) -> bool:
+    """Sends the snapshot as soon as request `name` decodes, within 60 s; `address` is the destination's.
+    Returns False when `call`, the request's own, has ended before."""
     deadline = time.monotonic() + 60
     while True:
         try:
-            return await engine.kv_send(move, name, address)
+            await engine.kv_send(move, name, address)
+            return True
         except KvRefused as error:
             if "is decoding here" not in str(error) or time.monotonic() > deadline:
                 raise
+            if call is not None and call.done():
+                return False
             await asyncio.sleep(0.005)
 
 
 async def moved(
     pair: Pair, number: int, parameters: dict, pause: float, way: str = "shm", source: int = 0
 ) -> tuple[Generation, Generation]:
-    """The two parts of an answer of which the second is drawn by the other engine."""
+    """The two parts of an answer of which the second is drawn by the other engine, after at most `pause`
+    seconds: an answer that has ended by then is asked for again and moved earlier."""
     ours, theirs = pair.engines[source], pair.engines[1 - source]
     prompt, name, move = prompt_of(number), f"request-{number}", f"move-{number}"
     call = asyncio.create_task(ours.generate(prompt, parameters, name, "0"))
@@ -68,7 +75,9 @@ async def moved(
     address = await theirs.kv_reserve(move, 0, len(prompt) + parameters["max_new_tokens"])
     if way == "tcp":
         address = json.dumps(json.loads(address) | {"machine": "another"})
-    await decoding(ours, name, move, address)
+    if not await decoding(ours, name, move, address, call):
+        await theirs.kv_abort(move)
+        return await moved(pair, number, parameters, pause / 4, way, source)
     sent = await ours.kv_detach(move, name)
     first = await call
     assert first.finish_reason == "moved" and sent == len(prompt) + len(first.tokens) - 1

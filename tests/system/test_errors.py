@@ -124,16 +124,9 @@ def test_a_model_whose_weights_are_cut_off(tmp_path):
     run.assert_gone()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "who",
-    [
-        "engine",
-        pytest.param("controller", marks=pytest.mark.slow),
-        pytest.param("rollout", marks=pytest.mark.slow),
-        pytest.param("trainer", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("who", ["engine", "controller", "rollout", "trainer"])
 def test_a_death_ends_the_run_in_order(tmp_path, who):
     """Killed with SIGKILL while training: every process is gone within 20 s, shared memory is clean, one line
     names who died.
