@@ -30,6 +30,7 @@ import psutil
 
 from laminar_hpc.audit.checks import audit
 from laminar_hpc.audit.records import read
+from laminar_hpc.observability import jsonl
 from laminar_hpc.report import rundata
 from laminar_hpc.report.rundata import Run
 
@@ -104,7 +105,7 @@ def roles(options: argparse.Namespace, folder: Path, name: str) -> Iterator[Role
 
 
 def steps_done(run_dir: Path) -> int:
-    return len(rundata.load(run_dir).steps) if (run_dir / "metrics.jsonl").exists() else 0
+    return max((record["step"] for record in jsonl.read(run_dir / "metrics.jsonl", "step")), default=0)
 
 
 def until_it_trains(running: Roles, seconds: float = 300.0) -> None:

@@ -81,7 +81,8 @@ def test_a_run_that_died_at_step_3(tmp_path):
 
 
 def test_a_run_that_never_took_a_step(tmp_path):
-    """Promise: even a run that failed while it was set up has a report, with the reason."""
+    """Promise: even a run that failed while its store was being made has a report, with the reason."""
+    (tmp_path / "store.sqlite").touch()
     metrics = jsonl.Appender(tmp_path / "metrics.jsonl")
     metrics.write(
         {

@@ -220,13 +220,15 @@ def _consumed(run: Run) -> list[Consumed]:
 
 
 def _select(path: Path, columns: str, where: str, table: str = "trajectories") -> Iterator[tuple]:
-    """Rows of a table of the store at `path`, read-only; none where there is no store."""
+    """Rows of a table of the store at `path`, read-only; none where there is no store, or where it is just
+    being made and has no tables."""
     if not path.is_file():
         return
     try:
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
         try:
-            yield from connection.execute(f"SELECT {columns} FROM {table} WHERE {where}")
+            if connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+                yield from connection.execute(f"SELECT {columns} FROM {table} WHERE {where}")
         finally:
             connection.close()
     except sqlite3.Error as error:
