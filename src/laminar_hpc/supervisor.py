@@ -17,7 +17,7 @@ from laminar_hpc.cluster.launch import GO_ON, Launch
 from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
-from laminar_hpc.controller.rundir import journal_folder, note_restart, store_directory
+from laminar_hpc.controller.rundir import journal_folder, note_restart, store_directory, try_out
 from laminar_hpc.controller.store_check import check_store
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
@@ -27,10 +27,10 @@ _STORE_CHECK_SECONDS = 0.5  # a first look: the controller takes the time to rea
 
 def nothing_to_start(config: RunConfig) -> bool:
     """Whether the run is complete, which is then said. Raises Refused when another run is live in its
-    folders, or when its store is damaged."""
+    store's folder, when the run directory cannot be written, or when the store is damaged."""
     run_dir, store = Path(config.run_dir), store_directory(config)
-    refuse_if_held(run_dir)
     refuse_if_held(store)
+    try_out(run_dir)
     if close_completed(config, lambda text: print(text, flush=True)):
         return True
     if (

@@ -8,6 +8,7 @@ refusal need not wait for them.
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, missing_inputs, warnings
 from laminar_hpc.config.errors import LaminarError, Refused
@@ -85,6 +86,9 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
             "laminar train starts all roles; for one role use torchrun "
             "-m laminar_hpc role=..., as the scripts in launch/ do"
         )
+    from laminar_hpc.cluster.run_lock import refuse_if_held
+
+    refuse_if_held(Path(config.run_dir))
     from laminar_hpc import supervisor
     from laminar_hpc.controller.rewards import check_rewards
     from laminar_hpc.observability.wandb_mirror import check_wandb

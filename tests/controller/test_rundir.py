@@ -58,6 +58,15 @@ def evaluated(step: int, name: str, label: str = "after") -> dict:
     return {"kind": "evaluation", "time": 2.0, "name": name, "file": FILE, "label": label, "step": step}
 
 
+def test_a_run_directory_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):
+    """Promise: one line that names it and the reason; a good one is left as it was, there or not."""
+    (tmp_path / "file").write_text("")
+    for run_dir in (tmp_path / "file" / "run", Path("/proc/laminar/run")):
+        with pytest.raises(Refused, match=f"run_dir={run_dir} cannot be used .*; choose another"):
+            nothing_to_start(config_of(run_dir))
+    assert not nothing_to_start(config_of(tmp_path / "a" / "run")) and not (tmp_path / "a").exists()
+
+
 # ---- complete ----------------------------------------------------------------------------------------------
 
 

@@ -325,6 +325,7 @@ async def test_calls_of_a_dead_worker_are_done_again_once(tmp_path):
         ("no_such_module_here.f", "ModuleNotFoundError"),
         ("broken_for_pool_test.f", "No module named 'no_such_module_anywhere'"),
         ("justaname", "is no dotted path"),
+        ("/home/me/rewards.py:f", "write it as module.function, where module.py is in the current folder"),
     ],
 )
 async def test_a_function_that_is_not_there_is_refused_at_the_start(function, says):

@@ -3,6 +3,7 @@ aside. Nothing is deleted."""
 
 import contextlib
 import os
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,22 @@ def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
     (run_dir / ADDRESS_FILE).unlink(missing_ok=True)
     steps = checkpoints.steps(run_dir) if config.resume == "auto" else []
     return Start(steps[-1] if steps else None, moved)
+
+
+def try_out(run_dir: Path) -> None:
+    """For a command line, before anything starts. Raises Refused when `run_dir` cannot be made or written;
+    leaves nothing behind."""
+    missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise unusable(run_dir, error) from error
+    finally:
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def unusable(run_dir: Path, error: OSError) -> LaminarError:

@@ -76,8 +76,11 @@ def load_function(path: str, label: str) -> Callable:
     """The callable at a dotted path, searched from the current folder on too. Raises LaminarError when
     there is none."""
     module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise LaminarError(f"{label} is no dotted path: write it as module.function")
+    if not module_name or set("/:") & set(path):
+        raise LaminarError(
+            f"{label} is no dotted path: write it as module.function, where module.py is in the current "
+            "folder or one of PYTHONPATH"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
