@@ -9,7 +9,8 @@ from runs import Run, consumed, metrics, summary
 
 from laminar_hpc.cluster.checkpoints import checkpoint_path, read_state
 
-STEPS = 16  # so many that a fast machine does not reach the end before it is stopped
+STEPS = 24  # so many that a fast machine does not reach the end before it is stopped
+BATCH, TRAJECTORIES = "algorithm.prompts_per_step=8", 64  # of a step
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def test_kill_resume_stop_resume(run_dir):
     line, non-zero exit, everything gone within 20 s, and the same command goes on. Then TERM: the step is
     finished, checkpointed, exit 0. At the end docs/architecture.md#one-policy and
     #nothing-lost hold over all launches, and a further start ends at once."""
-    words = [f"steps={STEPS}", "checkpoint.every=2", "resume=auto"]
+    words = [f"steps={STEPS}", "checkpoint.every=2", "resume=auto", BATCH]
     run = Run(run_dir, *words, "restarts=1")
     run.read_until(f"step  3/{STEPS}")
     assert not run.listens_beyond_loopback()
@@ -31,7 +32,7 @@ def test_kill_resume_stop_resume(run_dir):
     why = run.read_until("restart  ")
     assert "1 of 1 within an hour, from the checkpoint of step " in why and "relay 0 (pid " in why
     restored = int(run.read_until("going on from the checkpoint of step ").split()[-1])
-    assert restored in (2, 4)  # 4: the trainer was quicker than the news of the death
+    assert restored in (2, 4, 6, 8)  # the trainer was quicker than the news of the death
     run.read_until(f"step {restored + 1:>2}/{STEPS}")
     run.members()
     run.rank("relay").kill()
@@ -45,7 +46,7 @@ def test_kill_resume_stop_resume(run_dir):
 
     run = Run(run_dir, *words)
     again = int(run.read_until("going on from the checkpoint of step ").split()[-1])
-    assert restored <= again <= restored + 2
+    assert restored <= again <= restored + 6
     restored = again
     run.read_until(f"step {restored + 2:>2}/{STEPS}")
     run.stop(signal.SIGTERM)
@@ -61,13 +62,13 @@ def test_kill_resume_stop_resume(run_dir):
     run.assert_gone()
 
     figures = summary(run_dir)
-    assert figures["steps"] == STEPS and figures["trajectories_trained"] == STEPS * 256
+    assert figures["steps"] == STEPS and figures["trajectories_trained"] == STEPS * TRAJECTORIES
     assert figures["max_versions_per_trajectory"] == 1
     assert figures["staleness_training_max"] <= 2
     assert figures["logprob_mismatch_max"] < 1e-3
     assert figures["accuracy_after"] is not None and figures["accuracy_before"] is not None
     batches = consumed(run_dir)
-    assert sorted(batches) == list(range(STEPS)) and all(len(b) == 256 for b in batches.values())
+    assert sorted(batches) == list(range(STEPS)) and all(len(b) == TRAJECTORIES for b in batches.values())
     trained = [t for b in batches.values() for t in b]
     assert len(set(trained)) == len(trained), "trained twice"
     assert figures["restarts"] == 1 and (run_dir / "report.html").stat().st_size > 20_000
@@ -83,7 +84,7 @@ def test_replay_and_resume_are_bit_exact(run_dir, tmp_path):
     """`source=replay`: weights, optimizer and RNG after a resume hash equal to an uninterrupted run's on the
     same batches: a run that has lost its last checkpoint, and of which the one before is damaged, says so and
     trains those steps again."""
-    words = [f"source=replay:{run_dir}", "checkpoint.every=2", "checkpoint.keep=3", "steps=5"]
+    words = [f"source=replay:{run_dir}", "checkpoint.every=2", "checkpoint.keep=3", "steps=5", BATCH]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run = Run(whole, *words)
     assert run.finish() == 0, run.lines
