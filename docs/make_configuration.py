@@ -83,6 +83,7 @@ UNITS = {
     "reward.slots": "calls",
     "relay.slots": "copies of the weights",
     "rollout.replicas": "replicas",
+    "rollout.replicas_min": "replicas",
     "rollout.max_concurrent": "requests",
     "evaluation.problems": "rows",
     "evaluation.samples": "responses",

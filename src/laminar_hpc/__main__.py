@@ -30,7 +30,7 @@ from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.devices import use_devices
 from laminar_hpc.cluster.full_disk import full_disk_text
 from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus
-from laminar_hpc.cluster.launch import PERMANENT, REFUSED
+from laminar_hpc.cluster.launch import JOINED_AS, PERMANENT, REFUSED
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.check import check, derive, derived_values, missing_inputs
@@ -39,12 +39,13 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
 from laminar_hpc.controller.rundir import completed_step, was_restarted
-from laminar_hpc.messages.membership import Failure, Hello
+from laminar_hpc.messages.membership import UNNUMBERED, Failure, Hello
 from laminar_hpc.observability import console
 from laminar_hpc.pretrained import follow, prepare_rank
 
 SPEAK_SECONDS = 10.0  # for rank 0 to say an error that all ranks see
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
+LEAVES = ("relay", "rollout")  # roles without which the run goes on; one world ends as a whole
 ONE_WISH_SECONDS = 3.0  # Slurm, torchrun and the launch script may all pass on the same one
 
 
@@ -70,6 +71,13 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
     )
     first = rank // per_node * per_node
     lanes = max(1, config.relay.lanes)
+    if config.role == "rollout" and config.first_index:
+        raise LaminarError(
+            f"first_index={config.first_index}: leave it out for rollouts; the controller numbers them"
+        )
+    if config.role == "rollout":  # counted on this machine: the controller gives them their numbers
+        here = [RoleOfRank("rollout", other) for other in range(first, first + per_node)]
+        return here[rank - first], here, lanes
     if config.role != "all":
         if config.role == "relay" and (per_node != lanes or config.first_index % lanes):
             raise LaminarError(
@@ -86,9 +94,9 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
     return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
 
 
-def watch_signals(drains: bool) -> list[Channel]:
-    """TERM and INT: the controller ends the run in order, or this role leaves it, which `drains` then meets
-    Terminated; if that takes too long, or at a second signal, this process ends by itself.
+def watch_signals(leaves: bool) -> list[Channel]:
+    """TERM and INT: the controller ends the run in order, or this role leaves it, which `leaves` and then
+    meets Terminated; if that takes too long, or at a second signal, this process ends by itself.
 
     A thread reads the interpreter's wake-up pipe, because a Python handler would not run while the main
     thread waits in a collective. The caller puts its channel into the returned list when it has joined the
@@ -104,9 +112,11 @@ def watch_signals(drains: bool) -> list[Channel]:
 
     def leave() -> None:
         os.read(read_end, 1)
+        if leaves and not joined:
+            os._exit(0)  # nothing has begun
         for channel in joined:
             channel.end_with_controller()
-            if drains:
+            if leaves:
                 channel.interrupt(Terminated())
             time.sleep(ONE_WISH_SECONDS)
             os.set_blocking(read_end, False)
@@ -155,15 +165,22 @@ class UserTerminal:
     def print_error(self, text: str) -> None:
         print(f"laminar: error: {text}", file=self._error, flush=True)
 
+    def note(self, text: str) -> None:
+        """For whoever started this process."""
+        print(text, file=self._error, flush=True)
 
-def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> None:
-    """Joins the run, then runs the role. A failure is told to the controller before it is raised."""
+
+def run_worker(
+    config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank], joined_as: Callable[[RoleOfRank], None]
+) -> None:
+    """Joins the run, then runs the role. A failure is told to the controller before it is raised. `joined_as`
+    hears which place it has in the run."""
     use_devices(config, here, mine)
     keep_to_loopback(config.cluster.host)
-    drains = config.role == "rollout"  # one world ends as a whole
-    joined = watch_signals(drains)
+    joined = watch_signals(config.role in LEAVES)
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
-    hello = Hello(mine.role, mine.index, uuid.uuid4().hex[:8], os.getpid(), machine)
+    index = UNNUMBERED if config.role == "rollout" else mine.index
+    hello = Hello(mine.role, index, uuid.uuid4().hex[:8], os.getpid(), machine)
     one_world = config.role == "all"  # which ends with its controller
     patience = 0.0 if one_world else config.cluster.join_timeout_seconds
     launch = launch_id() if one_world else ""
@@ -176,6 +193,8 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
         launch,
     )
     joined.append(channel)
+    mine = RoleOfRank(mine.role, channel.index)
+    joined_as(mine)
     channel.when_replaced = leave_at_once
     redirect_output(run_dir, f"{mine.role}{mine.index}")
     goodbye = False
@@ -194,7 +213,7 @@ def run_worker(config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank]) -> N
             RoleContext(config, mine.role, mine.index, machine, run_dir, channel, channel.welcome, trace)
         )
         goodbye = True
-    except StopReceived:
+    except (StopReceived, Terminated):
         goodbye = True
         raise
     except BaseException as error:
@@ -267,7 +286,12 @@ class Rank:
         if mine.role == "controller":
             run_controller(config, relays, user.say)
         else:
-            run_worker(config, mine, here)
+            run_worker(config, mine, here, self._joined)
+
+    def _joined(self, mine: RoleOfRank) -> None:
+        self._mine = mine
+        if self._config is not None and self._config.role == "rollout":
+            self._user.note(f"{JOINED_AS} {mine.role} {mine.index}")
 
     def _speaks(self) -> bool:
         """Whether it is for this rank to say an error: one of its own, or, for rank 0, one that all see."""
@@ -314,6 +338,8 @@ def main(overrides: list[str]) -> int:
     rank = Rank()
     try:
         rank.run(overrides)
+    except Terminated:  # it has left in order
+        return 0
     except GangReplaced:  # the controller has said why
         return terminal.FAILED_ELSEWHERE
     except StopReceived as stop:

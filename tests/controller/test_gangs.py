@@ -204,7 +204,8 @@ def test_trainers_that_are_not_where_the_run_is_end_it(
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text("{}")
     continuation = Continuation(store, entry.shared.state, None)
-    training = Training(entry.shared, SimpleNamespace(), None, SimpleNamespace(), store, None, continuation)
+    nothing = SimpleNamespace()
+    training = Training(entry.shared, nothing, None, nothing, store, None, continuation, nothing)
     with pytest.raises(LaminarError, match=f"trainer 0 {reason}"):
         say(training, entry.members.at("trainer"))
     store.close()

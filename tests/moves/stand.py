@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -29,6 +30,7 @@ from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.engine.emulated import responses
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.messages.membership import UNNUMBERED
 from laminar_hpc.messages.wire import decode_trajectory
 
 
@@ -99,8 +101,13 @@ class Stand:
         new_worker: NewWorker = new_worker,
         each_turn: Callable[[Controller], None] = lambda _: None,
         trainer: Callable[[RunConfig, float, queue.SimpleQueue], None] = stage.trainer,
+        lasting: int | None = None,
     ) -> None:
-        self._trainer = trainer
+        """`lasting`: replicas that are there from the start, each followed by another when it dies; default
+        all that are configured. `join` adds others."""
+        self._trainer, self._lasting = trainer, config.rollout.replicas if lasting is None else lasting
+        self.living: list[Future] = []
+        self.newcomers: list[Replica] = []
         self.config, self._new_worker, self.each_turn = config, new_worker, each_turn
         self.lines: list[str] = []
         self.error: BaseException | None = None
@@ -127,7 +134,7 @@ class Stand:
         try:
             for thread in threads:
                 thread.start()
-            living = [self.loop.start(self._keep_alive(index)) for index in range(config.rollout.replicas)]
+            self.living += [self.loop.start(self._keep_alive(index)) for index in range(self._lasting)]
             deadline = time.monotonic() + seconds
             while not controller.state.finished:
                 controller.turn()
@@ -140,7 +147,7 @@ class Stand:
             while controller.members.by_place and time.monotonic() < deadline + 20:
                 controller.turn()
             assert not controller.members.by_place, "not all have left"
-            for replica in living:
+            for replica in self.living:
                 replica.result(20)
         finally:
             self.ending = True
@@ -151,6 +158,13 @@ class Stand:
             self.loop.run(self.pool.close())
             self.loop.close()
         assert_clean(run_dir)
+
+    def join(self) -> Replica:
+        """One more replica, which the controller numbers. Nobody follows when it leaves or dies."""
+        replica = Replica(self.config, UNNUMBERED, self.pool, self._new_worker)
+        self.newcomers.append(replica)
+        self.living.append(self.loop.start(replica.run()))
+        return replica
 
     async def _keep_alive(self, index: int) -> None:
         """A replica, and the next one in its place when it dies."""

@@ -128,7 +128,7 @@ def test_all_processes_of_a_plan_are_started_once(tmp_path, monkeypatch):
         )
         return [f"refused {done.returncode}"] if done.returncode else done.stdout.splitlines()
 
-    trainers, replicas, relays = set(), set(), set()
+    trainers, relays, replicas = set(), set(), 0
     for machine in range(trainer_machines(best).count):
         (line,) = start("trainer", str(machine), "seed=3")
         assert f"--config-dir {tmp_path} experiment=two cluster.host=10.0.0.1" in line
@@ -139,11 +139,14 @@ def test_all_processes_of_a_plan_are_started_once(tmp_path, monkeypatch):
     for machine in range(machines):
         for line in start("rollout", str(machine)):
             role, _, lanes, rollouts, *_ = line.split()
+            if role == "rollout":
+                assert "first_index" not in line, "the controller numbers them"
+                replicas += int(rollouts)
+                continue
             first = int(line.partition("first_index=")[2].split()[0])
-            found, count = (relays, int(lanes)) if role == "relay" else (replicas, int(rollouts))
-            assert not found & set(range(first, first + count))
-            found |= set(range(first, first + count))
-    assert trainers == set(range(best.trainer_gpus)) and replicas == set(range(best.replicas))
+            assert not relays & set(range(first, first + int(lanes)))
+            relays |= set(range(first, first + int(lanes)))
+    assert trainers == set(range(best.trainer_gpus)) and replicas == best.replicas
     assert relays == set(range(2 * machines)), "two lanes for 32B"
     for wrong in (["trainer", "99"], ["rollout", "-1"], ["rollouts", "0"], ["trainer"]):
         assert start(*wrong) == ["refused 2"]

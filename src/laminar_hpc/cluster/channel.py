@@ -68,7 +68,13 @@ class Channel:
         self.when_replaced: Callable[[GangReplaced], None] | None = None
         self._line = WorkerLine(run_dir, hello, heartbeat_seconds, patience_seconds, launch, self._deliver)
         self.welcome = self._line.join(join_seconds)
+        self._hello = hello.numbered(self.welcome.index)
         self._line.start()
+
+    @property
+    def index(self) -> int:
+        """The number of this worker within its role."""
+        return self._hello.index
 
     @property
     def load(self) -> ReplicaLoad | None:
@@ -143,8 +149,7 @@ class Channel:
 
     def _nothing_came(self, timeout: float, what: str) -> LaminarError:
         return LaminarError(
-            f"{self._hello.role} {self._hello.index} waited "
-            f"{timeout:.0f} s for {what} from the controller and gave up"
+            f"{self._hello.name} waited {timeout:.0f} s for {what} from the controller and gave up"
         )
 
     def receive(self, timeout: float, what: str) -> Message:

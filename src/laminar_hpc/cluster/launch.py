@@ -32,8 +32,9 @@ _ERROR = "laminar: error:"
 _REFUSED = f"{_ERROR} refused:"  # an error seen before anything began
 GO_ON = ", then go on with the same command and resume=auto"
 REFUSED, PERMANENT = 2, 3  # exit codes of a rank: before the run began; failed, and would fail again
+JOINED_AS = "laminar: joined as"  # ROLE INDEX, by a process that did not know its number when it started
 _REPEAT_SECONDS = 2.0  # `timeout` and some terminals deliver one wish twice at once
-_GONE_SECONDS = 20.0  # a session that was told to end is gone after this
+GONE_SECONDS = 20.0  # a session that was told to end is gone after this
 
 
 class Launch:
@@ -45,14 +46,27 @@ class Launch:
         self._causes: list[str] = []  # of a failure: one line, or one per mistake of a refused configuration
         self._told = 0  # how many of them the user has seen
         self.is_permanent = False  # it would fail again for sure
+        self.joined_as = ""  # "rollout 3": what a rollout says of itself, once the controller has numbered it
         self._stops, self._asked = 0, 0.0
         self._chatter: deque[str] = deque(maxlen=2000)
         self._refused = False
         # torchrun's own store in place of a TCP one, which listens on all interfaces
         self._meeting = os.memfd_create("torchrun")
-        command = [
-            sys.executable,
-            "-m",
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *self._runner(), "laminar_hpc", *overrides],
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={"OMP_NUM_THREADS": "1", **os.environ, **self._environment()},
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _runner(self) -> list[str]:
+        """What runs the module laminar_hpc."""
+        return [
             "torch.distributed.run",
             "--nnodes=1",
             "--rdzv-backend=c10d",
@@ -61,23 +75,12 @@ class Launch:
             f"--rdzv-endpoint=/proc/{os.getpid()}/fd/{self._meeting}",
             f"--rdzv-id={uuid.uuid4()}",
             "--local-addr=127.0.0.1",
-            f"--nproc-per-node={world_size}",
+            f"--nproc-per-node={self._world}",
             "-m",
-            "laminar_hpc",
-            *overrides,
         ]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        self._process = subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+
+    def _environment(self) -> dict[str, str]:
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def _read(self) -> None:
         assert self._process.stderr is not None
@@ -87,6 +90,8 @@ class Launch:
                 self._failed(line.removeprefix(_REFUSED))
             elif line.startswith(_ERROR) and not self._causes:  # what follows the first are its consequences
                 self._failed(line.removeprefix(_ERROR))
+            elif line.startswith(JOINED_AS):
+                self.joined_as = line.removeprefix(JOINED_AS).strip()
             else:
                 self._chatter.append(line)
 
@@ -117,7 +122,7 @@ class Launch:
     def end(self) -> None:
         """Ends the session that this launch started, and nothing else."""
         self._kill(signal.SIGTERM)
-        timer = threading.Timer(_GONE_SECONDS, self._kill, [signal.SIGKILL])
+        timer = threading.Timer(GONE_SECONDS, self._kill, [signal.SIGKILL])
         timer.daemon = True
         timer.start()
 
@@ -147,7 +152,7 @@ class Launch:
         remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
         if code == 0:
             return 0
-        rank, number = self._root_cause()
+        rank, number = self._root_cause(code)
         if not self._causes and (why := self._explain(rank, number)):
             self._causes.append(why)
         # another rank may have ended before the one whose disk is full
@@ -161,7 +166,7 @@ class Launch:
                 with open(logs / "torchrun.log", "a") as file:
                     file.writelines(self._chatter)
 
-    def _root_cause(self) -> tuple[int, int]:
+    def _root_cause(self, _: int) -> tuple[int, int]:
         """The rank that ended first, and its exit code, by torchrun's report; (-1, 1) where that has none."""
         text = "".join(self._chatter)
         root = text[text.find("Root Cause") :] if "Root Cause" in text else text

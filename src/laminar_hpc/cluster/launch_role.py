@@ -1,30 +1,33 @@
-"""One role's torchrun, as the scripts of launch/ start it.
+"""The processes of one role on this machine, as the scripts of launch/ start them: a torchrun, or for
+rollouts a plain process per replica, so that the death of one ends no other.
 
     python -m laminar_hpc.cluster.launch_role ROLE PROCESSES run_dir=... [overrides]
 
 A launch.Launch whose last word differs: a death is one line that says who died, how, and what starting it
 again can do. Controller and trainers are started again here while the run goes on, as policies/restarts.py
 says. torchrun's chatter goes to RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the run
-cannot do without its controller and trainer, so theirs become `laminar stop`; a relay's or a rollout's end
-these processes only.
+cannot do without its controller and trainer, so theirs become `laminar stop`; relays and rollouts are told to
+leave, the run goes on, and the exit code is theirs. A second one ends them at once.
 """
 
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import read_address
-from laminar_hpc.cluster.launch import Launch
+from laminar_hpc.cluster.launch import GONE_SECONDS, REFUSED, Launch
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
 
-ONE_AGAIN = "the others go on; start it again with launch/{role}.sh and the same arguments"
 CONTROLLER_AGAIN = (
     "the others go on and wait for it (cluster.join_timeout_seconds); start it again with "
     "launch/controller.sh, the same arguments and resume=auto"
@@ -36,8 +39,8 @@ TRAINER_AGAIN = (
 AGAIN = {
     "controller": CONTROLLER_AGAIN,
     "trainer": TRAINER_AGAIN,
-    "relay": ONE_AGAIN,
-    "rollout": ONE_AGAIN,
+    "relay": "the others go on; start it again with launch/relay.sh and the same arguments",
+    "rollout": "the others go on; start another with launch/rollout.sh at any time",
 }
 # roles that are started again here: times per hour, with restarts=null
 _RESTARTS = {"controller": 10, "trainer": 10}
@@ -55,15 +58,40 @@ class RoleLaunch(Launch):
             super().on_signal(number)
         else:
             self._stops += 1
-            self.end()
+            (self.leave if self._stops == 1 else self.end)()
+
+    def leave(self) -> None:
+        """Tells the ranks, not their torchrun, which would fail."""
+        if self._role in ("controller", "trainer") or not (ranks := self._ranks()):
+            return self.end()
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.terminate()
+        timer = threading.Timer(GONE_SECONDS, self._kill, [signal.SIGKILL])
+        timer.daemon = True
+        timer.start()
+        return None
+
+    def wait(self) -> int:
+        """As Launch.wait; 0 as well for a rank that was told to leave before it could hear of it."""
+        code = super().wait()
+        unborn = self._root_cause(self._process.returncode)[1] == -signal.SIGTERM
+        return 0 if self._stops == 1 and unborn else code
+
+    def _ranks(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self._process.pid).children()
+        return []
 
     def _write_log(self) -> None:
         logs = Path(self._config.run_dir) / "logs"
         with suppress(OSError):  # a full disk, which the run itself has named
-            if logs.is_dir():
-                log = logs / f"torchrun-{self._role}{self._config.first_index}.log"
-                with open(log, "a") as file:
+            if logs.is_dir() and self._chatter:
+                with open(logs / self._log_name(), "a") as file:
                     file.writelines(self._chatter)
+
+    def _log_name(self) -> str:
+        return f"torchrun-{self._role}{self._config.first_index}.log"
 
     @property
     def is_final(self) -> bool:
@@ -75,12 +103,12 @@ class RoleLaunch(Launch):
         """Who died and how. "" where nobody needs to be told: the user ended it, or what failed has said so
         here."""
         logs = Path(self._config.run_dir) / "logs"
-        again = AGAIN[self._role].format(role=self._role)
+        again = AGAIN[self._role]
         if self._stops:
             return ""
         if rank < 0:
             return f"the torchrun of {self._role} ended without a word; see {logs}; {again}"
-        name = f"{self._role} {self._config.first_index + rank}"
+        name = self._name(rank)
         if number == terminal.FAILED_ELSEWHERE:
             return (
                 "" if terminal.shared() else f"{name} has left, as the controller told it to, which says why"
@@ -91,6 +119,66 @@ class RoleLaunch(Launch):
             else f"ended with exit code {number}"
         )
         return f"{name} {how}; see {logs / name.replace(' ', '')}.log; {again}"
+
+    def _name(self, rank: int) -> str:
+        return f"{self._role} {self._config.first_index + rank}"
+
+
+class ReplicaLaunch(RoleLaunch):
+    """One replica, number `place` of the `processes` that start here: it takes its share of the machine's
+    GPUs by that."""
+
+    def __init__(self, config: RunConfig, overrides: list[str], processes: int, place: int) -> None:
+        self._place = place
+        super().__init__(config, overrides, processes)
+
+    def _runner(self) -> list[str]:
+        return []
+
+    def _environment(self) -> dict[str, str]:
+        rank, world = str(self._place), str(self._world)
+        return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+
+    def _ranks(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            return [psutil.Process(self._process.pid)]
+        return []
+
+    def _log_name(self) -> str:
+        return "launch-rollout.log"
+
+    def _root_cause(self, code: int) -> tuple[int, int]:
+        return self._place, code
+
+    def _name(self, rank: int) -> str:
+        return self.joined_as or f"a rollout (number {rank} of those started here)"
+
+
+def launch_replicas(config: RunConfig, overrides: list[str], processes: int) -> int:
+    """Until the last one has ended. Exit code: 0 = all done or left in order, 2 = refused, 1 = one failed."""
+    config.restarts = 0
+    launches = [ReplicaLaunch(config, overrides, processes, place) for place in range(processes)]
+    codes: list[int] = []
+
+    def watch(launch: ReplicaLaunch) -> None:
+        codes.append(launch.wait())
+        launch.print_error()
+        if codes[-1] == REFUSED:  # the others wait for this one to say so
+            for other in launches:
+                other.on_signal(signal.SIGTERM)
+
+    def on_signal(number: int, _: object) -> None:
+        for launch in launches:
+            launch.on_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, on_signal)
+    threads = [threading.Thread(target=watch, args=(launch,)) for launch in launches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return REFUSED if REFUSED in codes else max(codes)
 
 
 def _last_step(config: RunConfig) -> int:
@@ -109,6 +197,8 @@ def main(arguments: list[str]) -> int:
         for line in str(error).splitlines():
             print(f"laminar: error: {line}", file=sys.stderr, flush=True)
         return 2
+    if role == "rollout":
+        return launch_replicas(config, overrides, int(processes))
     per_hour = _RESTARTS.get(role, 0)
     restarts = Restarts(per_hour if config.restarts is None or not per_hour else config.restarts)
     config.restarts = restarts.per_hour  # its errors are kept until it is known whether that was the end
@@ -122,7 +212,7 @@ def main(arguments: list[str]) -> int:
             launch.print_error(f"; not started again: {why_not}" if restarts.per_hour else "")
             break
         count = f"{role}: {len(restarts.times)} of {restarts.per_hour} within an hour"
-        cause = launch.cause.removesuffix(f"; {AGAIN[role].format(role=role)}") or "told to leave"
+        cause = launch.cause.removesuffix(f"; {AGAIN[role]}") or "told to leave"
         print(console.line("restart", f"{count}: {cause}"), flush=True)
         resume = ["resume=auto"] if role == "controller" else []
         launch = RoleLaunch(config, [*overrides, *resume], int(processes))

@@ -62,7 +62,7 @@ class WorkerLine:
     ) -> None:
         self._run_dir, self._hello, self._launch, self._deliver = run_dir, hello, launch, deliver
         self.watch = ControllerWatch(run_dir, hello, heartbeat_seconds, patience_seconds)
-        self._identity = f"{hello.role}:{hello.index}:{hello.incarnation}".encode()
+        self._identity = hello.identity.encode()
         self._context, self._poller = zmq.Context(), zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake)  # never while somebody may still call `put`
@@ -142,7 +142,7 @@ class WorkerLine:
                     break
             self._dealer.close(0)
         raise LaminarError(
-            f"{self._hello.role} {self._hello.index} waited {seconds:.0f} s for the controller of "
+            f"{self._hello.name} waited {seconds:.0f} s for the controller of "
             f"{self._run_dir} and got no answer; "
             "is the controller rank running, and can this machine reach cluster.host?"
         )
@@ -264,6 +264,7 @@ class WorkerLine:
         self._sender.resume(welcome.received)
         self._session, self._receiver, self._joining = session, Receiver(), False
         self.watch.welcomed(welcome.store_id)
+        self._hello = self._hello.numbered(welcome.index)
 
     def _transmit(self) -> None:
         """As much as the window and the socket take; what is received is acknowledged with it."""

@@ -30,6 +30,7 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
         *_source(config),
         *_devices(config),
         *_sampling(config),
+        *_rollout(config),
         *_relay(config),
         *_pipeline(config),
         *_batch(config),
@@ -72,6 +73,15 @@ def _sampling(config: RunConfig) -> Iterator[Rule]:
             f"sampling.{name}={value} is refused for training: the engine's log-probs "
             f"would not be those of the sampled distribution; leave it at {neutral}",
         )
+
+
+def _rollout(config: RunConfig) -> Iterator[Rule]:
+    least, replicas = config.rollout.replicas_min, config.rollout.replicas
+    yield (
+        least is not None and least > replicas,
+        f"rollout.replicas_min={least} is more than rollout.replicas={replicas}: lower it, or leave it at "
+        "null; more than rollout.replicas may join all the same",
+    )
 
 
 def _relay(config: RunConfig) -> Iterator[Rule]:

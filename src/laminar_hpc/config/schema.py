@@ -223,7 +223,7 @@ class RunConfig:
     role: str = choice("all", "trainer", "relay", "rollout", "controller")
     """what this torchrun starts"""
     first_index: int = number(0, at_least=0, at_most=RANKS_MAX)
-    """with a torchrun per role: index within the role of its first rank"""
+    """of trainers and relays with a torchrun per role: index within the role of its first rank"""
     dry_run: bool = False
     """print the derived quantities and stop"""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -60,7 +60,9 @@ class RelayConfig:
 @dataclass
 class RolloutConfig:
     replicas: int = number(1, at_least=1, at_most=RANKS_MAX)
-    """rollout ranks, each with an engine of its own"""
+    """rollout ranks, each with an engine of its own; with roles apart more may join at any time"""
+    replicas_min: int | None = number(None, at_least=1, at_most=RANKS_MAX)
+    """with roles apart: so many are awaited at the start; null = all"""
     tensor_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
     """processes per replica that share one copy of the weights; divides the model's heads"""
     max_concurrent: int = number(256, at_least=1)
@@ -81,8 +83,9 @@ class RolloutConfig:
     """emulated: no model at all, see `emulation`"""
     gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
     """as trainer.gpu_memory_gigabytes, for the engines' GPUs"""
-    increment_tokens: int = number(0, at_least=0)
-    """responses go to the partial-response pool every so many tokens and outlive their replica; 0 = never"""
+    increment_tokens: int = number(256, at_least=0)
+    """responses go to the partial-response pool every so many tokens: no more of each is lost with a replica
+    that dies; 0 = never"""
 
 
 @dataclass

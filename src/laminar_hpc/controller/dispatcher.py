@@ -6,6 +6,7 @@ admission allows.
 
 import time
 
+from laminar_hpc.controller.crew import Crew
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.probes import Probes
@@ -32,14 +33,15 @@ class Dispatcher:
         weights: Weights,
         rescuer: Rescuer,
         probes: Probes,
+        crew: Crew,
         first_batch: int,
     ) -> None:
         """`first_batch`: the id of the next local batch; no earlier controller has given it."""
         self._shared, self._config, self._state = shared, shared.config, shared.state
         self._tracker, self._evaluations, self._replicas = tracker, evaluations, replicas
-        self._weights, self._rescuer, self._probes = weights, rescuer, probes
+        self._weights, self._rescuer, self._probes, self._crew = weights, rescuer, probes, crew
         barrier = self._config.pipeline.refresh == "barrier"
-        self._rounds = Rounds(shared.derived.rollout_ranks) if barrier else None
+        self._rounds = Rounds() if barrier else None
         self._next_batch = first_batch
 
     # ---- what replicas say ---------------------------------------------------------------------------------
@@ -51,6 +53,7 @@ class Dispatcher:
             text = f"replica {replica} serves weight id {weight_id}"
             self._shared.say(console.setup_line(text, self._state.seconds))
         row.weight_id, self._replicas.pull_seconds = weight_id, opened.seconds
+        self._crew.opened(replica)
         self._rescuer.opened(replica, weight_id)
         fields = {"replica": replica, "weight_id": weight_id, "step": opened.weight_step}
         self._shared.metrics.write("pull", **fields, seconds=opened.seconds, parts=opened.parts)
@@ -114,7 +117,7 @@ class Dispatcher:
         """What admission and the pipeline's rounds allow a replica on weights of trainer step `step`."""
         if self._state.trainer_done or not self._round_is_open(replica):
             return None
-        config, tracker, local_batch = self._config, self._tracker, self._shared.derived.local_batch_groups
+        config, tracker, local_batch = self._config, self._tracker, self._crew.local_batch_groups
         size, bound = config.algorithm.prompts_per_step, config.pipeline.max_staleness
         quota = admission.quota(step, tracker.counted, size, config.steps, bound)
         waiting, scoring = tracker.ready(replica)
@@ -131,8 +134,9 @@ class Dispatcher:
         return self._sampled(weight_id, step, groups, {}) if groups else None
 
     def _round_is_open(self, replica: int) -> bool:
-        newest = self._weights.newest
-        return self._rounds is None or (
-            newest is not None
-            and self._rounds.may_begin(replica, self._replicas.waiting_on(), newest.weight_id)
+        newest, crew = self._weights.newest, self._crew
+        if self._rounds is None:
+            return True
+        return newest is not None and self._rounds.may_begin(
+            replica, self._replicas.waiting_on(), newest.weight_id, crew.replicas(), crew.minimum
         )

@@ -26,6 +26,7 @@ from laminar_hpc.config.check import Derived
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.continuation import Continuation
+from laminar_hpc.controller.crew import Crew
 from laminar_hpc.controller.departures import Departures
 from laminar_hpc.controller.dispatcher import Dispatcher
 from laminar_hpc.controller.evaluations import Evaluations
@@ -126,17 +127,20 @@ class Controller:
         self.repacker = Repacker(shared, tracker, self.replicas, self.weights, self.migration)
         self.rescuer = Rescuer(shared, tracker, self.replicas, self.weights, self.pool, self.migration)
         self.departures = Departures(shared, tracker, self.replicas, self.pool, self.migration, self.rescuer)
-        self.dispatcher = Dispatcher(
-            shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes, first
-        )
-        self.scorers = Scorers(shared, tracker, self.replicas)
-        self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer, self.scorers)
         self.continuation = Continuation(store, self.state, evaluations)
-        self.training = Training(shared, tracker, evaluations, self.weights, store, replay, self.continuation)
         awaited, last_word = set[int](), 0.0
         if shared.roles_apart:
             self.continuation.recall(derived.rollout_ranks)
             awaited, last_word = tracker.keep_owners(), status.last_word(Path(config.run_dir))
+        self.crew = Crew(shared, self.replicas, awaited)
+        self.dispatcher = Dispatcher(
+            shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes, self.crew, first
+        )
+        self.scorers = Scorers(shared, tracker, self.replicas)
+        self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer, self.scorers)
+        self.training = Training(
+            shared, tracker, evaluations, self.weights, store, replay, self.continuation, self.crew
+        )
         self.reattachment = Reattachment(
             shared, store, tracker, self.replicas, self.rescuer, awaited, self.replica_lost, last_word
         )
@@ -284,11 +288,14 @@ class Controller:
         leads = (member.hello.role, member.hello.index) == ("trainer", 0)
         if leads and member.identity != self.state.gang:
             self.continuation.other_trainers()
+        if member.hello.role == "rollout":
+            self.crew.joined(member.hello.index)
         self.reattachment.joined(member)
 
     def replica_lost(self, index: int) -> None:
         """What it had in hand goes to others."""
         self.replicas.forget(index)
+        self.crew.lost(index)
         self.dispatcher.replica_lost(index)
         trajectories = self.rescuer.replica_lost(index)
         self.scorers.replica_lost(index)

@@ -19,7 +19,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        return f"{self.hello.role} {self.hello.index}"
+        return self.hello.name
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Members:
     machine: str
     heartbeat_seconds: float
     by_place: dict[tuple[str, int], Member] = field(default_factory=dict)
+    _by_identity: dict[str, Member] = field(default_factory=dict)
     _left: list[str] = field(default_factory=list)
     _looked: float = field(default_factory=time.monotonic)
 
@@ -36,9 +37,9 @@ class Members:
         """Takes a worker in; returns the earlier incarnation that it replaces, if there was one."""
         place = (hello.role, hello.index)
         earlier = self.by_place.get(place)
-        self.by_place[place] = Member(identity, hello, time.monotonic())
         if earlier and earlier.identity != identity:
-            self._left.append(earlier.identity)
+            self.leave(earlier)
+        self.by_place[place] = self._by_identity[identity] = Member(identity, hello, time.monotonic())
         return earlier
 
     def rival(self, hello: Hello) -> Member | None:
@@ -52,6 +53,7 @@ class Members:
 
     def leave(self, member: Member) -> None:
         self.by_place.pop((member.hello.role, member.hello.index), None)
+        self._by_identity.pop(member.identity, None)
         self._left.append(member.identity)
 
     def take_left(self) -> list[str]:
@@ -60,10 +62,7 @@ class Members:
         return left
 
     def of(self, identity: str) -> Member | None:
-        role, _, rest = identity.partition(":")
-        index = rest.partition(":")[0]
-        member = self.by_place.get((role, int(index))) if index.isdecimal() else None
-        return member if member and member.identity == identity else None
+        return self._by_identity.get(identity)
 
     def at(self, role: str, index: int = 0) -> Member | None:
         return self.by_place.get((role, index))

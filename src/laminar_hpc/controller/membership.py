@@ -13,10 +13,21 @@ from laminar_hpc.cluster.processes import oom_kills, process_is_alive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.gang import Gang
 from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.numbers import ReplicaNumbers
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.weights import Weights
-from laminar_hpc.messages.membership import Failure, GangEnded, Goodbye, Hello, Ping, Rejoin, Stop, Welcome
+from laminar_hpc.messages.membership import (
+    UNNUMBERED,
+    Failure,
+    GangEnded,
+    Goodbye,
+    Hello,
+    Ping,
+    Rejoin,
+    Stop,
+    Welcome,
+)
 from laminar_hpc.messages.rollouts import WeightsAvailable
 from laminar_hpc.messages.wire import AnyMessage
 from laminar_hpc.pretrained import recorded_name
@@ -24,6 +35,7 @@ from laminar_hpc.pretrained import recorded_name
 log = logging.getLogger(__name__)
 REPLACED = "other trainers have taken the place of these"
 ROLES = ("trainer", "relay", "rollout")
+_UNNUMBERED = f"rollout:{UNNUMBERED}:"  # identities of rollouts that a controller has numbered
 _MEMORY_CURES = {
     "trainer": "give the container more, lower trainer.tokens_per_microbatch or use more trainer ranks",
     "rollout": "give the container more or lower rollout.kv_cache_tokens",
@@ -49,16 +61,19 @@ class Membership:
         self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
         self._weights, self._store, self._gang = weights, store, gang
         self._run_id, self._forget, self._came, self._slots = run_id, forget, came, slots
-        self._oom_kills = oom_kills()
+        self._oom_kills, self._numbers = oom_kills(), ReplicaNumbers(store, self._members)
 
     # ---- who comes -----------------------------------------------------------------------------------------
 
     def on_hello(self, identity: str, hello: Hello) -> None:
-        if hello.role not in ROLES or not identity.startswith(f"{hello.role}:{hello.index}:"):
+        if not _has_place(identity, hello):
             return self.refuse(identity, f"{hello.role} {hello.index} is no place in this run")
+        if hello.role == "rollout":
+            hello = hello.numbered(self._numbers.of(identity, hello))
         if rival := self._members.rival(hello):
             where = f"pid {rival.hello.pid} on {rival.hello.machine}"
-            text = f"{rival.name} is in this run already ({where}): start another run_dir, or set first_index"
+            cure = "" if hello.role == "rollout" else ", or set first_index"
+            text = f"{rival.name} is in this run already ({where}): start another run_dir{cure}"
             return self._outbox.send_to(identity, Failure(text))
         trains = hello.role == "trainer"
         if self._gang.has_ended(identity):
@@ -69,8 +84,8 @@ class Membership:
         earlier = self._members.join(identity, hello)
         if earlier and earlier.identity != identity:
             self._forget(earlier)
-        log.info("%s %d joined (pid %d on %s)", hello.role, hello.index, hello.pid, hello.machine)
-        self._outbox.send_to(identity, self._welcome(identity))
+        log.info("%s joined (pid %d on %s)", hello.name, hello.pid, hello.machine)
+        self._outbox.send_to(identity, self._welcome(identity, hello.index))
         if not is_member and (member := self._members.of(identity)):
             self._came(member)
         if self._shared.state.ending:
@@ -83,10 +98,10 @@ class Membership:
             self._outbox.send_to(identity, WeightsAvailable(*newest))
         return None
 
-    def _welcome(self, identity: str) -> Welcome:
+    def _welcome(self, identity: str, index: int) -> Welcome:
         model, store = str(recorded_name(self._shared.config.model.path) or ""), self._store
         epoch, gang = store.get("restore_epoch", 0), self._gang.of(identity) or self._gang.number
-        return Welcome(self._run_id, model, store.store_id, epoch, gang, slots=self._slots)
+        return Welcome(self._run_id, model, store.store_id, epoch, gang, slots=self._slots, index=index)
 
     def on_stranger(self, identity: str, message: AnyMessage) -> None:
         """A worker that was taken for dead and still sends may come back, unless another process has taken
@@ -97,9 +112,9 @@ class Membership:
         if self._gang.has_ended(identity):
             return self._outbox.send_to(identity, GangEnded(REPLACED))
         role, index, *_ = [*identity.split(":"), ""]
-        if role not in ROLES or not index.isdecimal():
+        if role not in ROLES or not (index.isdecimal() or identity.startswith(_UNNUMBERED)):
             return self.refuse(identity, "it is no role and index")
-        replaced = self._members.at(role, int(index)) is not None
+        replaced = self._members.at(role, int(index)) is not None  # no other gets a number that was given
         answer = Stop(f"another {role} {index} has taken its place") if replaced else Rejoin()
         self._outbox.send_to(identity, answer)
 
@@ -193,3 +208,11 @@ class Membership:
             cure = _MEMORY_CURES.get(member.hello.role, "give the container more")
             return f"was killed for want of memory: {cure}"
         return "has died"
+
+
+def _has_place(identity: str, hello: Hello) -> bool:
+    """Whether the sender may be what it says it is."""
+    if hello.role == "rollout" and identity.startswith(_UNNUMBERED):
+        return True
+    own = identity.startswith(f"{hello.role}:{hello.index}:")
+    return hello.role in ROLES and hello.index != UNNUMBERED and own

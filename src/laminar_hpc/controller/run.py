@@ -251,7 +251,7 @@ def loop(controller: Controller, received: list[str], lock: RunLock, watch: Loop
     """Turns until the work is done, then until all have said goodbye. Bounded by the join and stop time
     limits. `received`: names of signals, filled by their handler."""
     state, members, cluster = controller.state, controller.members, controller.config.cluster
-    wanted = {"trainer": controller.derived.trainer_ranks, "rollout": controller.derived.rollout_ranks}
+    wanted = {"trainer": controller.derived.trainer_ranks, "rollout": controller.crew.minimum}
     if state.gang:  # a run that is under way goes on with the replicas that there are
         wanted = {"trainer": 0 if state.trainer_done else wanted["trainer"], "rollout": 1}
     joined, joining_until = False, time.monotonic() + cluster.join_timeout_seconds

@@ -20,6 +20,7 @@ from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.continuation import Continuation
+from laminar_hpc.controller.crew import Crew
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.shared import Shared
@@ -57,10 +58,11 @@ class Training:
         store: Store,
         replay: Store | None,
         continuation: Continuation,
+        crew: Crew,
     ) -> None:
         self._shared, self._config, self._state = shared, shared.config, shared.state
         self._tracker, self._evaluations, self._weights = tracker, evaluations, weights
-        self._store, self._replay, self._continuation = store, replay, continuation
+        self._store, self._replay, self._continuation, self._crew = store, replay, continuation, crew
         config = shared.config
         self._samples = ShownSamples(Path(config.model.path), config.observability.show_samples, shared.say)
         self._evaluated_before = False
@@ -93,7 +95,7 @@ class Training:
         if self._evaluations:
             self._evaluations.restore(step, first_id)
         if self._evaluations and restored.step is None and not self._evaluated_before:
-            self._evaluations.add("before", 0, self._shared.derived.rollout_ranks)
+            self._evaluations.add("before", 0, self._crew.size)
             self._evaluated_before = True
         self._last_step_time = 0.0
         self._say_where(restored, groups)
@@ -240,4 +242,4 @@ class Training:
         if self._state.stopping or self._evaluations is None:
             self._state.finished = True
         elif not any(evaluation.label == "after" for evaluation in self._evaluations.queue):
-            self._evaluations.add("after", self._config.steps, self._shared.derived.rollout_ranks)
+            self._evaluations.add("after", self._config.steps, self._crew.size)

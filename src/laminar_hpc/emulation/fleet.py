@@ -34,7 +34,8 @@ def new_worker(context: RoleContext, pool: RewardPool) -> RolloutWorker:
 
 
 class Replica:
-    """One worker of the fleet and its line to the controller."""
+    """One worker of the fleet and its line to the controller. With `index` UNNUMBERED the controller numbers
+    it."""
 
     def __init__(
         self, config: RunConfig, index: int, pool: RewardPool, new_worker: NewWorker = new_worker
@@ -52,6 +53,7 @@ class Replica:
         hello = Hello("rollout", self.index, uuid.uuid4().hex[:8], os.getpid(), machine)
         join, heartbeat = config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds
         channel = await asyncio.to_thread(Channel, run_dir, hello, join, heartbeat)
+        self.index = channel.index
         trace, goodbye = Trace(run_dir, "rollout", self.index), False
         try:
             context = RoleContext(

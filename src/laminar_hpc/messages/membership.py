@@ -7,19 +7,33 @@ import msgspec
 from laminar_hpc.messages.data import Message, ReplicaLoad
 
 # what a decoder lets pass: no number that a table or the system would stumble over
-Index = Annotated[int, msgspec.Meta(ge=0, lt=65_536)]
+UNNUMBERED = -1  # a rollout that the controller is to number
+Index = Annotated[int, msgspec.Meta(ge=UNNUMBERED, lt=1 << 31)]
 ProcessId = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
 
 
 class Hello(Message):
     """First message of a worker. `incarnation` differs after a restart; `machine` names the host whose shared
-    memory it sees."""
+    memory it sees. `index` is its number within its role, or UNNUMBERED until a Welcome has given it one."""
 
     role: str
     index: Index
     incarnation: str
     pid: ProcessId
     machine: str
+
+    @property
+    def name(self) -> str:
+        return self.role if self.index == UNNUMBERED else f"{self.role} {self.index}"
+
+    @property
+    def identity(self) -> str:
+        """Of the process, for its whole life: made of its first Hello, by whose number it stays known."""
+        return f"{self.role}:{self.index}:{self.incarnation}"
+
+    def numbered(self, index: int) -> "Hello":
+        """What it says from now on; `index` UNNUMBERED gives it no other number."""
+        return self if index == UNNUMBERED else msgspec.structs.replace(self, index=index)
 
 
 class Welcome(Message):
@@ -28,6 +42,8 @@ class Welcome(Message):
     `model` is OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take
     the same commit. `store_id` names the store that knows all trajectories of the run (controller/store.py),
     `epoch` counts the controller's starts over it, from 0, and `gang` the lives of the trainers, from 1.
+
+    `index` is the worker's number within its role: it keeps it for its life, at every controller.
 
     `slots` names the run's folder of weight slots in shared memory, "" = `run_id`; with a torchrun per role
     it stays over controllers. `received` is the newest message of this worker that the store has
@@ -42,6 +58,7 @@ class Welcome(Message):
     gang: int = 0
     received: int = 0
     slots: str = ""
+    index: Index = UNNUMBERED
 
     @property
     def slots_name(self) -> str:

@@ -6,32 +6,36 @@ one local batch of it, when admission lets it. With max_staleness=0 the trainer 
 with 1 the next round overlaps with training.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class Rounds:
-    """`replicas`: how many there are to be.
+    """Replicas come and go: a round is opened by those that are there then.
 
-    >>> rounds = Rounds(2)
-    >>> rounds.may_begin(0, {0: 5}, newest=5), rounds.may_begin(0, {0: 5, 1: 5}, newest=5)
+    >>> rounds = Rounds()
+    >>> rounds.may_begin(0, {0: 5}, 5, {0, 1}), rounds.may_begin(0, {0: 5, 1: 5}, 5, {0, 1})
     (False, True)
-    >>> rounds.took(0); rounds.may_begin(0, {0: 5}, newest=5), rounds.may_begin(1, {1: 5}, newest=5)
+    >>> rounds.took(0); rounds.may_begin(0, {0: 5}, 5, {0, 1}), rounds.may_begin(1, {1: 5}, 5, {0, 1})
+    (False, True)
+    >>> rounds.took(1); rounds.may_begin(0, {0: 6}, 6, {0, 1}), rounds.may_begin(0, {0: 6}, 6, {0})
     (False, True)
     """
 
-    def __init__(self, replicas: int) -> None:
-        self._replicas = replicas
+    def __init__(self) -> None:
         self._open: set[int] = set()  # replicas that may still take their batch of this round
 
-    def may_begin(self, replica: int, idle: dict[int, int], newest: int) -> bool:
-        """`idle`: the weight id that each idle replica serves; `newest`: the id that was published last."""
-        if len(idle) >= self._replicas and all(weight_id == newest for weight_id in idle.values()):
-            self._open = set(idle)
+    def may_begin(
+        self, replica: int, idle: dict[int, int], newest: int, crew: Collection[int], minimum: int = 1
+    ) -> bool:
+        """`idle`: the weight id that each idle replica serves; `newest`: the id that was published last;
+        `crew`: the replicas that a round waits for, of which there must be `minimum`."""
+        if len(crew) >= minimum and all(idle.get(each) == newest for each in crew):
+            self._open = {each for each, weight_id in idle.items() if weight_id == newest}
         return replica in self._open
 
     def took(self, replica: int) -> None:
         self._open.discard(replica)
 
     def leave(self, replicas: Iterable[int]) -> None:
-        """They have died or left; the round waits for their return before the next one opens."""
+        """They have died or left."""
         self._open.difference_update(replicas)

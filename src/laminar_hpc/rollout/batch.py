@@ -211,7 +211,7 @@ class LocalBatch:
             start += len(tokens)
             work.streamed(weight_id, tokens, logprobs)
 
-        wanted = self.config.rollout.increment_tokens and not work.evaluation
+        wanted = 0 < self.config.rollout.increment_tokens < work.room and not work.evaluation
         prompt = work.group.prompt_tokens + work.partial.tokens
         return await self.engines.current.generate(
             prompt, sampling, request_id, str(weight_id), send_increment if wanted else None

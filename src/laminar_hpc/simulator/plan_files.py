@@ -102,7 +102,6 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
             "refresh": "drained",
             "consumption": "batch",
             "max_staleness": config.max_staleness,
-            "local_batch_groups": math.ceil(w.prompts_per_step / candidate.replicas),
             "repack": repack_of(candidate),
             "repack_seconds": DEFAULT.repack_period,
         },
@@ -166,9 +165,8 @@ case $role in
     first=$((machine * {trainers}))
     TRAINERS={trainers} exec "$LAUNCH/trainer.sh" "${{common[@]}}" first_index=$first "$@" ;;
   rollout)
-    first=0; for ((i = 0; i < machine; i++)); do first=$((first + replicas[i])); done
     LANES={lanes} "$LAUNCH/relay.sh" "${{common[@]}}" first_index=$((machine * {lanes})) "$@" & relay=$!
-    ROLLOUTS=${{replicas[machine]}} "$LAUNCH/rollout.sh" "${{common[@]}}" first_index=$first "$@" & rollout=$!
+    ROLLOUTS=${{replicas[machine]}} "$LAUNCH/rollout.sh" "${{common[@]}}" "$@" & rollout=$!
     trap 'kill -TERM $relay $rollout 2>/dev/null' TERM INT
     failed=0
     wait $rollout || failed=1

@@ -1,0 +1,76 @@
+"""The crew: the replicas among which the work is divided. Local batches, rounds and evaluations are
+sized by it.
+
+    Hello, while nobody serves weights yet -> in the crew: it starts with the run
+    Hello, later                           -> in the crew with its first weights: its engine may load for long
+    Leaving, a death, an engine that hangs -> out
+
+At a fresh start the crew counts as rollout.replicas_min at least, until so many have been there.
+"""
+
+import math
+
+from laminar_hpc.controller.members import Members
+from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.shared import Shared
+
+
+class Crew:
+    """`awaited`: replicas that may have outlived the last controller; whoever hears of one takes it out."""
+
+    def __init__(self, shared: Shared, replicas: Replicas, awaited: set[int]) -> None:
+        config = shared.config
+        self._members: Members = shared.members
+        self._replicas, self._awaited = replicas, awaited
+        self._starting: set[int] = set()  # with the run, and without weights so far
+        self._local_batch, self._groups = (
+            config.pipeline.local_batch_groups,
+            config.algorithm.prompts_per_step,
+        )
+        # a run that is under way goes on with whoever there is
+        self._minimum = 1 if shared.state.gang else replicas_min(shared)
+
+    # ---- what happens --------------------------------------------------------------------------------------
+
+    def joined(self, replica: int) -> None:
+        """It was no member just now."""
+        if not self._replicas.served():
+            self._starting.add(replica)
+        if len(self._members.all("rollout")) >= self._minimum:
+            self._minimum = 1
+
+    def opened(self, replica: int) -> None:
+        """It serves weights."""
+        self._starting.discard(replica)
+
+    def lost(self, replica: int) -> None:
+        self._starting.discard(replica)
+
+    # ---- what follows --------------------------------------------------------------------------------------
+
+    def replicas(self) -> set[int]:
+        """Their numbers."""
+        rows = self._replicas.rows()
+        serving = {index for index, row in rows.items() if row.weight_id is not None}
+        return (serving | self._starting | self._awaited) - set(self._replicas.leaving())
+
+    @property
+    def minimum(self) -> int:
+        """So many must be there before any round opens."""
+        return self._minimum
+
+    @property
+    def size(self) -> int:
+        """At least 1."""
+        return max(1, self._minimum, len(self.replicas()))
+
+    @property
+    def local_batch_groups(self) -> int:
+        """Of the next local batch."""
+        return self._local_batch or math.ceil(self._groups / self.size)
+
+
+def replicas_min(shared: Shared) -> int:
+    """How many rollouts are awaited at the start; 0 in a replay."""
+    ranks = shared.derived.rollout_ranks
+    return min(ranks, shared.config.rollout.replicas_min or ranks)
