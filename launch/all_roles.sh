@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# launch/all_roles.sh RUN_DIR [overrides]   Starts all four roles of a run on this machine, a torchrun each.
+# launch/all_roles.sh RUN_DIR [overrides]   Starts all four roles of a run on this machine, each by its own script.
 #
 # Example: launch/all_roles.sh runs/demo experiment=demo
 # TRAINERS, ROLLOUTS and LANES are the numbers of processes (default 1 each), as trainer.data_parallel, rollout.replicas and
-# relay.lanes say.
+# relay.lanes say. More replicas may join later: launch/rollout.sh.
 # Ctrl-C and TERM become `laminar stop`: the step is finished, a checkpoint written, and the exit code is 0. A second one
 # ends the torchruns at once. Every death is one line here that says what to do. After that of a relay or rollout the others
 # go on, and its own script starts it again; a controller or trainers that die are started again here, at most `restarts`

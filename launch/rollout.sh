@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# launch/rollout.sh RUN_DIR [overrides]   Starts rollouts on this machine, in a torchrun of their own.
+# launch/rollout.sh RUN_DIR [overrides]   Starts rollouts on this machine, each a process of its own.
 #
-# ROLLOUTS is the number of replicas here (default 1); each starts and watches an SGLang server. The replicas of a run are
-# numbered: a second script starts with first_index at the number of the first replica that is not started yet.
-# After the death of any of them: the others of this script end too, and the run goes on. No finished trajectory is lost;
-# what was being generated goes to other replicas, or waits. Start it again with the same arguments while the run lasts, or
-# start more. A script for each replica keeps deaths apart; name rollout.devices then, or every script takes the first GPUs.
-# Ctrl-C and TERM end these replicas only, within 20 s: what they generate moves to others, and no token is lost. A second
-# one, from 3 s on, ends them at once.
+# ROLLOUTS is the number of replicas here (default 1); each starts and watches an SGLang server. Start this script on as many
+# machines, and at any time of the run, as you like: the controller numbers the replicas, and there may be more than
+# rollout.replicas. Several scripts on one machine with GPUs need rollout.devices, or each takes the first ones.
+# After the death of one of them: the others go on. No finished trajectory is lost; what it was generating goes on at other
+# replicas, from where it was but for the last rollout.increment_tokens. Start another at any time.
+# Ctrl-C and TERM end these replicas only, within 20 s: what they generate moves to others, no token is lost, and the exit
+# code is 0. A second one, from 3 s on, ends them at once. It is 1 if one of them has failed.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 [ $# -ge 1 ] || usage

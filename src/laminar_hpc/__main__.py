@@ -54,7 +54,7 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
     at least.
 
     Raises LaminarError for a process that torchrun did not start."""
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and config.role != "rollout":
         by = (
             "srun started this process without torchrun"
             if "SLURM_PROCID" in os.environ

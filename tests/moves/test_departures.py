@@ -12,7 +12,7 @@ from laminar_hpc.controller.loop import Controller
 from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
 from laminar_hpc.messages.membership import Goodbye, Ping
 from laminar_hpc.messages.moves import Reserve
-from laminar_hpc.messages.rollouts import Leaving, Unfinished
+from laminar_hpc.messages.rollouts import Leaving, Unfinished, WeightsOpened
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import departure
 from laminar_hpc.rollout.worker import RolloutWorker
@@ -148,3 +148,37 @@ def test_a_response_without_tokens_starts_again(tmp_path, known):
     assert {len(part.tokens) for part in again.parts.values()} == ({5} if known else set())
     assert script.discarded == 0
     script.closes()
+
+
+def test_a_response_of_several_policies_keeps_its_tokens(tmp_path):
+    """pipeline=partial: it goes on at a replica that generates, on that one's weights, which are newer than
+    its own."""
+    config = small_config(tmp_path, replicas=2, steps=8, refresh="interrupt", max_staleness=4)
+    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 4, 2
+    script = Script(config)
+    script.publish(0, 0)
+    for index in (0, 1):
+        script.rollout(index)
+        script.asks(index, 0)
+    first, second = script.granted(0), script.granted(1)
+    assert first is not None and second is not None
+    script.publish(1, 0)
+    newest = script.publish(2, 0)
+    script.hear("rollout", 1, WeightsOpened(newest, 2, 0.1, {}, [], 0.0))
+    script.hear("rollout", 1, Ping(ReplicaLoad("draining", newest, 4, 0, kv_capacity=10_000, kv_tokens=100)))
+    script.hear("rollout", 0, Leaving())
+    script.granted(1)  # what it was told so far
+    for i, attempt in samples_of(first).items():
+        spans = [VersionSpan(0, 0, 2), VersionSpan(1, 2, 3)]
+        script.hear("rollout", 0, Unfinished(i, attempt, Partial([i, i + 1, i + 2], [-1.0] * 3, spans, 1.0)))
+    asked = [message for message in script.hub.left["rollout:1:"] if isinstance(message, Reserve)]
+    assert {reserve.trajectory_id for reserve in asked} == samples_of(first).keys()
+    assert {reserve.weight_id for reserve in asked} == {newest} and script.discarded == 0
+    script.closes()
+
+
+def test_responses_of_several_policies_are_handed_over(tmp_path, monkeypatch):
+    """In a whole run: what is trained has all its tokens, and its weight id is that of the first of them."""
+    monkeypatch.setattr(departure, "DRAIN_SECONDS", 0.0)
+    _, moves, _ = run(tmp_path, refresh="interrupt", max_staleness=4)
+    assert sum(move["tokens"] for move in moves if move["source"] is None) > 0, moves

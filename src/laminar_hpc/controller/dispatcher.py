@@ -42,7 +42,7 @@ class Dispatcher:
         self._weights, self._rescuer, self._probes, self._crew = weights, rescuer, probes, crew
         barrier = self._config.pipeline.refresh == "barrier"
         self._rounds = Rounds() if barrier else None
-        self._next_batch = first_batch
+        self._next_batch, self._local_batch = first_batch, 1
 
     # ---- what replicas say ---------------------------------------------------------------------------------
 
@@ -73,6 +73,7 @@ class Dispatcher:
             self._evaluations.reset_stranded(self._replicas.served())
         if self._state.stops_here:
             return
+        self._local_batch = self._crew.local_batch_groups
         if not self._state.trainer_done:
             while (rescue := self._rescuer.next_rescue(self._next_batch)) is not None:
                 self._grant(rescue.replica, self._rescue_grant(rescue))
@@ -117,7 +118,7 @@ class Dispatcher:
         """What admission and the pipeline's rounds allow a replica on weights of trainer step `step`."""
         if self._state.trainer_done or not self._round_is_open(replica):
             return None
-        config, tracker, local_batch = self._config, self._tracker, self._crew.local_batch_groups
+        config, tracker, local_batch = self._config, self._tracker, self._local_batch
         size, bound = config.algorithm.prompts_per_step, config.pipeline.max_staleness
         quota = admission.quota(step, tracker.counted, size, config.steps, bound)
         waiting, scoring = tracker.ready(replica)

@@ -145,17 +145,21 @@ class Rescuer:
 
     def _place(self, orphans: list[Attempt]) -> None:
         """To replicas on the same weights from what the pool holds, now or when one without work has loaded
-        them, else back to the prompt."""
+        them, else back to the prompt. With refresh=interrupt a response may go on with newer weights."""
+        refresh, rooms = self._shared.config.pipeline.refresh, self.rooms()
+        newest = max((room.weight_id for room in rooms), default=-1) if refresh == "interrupt" else -1
         known = {
-            i: part for i, attempt in orphans if (part := self._pool.get(i, attempt)) and len(part.spans) == 1
+            i: part
+            for i, attempt in orphans
+            if (part := self._pool.get(i, attempt)) and (len(part.spans) == 1 or refresh == "interrupt")
         }
-        wanted = {i: self._view(i, part) for i, part in known.items() if self._tries.get(i, 0) < TRIES}
-        placed = failover.redirect(list(wanted.values()), self.rooms())
+        wanted = {
+            i: self._view(i, part, newest) for i, part in known.items() if self._tries.get(i, 0) < TRIES
+        }
+        placed = failover.redirect(list(wanted.values()), rooms)
         for trajectory_id, attempt in orphans:
             destination = placed.get(trajectory_id)
-            if trajectory_id not in wanted or (
-                destination is None and self._shared.config.pipeline.refresh != "drained"
-            ):
+            if trajectory_id not in wanted or (destination is None and refresh != "drained"):
                 self._start_again(trajectory_id, attempt)
                 continue
             self._tries[trajectory_id] = self._tries.get(trajectory_id, 0) + 1
@@ -182,9 +186,11 @@ class Rescuer:
             and not row.leaving
         ]
 
-    def _view(self, trajectory_id: int, part: Partial) -> failover.Orphan:
+    def _view(self, trajectory_id: int, part: Partial, newest: int = -1) -> failover.Orphan:
+        """To go on with its own weights, or with those of the id `newest` if they are newer."""
         prompt, response = len(self._tracker.bare_group(trajectory_id).prompt_tokens), len(part.tokens)
-        return failover.Orphan(trajectory_id, part.spans[0].weight_id, prompt + response, response)
+        weight_id = max(newest, part.spans[-1].weight_id)
+        return failover.Orphan(trajectory_id, weight_id, prompt + response, response)
 
     def _start_again(self, trajectory_id: int, attempt: int) -> None:
         """From its prompt; what is known of it is thrown away, and counted."""

@@ -150,7 +150,7 @@ class ReplicaMigration:
             reserve.trajectory_id,
             commit.attempt,
             reserve.group,
-            reserve.weight_id,
+            partial.spans[0].weight_id if partial.spans else reserve.weight_id,
             reserve.weight_step,
             reserve.temperature,
             reserve.max_response_tokens,
