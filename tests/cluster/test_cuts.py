@@ -201,7 +201,7 @@ def test_nonsense_is_refused_with_its_reason(tmp_path) -> None:
         ],
         "a Lost without a number": [encode_header(Header("", 0, 0, 0)), encode(Lost(1, 0, "x"))],
         "recursion": [encode_header(Header("", 0, 0, 0)), nested],
-        "Expected `int` <= 65535": [
+        "Expected `int` <= 2147483647": [
             encode_header(Header("", 0, 0, 0)),
             encode(Hello("rollout", 1 << 63, "x", 1, "")),
         ],

@@ -1,6 +1,7 @@
 """`laminar plan`: the search, and files that `laminar train` takes as they are, on the very GPUs that were
 planned."""
 
+import signal
 import subprocess
 
 import pytest
@@ -153,6 +154,31 @@ def test_all_processes_of_a_plan_are_started_once(tmp_path, monkeypatch):
     job = (tmp_path / "two.sbatch").read_text()
     assert subprocess.run(["bash", "-n", tmp_path / "two.sbatch"], check=False).returncode == 0
     assert job.count("#SBATCH --nodes=") == job.count("\nstart ") == 1 + len(best.rollouts)
+
+
+def test_a_machine_of_a_plan_that_is_told_to_end(tmp_path, monkeypatch):
+    """Promise: TERM to NAME.sh reaches its relays and its replicas, and its exit code is theirs."""
+    monkeypatch.setattr(plan, "_SIMULATED", 1)
+    config = load_plan("node", [*SMALL, "pools=[{gpu: H800, count: 16}]", "name=one"])
+    plan_command.write(config, plan.search(config), tmp_path)
+    launch = tmp_path / "launch"
+    launch.mkdir()
+    (launch / "common.sh").touch()
+    for role, code in (("relay", 0), ("rollout", 0)):
+        (launch / f"{role}.sh").write_text(
+            f"#!/usr/bin/env bash\ntrap 'kill $!; exit {code}' TERM\nsleep 60 & echo {role}\nwait\n"
+        )
+        (launch / f"{role}.sh").chmod(0o755)
+    process = subprocess.Popen(
+        [tmp_path / "one.sh", "rollout", "0"],
+        env={"LAUNCH": str(launch), "HOST": "10.0.0.1", "PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert {process.stdout.readline().strip() for _ in range(2)} == {"relay", "rollout"}
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
 
 
 def test_plan_is_as_good_as_every_candidate():

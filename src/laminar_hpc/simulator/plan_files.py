@@ -165,12 +165,19 @@ case $role in
     first=$((machine * {trainers}))
     TRAINERS={trainers} exec "$LAUNCH/trainer.sh" "${{common[@]}}" first_index=$first "$@" ;;
   rollout)
+    relay= rollout= signalled=
+    trap 'signalled=1; kill -TERM $relay $rollout 2>/dev/null || true' TERM INT
     LANES={lanes} "$LAUNCH/relay.sh" "${{common[@]}}" first_index=$((machine * {lanes})) "$@" & relay=$!
     ROLLOUTS=${{replicas[machine]}} "$LAUNCH/rollout.sh" "${{common[@]}}" "$@" & rollout=$!
-    trap 'kill -TERM $relay $rollout 2>/dev/null' TERM INT
+    end_of() {{
+      local code=0; wait "$1" || code=$?
+      # a trapped signal ends a wait, not what is waited for
+      while [ -n "$signalled" ]; do signalled=; code=0; wait "$1" || code=$?; done
+      return $code
+    }}
     failed=0
-    wait $rollout || failed=1
-    wait $relay || failed=1
+    end_of $rollout || failed=1
+    end_of $relay || failed=1
     exit $failed ;;
   stop) . "$LAUNCH/common.sh"; exec laminar stop "$RUN_DIR" ;;
 esac
