@@ -33,7 +33,7 @@ _REFUSED = f"{_ERROR} refused:"  # an error seen before anything began
 GO_ON = ", then go on with the same command and resume=auto"
 REFUSED, PERMANENT = 2, 3  # exit codes of a rank: before the run began; failed, and would fail again
 JOINED_AS = "laminar: joined as"  # ROLE INDEX, by a process that did not know its number when it started
-_REPEAT_SECONDS = 2.0  # `timeout` and some terminals deliver one wish twice at once
+REPEAT_SECONDS = 2.0  # `timeout` and some terminals deliver one wish twice at once
 GONE_SECONDS = 20.0  # a session that was told to end is gone after this
 
 
@@ -107,7 +107,7 @@ class Launch:
 
     def on_signal(self, number: int) -> None:
         now = time.monotonic()
-        if self._stops and now - self._asked < _REPEAT_SECONDS:
+        if self._stops and now - self._asked < REPEAT_SECONDS:
             return
         self._stops, self._asked = self._stops + 1, now
         name = signal.Signals(number).name

@@ -21,7 +21,7 @@ import psutil
 
 from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import read_address
-from laminar_hpc.cluster.launch import GONE_SECONDS, REFUSED, Launch
+from laminar_hpc.cluster.launch import GONE_SECONDS, REFUSED, REPEAT_SECONDS, Launch
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -55,10 +55,12 @@ class RoleLaunch(Launch):
 
     def on_signal(self, number: int) -> None:
         if self._role in ("controller", "trainer") and not terminal.shared():
-            super().on_signal(number)
-        else:
-            self._stops += 1
+            return super().on_signal(number)
+        now = time.monotonic()
+        if not self._stops or now - self._asked >= REPEAT_SECONDS:
+            self._stops, self._asked = self._stops + 1, now
             (self.leave if self._stops == 1 else self.end)()
+        return None
 
     def leave(self) -> None:
         """Tells the ranks, not their torchrun, which would fail."""
@@ -178,7 +180,7 @@ def launch_replicas(config: RunConfig, overrides: list[str], processes: int) -> 
         thread.start()
     for thread in threads:
         thread.join()
-    return REFUSED if REFUSED in codes else max(codes)
+    return REFUSED if REFUSED in codes else max(codes, default=0)
 
 
 def _last_step(config: RunConfig) -> int:
