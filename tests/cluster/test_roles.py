@@ -2,8 +2,10 @@
 
 import pytest
 
-from laminar_hpc.cluster.roles import assign_roles
+from laminar_hpc.__main__ import place
+from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import RunConfig
 
 
 def names(*layout):
@@ -41,3 +43,23 @@ def test_wrong_worlds_are_refused_with_the_right_size(layout):
     """A world of the wrong size is refused with the number of ranks to start."""
     with pytest.raises(LaminarError, match=r"does not fit .* start \d+ ranks"):
         assign_roles(*layout)
+
+
+def test_rollouts_started_apart_are_counted_on_their_machine(monkeypatch):
+    """For their GPUs; their numbers in the run are given by the controller, so first_index is refused with
+    what to write instead. A plain process is one of one."""
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "3"), ("LOCAL_WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    config = RunConfig(role="rollout")
+    mine, here, _ = place(config)
+    assert mine == here[1] and here == [RoleOfRank("rollout", index) for index in range(3)]
+    config.first_index = 1
+    with pytest.raises(
+        LaminarError, match="first_index=1: leave it out for rollouts; the controller numbers"
+    ):
+        place(config)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    assert place(RunConfig(role="rollout"))[1] == [RoleOfRank("rollout", 0)]
+    with pytest.raises(LaminarError, match="RANK is not set"):
+        place(RunConfig(role="relay"))

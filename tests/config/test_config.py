@@ -244,6 +244,7 @@ BAD = [
     ("trainer.pipeline_parallel=3", "trainer.pipeline_parallel=3 exceeds the model's num_hidden_layers=2"),
     ("trainer.tokens_per_microbatch=100", "cannot hold a prompt"),
     ("rollout.kv_cache_tokens=100", "cannot hold one response"),
+    ("rollout.replicas_min=2", "is more than rollout.replicas=1"),
     ("pipeline.refresh=barrier pipeline.max_staleness=null", "needs a pipeline.max_staleness"),
     ("pipeline=sync pipeline.repack=kv", "needs pipeline.refresh=drained"),
     ("pipeline.keep_kv=true", "needs pipeline.refresh=interrupt"),

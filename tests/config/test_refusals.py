@@ -58,6 +58,7 @@ VALUES = {
     "evaluation.samples=-1": "must be at least 0",
     "checkpoint.keep=0": "must be at least 1",
     "rollout.replicas=2000000000": "must be at least 1 and at most 65,536",
+    "rollout.replicas_min=0": "must be at least 1 and at most 65,536, or null",
     "trainer.devices=[-1]": "trainer.devices=-1: must be at least 0, or null",
     "rollout.devices=[a]": "must be a list of whole numbers, written [a,b]",
     "trainer.data_parallel=two": "must be a whole number, at least 1",
