@@ -47,6 +47,7 @@ def small_config(folder: Path, replicas: int = 3, steps: int = 3, **pipeline: ob
     config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 16, 4
     config.emulation.time_scale, config.emulation.wire_share = 20.0, 1e-3
     config.emulation.median_response_tokens, config.emulation.sigma = 300.0, 1.0
+    config.rollout.increment_tokens = 0
     config.cluster.heartbeat_timeout_seconds, config.cluster.stop_timeout_seconds = 30.0, 20.0
     config.pipeline.max_staleness, config.pipeline.repack_seconds, config.pipeline.repack_requests = (
         None,
