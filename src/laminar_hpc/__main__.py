@@ -11,6 +11,7 @@ checkpoint, whatever `resume` says. `laminar train restarts=N` does the same, N 
 """
 
 import contextlib
+import faulthandler
 import importlib
 import logging
 import os
@@ -122,7 +123,12 @@ def watch_signals(leaves: bool) -> list[Channel]:
             os.set_blocking(read_end, False)
             with contextlib.suppress(BlockingIOError):
                 os.read(read_end, 4096)
-            select.select([read_end], [], [], LEAVE_SECONDS - ONE_WISH_SECONDS)
+            again, _, _ = select.select([read_end], [], [], LEAVE_SECONDS - ONE_WISH_SECONDS)
+            if not again:
+                print(
+                    f"not gone {LEAVE_SECONDS:g} s after it was told to end; it stands at:", file=sys.stderr
+                )
+                faulthandler.dump_traceback(all_threads=True)
         os._exit(1)
 
     threading.Thread(target=leave, name="signals", daemon=True).start()

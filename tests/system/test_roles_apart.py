@@ -298,7 +298,7 @@ def test_rollouts_come_and_go(tmp_path):
             for _ in range(2):  # as `timeout` and some terminals do
                 first.send_signal(signal.SIGTERM)
             psutil.wait_procs([first], 20)
-            assert not first.is_running()
+            assert not first.is_running(), (run_dir / "logs/rollout0.log").read_text()
             hello = re.search(r"rollout 1 joined \(pid (\d+)", (run_dir / "logs/controller0.log").read_text())
             assert hello is not None
             os.kill(int(hello.group(1)), signal.SIGKILL)
