@@ -177,6 +177,7 @@ def test_a_response_of_several_policies_keeps_its_tokens(tmp_path):
     script.closes()
 
 
+@pytest.mark.slow
 def test_responses_of_several_policies_are_handed_over(tmp_path, monkeypatch):
     """In a whole run: what is trained has all its tokens, and its weight id is that of the first of them."""
     monkeypatch.setattr(departure, "DRAIN_SECONDS", 0.0)
