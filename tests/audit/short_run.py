@@ -53,6 +53,7 @@ def _serve(script: Script, step: int) -> None:
     for index in (0, 1):
         if script.controller.members.at("rollout", index) is None:
             script.rollout(index)
+    for index in (0, 1):
         if not _has_work(script, index):
             script.asks(index, weight_id, script.controller.replicas.at(index).newest_batch)
 
