@@ -66,8 +66,8 @@ class Dispatcher:
     # ---- what they get -------------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
-        if self._evaluations:
-            self._evaluations.reset_stranded(self._replicas.served())
+        if self._evaluations and (served := self._replicas.served()):
+            self._evaluations.reset_stranded(served)
         if self._state.stops_here:
             return
         if not self._state.trainer_done:
