@@ -45,6 +45,7 @@ from laminar_hpc.pretrained import follow, prepare_rank
 
 SPEAK_SECONDS = 10.0  # for rank 0 to say an error that all ranks see
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
+DRAIN_SECONDS = 14.0  # so long of these a rollout without a controller waits for one that takes what it has
 ONE_WISH_SECONDS = 3.0  # Slurm, torchrun and the launch script may all pass on the same one
 
 
@@ -105,7 +106,7 @@ def watch_signals(drains: bool) -> list[Channel]:
     def leave() -> None:
         os.read(read_end, 1)
         for channel in joined:
-            channel.end_with_controller()
+            channel.end_within(DRAIN_SECONDS if drains else 0.0, drains)
             if drains:
                 channel.interrupt(Terminated())
             time.sleep(ONE_WISH_SECONDS)

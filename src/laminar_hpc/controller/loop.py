@@ -45,6 +45,7 @@ from laminar_hpc.controller.shared import NUMBERS, Outbox, RunState, Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.training import Training
+from laminar_hpc.controller.unsaid_words import take_up
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.messages.data import Message
@@ -137,6 +138,7 @@ class Controller:
         if shared.roles_apart:
             self.continuation.recall(derived.rollout_ranks)
             awaited, last_word = tracker.keep_owners(), status.last_word(Path(config.run_dir))
+            take_up(Path(config.run_dir), store, tracker, self.pool, self.reports)
         self.reattachment = Reattachment(
             shared, store, tracker, self.replicas, self.rescuer, awaited, self.replica_lost, last_word
         )
