@@ -57,5 +57,10 @@ def read(path: Path) -> tuple[Head, Iterator[bytes]]:
 
 def _frames(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
-        while len(size := file.read(_LENGTH)) == _LENGTH:
-            yield file.read(int.from_bytes(size))
+        left = os.fstat(file.fileno()).st_size
+        while left:
+            size = int.from_bytes(file.read(_LENGTH))
+            left -= _LENGTH + size
+            if left < 0:
+                raise msgspec.DecodeError("it is cut off")
+            yield file.read(size)
