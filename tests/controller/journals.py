@@ -2,7 +2,6 @@
 
 import shutil
 import sqlite3
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from laminar_hpc.controller import journal
@@ -61,16 +60,6 @@ def transaction(store: Store, number: int, size: int = 2000) -> None:
     store.consume([number], number)
     store.put("last", number)
     store.commit()
-
-
-def write_until_killed(root: Path, first: int, acknowledge: Connection) -> None:
-    """In a process of its own: transactions from `first` on, each acknowledged when it is committed; with
-    small segments and snapshots."""
-    journal._SEGMENT_BYTES, journal._SNAPSHOT_BYTES = 4_000, 12_000
-    store = Place(root).start()
-    for number in range(first, 1_000_000):
-        transaction(store, number)
-        acknowledge.send(number)
 
 
 def tables(path: Path) -> dict[str, list]:

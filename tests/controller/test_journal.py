@@ -7,12 +7,12 @@ import signal
 import sqlite3
 import threading
 import time
-from multiprocessing import get_context
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from journals import Place, groups, tables, transaction, write_until_killed
+from journal_writer import Writers
+from journals import Place, groups, tables, transaction
 
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.errors import Refused
@@ -52,32 +52,26 @@ def test_another_machine_knows_everything_and_goes_on(tmp_path):
     assert groups(held) == [0, 1, 2, 3, 4] and held == place.rebuilt()
 
 
-@pytest.mark.timeout(120)
-def test_a_kill_at_any_moment_loses_nothing_that_was_acknowledged(tmp_path):
-    """Promise: after kill -9 in the middle of transactions, segments and snapshots, the journal alone and the
-    local store with it know the same: all that was acknowledged, and at most the one in flight.
+@pytest.fixture
+def writers(tmp_path):
+    writers = Writers(tmp_path)
+    yield writers
+    writers.close()
 
-    A server without threads forks the writers: this process has some, whose locks a fork would copy."""
-    place, processes, seed = Place(tmp_path), get_context("forkserver"), random.Random(1)
-    processes.set_forkserver_preload(["laminar_hpc.controller.recovery", "laminar_hpc.controller.store"])
+
+@pytest.mark.timeout(120)
+def test_a_kill_at_any_moment_loses_nothing_that_was_acknowledged(tmp_path, writers):
+    """Promise: after kill -9 in the middle of transactions, segments and snapshots, the journal alone and the
+    local store with it know the same: all that was acknowledged, and at most the one in flight."""
+    place, seed = Place(tmp_path), random.Random(1)
     life, first, made = 0, 0, set()
     while life < 20 or first <= 100 or not made:
         life += 1
         assert life < 200, "hardly anything was written, or no snapshot taken"
-        told, tell = processes.Pipe(duplex=False)
-        process = processes.Process(target=write_until_killed, args=(tmp_path, first, tell))
-        process.start()
-        tell.close()
-        assert told.poll(20), "the writer did not begin within 20 s"
+        pid = writers.begin(first)
         time.sleep(seed.uniform(0, 0.04))  # the moment of its death
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        acknowledged = first - 1
-        try:
-            while told.poll(0):
-                acknowledged = told.recv()
-        except EOFError:
-            pass
+        os.kill(pid, signal.SIGKILL)
+        acknowledged = max(first, writers.acknowledged())
         held = place.rebuilt()
         known = groups(held)
         assert known == list(range(len(known))) and len(known) - 1 in (acknowledged, acknowledged + 1)
