@@ -28,12 +28,10 @@ def readable_store(run_dir: Path, store_dir: str | None) -> ReadableStore:
     is damaged."""
     path = (Path(store_dir) / run_dir.resolve().name if store_dir else run_dir) / _STORE
     journal = run_dir / FOLDER
-    known = journal_id(journal) if store_dir else ""
-    if not known:
+    found = identity(path) if store_dir else None
+    if found and found.position and found.position.era >= files.newest_era(journal):
         return ReadableStore(path)
-    found = identity(path)
-    here = found.position if found and found.store_id == known else None
-    if here is not None and here.era >= files.newest_era(journal):
+    if not store_dir or not journal_id(journal):
         return ReadableStore(path)
     copy = tempfile.TemporaryDirectory(prefix="laminar-store-")
     build(journal, Path(copy.name) / _STORE)
