@@ -35,7 +35,7 @@ def pids(run_dir: Path) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_while_there_is_no_controller(tmp_path):
-    """A rollout that gets TERM ends with 0 within 20 s and leaves what it had; a controller without
+    """A rollout that gets TERM ends with 0 and leaves what it had; a controller without
     resume=auto is refused and moves nothing; `laminar stop` waits for the next one, which has all of it."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -57,7 +57,7 @@ def test_nothing_is_lost_while_there_is_no_controller(tmp_path):
         os.kill(ranks["controller"], signal.SIGKILL)
         started["controller"].wait(60)
         os.kill(ranks["rollout"], signal.SIGTERM)
-        assert started["rollout"].wait(20) == 0
+        assert started["rollout"].wait(30) == 0
         left = list((run_dir / "unsaid").iterdir())
         assert [path.name.split(":")[0] for path in left] == ["rollout"]
 
