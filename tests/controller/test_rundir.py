@@ -152,7 +152,7 @@ def test_roles_on_other_machines_are_told_by_their_renewal(roles, monkeypatch, a
     path.write_text(json.dumps(owner | {"host": "another-machine"}))
     os.utime(path, (time.time() - age,) * 2)
     monkeypatch.setattr(run_lock, "RENEW_SECONDS", 0.2)
-    assert bool(who_waits(run_dir)) == alive
+    assert bool(who_waits(run_dir)) == alive == path.exists()
 
 
 def test_roles_that_have_not_yet_seen_their_controller_s_death_are_awaited(roles, monkeypatch):

@@ -53,6 +53,11 @@ def left_request(run_dir: Path, store_id: str) -> str:
     return reason if left_for == store_id else ""
 
 
+def request_is_left(run_dir: Path) -> bool:
+    """For whichever store."""
+    return (run_dir / _LEFT).exists()
+
+
 def forget_request(run_dir: Path) -> None:
     """It was taken up, or is of a run that is no more."""
     (run_dir / _LEFT).unlink(missing_ok=True)

@@ -74,7 +74,8 @@ def who_waits(run_dir: Path, seconds: float = 0.0) -> list[str]:
 
 
 def _judge(path: Path, folder: Path, watched: Watched) -> str | None:
-    """Who it is, if alive; "" for a sign that was left behind, None while that is unclear."""
+    """Who it is, if alive; "" for a sign that was left behind, which is removed; None while that is
+    unclear."""
     found = read_owner(path)
     if found is None:
         return ""
@@ -85,5 +86,9 @@ def _judge(path: Path, folder: Path, watched: Watched) -> str | None:
         alive = is_alive(owner, renewed, probe.stat().st_mtime, watched)
     finally:
         probe.unlink(missing_ok=True)
-    name = path.stem.replace("_", " ")
-    return None if alive is None else f"{name} ({owner})" if alive else ""
+    if alive:
+        return f"{path.stem.replace('_', ' ')} ({owner})"
+    if alive is None:
+        return None
+    path.unlink(missing_ok=True)
+    return ""

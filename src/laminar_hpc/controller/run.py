@@ -22,7 +22,7 @@ from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.loop_watch import LoopWatch
 from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
-from laminar_hpc.cluster.stop import forget_request, left_request
+from laminar_hpc.cluster.stop import forget_request, left_request, request_is_left
 from laminar_hpc.cluster.waiting import who_waits
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
@@ -215,6 +215,8 @@ def run(
         run_dir, controller = Path(config.run_dir), None
         redirect_output()
         (run_dir / "config.yaml").write_text(dump_config(config))
+        # before they see this controller
+        waiting = who_waits(run_dir) if request_is_left(run_dir) else []
         run_id = f"{run_dir.resolve().name}-{secrets.token_hex(4)}"
         hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
         try:
@@ -226,7 +228,7 @@ def run(
             most = max(_TURN_SECONDS, config.cluster.heartbeat_timeout_seconds / 2)
             watch = LoopWatch("the controller's loop", _TURN_SECONDS, most, say_stuck)
             at_the_end.callback(watch.close)
-            take_up_request(controller, run_dir)
+            take_up_request(controller, run_dir, waiting)
             loop(controller, received, lock, watch)
             state = controller.state
             reason = f"failed: {state.failure}" if state.failure else state.stopping or "done"
@@ -246,10 +248,10 @@ def run(
             raise PermanentFailure(state.failure)
 
 
-def take_up_request(controller: Controller, run_dir: Path) -> None:
-    """That of `laminar stop`, which no controller has had, if the trainers that it was for still wait."""
+def take_up_request(controller: Controller, run_dir: Path, waiting: list[str]) -> None:
+    """That of `laminar stop`, which no controller has had, if the roles that it was for still wait."""
     reason = left_request(run_dir, controller.store.store_id)
-    if reason and controller.state.gang and who_waits(run_dir):
+    if reason and controller.state.gang and waiting:
         controller.request_stop(reason)
         controller.turn()  # on record
     forget_request(run_dir)
