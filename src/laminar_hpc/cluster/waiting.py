@@ -80,7 +80,7 @@ def _judge(path: Path, folder: Path, watched: Watched) -> str | None:
     if found is None:
         return ""
     owner, renewed = found
-    probe = folder / f".{owner.token}"
+    probe = folder / f".{path.name}.seen"
     probe.touch()
     try:
         alive = is_alive(owner, renewed, probe.stat().st_mtime, watched)
