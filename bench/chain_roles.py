@@ -286,6 +286,11 @@ class ChainRun:
         self._earlier.append(self._others[1])
         self._others[1] = self.start_trainer(size)
 
+    def leave_trainer(self) -> None:
+        """It leaves in order, and nobody has its place yet."""
+        self._commands.send(None)
+        self._others[1].join(START_SECONDS)
+
     def begin_to_publish(self) -> None:
         """One publication more, which stands still in its middle, once it is there, for as long as the file
         `hold` exists."""

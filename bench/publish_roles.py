@@ -39,9 +39,11 @@ class Line:
     def interrupt(self, error: Exception) -> None:
         raise error
 
-    sessions = 0
+    sessions, detached = 0, False
 
-    def request(self, message: object, *answers: type, timeout: float, what: str, fits: object) -> object:
+    def request(
+        self, message: object, *answers: type, timeout: float, what: str, fits: object, meanwhile: object
+    ) -> object:
         self.send(message)
         return self.wait(*answers, timeout=timeout)
 

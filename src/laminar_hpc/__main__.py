@@ -47,6 +47,7 @@ from laminar_hpc.pretrained import follow, prepare_rank
 SPEAK_SECONDS = 10.0  # for rank 0 to say an error that all ranks see
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
 LEAVES = ("relay", "rollout")  # roles without which the run goes on; one world ends as a whole
+DRAIN_SECONDS = 14.0  # so long of these a rollout without a controller waits for one that takes what it has
 ONE_WISH_SECONDS = 3.0  # Slurm, torchrun and the launch script may all pass on the same one
 
 
@@ -95,9 +96,9 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
     return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
 
 
-def watch_signals(leaves: bool) -> list[Channel]:
-    """TERM and INT: the controller ends the run in order, or this role leaves it, which `leaves` and then
-    meets Terminated; if that takes too long, or at a second signal, this process ends by itself.
+def watch_signals(role: str) -> list[Channel]:
+    """TERM and INT: the controller ends the run in order, or a role of LEAVES leaves it, which meets
+    Terminated; if that takes too long, or at a second signal, this process ends by itself.
 
     A thread reads the interpreter's wake-up pipe, because a Python handler would not run while the main
     thread waits in a collective. The caller puts its channel into the returned list when it has joined the
@@ -110,13 +111,14 @@ def watch_signals(leaves: bool) -> list[Channel]:
         signal.signal(number, lambda *_: None)
 
     joined: list[Channel] = []
+    leaves, drains = role in LEAVES, role == "rollout"
 
     def leave() -> None:
         os.read(read_end, 1)
         if leaves and not joined:
             os._exit(0)  # nothing has begun
         for channel in joined:
-            channel.end_with_controller()
+            channel.end_within(DRAIN_SECONDS if drains else 0.0, drains)
             if leaves:
                 channel.interrupt(Terminated())
             time.sleep(ONE_WISH_SECONDS)
@@ -183,7 +185,7 @@ def run_worker(
     hears which place it has in the run."""
     use_devices(config, here, mine)
     keep_to_loopback(config.cluster.host)
-    joined = watch_signals(config.role in LEAVES)
+    joined = watch_signals(config.role)
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     index = UNNUMBERED if config.role == "rollout" else mine.index
     hello = Hello(mine.role, index, uuid.uuid4().hex[:8], os.getpid(), machine)

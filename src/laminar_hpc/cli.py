@@ -29,8 +29,12 @@ def stop(arguments: list[str]) -> int:
     """`laminar stop RUN_DIR`; returns the exit code. Raises LaminarError where no job runs."""
     from laminar_hpc.cluster.stop import request_stop
 
-    request_stop(Path(arguments[0]), "laminar stop")
-    print(f"asked the job in {arguments[0]} to finish its step, checkpoint and leave")
+    run_dir, wish = arguments[0], "to finish its step, checkpoint and leave"
+    if request_stop(Path(run_dir), "laminar stop"):
+        print(f"asked the job in {run_dir} {wish}")
+    else:
+        text = "has no controller now: the request waits there for the next one, which has it"
+        print(f"the job in {run_dir} {text} {wish}; start a controller with resume=auto")
     return 0
 
 

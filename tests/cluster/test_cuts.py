@@ -4,22 +4,25 @@ again, and one that takes nothing: nothing is lost, nothing doubled, nobody is b
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import zmq
 from keeper import Keeper
 
+from laminar_hpc.cluster import unsaid
 from laminar_hpc.cluster.address import read_address, write_address
 from laminar_hpc.cluster.channel import Channel, ControllerLost
 from laminar_hpc.cluster.dealer import connect
 from laminar_hpc.cluster.delivery import Header, encode_header
+from laminar_hpc.cluster.waiting import who_waits
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import PromptGroup
-from laminar_hpc.messages.membership import Hello, Ping, Welcome
+from laminar_hpc.messages.membership import Goodbye, Hello, Ping, Welcome
 from laminar_hpc.messages.rollouts import Grant, Lost
 from laminar_hpc.messages.training import NotYet
-from laminar_hpc.messages.wire import encode
+from laminar_hpc.messages.wire import decode, encode
 
 HEARTBEAT = 20.0
 
@@ -155,6 +158,36 @@ def test_an_outage_is_bounded(tmp_path) -> None:
         channel.receive(20, "anything")
     assert 1.0 < time.monotonic() - began < 6
     channel.close()
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_worker_that_is_told_to_end_without_a_controller(tmp_path, comes) -> None:
+    """Promise: docs/architecture.md#drains. It waits a while for the next controller, which has all that it
+    had to say; else it leaves that in the run directory, behind what the last one has committed. Meanwhile
+    it shows that it waits there."""
+    keeper = Keeper(tmp_path)
+    channel = join(tmp_path, patience=30, heartbeat=1.0)
+    speak(channel, range(100))
+    until(lambda: len(keeper.kept) == 100)
+    store_id, kept = keeper.store.store_id, keeper.kill()
+    speak(channel, range(100, 200))
+    until(lambda: channel.detached)
+    assert [text.split(" (")[0] for text in who_waits(tmp_path)] == ["rollout 0"]
+    channel.end_within(10.0 if comes else 0.5, leaves_unsaid=True)
+    if comes:
+        threading.Timer(0.5, lambda: nexts.append(Keeper(tmp_path, 1))).start()
+    nexts: list[Keeper] = []
+    began = time.monotonic()
+    channel.close()
+    assert time.monotonic() - began < 6 and who_waits(tmp_path) == []
+    if comes:
+        assert kept + nexts[0].close() == list(range(200)) and not unsaid.left(tmp_path)
+        return
+    (path,) = unsaid.left(tmp_path)
+    head, frames = unsaid.read(path)
+    *words, last = map(decode, frames)
+    assert (head.identity, head.store_id, head.first) == ("rollout:0:life", store_id, 101)
+    assert [word.trajectory_id for word in words] == list(range(100, 200)) and isinstance(last, Goodbye)
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.slow)])

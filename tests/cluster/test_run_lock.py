@@ -131,7 +131,7 @@ def test_of_many_starts_at_the_same_moment_one_wins(tmp_path, stale):
 def test_takeovers_by_many_threads_never_overlap(tmp_path, monkeypatch):
     """Promise: with a pause before every step of a takeover, at most one holds the lock at any time, over
     many rounds."""
-    real_create, real_read = run_lock._create, run_lock._read
+    real_create, real_read = run_lock._create, run_lock.read_owner
 
     def slowly(function):
         def run(*arguments):
@@ -141,7 +141,7 @@ def test_takeovers_by_many_threads_never_overlap(tmp_path, monkeypatch):
         return run
 
     monkeypatch.setattr(run_lock, "_create", slowly(real_create))
-    monkeypatch.setattr(run_lock, "_read", slowly(real_read))
+    monkeypatch.setattr(run_lock, "read_owner", slowly(real_read))
     alive: set[str] = set()
     holders: set[str] = set()
     most, wins, guard = 0, 0, threading.Lock()
@@ -152,7 +152,7 @@ def test_takeovers_by_many_threads_never_overlap(tmp_path, monkeypatch):
         return token
 
     monkeypatch.setattr(run_lock.secrets, "token_hex", new_token)
-    monkeypatch.setattr(run_lock, "_is_alive", lambda owner, *_: owner.token in alive)
+    monkeypatch.setattr(run_lock, "is_alive", lambda owner, *_: owner.token in alive)
 
     def contend() -> None:
         nonlocal most, wins

@@ -13,13 +13,23 @@ import pytest
 from crew import Crew, Relay, Rollout, Trainer
 
 from audits import assert_clean
+from laminar_hpc.cluster.stop import left_request, request_stop
+from laminar_hpc.cluster.waiting import who_waits
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.messages.membership import Failure
 from laminar_hpc.messages.moves import MoveCommit
 from laminar_hpc.messages.rollouts import ScoreOrder
-from laminar_hpc.messages.training import Checkpointed, Continue, Restored, StepDone, TrainerDone
+from laminar_hpc.messages.training import (
+    Checkpointed,
+    Continue,
+    Leave,
+    Restored,
+    StepDone,
+    TakeBatch,
+    TrainerDone,
+)
 from laminar_hpc.policies.metrics import batch_metrics
 
 
@@ -142,6 +152,31 @@ def test_a_controller_dies_in_every_window(lives: Lives) -> None:
     assert sorted(i for (i,) in trained) == sorted(t.trajectory_id for t in batch.trajectories)
     for worker in crew.workers:
         worker.channel.close()
+
+
+def test_a_request_to_stop_waits_for_the_next_controller(lives: Lives) -> None:
+    """`laminar stop` while there is no controller: the roles that wait for one are asked by the next, and
+    leave in order; one that comes to other trainers knows nothing of it."""
+    lives.begin("")
+    trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
+    crew = Crew(trainer, relay, one := Rollout(lives.run_dir, 0), two := Rollout(lives.run_dir, 1))
+    trainer.channel.send(Restored(None))
+    relay.takes(trainer.publishes(0))
+    crew.until(lambda: one.generating and two.generating, "grants")
+    lives.kill()
+    crew.until(lambda: trainer.channel.detached and who_waits(lives.run_dir), "the sign of a role that waits")
+    assert not request_stop(lives.run_dir, "laminar stop", seconds=0.5)
+    lives.begin("")
+    answer = trainer.channel.request(TakeBatch(0), Leave, timeout=30, what="to leave")
+    assert isinstance(answer, Leave) and answer.reason == "laminar stop"
+    trainer.channel.send(TrainerDone(0))
+    trainer.channel.flush()
+    trainer.channel.close()
+    crew.workers.remove(trainer)
+    for each in (relay, one, two):
+        crew.until(lambda each=each: each.has_left, "Stop")
+    assert "ended 0" in lives.ends() and not left_request(lives.run_dir, "")
+    assert_clean(lives.run_dir)
 
 
 def test_a_controller_dies_in_a_move_and_at_the_end(lives: Lives) -> None:

@@ -4,6 +4,7 @@ per file."""
 from reports import trajectory
 
 from laminar_hpc.controller.evaluations import Evaluations
+from laminar_hpc.controller.store import Store
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages.rollouts import Generated, Lost, Scored
 
@@ -92,6 +93,44 @@ def test_an_evaluation_whose_weights_are_gone_starts_again():
     assert {(r["weight_id"], r["step"], r["accuracy"]) for r in evaluations.results(done, 1.0)} == {
         (12, 6, 1.0)
     }
+
+
+def test_what_was_scored_counts_at_the_next_controller(tmp_path):
+    """Only what had no score is asked again, on the same weights; on others all of it."""
+    store = Store(tmp_path)
+
+    def controller(number):
+        evaluations = Evaluations(files(), 0, 1.0, 48, number * 1000, store)
+        evaluations.add("after", 4, shares=2)
+        return evaluations
+
+    first = controller(0)
+    share, key = first.grant(0, 9, 4, 0, 5.0), first.queue[0].key
+    answer(first, share, lambda *_: 1.0, skip={2})
+    second = controller(1)
+    second.go_on(key, 9, 4, 5.0)
+    grants = [second.grant(replica, 9, 4, replica, 8.0) for replica in (0, 1)]
+    assert [[s.trajectory_id for g in grant.groups for s in g.samples] for grant in grants] == [
+        [2],
+        [4, 5, 6],
+    ]
+    assert answer(second, share, lambda *_: 0.0) is None, "an attempt of the controller before"
+    assert answer(second, grants[0], lambda *_: 0.0) is None
+    done = answer(second, grants[1], lambda *_: 0.0)
+    results = second.results(done, 9.0)
+    assert [(r["accuracy"], r["weight_id"], r["seconds"]) for r in results] == [
+        (2 / 3, 9, 4.0),
+        (0.25, 9, 4.0),
+    ]
+    assert {r["response_length_mean"] for r in results} == {3.0}
+    third = controller(2)
+    third.go_on(key, 9, 4, 5.0)
+    assert third.queue[0].scored == 0, "those of a complete evaluation are forgotten"
+    share = third.grant(0, 9, 4, 0, 5.0)
+    answer(third, share, lambda *_: 1.0, skip={2})
+    third.reset_stranded({12})
+    assert len(third.grant(0, 12, 4, 0, 5.0).groups) == 4
+    store.close()
 
 
 def test_trainers_that_start_again_take_evaluations_of_lost_steps_back():

@@ -98,6 +98,23 @@ def test_ranks_of_the_next_gang_are_not_sent_to_the_last_ones_place(tmp_path: Pa
     store.close()
 
 
+def test_a_gang_that_starts_meets_over_a_controller_s_death(tmp_path: Path, store: Store) -> None:
+    """Trainer 0 has said where they meet, and the controller dies before the other rank has come, or before
+    it was told. The next gang is not sent there by any controller."""
+    entry = Entry(tmp_path, store)
+    entry.hello("a")
+    place = TrainersMeet("there", 1)
+    entry.gang.on_trainers_meet(entry.members.at("trainer"), place)
+    entry = Entry(tmp_path, store)
+    entry.hello("a")
+    assert [m for m in entry.hello("x", index=1) if isinstance(m, TrainersMeet)] == [place]
+    entry = Entry(tmp_path, store)
+    assert place in entry.hello("x", index=1), "it may have been on its way"
+    assert place not in entry.hello("y", index=1)
+    assert place not in Entry(tmp_path, store).hello("b")
+    store.close()
+
+
 def test_one_rank_lost_ends_its_gang(tmp_path: Path, store: Store) -> None:
     """The other rank is told, the fence rises before anyone has come, one line says what the run waits for,
     and a rank that comes before its rank 0 is of the next gang."""

@@ -5,7 +5,7 @@ relay that stands still is left out until it is heard."""
 import pytest
 
 from laminar_hpc.controller.relay_chain import QUIET_SECONDS, SETTLE_SECONDS, SILENT_SECONDS, TRAINER, Chain
-from laminar_hpc.messages.chain import EpochProposed, JoinEpoch, SendAgain, StoreOpened
+from laminar_hpc.messages.chain import CutLink, EpochProposed, JoinEpoch, SendAgain, StoreOpened
 
 
 class Clock:
@@ -14,6 +14,7 @@ class Clock:
     def __init__(self, relays: int) -> None:
         self.now, self.chain, self.alive = 100.0, Chain(relays), set()
         self.heard: dict[int, float] = {}
+        self.trainer = True
         for index in range(relays):
             self.come(index)
         self.first = self.turn(QUIET_SECONDS)
@@ -23,11 +24,16 @@ class Clock:
         self.alive.add(index)
         self.heard[index] = self.now
 
+    def leave(self, index: int) -> None:
+        self.chain.left(index)
+        self.alive.discard(index)
+        self.heard.pop(index)
+
     def turn(self, seconds: float) -> list:
         self.now += seconds
         for index in self.alive:
             self.heard[index] = self.now
-        return self.chain.update(self.heard, True, self.now)
+        return self.chain.update(self.heard, self.trainer, self.now)
 
     def all_have(self, weight_id: int) -> None:
         self.chain.publication(weight_id)
@@ -138,6 +144,52 @@ def test_a_late_comer_is_served_by_the_last_relay(clock):
     assert clock.turn(0.1) == []
     orders = clock.turn(QUIET_SECONDS)
     assert proposals(orders) == [(3, 9)] and orders[-1] == (3, SendAgain(clock.epochs()[9], 1))
+
+
+def test_relays_die_and_come_while_no_trainer_is_there(clock):
+    """Between two gangs the chain is mended and a late comer gets the newest weights from a relay; the next
+    gang finds the chain whole and links to its head alone."""
+    clock.all_have(7)
+    epoch = clock.epochs()[0]
+    assert clock.chain.sender_left() == [(0, CutLink(epoch))]
+    clock.trainer = False
+    assert clock.turn(0.1) == []
+    clock.leave(1)
+    assert proposals(clock.turn(0.1)) == [(0, 2)]
+    clock.leave(0)
+    assert clock.turn(0.1) == []
+    clock.come(9)
+    orders = clock.turn(QUIET_SECONDS)
+    assert proposals(orders) == [(3, 9)] and orders[-1] == (3, SendAgain(clock.epochs()[9], 1))
+    clock.trainer = True
+    assert proposals(clock.turn(0.1)) == [(TRAINER, 2)] and clock.chain.order == [2, 3, 9]
+    assert clock.chain.publication(8) == 3
+
+
+def test_a_relay_that_comes_to_the_head_while_no_trainer_is_there_is_cut_off(clock):
+    """Else the one that was before it would go on sending to it, in a circle."""
+    clock.all_have(7)
+    clock.chain.relay_has(1, 8, 0)
+    clock.chain.sender_left()
+    clock.trainer = False
+    before = clock.epochs()[1]
+    clock.come(9)
+    orders = clock.turn(QUIET_SECONDS)
+    assert clock.chain.order == [1, 0, 2, 3, 9] and orders[0] == (1, CutLink(before))
+    assert proposals(orders) == [(1, 0), (0, 2), (3, 9)]
+    assert orders[-1] == (1, SendAgain(clock.epochs()[0], 4))
+
+
+def test_a_controller_that_comes_while_no_trainer_is_there_links_relays_that_hold_weights():
+    """A fresh run's relays have nothing to pass on, and wait for the trainer."""
+    chain = Chain(1, first_epoch=1_000_000)
+    for index in (0, 1):
+        chain.joined(index, 0.0)
+    heard = {0: 1.0, 1: 1.0}
+    assert chain.update(heard, False, 1.0) == []
+    chain.relay_has(1, 7, None)
+    orders = chain.update(heard, False, 1.0)
+    assert proposals(orders) == [(1, 0)] and orders[-1] == (1, SendAgain(orders[0][1].epoch, 1))
 
 
 def test_a_standstill_is_left_out_and_comes_back_to_the_end(clock):

@@ -5,12 +5,17 @@ import json
 import os
 import shutil
 import sqlite3
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+import checkpoint_files
+from laminar_hpc.cluster import run_lock
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.cluster.run_lock import RunLock
+from laminar_hpc.cluster.waiting import Sign, who_waits
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -29,6 +34,7 @@ from laminar_hpc.controller.rundir import (
 )
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.store_check import check_store
+from laminar_hpc.messages.membership import Hello
 from laminar_hpc.supervisor import nothing_to_start
 
 FILE = "heldout"  # the label of the demo's held-out file
@@ -42,12 +48,6 @@ def lines(run_dir: Path, *records: dict) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
-
-
-def checkpoint(run_dir: Path, step: int) -> None:
-    path = checkpoint_path(run_dir, step)
-    path.mkdir(parents=True)
-    (path / "state.json").write_text("{}")
 
 
 def start(restored: int = -1, **fields: object) -> dict:
@@ -75,7 +75,7 @@ def test_complete_means_trained_and_evaluated(tmp_path):
     config = config_of(tmp_path)
     lines(tmp_path, start(), evaluated(0, "greedy", "before"), evaluated(0, "sampled", "before"))
     assert completed_step(config) is None, "no checkpoint"
-    checkpoint(tmp_path, 4)
+    checkpoint_files.write(tmp_path, 4)
     assert completed_step(config) is None, "no evaluation after"
     lines(tmp_path, evaluated(4, "greedy"))
     assert completed_step(config) is None, "the sampled evaluation is missing"
@@ -88,12 +88,89 @@ def test_complete_means_trained_and_evaluated(tmp_path):
     assert completed_step(config) is None, "the last steps are being done again"
 
 
+@pytest.mark.parametrize("harm", ["a byte", "a file", "its list", "its state"])
+def test_a_run_with_a_damaged_last_checkpoint_is_not_complete(tmp_path, harm):
+    """Promise: trainers start and go on from the checkpoint before; an older one of all steps will do."""
+    lines(tmp_path, start(), evaluated(4, "greedy"), evaluated(4, "sampled"))
+    checkpoint_files.write(tmp_path, 2)
+    path = checkpoint_files.write(tmp_path, 4)
+    assert completed_step(config_of(tmp_path)) == 4
+    if harm == "a byte":
+        content = (path / "hf" / "model.safetensors").read_bytes()
+        (path / "hf" / "model.safetensors").write_bytes(content[:9] + b"?" + content[10:])
+    elif harm == "a file":
+        (path / "hf" / "model.safetensors").unlink()
+    else:
+        (path / {"its list": "files.json", "its state": "state.json"}[harm]).write_text("{")
+    assert completed_step(config_of(tmp_path)) is None
+    lines(tmp_path, evaluated(2, "greedy"), evaluated(2, "sampled"))
+    assert completed_step(config_of(tmp_path, "steps=2")) == 2
+
+
 def test_a_replay_or_a_run_without_evaluation_is_complete_with_its_checkpoint(tmp_path):
     """Promise: what evaluates nothing waits for no evaluation."""
     lines(tmp_path, start())
-    checkpoint(tmp_path, 4)
+    checkpoint_files.write(tmp_path, 4)
     assert completed_step(config_of(tmp_path, "evaluation.files=[]")) == 4
     assert completed_step(config_of(tmp_path, f"source=replay:{tmp_path}")) == 4
+
+
+# ---- roles without a controller ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def roles(tmp_path):
+    """A run whose controller is gone and one of whose roles has outlived it."""
+    lines(tmp_path / "run", start())
+    sign = Sign(tmp_path / "run", Hello("relay", 3, "life", os.getpid(), ""))
+    sign.show(0.0)
+    yield tmp_path / "run", sign
+    sign.take_away()
+
+
+def test_a_run_of_which_roles_are_alive_is_not_moved_aside(roles):
+    """Promise: a controller that begins anew there is refused, and names them with pid, machine and since
+    when; not one byte is moved. With resume=auto it goes on; without the roles it begins anew."""
+    run_dir, sign = roles
+    with pytest.raises(
+        Refused, match=rf"{run_dir} is in use by roles .*: relay 3 \(pid {os.getpid()} of "
+    ) as e:
+        prepare(config_of(run_dir, "resume=never"))
+    assert "set resume=auto to go on with them" in str(e.value) and ", since 20" in str(e.value)
+    assert [p.name for p in run_dir.parent.iterdir()] == ["run"]
+    assert prepare(config_of(run_dir)).moved_to is None
+    sign.take_away()
+    assert prepare(config_of(run_dir, "resume=never")).moved_to == run_dir.with_name("run.1")
+
+
+@pytest.mark.parametrize("age, alive", [(2.0, True), (3600.0, False)])
+def test_roles_on_other_machines_are_told_by_their_renewal(roles, monkeypatch, age, alive):
+    """Promise: a sign of another machine counts while it is renewed; one that is not is left behind."""
+    run_dir, _ = roles
+    path = run_dir / "waiting" / "relay_3.life"
+    owner = json.loads(path.read_bytes())
+    path.write_text(json.dumps(owner | {"host": "another-machine"}))
+    os.utime(path, (time.time() - age,) * 2)
+    monkeypatch.setattr(run_lock, "RENEW_SECONDS", 0.2)
+    assert bool(who_waits(run_dir)) == alive == path.exists()
+
+
+def test_roles_that_have_not_yet_seen_their_controller_s_death_are_awaited(roles, monkeypatch):
+    """Promise: where a controller has died without a word, its roles get the time to show themselves; not in
+    one torchrun, whose ranks end with it."""
+    run_dir, sign = roles
+    sign.take_away()
+    (run_dir / "controller.json").write_text("of the dead one")
+    (run_dir / "config.yaml").write_text("role: controller")
+    late = threading.Timer(0.5, sign.show, (0.0,))
+    late.start()
+    with pytest.raises(Refused, match="relay 3"):
+        prepare(config_of(run_dir, "resume=never"))
+    late.join()
+    sign.take_away()
+    (run_dir / "config.yaml").write_text("role: all")
+    begun = time.monotonic()
+    assert prepare(config_of(run_dir, "resume=never")).moved_to and time.monotonic() - begun < 2
 
 
 # ---- torchrun's own restarts -------------------------------------------------------------------------------
@@ -122,7 +199,7 @@ def test_the_cause_of_a_death_is_what_the_controller_could_say(tmp_path):
     assert cause_of_death(tmp_path) == "relay 0 has died"
     lines(tmp_path, start())
     assert "controller died" in cause_of_death(tmp_path)
-    checkpoint(tmp_path, 2)
+    checkpoint_files.write(tmp_path, 2)
     assert note_restart(config_of(tmp_path), "x", 3) == 2
     kept = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"kind": "restart", "cause": "x", "step": 3, "restored_step": 2}.items() <= kept.items()
@@ -301,7 +378,7 @@ def test_a_damaged_store_in_store_dir_that_has_no_journal_is_refused(tmp_path):
 def test_a_checkpoint_of_another_store_is_refused(tmp_path):
     """Promise: both ids are named; a checkpoint that names no store is taken as it is."""
     path = make_store(tmp_path, 4)
-    checkpoint(tmp_path, 4)
+    checkpoint_files.write(tmp_path, 4)
     state = checkpoint_path(tmp_path, 4) / "state.json"
     store_id = identity(path).store_id
     for wanted, text in (

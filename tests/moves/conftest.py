@@ -1,4 +1,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+tests = Path(__file__).parents[1]
+sys.path[:0] = [str(tests), str(tests / "controller")]

@@ -5,7 +5,8 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.kv.errors import KvRefused
@@ -59,24 +60,24 @@ def sabotaged(saboteur: Saboteur, engine: type) -> type[RolloutWorker]:
     faults."""
 
     class Engine(engine):
-        async def _hurt(self, call: str, work):
+        async def _hurt(self, call: str, begin: Callable[[], Awaitable]):
+            """`begin` makes the coroutine, which must not be made where a hang is cut off."""
             kind = saboteur.strikes(call, ("refuse", "hang", "die before", "die after"))
-            if kind in ("refuse", "die before"):
-                work.close()
-                if kind == "refuse":
-                    raise KvRefused(f"{call} refused by the test")
+            if kind == "refuse":
+                raise KvRefused(f"{call} refused by the test")
+            if kind == "die before":
                 self.die()
                 raise await self.died()
             if kind == "hang":
                 await asyncio.sleep(saboteur.hang)
-            result = await work
+            result = await begin()
             if kind == "die after":
                 self.die()
             return result
 
         def __getattribute__(self, name):
             found = super().__getattribute__(name)
-            return (lambda *words: self._hurt(name, found(*words))) if name in CALLS else found
+            return (lambda *words: self._hurt(name, partial(found, *words))) if name in CALLS else found
 
     class Worker(RolloutWorker):
         def __init__(self, context, pool):

@@ -56,15 +56,26 @@ class Hub:
 class Script:
     """Trainer 0, relay 0 on `machine`, and rollouts as the test brings them in."""
 
-    def __init__(self, config: RunConfig, machine: str = "one", restored_step: int | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        machine: str = "one",
+        restored_step: int | None = None,
+        trainer: bool = True,
+    ) -> None:
+        """`trainer`: it comes and starts at `restored_step`."""
         self.hub = Hub()
         os.makedirs(config.run_dir, exist_ok=True)
         Path(config.run_dir, "config.yaml").write_text(dump_config(config))
         self.controller = controller_run.build(
             config, check(config), Start(restored_step, None), self.hub, 1, "apart", lambda _: None
         )
-        self.hear("trainer", 0, Hello("trainer", 0, "", os.getpid(), "apart"), Restored(restored_step))
+        if trainer:
+            self.trainer("", Restored(restored_step))
         self.relay(0, machine)
+
+    def trainer(self, life: str, restored: Restored) -> None:
+        self.hear("trainer", 0, Hello("trainer", 0, life, os.getpid(), "apart"), restored, life=life)
 
     def relay(self, index: int, machine: str, life: str = "") -> None:
         self.hear("relay", index, Hello("relay", index, life, os.getpid(), machine), life=life)
@@ -75,13 +86,16 @@ class Script:
             self.hub.arrived.append((f"{role}:{index}:{life}", message))
             self.controller.turn()
 
-    def publish(self, step: int, *relays: int) -> int:
+    def publish(self, step: int, *relays: int, life: str = "") -> int:
         """New weights of the trainer, which these relays then hold; returns their id."""
-        self.hear("trainer", 0, NewWeightId(step))
-        weight_id = max(self.controller.weights.steps)
+        self.hear("trainer", 0, NewWeightId(step), life=life)
         for relay in relays:
-            self.hear("relay", relay, RelayHas(weight_id, step, 1, 0.1, 0.0))
-        return weight_id
+            self.relay_holds(relay, step)
+        return max(self.controller.weights.steps)
+
+    def relay_holds(self, relay: int, step: int) -> None:
+        """The newest weights, which are those of this step."""
+        self.hear("relay", relay, RelayHas(max(self.controller.weights.steps), step, 1, 0.1, 0.0))
 
     def rollout(self, index: int, machine: str = "one", life: str = "", phase: str = "unverified") -> None:
         hello = Hello("rollout", index, life, os.getpid(), machine)

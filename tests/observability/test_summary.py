@@ -6,7 +6,12 @@ import pytest
 import synthetic
 from synthetic import EPOCH
 
+from laminar_hpc.audit.checks import audit
+from laminar_hpc.audit.records import read
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.journal import Journal
+from laminar_hpc.controller.recovery import settle
+from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import jsonl
 from laminar_hpc.report import document, rundata, summary
 
@@ -156,6 +161,41 @@ def test_a_store_elsewhere_is_found(tmp_path):
     with open(run_dir / "config.yaml", "a") as file:
         file.write(f"store_dir: {tmp_path / 'local'}\n")
     assert len(rundata.load(run_dir).consumed) == 64
+
+
+def test_a_store_of_another_machine_is_read_from_the_journal(tmp_path, monkeypatch, capsys):
+    """Promise: `laminar report` and `laminar audit` tell the same on a machine that has no store of the run,
+    or one that others have gone on from elsewhere; the copy that they make is gone after it."""
+    run_dir, local, scratch = tmp_path / "run", tmp_path / "local" / "run", tmp_path / "scratch"
+    synthetic.write(run_dir, steps=3)
+    local.mkdir(parents=True), scratch.mkdir()
+    (run_dir / "store.sqlite").rename(local / "store.sqlite")
+    with open(run_dir / "config.yaml", "a") as file:
+        file.write(f"store_dir: {local.parent}\n")
+    settle(run_dir / "journal", local / "store.sqlite", print)
+    old = (local / "store.sqlite").read_bytes()
+    store = Store(local, journal=Journal(run_dir / "journal", local / "store.sqlite", print))
+    store.note_mismatches({0: (0.25, 1)})
+    store.close()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    document.main([str(run_dir)])
+    expected = (run_dir / "summary.json").read_text(), (run_dir / "report.html").read_text()
+    with read(run_dir) as records:
+        audited = [str(finding) for finding in audit(records)]
+    for elsewhere in (None, old):
+        (local / "store.sqlite").unlink()
+        if elsewhere is not None:
+            (local / "store.sqlite").write_bytes(elsewhere)
+        document.main([str(run_dir)])
+        assert expected == ((run_dir / "summary.json").read_text(), (run_dir / "report.html").read_text())
+        assert rundata.load(run_dir).mismatches([0]) == {0: (0.25, 1)}
+        with read(run_dir) as records:
+            assert [str(finding) for finding in audit(records)] == audited and not records.damage
+        assert not list(scratch.iterdir())
+        (local / "store.sqlite").write_bytes(old)
+    (run_dir / "journal").rename(run_dir / "journal.away")
+    (local / "store.sqlite").unlink()
+    assert rundata.load(run_dir).consumed == []
 
 
 def test_a_replay_has_no_invented_figures(finished, tmp_path):

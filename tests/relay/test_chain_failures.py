@@ -71,6 +71,22 @@ def test_deaths_a_standstill_and_late_comers(chain):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_relays_die_and_come_while_there_is_no_trainer(chain):
+    """Between two gangs the chain closes around a death, and who comes late has the newest weights from a
+    relay; the next trainer's go down the whole of it."""
+    published(chain, [0, 1, 2], 60)
+    weight_id, step = chain.newest(2)
+    chain.leave_trainer()
+    chain.relays[1].kill()
+    chain.start_relay(3)
+    chain.wait([3], step, 60)
+    assert chain.newest(3) == (weight_id, step) and chain.chains()[-1]["chain"] == [0, 2, 3]
+    chain.replace_trainer(12 * MEGABYTE)
+    published(chain, [0, 2, 3], 60)
+
+
+@pytest.mark.slow
 def test_a_rollout_that_comes_late_is_told_of_the_newest_slot(chain):
     """No publication is needed: the controller names the weights that its machine's relay holds, and the slot
     is there to be loaded."""

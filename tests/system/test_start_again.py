@@ -15,7 +15,7 @@ import psutil
 import pytest
 from runs import SHORT, Run, consumed, metrics, summary
 
-from laminar_hpc.cluster.checkpoints import checkpoint_path
+import checkpoint_files
 from laminar_hpc.cluster.launch import PERMANENT
 from laminar_hpc.cluster.run_lock import LOCK_FILE
 
@@ -74,9 +74,7 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 60) -> None:
 
 def complete(run_dir: Path, step: int) -> None:
     """The files of a run that was trained and evaluated to `step`, and died before its summary."""
-    path = checkpoint_path(run_dir, step)
-    path.mkdir(parents=True)
-    (path / "state.json").write_text("{}")
+    checkpoint_files.write(run_dir, step)
     after = {"kind": "evaluation", "label": "after", "file": "heldout", "step": step, "accuracy": 0.9}
     names = [{**after, "name": name} for name in ("greedy", "sampled")]
     records = [{"kind": "start", "restored_step": -1}, *names]

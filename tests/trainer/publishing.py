@@ -44,6 +44,10 @@ class Line:
 
     sessions = 0
 
+    @property
+    def detached(self) -> bool:
+        return self._controller.away
+
     def wait(self, *wanted: type, timeout: float) -> Message | None:
         deadline = time.monotonic() + timeout
         with self.arrived:
@@ -65,11 +69,21 @@ class Line:
     def interrupt(self, error: Exception) -> None:
         self.deliver(error)
 
-    def request(self, message: Message, *answers: type, timeout: float, what: str, fits) -> Message:
+    def request(
+        self, message: Message, *answers: type, timeout: float, what: str, fits, meanwhile
+    ) -> Message:
+        """Asks again at the controller that comes, as a Channel does after its Welcome."""
         self.send(message)
-        answer = self.wait(*answers, timeout=timeout)
-        assert answer is not None and fits(answer), what
-        return answer
+        was_away, deadline = self.detached, time.monotonic() + timeout
+        while self.detached or time.monotonic() < deadline:
+            answer = self.wait(*answers, timeout=0.05)
+            if answer is not None and fits(answer):
+                return answer
+            if was_away and not self.detached:
+                was_away = False
+                self.send(message)
+            meanwhile()
+        raise AssertionError(what)
 
 
 class Controller:
@@ -81,6 +95,7 @@ class Controller:
         self.heard: list[tuple[str, Message]] = []
         self.epoch, self.next_id, self.chain = 0, 0, []
         self.deaf = False  # links are made, but nobody receives
+        self.away = False  # it has died before it answered
         self._receivers: dict[int, int] = {}  # of each epoch's link
         self._held: list[Link] = []
         self._changed = threading.Condition()
@@ -118,7 +133,7 @@ class Controller:
                 threading.Thread(target=self._hold, args=(join,), daemon=True).start()
             else:
                 self.relays[self._receivers[message.epoch]].deliver(join)
-        elif isinstance(message, NewWeightId):
+        elif isinstance(message, NewWeightId) and not self.away:
             self.trainer.deliver(WeightId(self.next_id, message.step, len(self.chain), message.request))
             self.next_id += 1
         with self._changed:

@@ -1,6 +1,7 @@
 """Publishing behind the trainer's back, to real relays: what arrives is what the parameters were, whatever
 the trainer does after the fence; a relay that dies costs an id, never the trainer."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +103,34 @@ def test_without_a_link_the_trainer_does_not_wait(
     started = time.monotonic()
     publisher.fence()
     assert time.monotonic() - started < 1.0 and not controller.all(NewWeightId)
+
+
+def test_without_a_controller_the_weights_are_given_up(
+    policy: MegatronPolicy, running: tuple[Controller, Publisher]
+) -> None:
+    """The controller dies before it has answered a request for an id: the fence gives up after its time, and
+    the trainer goes on; the next weights go out under the id of the controller that comes. One that comes
+    before that is asked again, and no weights are lost."""
+    controller, publisher = running
+    controller.link(controller.add_relay())
+    linked(publisher)
+    publisher._seconds, controller.away = 1.0, True
+    publisher.publish(0)
+    controller.wait_for(NewWeightId)
+    started = time.monotonic()
+    publisher.fence()
+    assert 0.9 < time.monotonic() - started < 1.8
+    publisher.publish(1)
+    controller.wait_for(NewWeightId, 2)
+    controller.away = False
+    publisher.fence()
+    controller.wait_for_step(0, 1)
+    assert [p.step for p in controller.wait_for(Published)] == [1]
+    controller.away = True
+    publisher.publish(2)
+    threading.Timer(2.5, setattr, (controller, "away", False)).start()
+    publisher.close()
+    assert controller.newest(0).step == 2, "the end waits as long as a controller may come"
 
 
 def test_a_new_epoch_gets_the_live_weights_again(

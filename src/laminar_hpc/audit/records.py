@@ -12,7 +12,8 @@ import msgspec
 import yaml
 
 from laminar_hpc.cluster.checkpoints import checkpoint_path, steps
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.controller.store_copy import readable_store
 from laminar_hpc.observability import jsonl
 
 
@@ -134,11 +135,15 @@ def read(run_dir: Path) -> Iterator[Records]:
     launches, events = _metrics(run_dir)
     config, checkpoints = _config(run_dir), {step: _state(run_dir, step) for step in steps(run_dir)}
     records = Records(run_dir, config, launches, events, checkpoints, None)
-    path = _store_path(run_dir, config)
+    path = run_dir
     with contextlib.ExitStack() as at_the_end:
         try:
+            store = readable_store(run_dir, config.get("store_dir"))
+            path = store.path
             connection = at_the_end.enter_context(contextlib.closing(_connect(path)))
             records.store = _store(connection)
+        except Refused as error:
+            records.damage = str(error)
         except (sqlite3.Error, msgspec.ValidationError) as error:
             records.damage = f"{path} cannot be read ({error})"
         yield records
@@ -182,11 +187,6 @@ def _state(run_dir: Path, step: int) -> dict | None:
     except (OSError, ValueError):
         return None
     return state if isinstance(state, dict) else None
-
-
-def _store_path(run_dir: Path, config: dict) -> Path:
-    elsewhere = config.get("store_dir")
-    return (Path(elsewhere) / run_dir.resolve().name if elsewhere else run_dir) / "store.sqlite"
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -36,7 +36,7 @@ __all__ = [
     "Terminated",
 ]
 
-_LOOK_SECONDS = 1.0  # between two looks whether a controller is there
+_LOOK_SECONDS = 0.2  # between two looks whether a controller is there
 _FLUSH_SECONDS = 0.05  # between two looks whether all has arrived
 
 
@@ -115,9 +115,16 @@ class Channel:
         """Raises `error` in whoever waits for a message, now or next."""
         self._deliver(error)
 
-    def end_with_controller(self) -> None:
-        """This process was told to end: it waits for no other controller."""
-        self._line.watch.patience = 0.0
+    def end_within(self, seconds: float, leaves_unsaid: bool = False) -> None:
+        """This process was told to end: so long it waits for another controller, if there is none.
+        `leaves_unsaid`: what none has taken by then is left in the run directory for the next."""
+        self._line.watch.end_within(seconds)
+        self._line.leaves_unsaid = leaves_unsaid and self._line.watch.patience > 0
+
+    @property
+    def detached(self) -> bool:
+        """There is no controller now; another one may come."""
+        return self._line.watch.detached
 
     def pending(self, *wanted: type) -> bool:
         """Whether a message of these types, or an exception, is there."""
@@ -163,10 +170,12 @@ class Channel:
         timeout: float,
         what: str,
         fits: Callable[[Message], bool] = lambda _: True,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Message:
         """Sends, then waits for one of the types `answers` that `fits`; others of these types are forgotten,
-        messages of other types stay queued. After a Welcome it asks again. Raises as `receive`; time without
-        a controller does not count."""
+        messages of other types stay queued. After a Welcome it asks again. `meanwhile` is called every
+        0.2 s, and what it raises ends the wait. Raises as `receive`; time without a controller does not
+        count."""
         deadline, session = time.monotonic() + timeout, self.sessions
         self.send(message)
         while (left := deadline - time.monotonic()) > 0:
@@ -176,8 +185,9 @@ class Channel:
             if session != self.sessions:
                 session = self.sessions
                 self.send(message)
-            if self._line.watch.detached:
+            if self.detached:
                 deadline = time.monotonic() + timeout
+            meanwhile()
         raise self._nothing_came(timeout, what)
 
     def flush(self) -> None:
@@ -201,6 +211,8 @@ class Channel:
         if self._closing:
             return
         self._closing = True
+        with self._arrived:
+            self._callback = None  # the role has ended
         if goodbye:
             self._line.put(encode(Goodbye()))
         self._line.close()

@@ -11,6 +11,7 @@ from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.endings import RUN_FAILED, ControllerLost, StopReceived
 from laminar_hpc.cluster.processes import process_is_alive
+from laminar_hpc.cluster.waiting import Sign
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.membership import Hello
 
@@ -29,18 +30,23 @@ class ControllerWatch:
         self._heartbeat, self.patience = heartbeat, patience
         self._address: ControllerAddress | None = None
         self.neighbour: int | None = None  # the controller's pid, if it is on this machine
-        self._store_id = ""
+        self._sign = Sign(run_dir, hello)
+        self.store_id = ""
         self._heard = self._asked = time.monotonic()
         self._read_at = 0.0
         self.detached = False  # the role goes on without a controller
+        self.ends_at: float | None = None  # it was told to end, and waits no longer than this
 
     def begin(self, address: ControllerAddress) -> None:
         """This is the controller from here on."""
         self._address = address
         self.neighbour = address.pid if address.machine == self._hello.machine else None
 
-    def welcomed(self, store_id: str) -> None:
-        self._store_id, self.detached = store_id, False
+    def welcomed(self, hello: Hello, store_id: str) -> None:
+        """`hello`: as which it is in the run."""
+        self.store_id, self.detached = store_id, False
+        self._sign.take_away()
+        self._hello, self._sign = hello, Sign(self._run_dir, hello)
         self._heard = self._asked = time.monotonic()
 
     def heard(self, now: float, joining: bool) -> None:
@@ -48,6 +54,16 @@ class ControllerWatch:
         if self.detached and not joining:
             log.warning("the controller is heard again")
             self.detached = False
+        if not joining:
+            self._sign.take_away()
+
+    def end_within(self, seconds: float) -> None:
+        """The role was told to end: without a controller for so long it leaves."""
+        if self.patience and self.ends_at is None:
+            self.ends_at = time.monotonic() + seconds
+
+    def close(self) -> None:
+        self._sign.take_away()
 
     def has_left(self) -> bool:
         """It has taken its address away, or another one has come."""
@@ -63,7 +79,11 @@ class ControllerWatch:
         died = self.neighbour is not None and not process_is_alive(self.neighbour)
         if not died and silent <= min(_LOOK_SECONDS, self._heartbeat):
             return None
+        if self.patience:
+            self._sign.show(now)
         gone, limit = died or silent > self._heartbeat, max(self._heartbeat, self.patience)
+        if gone and self.ends_at is not None and now > self.ends_at:
+            return StopReceived("it was told to end, and there is no controller")
         if gone and (not self.patience or silent > limit):
             return self._loss(died, limit)
         if not self.patience or now - self._read_at < _BETWEEN_LOOKS_SECONDS:
@@ -80,10 +100,10 @@ class ControllerWatch:
         address, known = read_address(self._run_dir), self._address
         if address is None or known is None or address.run_id == known.run_id or not address.store_id:
             return None
-        if self._store_id not in ("", address.store_id):
+        if self.store_id not in ("", address.store_id):
             return LaminarError(
                 f"the controller at {address.host}:{address.port} has store {address.store_id}, and this "
-                f"{self._hello.role} works for store {self._store_id}: it does not join another run"
+                f"{self._hello.role} works for store {self.store_id}: it does not join another run"
             )
         log.warning("joining the controller at %s:%d", address.host, address.port)
         self.detached = True

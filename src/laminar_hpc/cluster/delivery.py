@@ -12,6 +12,7 @@ forgets what was acknowledged and nothing else; at most WINDOW_FRAMES are on the
 """
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import msgspec
@@ -84,6 +85,12 @@ class Sender:
 
     def push(self, frame: bytes) -> None:
         self._backlog.append(frame)
+
+    def unacknowledged(self) -> Iterator[bytes]:
+        """All that the other side may not have, from number `acked` + 1 on. The stream ends with it."""
+        yield from (frame for _, frame in sorted(self._kept.items()))
+        while self._backlog:
+            yield self._backlog.popleft()
 
     def peek(self) -> tuple[int, bytes] | None:
         """What is to be put on the wire next, with its number; None while the window is full or nothing

@@ -113,7 +113,9 @@ class Launch:
         name = signal.Signals(number).name
         if self._stops == 1:
             try:
-                request_stop(Path(self._config.run_dir), name, seconds=2.0)
+                if not request_stop(Path(self._config.run_dir), name, seconds=2.0):
+                    text = "there is no controller now, the next one gets the request"
+                    print(f"laminar: {name}: {text}", file=sys.stderr, flush=True)
                 return
             except LaminarError:
                 print(f"laminar: {name} before the run was up: ending it", file=sys.stderr, flush=True)

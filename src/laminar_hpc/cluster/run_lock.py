@@ -39,7 +39,7 @@ STALE_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
 _MOST_MOVES = 20
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-_Watched = dict[str, tuple[float, float]]  # token -> the renewal first seen, and when that was (monotonic)
+Watched = dict[str, tuple[float, float]]  # token -> the renewal first seen, and when that was (monotonic)
 
 
 class Owner(msgspec.Struct):
@@ -56,6 +56,13 @@ class Owner(msgspec.Struct):
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"pid {self.pid} of {self.user} on {self.host}, since {since}"
+
+    @staticmethod
+    def this_process() -> "Owner":
+        """From now on."""
+        pid, token = os.getpid(), secrets.token_hex(8)
+        started, world = process_started(pid), process_world()
+        return Owner(token, user_name(), socket.gethostname(), pid, started, world, time.time())
 
     @property
     def is_visible(self) -> bool:
@@ -115,17 +122,9 @@ def refuse_if_held(folder: Path) -> None:
 
 def _take(folder: Path, say: Callable[[str], None]) -> Owner:
     """Takes the lock of `folder`, which is made if need be. Raises as RunLock does."""
-    mine = Owner(
-        secrets.token_hex(8),
-        user_name(),
-        socket.gethostname(),
-        os.getpid(),
-        process_started(os.getpid()),
-        process_world(),
-        time.time(),
-    )
+    mine = Owner.this_process()
     claim = folder / f".{LOCK_FILE}.{mine.token}"
-    watched: _Watched = {}
+    watched: Watched = {}
     told, moves = False, 0
     try:
         while True:
@@ -151,15 +150,15 @@ def _take(folder: Path, say: Callable[[str], None]) -> Owner:
         claim.unlink(missing_ok=True)
 
 
-def _stale_owners(folder: Path, now: float, watched: _Watched) -> list[Owner] | None:
+def _stale_owners(folder: Path, now: float, watched: Watched) -> list[Owner] | None:
     """The owners whom we may succeed, oldest first: empty if the folder is free. None while that is unclear.
 
     `now` is the file system's time. Raises Refused when the holder is alive."""
     stale: list[Owner] = []
     place = folder / LOCK_FILE
-    while (record := _read(place)) is not None:
+    while (record := read_owner(place)) is not None:
         owner, renewed = record
-        alive = _is_alive(owner, renewed, now, watched)
+        alive = is_alive(owner, renewed, now, watched)
         if alive is None:
             return None
         if alive:
@@ -169,8 +168,8 @@ def _stale_owners(folder: Path, now: float, watched: _Watched) -> list[Owner] | 
     return stale
 
 
-def _is_alive(owner: Owner, renewed: float, now: float, watched: _Watched) -> bool | None:
-    """None while it cannot be told."""
+def is_alive(owner: Owner, renewed: float, now: float, watched: Watched) -> bool | None:
+    """None while it cannot be told. `renewed` and `now` are the file system's times."""
     if owner.is_visible:
         return process_started(owner.pid) == owner.started
     first, since = watched.setdefault(owner.token, (renewed, time.monotonic()))
@@ -200,7 +199,7 @@ def _succeed(folder: Path, claim: Path, stale: list[Owner]) -> bool:
         return False
     if not stale:
         return True
-    first = _read(folder / LOCK_FILE)
+    first = read_owner(folder / LOCK_FILE)
     if first is None or first[0].token != stale[0].token:  # a faster one has come and has already tidied up
         place.unlink(missing_ok=True)
         return False
@@ -228,7 +227,7 @@ def _create(place: Path, claim: Path) -> bool:
     return True
 
 
-def _read(path: Path) -> tuple[Owner, float] | None:
+def read_owner(path: Path) -> tuple[Owner, float] | None:
     """A lock's owner and when it was renewed, by the file system's clock. None if there is no lock.
 
     open() makes an NFS client ask the server, stat() alone may give what it remembers."""
@@ -249,7 +248,7 @@ def _renew(folder: Path, owner: Owner) -> str:
 
     If somebody has removed the lock of this live holder, it is made again."""
     path = folder / LOCK_FILE
-    record = _read(path)
+    record = read_owner(path)
     if record is not None and record[0].token != owner.token:
         why = "this one had shown no sign of life, or its lock was removed"
         return f"{path} was taken by another run ({record[0]}): {why}"
@@ -268,7 +267,7 @@ def _renew(folder: Path, owner: Owner) -> str:
 def _release(folder: Path, owner: Owner) -> None:
     path = folder / LOCK_FILE
     try:
-        record = _read(path)
+        record = read_owner(path)
         if record is not None and record[0].token == owner.token:
             path.unlink()
     except OSError as error:

@@ -1,4 +1,8 @@
-"""Asking a running job to stop in order: finish the step, checkpoint, leave with exit code 0."""
+"""Asking a running job to stop in order: finish the step, checkpoint, leave with exit code 0.
+
+Where roles wait for another controller and none comes, the request is left in `run_dir/stop_request` for the
+next one, which takes it up with the roles that have outlived the last.
+"""
 
 import os
 import time
@@ -6,32 +10,57 @@ from pathlib import Path
 
 import zmq
 
+from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.delivery import Header, encode_header
+from laminar_hpc.cluster.waiting import who_waits
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.membership import StopRequest
 from laminar_hpc.messages.wire import encode
 
+_LEFT = "stop_request"
 _LOOK_SECONDS = 2.0  # between two looks whether another controller has come
 
 
-def request_stop(run_dir: Path, reason: str, seconds: float = 15.0) -> None:
-    """Sends the request to the controller of `run_dir`, or to the one that takes its place meanwhile. Raises
-    LaminarError when no job runs there or none is reached."""
+def request_stop(run_dir: Path, reason: str, seconds: float = 15.0) -> bool:
+    """Sends the request to the controller of `run_dir`, or to the one that takes its place meanwhile. Whether
+    one has it; else the next one gets it. Raises LaminarError when no job runs there."""
     address = known = read_address(run_dir)
     if known is None:
         raise LaminarError(f"no job runs in {run_dir} (there is no controller.json)")
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if address is not None and _is_sent(known := address, reason, seconds):
-            return
+            return True
         if address is None:  # one is about to come
             time.sleep(0.1)
         address = read_address(run_dir)
+    if who_waits(run_dir):
+        durable.replace(run_dir / _LEFT, f"{known.store_id} {reason}".encode())
+        return False
     raise LaminarError(
         f"the controller at {known.host}:{known.port} was not reached "
         f"within {seconds:.0f} s; is the job of {run_dir} still running?"
     )
+
+
+def left_request(run_dir: Path, store_id: str) -> str:
+    """Why the job over this store is to stop by a request that no controller has had; "" if there is none."""
+    try:
+        left_for, _, reason = (run_dir / _LEFT).read_text().partition(" ")
+    except OSError:
+        return ""
+    return reason if left_for == store_id else ""
+
+
+def request_is_left(run_dir: Path) -> bool:
+    """For whichever store."""
+    return (run_dir / _LEFT).exists()
+
+
+def forget_request(run_dir: Path) -> None:
+    """It was taken up, or is of a run that is no more."""
+    (run_dir / _LEFT).unlink(missing_ok=True)
 
 
 def _is_sent(address: ControllerAddress, reason: str, linger_seconds: float) -> bool:

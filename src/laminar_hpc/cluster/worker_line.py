@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from laminar_hpc.cluster import unsaid
 from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.controller_watch import ControllerWatch
 from laminar_hpc.cluster.dealer import PING_SECONDS, connect
@@ -77,6 +78,7 @@ class WorkerLine:
         self._joining = False  # from a Rejoin or a new controller to its Welcome
         self._said_hello = self._pinged = 0.0
         self._ended = self._stuck = False
+        self.leaves_unsaid = False  # at its end, for the next controller
         self._close_by: float | None = None
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
 
@@ -108,10 +110,13 @@ class WorkerLine:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread once all was acknowledged, the controller has gone, or after _FLUSH_SECONDS."""
-        self._close_by = time.monotonic() + _FLUSH_SECONDS
+        """Ends the thread once all was acknowledged, the controller has gone, or after _FLUSH_SECONDS; of a
+        role that was told to end, when its time is over."""
+        now = time.monotonic()
+        self._close_by = now + _FLUSH_SECONDS
         os.eventfd_write(self._wake, 1)
-        self._thread.join(2 * _FLUSH_SECONDS)
+        self._thread.join(max(self._close_by, self.watch.ends_at or now) - now + _FLUSH_SECONDS)
+        self.watch.close()
         self._context.term()
         self._spool.close()
 
@@ -169,15 +174,29 @@ class WorkerLine:
     def _run(self) -> None:
         while not self._is_over():
             self._turn()
+        if self.leaves_unsaid and not self._sender.idle:
+            self._leave_unsaid()
         self._dealer.close(0 if self._sender.idle or self._ended or self.watch.detached else None)
+
+    def _leave_unsaid(self) -> None:
+        identity, first = self._identity.decode(), self._sender.acked + 1
+        head = unsaid.Head(identity, self._hello.index, self.watch.store_id, first)
+        try:
+            path = unsaid.leave(self._run_dir, head, self._sender.unacknowledged())
+            log.info("what no controller has taken is left in %s", path)
+        except OSError as error:
+            log.error("what no controller has taken is lost: %s", error)
 
     def _is_over(self) -> bool:
         """Closing, and nothing is left to be done."""
         if self._close_by is None:
             return False
-        flushed = self.queue.empty() and self._sender.idle
-        late = time.monotonic() > self._close_by
-        return flushed or late or self._ended or self.watch.detached or self.watch.has_left()
+        now, ends_at = time.monotonic(), self.watch.ends_at
+        if self._ended or (self.queue.empty() and self._sender.idle):
+            return True
+        if ends_at is not None and now < ends_at:  # a controller may still come
+            return False
+        return now > self._close_by or self.watch.detached or self.watch.has_left()
 
     def _turn(self) -> None:
         wait = PING_SECONDS if self._close_by is None else 0.1
@@ -263,8 +282,8 @@ class WorkerLine:
         older than what it has acknowledged."""
         self._sender.resume(welcome.received)
         self._session, self._receiver, self._joining = session, Receiver(), False
-        self.watch.welcomed(welcome.store_id)
         self._hello = self._hello.numbered(welcome.index)
+        self.watch.welcomed(self._hello, welcome.store_id)
 
     def _transmit(self) -> None:
         """As much as the window and the socket take; what is received is acknowledged with it."""

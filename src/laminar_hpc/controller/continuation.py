@@ -32,6 +32,7 @@ class _UnderWay(msgspec.Struct, omit_defaults=True):
     failure: str = ""
     evaluations: list[tuple[str, str, int]] = []
     batch: _Batch | None = None
+    begun: list[tuple[str, int, int, float]] = []  # of the evaluations: key, weight id, step, since when
 
 
 class Continuation:
@@ -57,6 +58,8 @@ class Continuation:
             self._evaluations.first_id = max((i for i, _ in self._store.starts_of_trainers()), default=0)
             for name, label, min_step in known.evaluations:
                 self._evaluations.add(label, min_step, shares if label != "step" else 1, name)
+            for begun in known.begun:
+                self._evaluations.go_on(*begun)
 
     def finish(self) -> None:
         """The workers that outlived the last controller are here: the run ends if nothing was left to do."""
@@ -79,6 +82,11 @@ class Continuation:
             state.failure,
             [(e.name, e.label, e.min_step) for e in due],
             self._batch,
+            [
+                (e.key, e.weight_id, e.weight_step, e.started)
+                for e in due
+                if e.weight_id is not None and e.weight_step is not None
+            ],
         )
         text = msgspec.json.encode(now).decode()
         if text != self._written:

@@ -69,8 +69,8 @@ class Dispatcher:
     # ---- what they get -------------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
-        if self._evaluations:
-            self._evaluations.reset_stranded(self._replicas.served())
+        if self._evaluations and (served := self._replicas.served()):
+            self._evaluations.reset_stranded(served)
         if self._state.stops_here:
             return
         self._local_batch = self._crew.local_batch_groups

@@ -8,6 +8,7 @@ are judged on the same weights.
 import math
 from dataclasses import dataclass, field
 
+from laminar_hpc.controller.store import Store
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages.data import PromptGroup, Sample
 from laminar_hpc.messages.rollouts import Generated, Grant, Lost, Scored
@@ -90,8 +91,11 @@ class Evaluations:
         temperature: float,
         max_response_tokens: int,
         first_attempt: int = 0,
+        store: Store | None = None,
     ) -> None:
-        """`first_attempt`: above those of earlier controllers, whose shares nobody knows."""
+        """`first_attempt`: above those of earlier controllers, whose shares nobody knows. `store` keeps the
+        scores of an evaluation until it is complete."""
+        self._store = store
         self._files, self._samples = files, samples
         self._temperature, self._max_tokens = temperature, max_response_tokens
         self._prompts = [prompt for prompts in files.values() for prompt in prompts]
@@ -108,6 +112,16 @@ class Evaluations:
                 starts = range(0, len(self._prompts), size)
                 parts = [Share(i, min(i + size, len(self._prompts)), samples) for i in starts]
                 self.queue.append(Evaluation(name, label, min_step, temperature, samples, parts))
+
+    def go_on(self, key: str, weight_id: int, weight_step: int, started: float) -> None:
+        """An evaluation that an earlier controller had begun, on these weights: what was scored counts."""
+        evaluation = next((each for each in self.queue if each.key == key), None)
+        if evaluation is None or self._store is None:
+            return
+        evaluation.weight_id, evaluation.weight_step, evaluation.started = weight_id, weight_step, started
+        for number, score, length in self._store.evaluated(key, weight_id):
+            if share := next((each for each in evaluation.shares if each.holds(number)), None):
+                share.scores[number], share.lengths[number] = score, length
 
     def grant(
         self, replica: int, weight_id: int, weight_step: int, batch_id: int, now: float
@@ -161,9 +175,15 @@ class Evaluations:
         evaluation, share = self._share(message.evaluation, message.trajectory_id, message.attempt)
         if evaluation is None or share is None:
             return None
-        share.scores[message.trajectory_id] = message.parts.get("accuracy", float(message.reward > 0))
+        number, score = message.trajectory_id, message.parts.get("accuracy", float(message.reward > 0))
+        share.scores[number] = score
         if evaluation.scored < evaluation.responses:
+            if self._store is not None and evaluation.weight_id is not None:
+                length = share.lengths.get(number, 0)
+                self._store.note_evaluated(evaluation.key, number, evaluation.weight_id, score, length)
             return None
+        if self._store is not None:
+            self._store.forget_evaluated(evaluation.key)
         self.queue.remove(evaluation)
         return evaluation
 

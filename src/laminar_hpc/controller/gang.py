@@ -31,6 +31,7 @@ from laminar_hpc.policies.restarts import Restarts
 
 log = logging.getLogger(__name__)
 _FAILURES_PER_HOUR = 10  # of gangs, by an error of their own
+_MEETING = "trainers_meet"  # in the store: gang, address, port
 _LEAVE_SECONDS = 5.0  # a rank here that was told to leave and is still alive then is stopped or stuck
 _DOES = {
     "load": "loads",
@@ -55,7 +56,6 @@ class Gang:
     def __init__(self, shared: Shared, store: Store, forget: Callable[[], None]) -> None:
         self._shared, self._members, self._store, self._forget = shared, shared.members, store, forget
         self._run_dir = Path(shared.config.run_dir)
-        self._meeting: TrainersMeet | None = None
         self._awaited_until: float | None = None  # while the run waits for another gang
         self._failures = Restarts(_FAILURES_PER_HOUR)
         self._leaving: list[_Leaving] = []
@@ -71,6 +71,7 @@ class Gang:
         if store.get("gang_ranks", ranks) != ranks:
             self._rise()  # another layout has ranks that the earlier gang had not
         store.put("gang_ranks", ranks)
+        self._meeting = self._known_meeting()
 
     # ---- who comes -----------------------------------------------------------------------------------------
 
@@ -104,8 +105,14 @@ class Gang:
         if len(self._members.all("trainer")) == self._shared.derived.trainer_ranks:
             self._awaited_until = None
 
+    def _known_meeting(self) -> TrainersMeet | None:
+        """Of a gang that starts while controllers change."""
+        gang, address, port = [*self._store.get_text(_MEETING).split(" "), "", ""][:3]
+        return TrainersMeet(address, int(port)) if gang == str(self.number) else None
+
     def on_trainers_meet(self, member: Member, place: TrainersMeet) -> None:
         self._meeting = place
+        self._store.put_text(_MEETING, f"{self.number} {place.address} {place.port}")
         for trainer in self._members.all("trainer"):
             if trainer is not member:
                 self._shared.outbox.send(trainer, place)

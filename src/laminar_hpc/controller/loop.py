@@ -46,6 +46,7 @@ from laminar_hpc.controller.shared import NUMBERS, Outbox, RunState, Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.training import Training
+from laminar_hpc.controller.unsaid_words import take_up
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.messages.data import Message
@@ -141,6 +142,8 @@ class Controller:
         self.training = Training(
             shared, tracker, evaluations, self.weights, store, replay, self.continuation, self.crew
         )
+        if shared.roles_apart:
+            take_up(Path(config.run_dir), store, tracker, self.pool, self.reports)
         self.reattachment = Reattachment(
             shared, store, tracker, self.replicas, self.rescuer, awaited, self.replica_lost, last_word
         )

@@ -4,7 +4,8 @@ neighbours.
 Each link is made in an epoch of its own, and lasts until one of its ends goes or reports it broken; the
 others stay as they are. Who misses the newest weights gets them from the relay before it. A relay that is
 silent, or whose neighbour cannot reach it, is left out until its next message, and then comes to the chain's
-end. Pure state: methods take what happened and return messages, (place, message).
+end. While there is no trainer, relays pass on what one of them holds. Pure state: methods take what happened
+and return messages, (place, message).
 
 Each lane has a chain of its own, through its relay of every machine; relay number i belongs to lane i modulo
 the number of lanes.
@@ -79,10 +80,15 @@ class Chain:
     def sender_left(self) -> Orders:
         """The trainer's end of the chain is gone for good; the links between relays stay."""
         self.issued = None
-        head = [link for link in self.links.values() if link.upstream is TRAINER]
-        for link in head:
-            self._drop(link)
-        return [(link.downstream, CutLink(link.epoch)) for link in head]
+        heads = [link for link in self.links.values() if link.upstream is TRAINER]
+        return [order for link in heads for order in self._cut(link)]
+
+    def _cut(self, link: ChainLink | None) -> Orders:
+        """Whoever sends over it is not the one before that relay any more, and nobody else is."""
+        if link is None:
+            return []
+        self._drop(link)
+        return [(link.downstream, CutLink(link.epoch))]
 
     def _leave_out(self, index: int) -> None:
         for link in [link for link in self.links.values() if index in (link.upstream, link.downstream)]:
@@ -133,8 +139,8 @@ class Chain:
 
     def update(self, last_seen: dict[int, float], trainer: bool, now: float) -> Orders:
         """Forms the chain anew if it has to be, then serves who misses the newest weights. `last_seen`: when
-        the newest message of each relay came."""
-        if now < self._settled or not trainer:
+        the newest message of each relay came; `trainer`: whether there is one to send."""
+        if now < self._settled or not (trainer or self.has):
             return []
         fit = [i for i, at in last_seen.items() if self._is_fit(i, at, now)]
         if not self._formed and (len(fit) < self.wanted or not fit):
@@ -147,7 +153,7 @@ class Chain:
         for index in set(self.order) - set(fit):
             self._leave_out(index)
         self._formed = self._formed or bool(fit)
-        return self._form(fit) + self._serve()
+        return self._form(fit, trainer) + self._serve()
 
     def _is_fit(self, index: int, last_seen: float, now: float) -> bool:
         return (
@@ -156,8 +162,8 @@ class Chain:
             and now > self._exiled.get(index, -1.0)
         )
 
-    def _form(self, fit: list[int]) -> Orders:
-        """A link between any two neighbours that have none."""
+    def _form(self, fit: list[int], trainer: bool) -> Orders:
+        """A link between any two neighbours that have none; none to the first relay without a trainer."""
         if set(self.order) != set(fit):
             self.order = chain_order(
                 self.order, fit, {i: max(self.has.get(i, -1), self.coming.get(i, -1)) for i in fit}
@@ -167,6 +173,9 @@ class Chain:
         for place, (upstream, downstream) in enumerate(zip([TRAINER, *order], order, strict=False)):
             link = self.links.get(downstream)
             if link is not None and link.upstream == upstream:
+                continue
+            if upstream is TRAINER and not trainer:
+                orders += self._cut(link)
                 continue
             self.epoch += self.lanes
             self._not_coming(downstream)

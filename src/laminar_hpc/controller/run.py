@@ -22,6 +22,8 @@ from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.loop_watch import LoopWatch
 from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
+from laminar_hpc.cluster.stop import forget_request, left_request, request_is_left
+from laminar_hpc.cluster.waiting import who_waits
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
 from laminar_hpc.config.load import dump_config
@@ -123,7 +125,7 @@ def build(
     tracker = _tracker(config, store, prompts)
     source = Path(config.source.removeprefix("replay:")) if config.source.startswith("replay:") else None
     replay = Store(source, read_only=True) if source else None
-    evaluations = _evaluations(config, held_out, epoch * NUMBERS)
+    evaluations = _evaluations(config, held_out, epoch * NUMBERS, store)
     if was_restarted(config):
         cause = cause_of_death(Path(config.run_dir))
         say(console.line("restart", f"by torchrun: {cause}"))
@@ -167,13 +169,13 @@ def _tracker(config: RunConfig, store: Store, prompts: list[Prompt]) -> Trajecto
 
 
 def _evaluations(
-    config: RunConfig, held_out: dict[str, list[Prompt]], first_attempt: int
+    config: RunConfig, held_out: dict[str, list[Prompt]], first_attempt: int, store: Store
 ) -> Evaluations | None:
     if not held_out:
         return None
     sampling, samples = config.sampling, config.evaluation.samples
     length = sampling.max_response_tokens
-    return Evaluations(held_out, samples, sampling.temperature, length, first_attempt)
+    return Evaluations(held_out, samples, sampling.temperature, length, first_attempt, store)
 
 
 def _note_start(controller: Controller, restored_step: int | None, epoch: int) -> None:
@@ -213,6 +215,8 @@ def run(
         run_dir, controller = Path(config.run_dir), None
         redirect_output()
         (run_dir / "config.yaml").write_text(dump_config(config))
+        # before they see this controller
+        waiting = who_waits(run_dir) if request_is_left(run_dir) else []
         run_id = f"{run_dir.resolve().name}-{secrets.token_hex(4)}"
         hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
         try:
@@ -224,6 +228,7 @@ def run(
             most = max(_TURN_SECONDS, config.cluster.heartbeat_timeout_seconds / 2)
             watch = LoopWatch("the controller's loop", _TURN_SECONDS, most, say_stuck)
             at_the_end.callback(watch.close)
+            take_up_request(controller, run_dir, waiting)
             loop(controller, received, lock, watch)
             state = controller.state
             reason = f"failed: {state.failure}" if state.failure else state.stopping or "done"
@@ -241,6 +246,15 @@ def run(
         finish(run_dir, state.stopping, say)
         if state.failure:
             raise PermanentFailure(state.failure)
+
+
+def take_up_request(controller: Controller, run_dir: Path, waiting: list[str]) -> None:
+    """That of `laminar stop`, which no controller has had, if the roles that it was for still wait."""
+    reason = left_request(run_dir, controller.store.store_id)
+    if reason and controller.state.gang and waiting:
+        controller.request_stop(reason)
+        controller.turn()  # on record
+    forget_request(run_dir)
 
 
 def _say_stuck(say: Callable[[str], None], text: str) -> None:

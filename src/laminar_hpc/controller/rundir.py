@@ -8,10 +8,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.processes import parent_process
 from laminar_hpc.cluster.run_lock import RunLock
+from laminar_hpc.cluster.waiting import SHOW_SECONDS, who_waits
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
@@ -20,6 +23,7 @@ from laminar_hpc.controller.recovery import identity, journal_id, mixed_up, move
 from laminar_hpc.observability import jsonl
 
 _STORE = "store.sqlite"
+_SHOWN_ROLES = 4
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
         own_store(config)
         begun = (run_dir / "metrics.jsonl").exists() or bool(checkpoints.present(run_dir))
         if begun and config.resume == "never":
+            _refuse_if_roles_wait(run_dir)
             moved = _move_aside(run_dir, store_directory(config))
             if lock is not None:
                 lock.moved(run_dir, moved)
@@ -60,6 +65,25 @@ def try_out(run_dir: Path) -> None:
         for folder in missing:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def _refuse_if_roles_wait(run_dir: Path) -> None:
+    """Raises Refused when roles of the run there have outlived their controller."""
+    died = (run_dir / ADDRESS_FILE).exists() and _were_apart(run_dir)  # else it has told them to leave
+    if waiting := who_waits(run_dir, SHOW_SECONDS if died else 0.0):
+        shown = ", ".join(waiting[:_SHOWN_ROLES]) + (" and others" if len(waiting) > _SHOWN_ROLES else "")
+        text = f"{run_dir} is in use by roles of a run whose controller is gone: {shown}"
+        cure = "set resume=auto to go on with them, end them first, or choose another run_dir"
+        raise Refused([f"{text}; {cure}"])
+
+
+def _were_apart(run_dir: Path) -> bool:
+    """Whether the roles of the run there can outlive their controller."""
+    try:
+        config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return True
+    return not isinstance(config, dict) or config.get("role") != "all"
 
 
 def unusable(run_dir: Path, error: OSError) -> LaminarError:
@@ -165,14 +189,23 @@ def note_restart(config: RunConfig, cause: str, step: int) -> int | None:
 
 
 def completed_step(config: RunConfig) -> int | None:
-    """The step of a run that resume=auto finds complete: all steps trained and checkpointed, the last weights
-    evaluated. None where something is left to do."""
-    steps = checkpoints.steps(Path(config.run_dir)) if config.resume == "auto" else []
-    if not steps or steps[-1] < config.steps:
-        return None
-    last = steps[-1]
+    """The step of a run that resume=auto finds complete: all steps trained and in a checkpoint that is whole,
+    the last weights evaluated. None where something is left to do. Reads all of that checkpoint, of a run
+    that looks complete."""
+    run_dir = Path(config.run_dir)
+    steps = checkpoints.steps(run_dir) if config.resume == "auto" else []
+    for last in (step for step in reversed(steps) if step >= config.steps):
+        if not _is_evaluated(config, last):
+            return None
+        if not checkpoints.damage(checkpoints.checkpoint_path(run_dir, last)):
+            return last
+    return None
+
+
+def _is_evaluated(config: RunConfig, last: int) -> bool:
+    """Whether all that is due to the weights of the last step is on record."""
     if config.source.startswith("replay:") or not config.evaluation.files:
-        return last
+        return True
     key = "evaluation.files"
     files = labels(key, [parse_source(key, file) for file in config.evaluation.files])
     names = ("greedy", "sampled") if config.evaluation.samples else ("greedy",)
@@ -184,4 +217,4 @@ def completed_step(config: RunConfig) -> int | None:
             done.clear()  # the last steps were done again
         elif record.get("label") == "after" and record.get("step", -1) >= last:
             done.add((record.get("file", ""), record.get("name", "")))
-    return last if wanted <= done else None
+    return wanted <= done

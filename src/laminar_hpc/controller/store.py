@@ -39,6 +39,9 @@ CREATE TABLE IF NOT EXISTS trajectories(
 CREATE TABLE IF NOT EXISTS responses(trajectory_id INTEGER PRIMARY KEY, payload BLOB);
 CREATE TABLE IF NOT EXISTS mismatches(
   trajectory_id INTEGER PRIMARY KEY, mean REAL, minibatches_ahead INTEGER);
+CREATE TABLE IF NOT EXISTS evaluated(
+  evaluation TEXT, response INTEGER, weight_id INTEGER, score REAL, length INTEGER,
+  PRIMARY KEY(evaluation, response)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS received(identity TEXT PRIMARY KEY, seq INTEGER) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories(group_id);
 CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
@@ -156,6 +159,23 @@ class Store:
         columns = (f"(SELECT COALESCE(MAX(id) + 1, 0) FROM {table})" for table in tables)
         weights, groups, trajectories = self._db.execute(f"SELECT {', '.join(columns)}").fetchone()
         return weights, groups, trajectories
+
+    # ---- evaluations under way -----------------------------------------------------------------------------
+
+    def note_evaluated(self, evaluation: str, response: int, weight_id: int, score: float, size: int) -> None:
+        """A response of an evaluation was scored; `size`: its length in tokens."""
+        row = (evaluation, response, weight_id, score, size)
+        self._db.execute("INSERT OR REPLACE INTO evaluated VALUES(?, ?, ?, ?, ?)", row)
+
+    def evaluated(self, evaluation: str, weight_id: int) -> list[tuple[int, float, int]]:
+        """(response, score, length) of those to weights of this id."""
+        columns = "SELECT response, score, length FROM evaluated"
+        rows = self._db.execute(f"{columns} WHERE evaluation = ? AND weight_id = ?", (evaluation, weight_id))
+        return rows.fetchall()
+
+    def forget_evaluated(self, evaluation: str) -> None:
+        """Its results are known, or it begins anew."""
+        self._db.execute("DELETE FROM evaluated WHERE evaluation = ?", (evaluation,))
 
     # ---- weights -------------------------------------------------------------------------------------------
 

@@ -24,8 +24,12 @@ Tile = tuple[str, str, str]  # title, value, note
 def write(run_dir: Path) -> Path:
     """Writes run_dir/report.html in one piece and gives its path. Raises LaminarError when `run_dir` is no
     run."""
-    run = rundata.load(run_dir)
-    path = Path(run_dir) / "report.html"
+    return write_loaded(rundata.load(run_dir))
+
+
+def write_loaded(run: Run) -> Path:
+    """The same of a loaded run."""
+    path = run.directory / "report.html"
     temporary = path.with_name(f".report.{os.getpid()}.html")
     temporary.write_text(document(run), encoding="utf-8")
     temporary.replace(path)
@@ -40,8 +44,9 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         print("usage: laminar report RUN_DIR", file=sys.stderr)
         return 2
-    summary.write(Path(argv[0]))
-    print(write(Path(argv[0])))
+    run = rundata.load(Path(argv[0]))
+    summary.write_loaded(run)
+    print(write_loaded(run))
     return 0
 
 

@@ -16,6 +16,7 @@ import msgspec
 import yaml
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.store_copy import ReadableStore, readable_store
 from laminar_hpc.messages.data import Trajectory, VersionSpan
 from laminar_hpc.messages.wire import decode_trajectory, with_score
 from laminar_hpc.observability import jsonl
@@ -88,14 +89,12 @@ class Run:
     records: dict[str, list[dict]]
     spans: dict[str, list[Span]]
     consumed: list[Consumed]
+    kept_store: ReadableStore | None = None  # None: in the run's folder
 
     @property
     def store(self) -> Path:
-        """Where the store is: in the run's folder unless its configuration says otherwise."""
-        elsewhere = self.config.get("store_dir")
-        return (
-            Path(elsewhere) / self.directory.resolve().name if elsewhere else self.directory
-        ) / "store.sqlite"
+        """The store, or what the journal knows of it, where another machine has it."""
+        return self.kept_store.path if self.kept_store else self.directory / "store.sqlite"
 
     @property
     def steps(self) -> list[dict]:
@@ -164,7 +163,9 @@ def load(run_dir: Path) -> Run:
             launches[-1].reason = record.get("reason", "")
         elif kind != "start":
             records[str(kind)].append(record)
-    run = Run(run_dir, _config(run_dir), launches, evaluations, abandoned, dict(records), _spans(run_dir), [])
+    config, spans = _config(run_dir), _spans(run_dir)
+    store = readable_store(run_dir, config.get("store_dir"))
+    run = Run(run_dir, config, launches, evaluations, abandoned, dict(records), spans, [], store)
     run.consumed = _consumed(run)
     return run
 

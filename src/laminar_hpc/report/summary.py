@@ -28,9 +28,15 @@ def build(run_dir: Path) -> dict:
 
 
 def write(run_dir: Path) -> dict:
-    """Writes run_dir/summary.json in one piece and gives its content."""
-    summary = build(run_dir)
-    path = Path(run_dir) / "summary.json"
+    """Writes run_dir/summary.json in one piece and gives its content. Raises LaminarError when it is no
+    run."""
+    return write_loaded(rundata.load(run_dir))
+
+
+def write_loaded(run: Run) -> dict:
+    """The same of a loaded run."""
+    summary = figures(run)
+    path = run.directory / "summary.json"
     temporary = path.with_name(f".summary.{os.getpid()}.json")
     temporary.write_text(json.dumps(summary, indent=2) + "\n")
     temporary.replace(path)

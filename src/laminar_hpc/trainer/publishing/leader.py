@@ -2,7 +2,8 @@
 threads.
 
 Waits for: weights to publish and a link to a relay, looking again every POLL_SECONDS; a weight id and the
-relays, each for relay.publish_timeout_seconds. Nobody but the fence waits for it.
+relays, each for relay.publish_timeout_seconds. While there is no controller the wait for an id goes on until
+the trainer gives these weights up. Nobody but the fence waits for it.
 """
 
 import itertools
@@ -19,6 +20,10 @@ from laminar_hpc.trainer.publishing.rank_lanes import Publishable, RankLanes, Se
 
 log = logging.getLogger(__name__)
 _NO_LINK = "a relay to join"
+
+
+class _GivenUp(Exception):
+    """The trainer no longer waits for these weights to leave."""
 
 
 class Leader:
@@ -88,6 +93,8 @@ class Leader:
     def _try_to_send(self, publication: Publication) -> None:
         try:
             self._send(publication)
+        except _GivenUp:
+            pass
         finally:
             with self._handover.changed:
                 if publication.progress is not Progress.SENT:
@@ -103,15 +110,7 @@ class Leader:
         """Returns with the publication SENT, unless a link broke."""
         lanes, started = self._lanes, time.time()
         self._handover.awaited = "a weight id of the controller"
-        request = next(self._requests)
-        answer = self._context.channel.request(
-            NewWeightId(publication.step, request),
-            WeightId,
-            timeout=self._seconds,
-            what="a weight id",
-            fits=lambda found: isinstance(found, WeightId) and found.request == request,
-        )
-        assert isinstance(answer, WeightId)
+        answer = self._ask_for_id(publication)
         first = lanes.mine[0].link
         if first is None:
             return
@@ -133,6 +132,26 @@ class Leader:
             with self._handover.changed:
                 publication.advance(Event.ARRIVED)
                 self._handover.changed.notify_all()
+
+    def _ask_for_id(self, publication: Publication) -> WeightId:
+        """Asks each controller anew. Raises _GivenUp: no controller has come in time to answer."""
+        request = next(self._requests)
+
+        def meanwhile() -> None:
+            if publication.claim is Claim.GIVEN_UP:
+                raise _GivenUp
+            give(self._exchange, Command.WAIT)
+
+        answer = self._context.channel.request(
+            NewWeightId(publication.step, request),
+            WeightId,
+            timeout=self._seconds,
+            what="a weight id",
+            fits=lambda found: isinstance(found, WeightId) and found.request == request,
+            meanwhile=meanwhile,
+        )
+        assert isinstance(answer, WeightId)
+        return answer
 
     def _all_read(self, publication: Publication) -> None:
         with self._handover.changed:

@@ -80,7 +80,7 @@ class Publication:
         """By the tables, and by the invariant, which binds the two together."""
         if event is Event.RELEASE and self.progress is Progress.READING:
             return False
-        if event in (Event.START, Event.RESEND) and self.claim is Claim.RELEASED:
+        if event in (Event.START, Event.RESEND) and self.claim in (Claim.GIVEN_UP, Claim.RELEASED):
             return False
         return (self.progress, event) in PROGRESS or (self.claim, event) in CLAIM
 

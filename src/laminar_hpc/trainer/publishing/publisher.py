@@ -42,7 +42,7 @@ class Publisher:
     """One per trainer rank. `publish`, `fence` and `close` are called by the trainer's thread."""
 
     def __init__(self, context: RoleContext, model: Publishable) -> None:
-        self._model, self._exchange = model, model.publishing
+        self._context, self._model, self._exchange = context, model, model.publishing
         self._blocking = context.config.relay.publish == "blocking"
         self._seconds = context.config.relay.publish_timeout_seconds
         self._handover = Handover()
@@ -109,15 +109,11 @@ class Publisher:
 
     def close(self) -> None:
         """Waits until the last weights are with the first relays. Raises LaminarError when they are not in
-        time."""
+        time; time without a controller, who has links made and gives ids, does not count."""
         limit = 2 * self._seconds
         with self._handover.changed:
             live = self._handover.live
-            if (
-                self._leader is not None
-                and live is not None
-                and not self._wait_until(lambda: live.progress is Progress.SENT, limit)
-            ):
+            if self._leader is not None and live is not None and not self._wait_until_sent(live, limit):
                 raise LaminarError(
                     f"the last weights were not with the master relay after {limit:.0f} s; "
                     f"it waits for {self._handover.awaited}"
@@ -128,6 +124,13 @@ class Publisher:
             self._handover.changed.notify_all()
         if self._holder:
             self._thread.join(5)
+
+    def _wait_until_sent(self, live: Publication, seconds: float) -> bool:
+        """With the lock."""
+        while not (sent := self._wait_until(lambda: live.progress is Progress.SENT, seconds)):
+            if not self._context.channel.detached:
+                break
+        return sent
 
     def _await_release(self, seconds: float) -> None:
         handover = self._handover

@@ -1,0 +1,94 @@
+"""Roles that have lost their controller and wait for the next one: a file in `run_dir/waiting/` for each.
+
+A role shows its sign as long as its controller is silent, and renews it, so that whoever starts or stops a
+run without a live controller sees from any machine who still works there. A sign is judged as the lock of a
+run is (run_lock.py): by its process on this machine, elsewhere by its renewal.
+"""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from laminar_hpc.cluster.run_lock import Owner, Watched, is_alive, read_owner
+from laminar_hpc.messages.membership import Hello
+
+log = logging.getLogger(__name__)
+_RENEW_SECONDS = 2.0
+_LOOK_SECONDS = 0.25
+# after the death of a controller each of its roles shows its sign: it looks once a second, and on another
+# machine after 3 s of silence
+SHOW_SECONDS = 6.0
+_FOLDER = "waiting"
+
+
+class Sign:
+    """Of one role; used by the thread that watches its controller."""
+
+    def __init__(self, run_dir: Path, hello: Hello) -> None:
+        self._path = run_dir / _FOLDER / f"{hello.role}_{hello.index}.{hello.incarnation}"
+        self._shown_at: float | None = None  # by the clock of `show`
+        self._owner: Owner | None = None
+
+    def show(self, now: float) -> None:
+        """Makes it, or renews it from time to time."""
+        if self._shown_at is not None and now - self._shown_at < _RENEW_SECONDS:
+            return
+        self._shown_at, self._owner = now, self._owner or Owner.this_process()
+        try:
+            try:
+                os.utime(self._path)
+            except FileNotFoundError:
+                self._make(self._owner)
+        except OSError as error:
+            log.warning("%s could not be written: %s", self._path, error)
+
+    def _make(self, owner: Owner) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        temporary = self._path.with_name(f".{owner.token}")
+        temporary.write_bytes(msgspec.json.encode(owner))
+        temporary.replace(self._path)
+
+    def take_away(self) -> None:
+        """There is a controller again, or the role ends."""
+        if self._shown_at is not None:
+            self._shown_at = self._owner = None
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s could not be removed: %s", self._path, error)
+
+
+def who_waits(run_dir: Path, seconds: float = 0.0) -> list[str]:
+    """The live roles that wait there, as "relay 0 (pid 7 of ...)"; those that show their sign within
+    `seconds`, if none does yet. Takes longer where it is unclear whether one on another machine lives."""
+    folder, watched, until = run_dir / _FOLDER, Watched(), time.monotonic() + seconds
+    while True:
+        judged = {path.name: _judge(path, folder, watched) for path in sorted(folder.glob("[a-z]*_*.*"))}
+        waiting = [text for text in judged.values() if text]
+        if waiting or (None not in judged.values() and time.monotonic() >= until):
+            return waiting
+        time.sleep(_LOOK_SECONDS)
+
+
+def _judge(path: Path, folder: Path, watched: Watched) -> str | None:
+    """Who it is, if alive; "" for a sign that was left behind, which is removed; None while that is
+    unclear."""
+    found = read_owner(path)
+    if found is None:
+        return ""
+    owner, renewed = found
+    probe = folder / f".{path.name}.seen"
+    probe.touch()
+    try:
+        alive = is_alive(owner, renewed, probe.stat().st_mtime, watched)
+    finally:
+        probe.unlink(missing_ok=True)
+    if alive:
+        return f"{path.stem.replace('_', ' ')} ({owner})"
+    if alive is None:
+        return None
+    path.unlink(missing_ok=True)
+    return ""

@@ -1,0 +1,128 @@
+"""What a rollout that was told to end could not say, because there was no controller, counts at the next one,
+once; message by message."""
+
+from pathlib import Path
+
+import pytest
+from script import Script, samples_of
+from stand import small_config
+
+from audits import assert_clean
+from laminar_hpc.cluster import unsaid
+from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.messages.digest import sealed
+from laminar_hpc.messages.membership import Goodbye
+from laminar_hpc.messages.rollouts import Generated, Increment, Leaving, Scored, Unfinished
+from laminar_hpc.messages.wire import encode
+
+TOKENS = list(range(20))
+IDENTITY = "rollout:0:"  # as script.py names it
+
+
+def generated(group: PromptGroup, sample: Sample) -> Generated:
+    count = len(TOKENS)
+    spans = [VersionSpan(0, 0, count)]
+    trajectory = Trajectory(
+        sample.trajectory_id,
+        group.group_id,
+        sample.attempt,
+        0,
+        0,
+        0,
+        group.prompt_tokens,
+        list(TOKENS),
+        [-1.0] * count,
+        [1] * count,
+        "stop",
+        spans,
+        1.0,
+        2.0,
+    )
+    return Generated(sealed(trajectory))
+
+
+class Ended:
+    """A run whose controller has died, and rollout 0 after it: of the first group it had generated and scored
+    `done`, and generated and not scored `unscored`; of the second it had `part`."""
+
+    def __init__(self, folder: Path) -> None:
+        config = small_config(folder, replicas=2, steps=8)
+        config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 4, 2
+        script = Script(config)
+        script.publish(0, 0)
+        script.rollout(0)
+        script.asks(0, 0)
+        grant = script.granted(0)
+        assert grant is not None
+        self.config, self.store_id, self.owned = config, script.controller.store.store_id, samples_of(grant)
+        self.run_dir = Path(config.run_dir)
+        first, second, *_ = grant.groups
+        self.done, self.unscored = first.samples
+        self.part, _ = second.samples
+        so_far = Partial(TOKENS[:7], [-1.0] * 7, [VersionSpan(0, 0, 7)], 1.0)
+        self.words: list[Message] = [
+            Leaving(),
+            Increment(self.part.trajectory_id, 0, 0, TOKENS[:3], [-1.0] * 3, [VersionSpan(0, 0, 3)], 1.0),
+            generated(first, self.done),
+            Scored(self.done.trajectory_id, self.done.attempt, 1.0, {}, "", 3.0),
+            generated(first, self.unscored),
+            Unfinished(self.part.trajectory_id, self.part.attempt, so_far),
+            Goodbye(),
+        ]
+        script.closes()
+
+    def leaves(self, first: int = 1, store_id: str = "") -> Path:
+        head = unsaid.Head(IDENTITY, 0, store_id or self.store_id, first)
+        return unsaid.leave(self.run_dir, head, map(encode, self.words))
+
+    def states(self, script: Script) -> dict[int, str]:
+        rows = script.controller.store._db.execute("SELECT id, state FROM trajectories")
+        return {i: state for i, state in rows if i in self.owned}
+
+
+def test_the_next_controller_takes_what_was_left(tmp_path: Path) -> None:
+    """Responses are stored and need not be generated again, a score counts, and what was not complete goes on
+    from its tokens once its replica is known to be gone."""
+    ended = Ended(tmp_path)
+    path = ended.leaves()
+    script = Script(ended.config)
+    states = ended.states(script)
+    assert states[ended.done.trajectory_id] == "finished"
+    assert states[ended.unscored.trajectory_id] == "generated"
+    assert not path.exists()
+    script.publish(0, 0)
+    script.rollout(0, life="next")
+    assert ended.unscored.trajectory_id in script.controller.tracker.unscored, "its scorer is gone"
+    part = script.controller.pool.get(ended.part.trajectory_id, ended.part.attempt)
+    assert part is not None and part.tokens == TOKENS[:7] and script.discarded == 0
+    script.closes()
+    assert_clean(ended.run_dir)
+
+
+def test_nothing_is_taken_twice(tmp_path: Path) -> None:
+    """The numbers tell what had arrived after all, and a controller that died before it removed the file has
+    taken all of it."""
+    ended = Ended(tmp_path)
+    path = ended.leaves()
+    content = path.read_bytes()
+    Script(ended.config).closes()
+    path.write_bytes(content)
+    script = Script(ended.config)
+    assert script.controller.tracker.counts.reports_refused == 0 and not path.exists()
+    assert script.controller.store.received()[IDENTITY] == len(ended.words)
+    script.closes()
+    assert_clean(ended.run_dir)
+
+
+@pytest.mark.parametrize("wrong", ["store", "cut", "garbage"])
+def test_what_does_not_belong_here_or_is_damaged_stays(tmp_path: Path, wrong: str) -> None:
+    """Nothing of it is taken, and the run goes on without it."""
+    ended = Ended(tmp_path)
+    path = ended.leaves(store_id="another" if wrong == "store" else "")
+    if wrong == "cut":
+        path.write_bytes(path.read_bytes()[:-3])
+    if wrong == "garbage":
+        path.write_bytes(b"nonsense" * 9)
+    script = Script(ended.config)
+    assert set(ended.states(script).values()) == {"granted"} and path.exists()
+    script.closes()
