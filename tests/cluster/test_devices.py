@@ -34,6 +34,26 @@ def test_derived():
     assert chosen(0, trainers=2) == [[], [], [], []]
 
 
+def test_relays_are_spread_over_the_gpus():
+    """Of a torchrun of relays and of one world; several on a GPU where there are fewer GPUs."""
+
+    def of_relays(count, lanes, **lists):
+        config = RunConfig()
+        config.rollout.devices = lists.get("rollout")
+        here = [RoleOfRank("relay", 8 + lane) for lane in range(lanes)]
+        return [devices_of(config, here, rank, count) for rank in here]
+
+    assert of_relays(8, 8) == [[device] for device in range(8)]
+    assert of_relays(8, 2) == [[0], [4]] and of_relays(8, 1) == [[0]] and of_relays(0, 2) == [[], []]
+    assert of_relays(1, 4) == [[0]] * 4 and of_relays(2, 4) == [[0], [0], [1], [1]]
+    assert of_relays(8, 2, rollout=[4, 5, 6, 7]) == [[4], [6]]
+    here = assign_roles(2, 3, 1, 8, lanes=2)
+    config = RunConfig()
+    config.rollout.tensor_parallel = 2
+    relays = [rank for rank in here if rank.role == "relay"]
+    assert [devices_of(config, here, rank, 8) for rank in relays] == [[2], [5]]
+
+
 def test_lists():
     """Devices named in the configuration are taken in their order; one is shared only if asked for."""
     assert chosen(8, trainers=2, rollouts=2, trainer=[5, 4], rollout=[0, 1, 2]) == [[5], [4], [0], [0], [1]]

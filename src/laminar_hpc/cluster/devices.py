@@ -4,8 +4,8 @@ machine. Imports no torch.
 A rank is given its own in CUDA_VISIBLE_DEVICES before anything asks CUDA, so that its first device is device
 0, for its engine too. Without a list, trainer ranks take a GPU each, in order, and replicas
 rollout.tensor_parallel each of those that are left, or of all where too few are left; the relays of a machine
-use one of the replicas' each, in order. A torchrun of one role sees its own ranks only: name the lists when
-several such share a machine.
+are spread evenly over the replicas' GPUs, as each may lie next to a network card of its own. A torchrun of
+one role sees its own ranks only: name the lists when several such share a machine.
 """
 
 import os
@@ -47,14 +47,14 @@ def devices_of(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank, 
             )
     if rollouts is None:
         left = [device for device in range(count) if device not in trainers]
-        wanted = len(order["rollout"]) * size
+        wanted = len(order["rollout"]) * size or count  # a torchrun of relays: the replicas may use any
         pool = left if len(left) >= wanted else list(range(count))
-        rollouts = [pool[i % len(pool)] for i in range(max(1, wanted))]
+        rollouts = [pool[i % len(pool)] for i in range(wanted)]
     if size > count and mine.role == "rollout":
         raise LaminarError(f"rollout.tensor_parallel={size}: this machine has {count} GPUs; lower it")
     place = order[mine.role].index(mine)
     if mine.role == "relay":
-        return [rollouts[place % len(rollouts)]]
+        return [rollouts[place * len(rollouts) // len(order["relay"]) % len(rollouts)]]
     return (
         trainers[place : place + 1] if mine.role == "trainer" else rollouts[place * size : (place + 1) * size]
     )
