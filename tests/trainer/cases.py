@@ -16,6 +16,8 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.messages.chain import RelayHas
 from laminar_hpc.messages.publication import Published
+from laminar_hpc.trainer import control
+from laminar_hpc.trainer.agreement import Agreement
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
@@ -206,3 +208,24 @@ def published_in_lanes(model: str, settings: dict, folder: str, steps: int = 2) 
         "lanes": [lane.end - lane.begin for lane in policy.lanes],
         "gathered": policy._canonical.gathered_bytes,
     }
+
+
+def speak() -> dict[str, object]:
+    """What a rank hears of the others; in the end rank 0 does not come, for which rank 1 has a second."""
+    rank, before = dist.get_rank(), dist.get_pg_count()
+    agreement = Agreement(20.0)
+    heard: dict[str, object] = {
+        "first": control.from_first(b"batch" if rank == 0 else b"", 20.0, "batch 6"),
+        "frames": control.all_frames(3 * rank * b"x", 20.0, "the slices"),
+        "texts": agreement.gather(f"rank {rank}"),
+        "agreed": agreement.first("" if rank == 0 else "damaged"),
+        "left": "",
+    }
+    agreement.meet("the end")
+    heard["groups"] = dist.get_pg_count() - before
+    if rank == 1:
+        try:
+            control.from_first(b"", 1.0, "batch 7")
+        except LaminarError as error:
+            heard["left"] = str(error)
+    return heard

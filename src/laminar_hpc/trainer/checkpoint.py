@@ -26,6 +26,7 @@ from laminar_hpc.cluster.durable import FileSum
 from laminar_hpc.config.errors import LaminarError, PermanentFailure
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.trainer.agreement import Agreement
+from laminar_hpc.trainer.control import all_frames
 from laminar_hpc.trainer.megatron.adam import named_state, restore_step_0, unshare_steps
 from laminar_hpc.trainer.megatron.checkpoint_writer import in_process_strategy
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
@@ -252,10 +253,8 @@ class Checkpointer:
             mine.update(name.encode())
             mine.update(tensors[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         mine.update(json.dumps(self._policy.scheduler.state_dict(), sort_keys=True).encode())
-        own = torch.frombuffer(bytearray(mine.digest()), dtype=torch.uint8)
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, own, group=self._ranks.group)
-        return hashlib.sha256(torch.cat(parts).numpy().tobytes()).hexdigest()
+        parts = all_frames(mine.digest(), self._ranks.seconds, "the state hash")
+        return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def _sharded_state(self, loading: bool) -> dict:
         metadata = {

@@ -7,9 +7,7 @@ Every wait is bounded.
 
 import logging
 import time
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from laminar_hpc.cluster.context import RoleContext
@@ -18,6 +16,7 @@ from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.digest import is_intact
 from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.trainer.control import from_first
 from laminar_hpc.trainer.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -32,9 +31,6 @@ class Inbox:
         self._progress = progress
         self._channel, self._seconds = context.channel, context.config.cluster.batch_timeout_seconds
         self._rank = dist.get_rank()
-        self._group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=self._seconds + _MARGIN_SECONDS)
-        )
 
     def take(self, step: int, part: int = 0) -> Batch | None:
         """The batch that turns step `step` into step + 1, or its mini-batch `part`; None when the run is to
@@ -65,7 +61,7 @@ class Inbox:
         if self._rank == 0:
             frame = encode(self._request(message, answer, what))
             self._progress.enter("train")  # the others wait for rank 0 alone
-        heard = decode(self._broadcast(frame))
+        heard = decode(from_first(frame, self._seconds + _MARGIN_SECONDS, what))
         self._progress.enter("train")
         return heard
 
@@ -91,19 +87,6 @@ class Inbox:
             f"trainer 0 waited {self._seconds:.0f} s for {what} from the controller ({reason}); "
             "look at the rollouts' logs, or raise cluster.batch_timeout_seconds"
         )
-
-    def _broadcast(self, frame: bytes) -> bytes:
-        if dist.get_world_size() == 1:
-            return frame
-        size = torch.tensor([len(frame)])
-        dist.broadcast(size, 0, group=self._group)
-        data = (
-            torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-            if self._rank == 0
-            else torch.empty(int(size), dtype=torch.uint8)
-        )
-        dist.broadcast(data, 0, group=self._group)
-        return data.numpy().tobytes()
 
 
 def _answers(question: TakeBatch | StepDone, heard: Message) -> bool:

@@ -62,15 +62,3 @@ class Exchange:
                 f"trainer {dist.get_rank()} waited at most {self._seconds:.0f} s for trainer {peer} "
                 f"to pass {what} along ({str(error).splitlines()[0][:120]}); see that rank's log"
             ) from None
-
-
-def all_frames(frame: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """What each rank of a gloo group brought, in the order of the ranks."""
-    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(frame)]), group=group)
-    longest = max(int(n) for n in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(frame)] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, sizes, strict=True)]

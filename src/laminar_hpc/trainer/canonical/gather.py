@@ -10,7 +10,6 @@ import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import msgspec
 import torch
@@ -20,8 +19,9 @@ from megatron.core import parallel_state
 from laminar_hpc.kernels import pack, place
 from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.kernels.sums import LazySums, add_sums, shifted
-from laminar_hpc.trainer.canonical.exchange import Exchange, all_frames
+from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.plan import HeldSlice, gathered_lane, plan, plan_lanes
+from laminar_hpc.trainer.control import all_frames
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import Span
@@ -177,9 +177,9 @@ def _first_replica() -> bool:
 
 def _held_by_all(local: Sequence[LocalSlice], seconds: float) -> list[HeldSlice]:
     """The slices that each rank names, in the order of the ranks. Collective over the trainer world."""
-    rank, everyone = dist.get_rank(), dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    rank = dist.get_rank()
     own = [HeldSlice(s.name, s.shape, s.dim, s.start, s.length, rank) for s in local]
-    frames = all_frames(msgspec.json.encode(own), everyone)
+    frames = all_frames(msgspec.json.encode(own), seconds, "the list of slices")
     return [s for frame in frames for s in msgspec.json.decode(frame, type=list[HeldSlice])]
 
 
