@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Store
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.meeting import host_store, reach_store
+from laminar_hpc.cluster.open_files import allow_connections
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.training import TrainersMeet
 
@@ -25,6 +26,7 @@ def init_trainer_world(context: RoleContext) -> None:
         config.trainer.tensor_parallel * config.trainer.pipeline_parallel * config.trainer.data_parallel
     )
     seconds = timedelta(seconds=config.cluster.join_timeout_seconds)
+    allow_connections(trainers, meshes=True)
     if torch.cuda.is_available():
         # one where cluster/devices.py has chosen
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

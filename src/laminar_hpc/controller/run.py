@@ -21,6 +21,7 @@ from laminar_hpc.cluster.channel import RUN_FAILED
 from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.loop_watch import LoopWatch
+from laminar_hpc.cluster.open_files import allow_connections
 from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
 from laminar_hpc.cluster.stop import forget_request, left_request, request_is_left
 from laminar_hpc.cluster.waiting import who_waits
@@ -72,6 +73,8 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, St
     refuse_if_held(run_dir)
     derived = check(config)
     check_machine(config, derived)
+    members = derived.trainer_ranks + derived.rollout_ranks * (1 + derived.relay_ranks_per_machine)
+    allow_connections(members, meshes=False)
     check_wandb(config.observability.wandb)
     under_way = config.role != "all" and config.resume == "auto" and read_address(run_dir) is not None
     for text in [] if under_way else console.derived_block(derived_values(config, derived)):

@@ -1,0 +1,33 @@
+"""The number of files that a process may have open, in processes of their own, as a lowered limit stays."""
+
+import subprocess
+import sys
+
+CODE = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
+from laminar_hpc.cluster.open_files import allow_connections
+from laminar_hpc.config.errors import LaminarError
+try:
+    allow_connections({others}, meshes={meshes})
+except LaminarError as error:
+    print(error)
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def limits(soft: int, hard: int, others: int, meshes: bool = True) -> list[str]:
+    code = CODE.format(soft=soft, hard=hard, others=others, meshes=meshes)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_the_limit_is_raised_or_the_reason_said() -> None:
+    """Of 768 trainer ranks each needs thousands; a small run leaves the limit as it is."""
+    assert limits(256, 4096, 2) == ["272 4096"]
+    assert limits(1024, 4096, 40) == ["1024 4096"]
+    assert limits(1024, 4096, 768) == ["4096 4096"]
+    assert limits(1024, 4096, 2000, meshes=False) == ["2256 4096"]
+    refused, unchanged = limits(1024, 2048, 768)
+    assert "connections to 768 others and so about 2560 open files, and this machine allows 2048" in refused
+    assert "ulimit -Hn" in refused and unchanged == "1024 2048"
