@@ -11,7 +11,7 @@ help:
 	@echo 'make test        set up .venv and run the tests (those marked slow are left out)'
 	@echo 'make test-slow   the tests marked slow: long runs, process deaths, a real two-node Slurm'
 	@echo 'make bench-gpu   on a GPU: the kernels against a plain copy and torch.compile (BENCH_ARGS), KV gather and scatter (KV_BENCH_ARGS),'
-	@echo "                 a 7B's weights over NCCL to a relay that dies (HAND_OVER_ARGS), KV moves between two 7B engines (KV_ENGINES_ARGS);"
+	@echo "                 a 7B's weights to a relay that dies (HAND_OVER_ARGS), KV moves between two 7B engines (KV_ENGINES_ARGS);"
 	@echo '                 for example BENCH_ARGS="--json kernels.json"'
 	@echo 'make lint        ruff and mypy'
 	@echo 'make setup       set up .venv only; a second call installs nothing'

@@ -1,27 +1,29 @@
 """Weights of a 7B's shape from a GPU to a relay in another process and from its slot back to a GPU, and a
 relay that is killed meanwhile.
 
-    python bench/hand_over.py --json hand_over.json       Qwen2.5-7B in bf16, 15.2 GB
-    python bench/hand_over.py --device cpu --layers 1     the same way over gloo, to try it
+    python bench/hand_over.py --json hand_over.json       Qwen2.5-7B in bf16, 15.2 GB, through host memory
+    python bench/hand_over.py --relay-device cuda:1 --transport nccl     between two GPUs, as between machines
+    python bench/hand_over.py --device cpu --layers 1     the same way without a GPU, to try it
 
 `make bench-gpu` does the same as the first.
 
-Link, stream, slot and load are those of a run; sums are compared at either end. On one GPU each process has
-its own NCCL_HOSTID, so that NCCL takes them for two hosts. In the second part the relay is killed when a
-third has left: the sender must leave its link, as it would when the controller proposes another one, and hand
-over all of it to the next relay.
+Link, stream, slot and load are those of a run; sums are compared at either end. In the second part the relay
+is killed when a third has left: the sender must leave its link, as it would when the controller proposes
+another one, and hand over all of it to the next relay.
 
 Figures: `pull_over_pinned_copy`, the load's rate over that of a plain copy of as many bytes from pinned
 memory (goal: at least 0.8); `hand_over_gb_per_second`; `leave_seconds`, from the kill until the sender has
 left the link; `next_relay_seconds`, until the next one has all of it.
 """
 
+import argparse
 import multiprocessing
 import os
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,9 +31,11 @@ from pathlib import Path
 import common
 import torch
 
-from laminar_hpc.cluster.links import Link
+from laminar_hpc.cluster.links import Link, Posted
 from laminar_hpc.cluster.meeting import LinkBroken, host_store, reach_store
 from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.cluster.streams import settle, streams_of
+from laminar_hpc.cluster.window import Window
 from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
 from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.kernels.sums import tensor_sums
@@ -77,7 +81,6 @@ def tensors(layers: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 def relay(index: int, device: str, folder: Path, pipe: Connection) -> None:
     """Takes ports of stores; receives what comes over the link into a slot, and says where it is."""
     die_with_parent()
-    os.environ["NCCL_HOSTID"] = f"relay{index}"
     writer = SlotWriter(str(folder), f"{RUN_ID}{index}", 1, folder)
     link = Link(
         reach_store(HOST, pipe.recv(), SECONDS),
@@ -97,31 +100,46 @@ def relay(index: int, device: str, folder: Path, pipe: Connection) -> None:
         pipe.send(writer.commit(manifest))
 
 
-def start(index: int, device: torch.device, folder: Path) -> tuple[multiprocessing.Process, Connection, Link]:
+def start(
+    index: int, device: torch.device, options: argparse.Namespace, folder: Path, window: Window
+) -> tuple[multiprocessing.Process, Connection, Link]:
     """A relay, and the sender's link to it."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=relay, args=(index, str(device), folder, theirs)
+        target=relay, args=(index, options.relay_device or str(device), folder, theirs)
     )
     process.start()
     theirs.close()
     store, port = host_store(HOST, SECONDS)
     ours.send(port)
-    return (
-        process,
-        ours,
-        Link(store, 1, 0, True, f"relay {index}", HOST, device, SECONDS, SECONDS, leave=True),
-    )
+    place = (store, 1, 0, True, f"relay {index}", HOST, device, SECONDS, SECONDS)
+    return process, ours, Link(*place, leave=True, window=window, transport=options.transport)
 
 
-def send(link: Link, manifest: Manifest, image: torch.Tensor, killer: threading.Thread | None = None) -> None:
-    """The whole stream; `killer` is started when a third of it has left."""
+def send(
+    link: Link,
+    manifest: Manifest,
+    image: torch.Tensor,
+    window: Window,
+    killer: threading.Thread | None = None,
+) -> None:
+    """The whole stream, as a lane's sender does it; `killer` is started when a third of it has left."""
+    streams, leaving = streams_of(image.device), deque[tuple[Posted, torch.Tensor]]()
     link.send_bytes(encode_header(manifest, CHUNK))
-    for first in range(0, len(image), CHUNK):
+    for number, first in enumerate(range(0, len(image), CHUNK)):
         if killer is not None and 3 * first >= len(image) and killer.ident is None:
             killer.start()
+        if len(leaving) == 2:
+            link.finish(*leaving.popleft())
         part = image[first : first + CHUNK]
-        link.finish(link.give(part), part)
+        if link.device_end is None:
+            begin = number % 2 * CHUNK
+            streams.copy(window.tensor[begin : begin + len(part)], part)
+            settle(streams, SECONDS, "a copy to host memory")
+            part = window.tensor[begin : begin + len(part)]
+        leaving.append((link.give(part), part))
+    while leaving:
+        link.finish(*leaving.popleft())
     link.send_bytes(encode_sums((entry.sum_words, entry.sum_indexed) for entry in manifest.tensors))
 
 
@@ -155,7 +173,7 @@ def pull(
 
 
 def killed_meanwhile(
-    process: multiprocessing.Process, link: Link, manifest: Manifest, image: torch.Tensor
+    process: multiprocessing.Process, link: Link, manifest: Manifest, image: torch.Tensor, window: Window
 ) -> float:
     """Seconds from the relay's death until the sender has left the link."""
     killed = []
@@ -166,7 +184,7 @@ def killed_meanwhile(
         link.close()
 
     try:
-        send(link, manifest, image, threading.Thread(target=kill))
+        send(link, manifest, image, window, threading.Thread(target=kill))
     except LinkBroken as broke:
         print(f"  the sender left the link: {broke}", flush=True)
         return time.monotonic() - killed[0]
@@ -176,6 +194,8 @@ def killed_meanwhile(
 def main() -> None:
     options = common.parser(__doc__ or "")
     options.add_argument("--device", default="cuda:0", help="default cuda:0")
+    options.add_argument("--relay-device", default="", help="default: the same")
+    options.add_argument("--transport", choices=("auto", "nccl", "host"), default="auto", help="default auto")
     options.add_argument("--layers", type=int, default=28, help="default 28")
     options = options.parse_args()
     device = torch.device(options.device)
@@ -184,7 +204,6 @@ def main() -> None:
             "bench/hand_over.py needs an NVIDIA GPU, and torch sees none here; "
             "--device cpu tries the same way over gloo"
         )
-    os.environ["NCCL_HOSTID"] = "trainer"
     manifest = layout(tensors(options.layers), 0, 0)
     gigabytes = manifest.data_bytes / 1e9
     image = (
@@ -193,18 +212,21 @@ def main() -> None:
     for entry in manifest.tensors:
         entry.sum_words, entry.sum_indexed = tensor_sums(image[entry.offset : entry.offset + entry.nbytes])
     with tempfile.TemporaryDirectory(prefix="laminar-bench-", dir="/dev/shm") as folder:
-        process, pipe, link = start(0, device, Path(folder))
+        window = Window(2 * CHUNK)
+        streams_of(device).pin(window.tensor)
+        process, pipe, link = start(0, device, options, Path(folder), window)
+        print(f"  transport: {link.transport}", flush=True)
         handed = []
         for _ in range(options.repeats + 1):
             began = time.monotonic()
-            send(link, manifest, image)
+            send(link, manifest, image, window)
             slot = pipe.recv()
             handed.append(time.monotonic() - began)
         loads, copies = pull(manifest, slot, device, options.repeats)
-        left = killed_meanwhile(process, link, manifest, image)
+        left = killed_meanwhile(process, link, manifest, image, window)
         began = time.monotonic()
-        other, pipe, again = start(1, device, Path(folder))
-        send(again, manifest, image)
+        other, pipe, again = start(1, device, options, Path(folder), window)
+        send(again, manifest, image, window)
         pipe.recv()
         recovered = time.monotonic() - began
         for each in (process, other):

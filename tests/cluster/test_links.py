@@ -8,13 +8,16 @@ import signal
 import threading
 import time
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 from laminar_hpc.cluster import links
-from laminar_hpc.cluster.links import Link, made_unless
+from laminar_hpc.cluster.link_waits import made_unless
+from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import LinkBroken, host_store, reach_store
+from laminar_hpc.cluster.transport import end_here
 from laminar_hpc.cluster.window import Window, mapped
 
 
@@ -109,7 +112,7 @@ def test_a_link_that_is_no_longer_wanted_is_not_awaited():
     """The other end has come to the store, and no further."""
     store, port = host_store("127.0.0.1", 20)
     there = reach_store("127.0.0.1", port, 20)
-    dist.PrefixStore("laminar/7/0", there).set("here", "")
+    dist.PrefixStore("laminar/7/0", there).set("here", msgspec.json.encode(end_here("")))
     started = time.monotonic()
 
     def make():

@@ -3,11 +3,10 @@ own.
 
 Only two members, so that no cycle of waits can form; a dead peer breaks its own link, never the process. The
 sending end hosts the store on the run's own address (loopback unless configured); gloo binds to the same
-address, NCCL where the tensors are on a GPU.
+address. Between devices of different machines chunks go over NCCL (cluster/transport.py).
 """
 
 import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +16,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from laminar_hpc.cluster.link_device import DeviceEnd
 from laminar_hpc.cluster.link_waits import Waiter
-from laminar_hpc.cluster.meeting import MEET_SECONDS, LinkBroken, await_peer, first_line
+from laminar_hpc.cluster.meeting import MEET_SECONDS, LinkBroken, agree, first_line
+from laminar_hpc.cluster.streams import Event, streams_of
+from laminar_hpc.cluster.transport import NCCL
 from laminar_hpc.cluster.window import Window, mapped
+from laminar_hpc.config.errors import LaminarError
 
 _PROBE_BYTES = 1 << 20
 _WATCH_SECONDS = 0.1
@@ -43,9 +46,9 @@ class Link:
     """One direction: the sender has rank 0, the receiver rank 1. Every operation is bounded by `seconds`, the
     meeting by `meet_seconds`.
 
-    Bytes and tensors in host memory go over gloo, which lets an idle receiver sleep; tensors on a GPU over
-    NCCL. An operation that fails breaks the link for good, at both ends. One thread may use a link, any other
-    may `close` it.
+    Bytes and tensors in host memory go over gloo, which lets an idle receiver sleep. With a `device_end`
+    chunks lie in the ends' devices and go over NCCL; else in host memory. An operation that fails breaks the
+    link for good, at both ends. One thread may use a link, any other may `close` it.
     """
 
     def __init__(
@@ -62,16 +65,18 @@ class Link:
         given_up: Callable[[], bool] = lambda: False,
         leave: bool = False,
         window: Window | None = None,
+        transport: str = "auto",
     ) -> None:
         """Raises LinkBroken when the other end does not come, or as soon as `given_up()` holds before it has
-        come.
+        come; PermanentFailure at the sender when `transport` cannot be.
 
         `leave`: whoever waits on it leaves as soon as it is closed, in every case; costs a change of threads
         for each wait. `window`: of the sender; where the receiver can map it, chunks that lie in it stay
-        there until they are copied to where they go.
+        there until they are copied to where they go. `transport`: relay.transport, which the sender's holds.
         """
         self.epoch, self.peer, self.seconds, self.device = epoch, peer, seconds, device
         self._me, self._other = (0, 1) if sender else (1, 0)
+        self.device_end: DeviceEnd | None = None  # where chunks go from device to device
         self._store = store  # lives as long as the link
         self.closed = False  # from this end
         self.bytes_sent = 0  # of all frames and tensors
@@ -80,34 +85,41 @@ class Link:
         prefix = dist.PrefixStore(f"laminar/{epoch}/{number}", store)
         limit = min(seconds, meet_seconds)
         try:
-            if sender:
-                await_peer(prefix, limit, given_up)
-            else:
-                prefix.set("here", "")
-            self._frames, self._data = self._groups(prefix, address, limit)
+            streams = streams_of(device)
+            self.transport = agree(prefix, sender, transport, streams.name, peer, limit, given_up)
+            self._frames = self._group(prefix, address, limit)
+            if self.transport == NCCL:
+                self.device_end = DeviceEnd(streams, dist.PrefixStore("nccl", prefix), self._me, seconds)
             # NCCL gets ready at the first use
-            self._measure(limit if self._data is self._frames else seconds)
-            self._window, self._there = self._meet_window(sender, window, limit)
-        except LinkBroken:
-            self._leave()
+            self._measure(limit if self.device_end is None else seconds)
+            self._window, self._there = self._meet_window(sender, None if self.device_end else window, limit)
+        except LaminarError:
+            self._give_up()
             raise
         except (dist.DistError, RuntimeError) as error:
-            self._leave()
+            self._give_up()
             raise LinkBroken(
                 f"no link to {peer} within {limit:.0f} s: it did not join epoch {epoch} ({first_line(error)})"
             ) from None
 
-    def _groups(self, store: dist.Store, address: str, limit: float) -> tuple[dist.Backend, dist.Backend]:
-        """For frames, and for tensors: one and the same unless the tensors are on a GPU."""
+    def _group(self, store: dist.Store, address: str, limit: float) -> dist.Backend:
+        """For frames, and for chunks in host memory."""
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=limit)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        frames = dist.ProcessGroupGloo(store, self._me, 2, options)
-        if self.device.type != "cuda":
-            return frames, frames
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timedelta(seconds=self.seconds)
-        return frames, dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), self._me, 2, nccl)
+        return dist.ProcessGroupGloo(store, self._me, 2, options)
+
+    def memory(self, size: int) -> torch.Tensor:
+        """uint8 [size], where chunks lie."""
+        if self.device_end is None:
+            return torch.empty(size, dtype=torch.uint8)
+        return self.device_end.memory(size)
+
+    def reach(self, event: Event) -> None:
+        """Until an event of `device_end`."""
+        assert self.device_end is not None
+        with self._broken():
+            self.device_end.reach(event, self.seconds)
 
     # ---- tensors -------------------------------------------------------------------------------------------
 
@@ -118,12 +130,12 @@ class Link:
     def post_send(self, tensor: torch.Tensor) -> dist.Work:
         """Begins to send a contiguous tensor on this link's device or the host; it must stay as it is until
         `finish` has returned."""
-        return self._start(self._data if tensor.is_cuda else self._frames, True, tensor)
+        return self._start(True, tensor)
 
     def post(self, tensor: torch.Tensor) -> dist.Work:
         """Gets ready to receive into a contiguous tensor where the sender has it, behind those posted before;
         `finish` waits for it."""
-        return self._start(self._data if tensor.is_cuda else self._frames, False, tensor)
+        return self._start(False, tensor)
 
     def finish(self, work: Posted, tensor: torch.Tensor) -> torch.Tensor:
         """Waits until what was posted is there, or has left and may be overwritten."""
@@ -149,9 +161,7 @@ class Link:
             torch.tensor([self._window.place(chunk), chunk.nbytes]),
             torch.zeros(1, dtype=torch.int64),
         )
-        work = _Placed(
-            note, self._start(self._frames, True, note), answer, self._start(self._frames, False, answer)
-        )
+        work = _Placed(note, self._start(True, note), answer, self._start(False, answer))
         self.bytes_sent += chunk.nbytes - note.nbytes  # as it would be without a window
         return work
 
@@ -160,7 +170,7 @@ class Link:
         if self._there is None:
             return self.post(target)
         note = torch.zeros(2, dtype=torch.int64)
-        return _Placed(note, self._start(self._frames, False, note), torch.zeros(1, dtype=torch.int64))
+        return _Placed(note, self._start(False, note), torch.zeros(1, dtype=torch.int64))
 
     @contextlib.contextmanager
     def taken(self, work: Posted, target: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -177,7 +187,7 @@ class Link:
                 f"of its window in place of a chunk of {target.nbytes}"
             )
         yield self._there[first : first + size]
-        self._finish(self._start(self._frames, True, work.answer), work.answer)
+        self._finish(self._start(True, work.answer), work.answer)
 
     def _meet_window(
         self, sender: bool, window: Window | None, seconds: float
@@ -186,11 +196,11 @@ class Link:
         answer = torch.zeros(1, dtype=torch.int64)
         if sender:
             self.send_bytes(window.ticket if window is not None else b"")
-            self._finish(self._start(self._frames, False, answer), answer, seconds)
+            self._finish(self._start(False, answer), answer, seconds)
             return (window if answer.item() else None), None
         there = mapped(self.receive_bytes(idle_seconds=seconds))
         answer[0] = there is not None
-        self._finish(self._start(self._frames, True, answer), answer, seconds)
+        self._finish(self._start(True, answer), answer, seconds)
         return None, there
 
     # ---- frames of bytes -----------------------------------------------------------------------------------
@@ -201,18 +211,18 @@ class Link:
             torch.tensor([len(content)]),
             torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8),
         ):
-            self._finish(self._start(self._frames, True, tensor), tensor)
+            self._finish(self._start(True, tensor), tensor)
 
     def receive_bytes(self, max_length: int = 1 << 28, idle_seconds: float | None = None) -> bytes:
         """What `send_bytes` sent, which is waited for `idle_seconds`; a length beyond `max_length` is
         refused."""
         head = torch.zeros(1, dtype=torch.int64)
-        self._finish(self._start(self._frames, False, head), head, idle_seconds)
+        self._finish(self._start(False, head), head, idle_seconds)
         length = int(head.item())
         if not 0 <= length <= max_length:
             raise LinkBroken(f"{self.peer} announced {length} bytes; at most {max_length} are taken")
         body = torch.zeros(max(1, length), dtype=torch.uint8)
-        self._finish(self._start(self._frames, False, body), body)
+        self._finish(self._start(False, body), body)
         return bytes(body[:length].numpy())
 
     # ---- the end -------------------------------------------------------------------------------------------
@@ -225,12 +235,16 @@ class Link:
         one as well, else after `seconds`. Nothing is read from or written to its tensor any more.
         """
         self.closed = True
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            if self._data is not self._frames:
-                self._data.abort()
+        if self.device_end is not None:
+            self.device_end.abort()
         # gloo's abort() does not wake a waiter; a wait that runs out closes all
         with contextlib.suppress(dist.DistError, RuntimeError):
             self._frames.recv([torch.zeros(1)], self._other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        self._leave()
+
+    def _give_up(self) -> None:
+        if self.device_end is not None:
+            self.device_end.abort()
         self._leave()
 
     def _leave(self) -> None:
@@ -262,17 +276,15 @@ class Link:
         """Ts, the start-up time of a chunk, from the quickest of a few tiny exchanges, and Tb, seconds per
         byte, from a larger one."""
         took = []
+        # the caller's stream may be the one that trains
+        ordered = contextlib.nullcontext if self.device_end is None else self.device_end.ordered
         for size in (*(8,) * 6, *(_PROBE_BYTES,) * 2):
-            probe, echo = (
-                torch.zeros(size, dtype=torch.uint8, device=self.device),
-                torch.zeros(8, dtype=torch.uint8, device=self.device),
-            )
-            began = time.monotonic()
-            for tensor, mine in ((probe, self._me == 0), (echo, self._me == 1)):
-                self._start(self._data, mine, tensor).wait(timedelta(seconds=limit))
-                if tensor.is_cuda:
-                    torch.cuda.current_stream(tensor.device).synchronize()
-            took.append(time.monotonic() - began)
+            with ordered():
+                probe, echo = self.memory(size), self.memory(8)
+                began = time.monotonic()
+                for tensor, mine in ((probe, self._me == 0), (echo, self._me == 1)):
+                    self._finish(self._start(mine, tensor), tensor, limit)
+                took.append(time.monotonic() - began)
         self.start_seconds = min(took[1:6])
         self.seconds_per_byte = (
             max(min(took[6:]) - self.start_seconds, 1e-3 * self.start_seconds) / _PROBE_BYTES
@@ -288,52 +300,32 @@ class Link:
 
     # ---- one operation -------------------------------------------------------------------------------------
 
-    def _start(self, group: dist.Backend, sends: bool, tensor: torch.Tensor) -> dist.Work:
+    def _start(self, sends: bool, tensor: torch.Tensor) -> dist.Work:
         self.bytes_sent += tensor.nbytes if sends else 0
-        try:
-            return group.send([tensor], self._other, 0) if sends else group.recv([tensor], self._other, 0)
-        except (dist.DistError, RuntimeError) as error:
-            raise LinkBroken(f"the link to {self.peer} broke ({first_line(error)})") from None
+        with self._broken():
+            if self.device_end is not None and self.device_end.holds(tensor):
+                return self.device_end.start(sends, tensor)
+            begin = self._frames.send if sends else self._frames.recv
+            return begin([tensor], self._other, 0)
 
     def _finish(self, work: dist.Work, tensor: torch.Tensor, seconds: float | None = None) -> None:
-        limit = timedelta(seconds=seconds or self.seconds)
-        try:
-            if self._waiter is None or tensor.is_cuda:
-                work.wait(limit)
+        limit = seconds or self.seconds
+        with self._broken():
+            if self.device_end is not None and self.device_end.holds(tensor):
+                self.device_end.finish(work, limit)
+            elif self._waiter is None:
+                work.wait(timedelta(seconds=limit))
             else:
-                self._waiter.wait(work, limit)
-            if tensor.is_cuda:
-                torch.cuda.current_stream(tensor.device).synchronize()
+                self._waiter.wait(work, timedelta(seconds=limit))
+
+    @contextlib.contextmanager
+    def _broken(self) -> Iterator[None]:
+        """Around what may fail: it says whom the link was to."""
+        try:
+            yield
+        except LinkBroken:
+            raise
         except (dist.DistError, RuntimeError) as error:
+            if self.device_end is not None:
+                self.device_end.abort()
             raise LinkBroken(f"the link to {self.peer} broke ({first_line(error)})") from None
-
-
-def made_unless(given_up: Callable[[], bool], make: Callable[[], Link]) -> Link:
-    """What `make()` returns or raises; LinkBroken as soon as `given_up()` holds. Gloo's attempt cannot be
-    called off: it ends by itself, on a thread of its own, and what it makes is closed."""
-    results: queue.SimpleQueue[Link | Exception] = queue.SimpleQueue()
-    late = threading.Event()
-
-    def run() -> None:
-        try:
-            results.put(link := make())
-            if late.is_set():
-                link.close()
-        except Exception as error:
-            results.put(error)
-
-    threading.Thread(target=run, name="link-make", daemon=True).start()
-    while True:
-        try:
-            result = results.get(timeout=_WATCH_SECONDS)
-        except queue.Empty:
-            if not given_up():
-                continue
-            late.set()
-            with contextlib.suppress(queue.Empty):
-                if isinstance(made := results.get_nowait(), Link):
-                    made.close()
-            raise LinkBroken("another link takes its place") from None
-        if isinstance(result, Exception):
-            raise result
-        return result

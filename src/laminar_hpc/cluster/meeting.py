@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import msgspec
 import torch.distributed as dist
 
+from laminar_hpc.cluster.transport import End, choose, end_here
 from laminar_hpc.config.errors import LaminarError
 
 MEET_SECONDS = 4.0  # for both ends of a new link to be there
@@ -46,6 +48,32 @@ def reach_store(host: str, port: int, seconds: float) -> dist.TCPStore:
         raise LinkBroken(
             f"the store at {host}:{port} was not reached within {seconds:.0f} s ({error})"
         ) from None
+
+
+def agree(
+    store: dist.Store,
+    sender: bool,
+    wanted: str,
+    device: str,
+    peer: str,
+    seconds: float,
+    given_up: Callable[[], bool],
+) -> str:
+    """The transport of a link, for relay.transport=`wanted` of its sender: each end says who it is and which
+    `device` it uses ("": none), the sender chooses. Raises as `await_peer` and `transport.choose`."""
+    mine = end_here(device)
+    if not sender:
+        store.set("here", msgspec.json.encode(mine))
+        store.wait(["transport"], timedelta(seconds=seconds))
+        return store.get("transport").decode()
+    await_peer(store, seconds, given_up)
+    try:
+        theirs = msgspec.json.decode(store.get("here"), type=End)
+    except msgspec.MsgspecError:
+        raise RuntimeError("it runs another version of laminar_hpc") from None
+    chosen = choose(wanted, mine, theirs, peer)
+    store.set("transport", chosen)
+    return chosen
 
 
 def await_peer(store: dist.Store, seconds: float, given_up: Callable[[], bool]) -> None:

@@ -139,8 +139,18 @@ def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
     return {
         "batch_of_a_step": f"{batch}; {updates}",
         **dataclasses.asdict(derived),
+        "relay_transport": transport_text(config),
         "pipeline": pipeline_text(config),
     }
+
+
+def transport_text(config: RunConfig) -> str:
+    """By which way weights cross from trainer to relay and from relay to relay."""
+    return {
+        "auto": "auto: NCCL between GPUs of different machines, else host memory",
+        "nccl": "nccl: NCCL, from GPU to GPU; a link without a GPU at each end is refused",
+        "host": "host: host memory, by shared memory on a machine and TCP between machines",
+    }[config.relay.transport]
 
 
 def pipeline_text(config: RunConfig) -> str:

@@ -46,6 +46,9 @@ class RelayConfig:
     chunk_megabytes: int = number(64, at_least=1, at_most=65_536)
     """size of the pieces in which weights are sent; the trainer's rank 0 has two such buffers on its device
     """
+    transport: str = choice("auto", "nccl", "host")
+    """from trainer to relay and relay to relay: nccl between GPUs, host through host memory; auto: nccl
+    between machines that both use a GPU, else host"""
     publish_timeout_seconds: float = seconds(60.0)
     """longest time for one publication to reach a relay"""
     delta: str = choice("off", "auto")

@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from laminar_hpc.cluster.link_device import DeviceEnd
 from laminar_hpc.cluster.links import Link, Posted
 from laminar_hpc.cluster.meeting import LinkBroken
+from laminar_hpc.cluster.staging import RECEIVING, SENDING
+from laminar_hpc.cluster.streams import Event
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.delta import FULL, Frame, FrameWrong, apply, payload_bytes, unit_bytes
@@ -160,20 +163,52 @@ def receive_stream(link: Link, stream: Stream) -> None:
 
 def _in_full(link: Link, stream: Stream) -> Iterator[int]:
     """Receives the data bytes; gives how many are there."""
+    if link.device_end is not None:
+        yield from _through_device(link, link.device_end, stream)
+        return
     size, first = stream.data.numel(), 0
-    posted = deque[tuple[Posted, torch.Tensor, torch.Tensor]]()
+    posted = deque[tuple[Posted, torch.Tensor]]()
     while stream.there < size:
         while first < size and len(posted) <= _POSTED_AHEAD:
             part = stream.data[first : first + stream.chunk]
-            target = part if link.device.type == "cpu" else torch.empty_like(part, device=link.device)
-            posted.append((link.take(target), target, part))
+            posted.append((link.take(part), part))
             first += part.numel()
-        work, target, part = posted.popleft()
-        with link.taken(work, target) as there:
+        work, part = posted.popleft()
+        with link.taken(work, part) as there:
             if there is not part:
                 with stream.writing():
                     part.copy_(there)
         yield stream.there + part.numel()
+
+
+def _through_device(link: Link, device: DeviceEnd, stream: Stream) -> Iterator[int]:
+    """The same over NCCL: while chunk k is copied to pinned memory, chunk k + 1 arrives in the device, and
+    the host puts chunk k - 1 into the slot."""
+    parts = stream.data.split(stream.chunk)
+    staging = device.staging(parts[0].numel())
+    posted = deque[Posted]()
+    copied: Event | None = None  # chunk number - 1 to its pinned memory
+
+    def put(number: int) -> int:
+        """Chunk `number` into the slot."""
+        part = parts[number]
+        assert copied is not None
+        link.reach(copied)
+        with stream.writing():
+            part.copy_(staging.host(number, part.numel()))
+        return stream.there + part.numel()
+
+    for number, part in enumerate(parts):
+        while number + len(posted) < min(len(parts), number + RECEIVING):
+            ahead = number + len(posted)
+            posted.append(link.take(staging.device(ahead, parts[ahead].numel())))
+        target = staging.device(number, part.numel())
+        link.finish(posted.popleft(), target)
+        event = device.copy(staging.host(number, part.numel()), target)
+        if number:
+            yield put(number - 1)
+        copied = event
+    yield put(len(parts) - 1)
 
 
 def _changed(link: Link, stream: Stream, changes: Changes) -> Iterator[int]:
@@ -183,12 +218,10 @@ def _changed(link: Link, stream: Stream, changes: Changes) -> Iterator[int]:
     for number, first in enumerate(range(0, size, stream.chunk)):
         part = stream.data[first : first + stream.chunk]
         kind, changed = link.receive(head).tolist()
-        in_place = kind == FULL and link.device.type == "cpu"
+        in_place = kind == FULL and link.device_end is None
         try:
             length = payload_bytes(kind, changed, part.numel() // width, width)
-            payload = link.receive(
-                part if in_place else torch.empty(length, dtype=torch.uint8, device=link.device)
-            )
+            payload = link.receive(part if in_place else link.memory(length))
             frame = Frame(head.clone(), payload.cpu())
             if not in_place:
                 with stream.writing():
@@ -200,6 +233,38 @@ def _changed(link: Link, stream: Stream, changes: Changes) -> Iterator[int]:
         yield first + part.numel()
 
 
+class _Giver:
+    """Sends the chunks of a slot, of `size` bytes at most. Over NCCL the host puts one into pinned memory
+    while the one before is copied to the device and leaves it."""
+
+    def __init__(self, link: Link, size: int) -> None:
+        self._link, self._number = link, 0
+        self._staging = link.device_end.staging(size) if link.device_end is not None else None
+        self._leaving = deque[tuple[Posted, torch.Tensor]]()
+
+    def chunk(self, part: torch.Tensor) -> None:
+        """Returns when `part` may be overwritten."""
+        link, staging, end = self._link, self._staging, self._link.device_end
+        if staging is None or end is None:
+            link.finish(link.give(part), part)
+            return
+        if len(self._leaving) == SENDING:
+            link.finish(*self._leaving.popleft())
+        host, device = (
+            staging.host(self._number, part.numel()),
+            staging.device(self._number, part.numel()),
+        )
+        host.copy_(part)
+        end.copy(device, host)
+        self._leaving.append((link.give(device), device))
+        self._number += 1
+
+    def end(self) -> None:
+        """Returns when all have left."""
+        while self._leaving:
+            self._link.finish(*self._leaving.popleft())
+
+
 def send_stream(link: Link, stream: Stream) -> None:
     """Sends a publication as its bytes become available: as changes if those came and this link has brought
     the weights that they change. Raises LinkBroken, also when they do not come."""
@@ -207,17 +272,19 @@ def send_stream(link: Link, stream: Stream) -> None:
     began, complete = time.monotonic(), stream.complete
     as_changes = changes is not None and changes.base_id == link.weight_id
     link.send_bytes(encode_header(manifest, chunk, link.weight_id if as_changes else None))
+    give = _Giver(link, min(chunk, manifest.data_bytes))
     for number, first in enumerate(range(0, manifest.data_bytes, chunk)):
         part = data[first : first + chunk]
         stream.wait(first + part.numel(), False, link.seconds)
         frame = changes.frames.pop(number, None) if changes is not None else None
         if as_changes:
-            full = Frame(torch.tensor([FULL, 0]), part)
-            for tensor in frame or full:
-                link.send(tensor.to(link.device) if tensor.dtype == torch.uint8 else tensor)
+            head, payload = frame or Frame(torch.tensor([FULL, 0]), part)
+            link.send(head)
+            there = payload if link.device_end is None else link.memory(payload.numel()).copy_(payload)
+            link.send(there)
         else:
-            there = part.to(link.device)
-            link.finish(link.give(there), there)
+            give.chunk(part)
+    give.end()
     stream.wait(manifest.data_bytes, True, link.seconds)
     link.send_bytes(encode_sums((entry.sum_words, entry.sum_indexed) for entry in manifest.tensors))
     if complete:  # else the pace may have been that of the link before

@@ -21,6 +21,7 @@ from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import MEET_SECONDS, LinkBroken, host_store, reach_store
+from laminar_hpc.cluster.transport import HOST
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.chain import (
     CutLink,
@@ -89,7 +90,7 @@ class Relay:
         self._context, self._writer = context, writer
         self._device = (
             torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
+            if torch.cuda.is_available() and context.config.relay.transport != HOST
             else torch.device("cpu")
         )
         self._seconds = context.config.relay.publish_timeout_seconds
@@ -122,6 +123,7 @@ class Relay:
                 self._device,
                 self._seconds,
                 given_up=given_up,
+                transport=self._context.config.relay.transport,
             )
 
         max_chunk = self._context.config.relay.chunk_megabytes << 20

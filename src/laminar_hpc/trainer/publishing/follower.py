@@ -30,7 +30,8 @@ class Follower:
             self._lanes.end()
 
     def _follow(self, publication: Publication) -> bool:
-        """Until the weights are released: whether they were before the last chunks had left."""
+        """Until the weights are released, and nothing reads them: whether they were before the last chunks
+        had left."""
         unfinished = False
         while (order := take(self._exchange)).command is not Command.RELEASE:
             if order.command is Command.STATE:
@@ -44,4 +45,5 @@ class Follower:
             elif order.command is Command.END:
                 unfinished = False
                 self._lanes.end()
+        self._lanes.settle()
         return unfinished

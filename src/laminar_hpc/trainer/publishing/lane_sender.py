@@ -1,6 +1,7 @@
 """One lane's way out of the trainer: the link to the first relay of its chain, and two buckets that are
 filled and sent in turn; with relay.delta=auto as what changed in them, if the link's other end has what it
-changed from (weights/delta.py).
+changed from (weights/delta.py). Buckets of a GPU leave it over NCCL, or by a copy to pinned host memory,
+which a relay of this machine maps.
 
 Used by the publisher's thread of the rank that sends the lane. A link that breaks is reported, and the lane
 says no more until there is another one; the other lanes go on.
@@ -16,8 +17,11 @@ import torch
 
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.links import Link, Posted, made_unless
+from laminar_hpc.cluster.link_waits import made_unless
+from laminar_hpc.cluster.links import Link, Posted
 from laminar_hpc.cluster.meeting import LinkBroken, host_store
+from laminar_hpc.cluster.streams import settle, streams_of
+from laminar_hpc.cluster.transport import NCCL
 from laminar_hpc.cluster.window import Window
 from laminar_hpc.kernels.sums import LazySums, add_sums
 from laminar_hpc.messages.chain import EpochProposed, LinkDown, StoreOpened
@@ -48,12 +52,16 @@ class LaneSender:
         self._address = own_address(context.config.cluster.host)
         self.nbytes = lane.end - lane.begin
         size = min(context.config.relay.chunk_megabytes << 20, self.nbytes)
-        self._window = Window(2 * size) if device.type == "cpu" else None
-        both = (
-            self._window.tensor
-            if self._window is not None
-            else torch.empty(2 * size, dtype=torch.uint8, device=device)
-        )
+        self._streams = streams_of(device)
+        self._transport = context.config.relay.transport
+        self._window: Window | None = None
+        if self._transport != NCCL:
+            self._window = Window(2 * size)
+            self._streams.pin(self._window.tensor)
+        if self._window is not None and not self._streams.name:
+            both = self._window.tensor  # packed where it leaves from
+        else:
+            both = self._streams.empty(2 * size)
         self._buckets = [both[:size], both[size:]]
         log.info("lane %d: two staging buckets of %.1f MB on %s", number, size / 1e6, device)
         self.image: Image | None = None  # of what was published last
@@ -82,14 +90,20 @@ class LaneSender:
 
         def make() -> Link:
             place = (store, proposed.epoch, 0, True, peer, self._address, self._device, self._seconds)
-            return Link(*place, given_up=given_up, leave=True, window=self._window)
+            return Link(*place, given_up=given_up, leave=True, window=self._window, transport=self._transport)
 
         try:
             self.link = made_unless(given_up, make)
         except LinkBroken as error:
             self._context.channel.send(LinkDown(proposed.epoch, str(error)))
             return
-        log.info("lane %d, epoch %d: linked to %s", self.number, proposed.epoch, peer)
+        log.info(
+            "lane %d, epoch %d: linked to %s, transport %s",
+            self.number,
+            proposed.epoch,
+            peer,
+            self.link.transport,
+        )
 
     # ---- a publication -------------------------------------------------------------------------------------
 
@@ -118,25 +132,37 @@ class LaneSender:
     def post(self, bucket: torch.Tensor, spans: Sequence[Span], read: LazySums) -> None:
         """Begins to send the bucket, which holds `spans`; `read()` gives what they add to the sums of their
         tensors."""
-        if bucket.is_cuda:
-            torch.cuda.current_stream().synchronize()
         if self.link is None:
             return
         with self._careful(self.link) as link:
+            chunk = self._in_host_memory(bucket) if link.device_end is None else bucket
             posted: list[tuple[Posted, torch.Tensor]] = []
             self._on_the_way.append(posted)
             if self.image is not None and self._base_id is not None:
                 taken = read()  # while the bucket is whole
-                for each in self.image.take(self._first(), bucket, True) or ():
+                for each in self.image.take(self._first(), chunk, True) or ():
                     posted.append((link.post_send(each), each))
             else:
-                posted.append((link.give(bucket), bucket))
+                posted.append((link.give(chunk), chunk))
                 taken = read()
                 if self.image is not None:
-                    self.image.take(self._first(), bucket, False)
+                    self.image.take(self._first(), chunk, False)
             self._data_bytes += sum(each.nbytes for _, each in posted)
             for span, both in zip(spans, taken, strict=True):
                 self._sums[span.tensor] = add_sums([self._sums.get(span.tensor, (0, 0)), both])
+
+    def _in_host_memory(self, bucket: torch.Tensor) -> torch.Tensor:
+        """The bucket's bytes in the window, where a copy of them has been made unless the bucket lies there;
+        the other half of the window is with the relay meanwhile."""
+        if not self._streams.holds(bucket):
+            return bucket
+        assert self._window is not None
+        half = self._window.tensor.numel() // 2 * ((self._number - 1) % 2)
+        chunk = self._window.tensor[half : half + bucket.numel()]
+        self._streams.copy(chunk, bucket)
+        # what it copies may have to come from other ranks, which wait for relays of their own
+        settle(self._streams, 3 * self._seconds, f"a bucket of lane {self.number}")
+        return chunk
 
     def end(self) -> None:
         """The last buckets leave, and the sums behind them."""

@@ -96,6 +96,7 @@ class Leader:
         except _GivenUp:
             pass
         finally:
+            self._lanes.settle()
             with self._handover.changed:
                 if publication.progress is not Progress.SENT:
                     publication.advance(Event.BROKE)
@@ -154,6 +155,7 @@ class Leader:
         return answer
 
     def _all_read(self, publication: Publication) -> None:
+        self._lanes.settle()
         with self._handover.changed:
             publication.advance(Event.ALL_READ)
             publication.goes_on(time.monotonic())

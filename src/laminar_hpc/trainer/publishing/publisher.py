@@ -22,11 +22,11 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.streams import streams_of
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.publishing.commands import Command, give
 from laminar_hpc.trainer.publishing.follower import Follower
@@ -76,8 +76,8 @@ class Publisher:
             )
         if not self._holder:
             return
-        if self._model.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the publisher's thread has a stream of its own
+        # the publisher's thread has a stream of its own
+        self.lanes.settle("the probe")
         publication = Publication(step, probe, handed - started, stall_seconds=time.monotonic() - handed)
         with self._handover.changed:
             self._handover.raise_error()
@@ -174,12 +174,11 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            if self._model.device.type == "cuda":
-                torch.cuda.set_device(self._model.device)
-                torch.cuda.set_stream(torch.cuda.Stream())
-            while not self._handover.closing:
-                self.lanes.follow_membership()
-                self._worker.turn()
+            streams = streams_of(self._model.device)
+            with streams.on(streams.stream()):  # beside the one that trains
+                while not self._handover.closing:
+                    self.lanes.follow_membership()
+                    self._worker.turn()
         except StopReceived:
             return
         except Exception as error:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.streams import settle, streams_of
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import LazySums
 from laminar_hpc.messages.chain import EpochProposed
 from laminar_hpc.trainer.canonical.exchange import Exchange
@@ -22,6 +24,8 @@ from laminar_hpc.trainer.publishing.publication import Claim, Publication
 from laminar_hpc.weights.lanes import Lane, lane_chunks, lane_manifest
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import Span
+
+_READ_FACTOR = 3.0  # of relay.publish_timeout_seconds: other ranks wait for relays before they take slices
 
 
 class Publishable(Protocol):
@@ -56,6 +60,7 @@ class RankLanes:
         self._context, self._model, self._handover = context, model, handover
         self._exchange, rank = model.publishing, dist.get_rank()
         self.shared = any(lane.sender != 0 for lane in model.lanes)  # other ranks than 0 send as well
+        self._streams, self._seconds = streams_of(model.device), seconds
         self.resend = False  # a new link of this rank's wants what was sent last
         whole = layout(model.canonical_metadata(), 0, 0)
         self.mine = [
@@ -140,6 +145,16 @@ class RankLanes:
                 continue
             bucket = mine[lane].bucket()
             mine[lane].post(bucket, chunks[number], self._model.pack(chunks[number], bucket, lane))
+
+    def settle(self, what: str = "the reading of the live weights") -> None:
+        """Returns when all is done that this thread has enqueued, `what`: on a GPU slices that were sent and
+        buckets that were packed are still read. Raises LaminarError when that takes too long."""
+        try:
+            settle(self._streams, _READ_FACTOR * self._seconds, what)
+        except LaminarError as error:
+            raise LaminarError(
+                f"trainer {dist.get_rank()} {error}; see the other trainers' logs: they take its slices"
+            ) from None
 
     def end(self) -> Sent:
         """The last chunks leave, and the sums behind them; collective where the lanes are shared."""

@@ -1,0 +1,84 @@
+"""Publishing from devices that work behind the host's back (tests/fake_device.py), to real relays: what
+arrives is what was published, whatever the trainer does as soon as it may."""
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from device_cases import Rows
+from publishing import linked, slot_bytes, start
+from ranks import Ranks
+
+from fake_device import FakeDevice, used
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.messages.chain import RelayHas
+from laminar_hpc.trainer.megatron.building import transformer_config
+from laminar_hpc.weights.hf import read_shape
+
+
+@pytest.mark.parametrize(("world", "tensors"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_weights_that_are_released_have_left(world: int, tensors: int, ranks: Ranks, tmp_path: Path) -> None:
+    """A rank's slices are read by its device later than they are sent. Else the sums, which are taken of what
+    came, would be those of torn weights, and nobody would ever know. Of two
+    ranks rank 0 is the one whose slices lag, of three a rank that sends no lane."""
+    told = ranks.run(
+        world, "device_cases:changed_as_soon_as_released", seconds=90, folder=str(tmp_path), tensors=tensors
+    )
+    assert told[0]["senders"] == [0, world - 1] and all(each["same"] for each in told)
+
+
+@pytest.mark.parametrize(
+    ("transport", "delta", "crosses"),
+    [("auto", "off", "host"), ("host", "auto", "host"), ("nccl", "off", "nccl")],
+)
+def test_what_arrives_is_what_was_published(
+    transport: str, delta: str, crosses: str, world: None, tmp_path: Path
+) -> None:
+    """From one device to another by each way, in several chunks, over and over:
+    through the memory of the devices, or through host memory that relays of the machine map."""
+    config = RunConfig()
+    config.model.path = str(tmp_path)
+    config.relay.transport, config.relay.delta, config.relay.chunk_megabytes = transport, delta, 1
+    config.relay.publish_timeout_seconds = 20.0
+    trainer, relay = FakeDevice("GPU-trainer"), FakeDevice("GPU-relay")
+    with used(trainer, relays=relay):
+        model = Rows(1, 80)  # 2.6 MB
+        controller, publisher = start(config, tmp_path, model)
+        controller.link(controller.add_relay())
+        linked(publisher)
+        for step in range(3):
+            publisher.publish(step)
+            expected = model.now
+            publisher.fence()
+            for view in model.held[step::3]:
+                view += 1
+            controller.wait_for(RelayHas, step + 1)
+            slot = controller.newest(0)
+            assert slot.step == step and slot_bytes(slot) == expected
+        (lane,) = publisher.lanes.mine
+        assert lane.link.transport == crosses
+        assert bool(trainer.pairs) == bool(relay.pairs) == (crosses == "nccl")
+        publisher.close()
+        controller.stop()
+
+
+def test_a_device_that_stands_still_is_named(world: None, tmp_path: Path) -> None:
+    """The wait for the weights to be read is bounded, and says who waited for what."""
+    config, device = RunConfig(), FakeDevice()
+    config.model.path, config.relay.publish_timeout_seconds = str(tmp_path), 0.1
+    with used(device):
+        controller, publisher = start(config, tmp_path, Rows(1, 1))
+        device.default.free.clear()
+        with pytest.raises(LaminarError, match="trainer 0 waited for its GPU: the reading of"):
+            publisher.lanes.settle()
+        device.default.free.set()
+        publisher.close()
+        controller.stop()
+
+
+def test_stages_do_not_wait_for_a_publication(tied_model: Path) -> None:
+    """Megatron's default is to synchronise the whole device after each exchange between pipeline stages."""
+    config = tiny.make_config(tied_model, trainer__pipeline_parallel=2)
+    assert not transformer_config(read_shape(str(tied_model)), config, torch.float32).batch_p2p_sync
