@@ -77,7 +77,7 @@ class Controller(publishing.Controller):
         super().told(name, message)
 
 
-def changed_as_soon_as_released(folder: str, tensors: int) -> dict[str, object]:
+def changed_as_soon_as_released(folder: str) -> dict[str, object]:
     """Two lanes; the rank that sends the second one is slow to take the slices of the others, which change
     their weights behind the fence. Time passes for their devices only while their hosts wait for them."""
     rank, device = dist.get_rank(), FakeDevice(f"GPU-{dist.get_rank()}")
@@ -85,7 +85,7 @@ def changed_as_soon_as_released(folder: str, tensors: int) -> dict[str, object]:
     config.relay.lanes, config.relay.publish_timeout_seconds = 2, 20.0
     config.relay.shm_dir = config.model.path = folder
     with used(device):
-        model = Rows(2, tensors)
+        model = Rows(2, 1)  # the border of the lanes lies in the second rank's rows
         slices = model.publishing._slices = lagging_group(device, model.publishing.ranks)
         controller = Controller(config, Path(folder))
         publisher = publishing.Publisher(controller.context("trainer", rank, controller.trainer), model)
