@@ -134,7 +134,7 @@ def test_no_group_of_one_device() -> None:
     """NCCL refuses two ranks on one GPU: auto takes host memory, and nccl is refused with what to do."""
     device = FakeDevice("GPU-one")
     with pytest.raises(PermanentFailure, match=r"use one GPU.*relay.transport=auto"):
-        linked(device, FakeDevice("GPU-one"), seconds=0.3)
+        linked(device, FakeDevice("GPU-one"), seconds=1.0)
     assert not device.pairs
     ends = linked(device, FakeDevice("GPU-one"), transport="auto")
     assert [end.transport for end in ends] == ["host", "host"] and not device.pairs
