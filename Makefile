@@ -4,12 +4,14 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow bench-gpu lint apex clean
+.PHONY: help setup demo test test-slow gpu-check bench-gpu lint apex clean
 
 help:
 	@echo 'make demo        set up .venv and run the main job: laminar train experiment=demo'
 	@echo 'make test        set up .venv and run the tests (those marked slow are left out)'
 	@echo 'make test-slow   the tests marked slow: long runs, process deaths, a real two-node Slurm'
+	@echo 'make gpu-check   on a GPU: all of the system in at most 25 minutes, stage by stage; a table with verdicts and cures'
+	@echo '                 (GPU_CHECK_ARGS, for example "--json gpu.json"; a second call goes on where the first one ended)'
 	@echo 'make bench-gpu   on a GPU: the kernels against a plain copy and torch.compile (BENCH_ARGS), KV gather and scatter (KV_BENCH_ARGS),'
 	@echo "                 a 7B's weights to a relay that dies (HAND_OVER_ARGS), KV moves between two 7B engines (KV_ENGINES_ARGS);"
 	@echo '                 for example BENCH_ARGS="--json kernels.json"'
@@ -37,6 +39,9 @@ test: setup
 
 test-slow: setup
 	@$(BIN)/python -m pytest -m 'slow$(GPU)' $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+gpu-check: setup
+	@$(BIN)/python bench/gpu_check $(GPU_CHECK_ARGS)
 
 bench-gpu: setup
 	@$(BIN)/python bench/kernels.py $(BENCH_ARGS)

@@ -64,11 +64,14 @@ def run_folder(options: argparse.Namespace) -> Iterator[Path]:
         yield Path(folder)
 
 
-def train(options: argparse.Namespace, folder: Path, name: str, settings: Mapping[str, object]) -> Run:
-    """One run to its end: `laminar train experiment=... run_dir=folder/name key=value ...`. Raises SystemExit
-    when it fails."""
+def train(
+    options: argparse.Namespace, folder: Path, name: str, settings: Mapping[str, object], again: bool = False
+) -> Run:
+    """One run to its end: `laminar train experiment=... run_dir=folder/name key=value ...`; `again`: over
+    what an earlier one has left there. Raises SystemExit when it fails."""
     run_dir = folder / name
-    shutil.rmtree(run_dir, ignore_errors=True)
+    if not again:
+        shutil.rmtree(run_dir, ignore_errors=True)
     steps = {"steps": options.steps} if options.steps else {}
     words = [
         f"experiment={options.experiment}",

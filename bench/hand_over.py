@@ -49,7 +49,7 @@ HIDDEN, FEED_FORWARD, KV, VOCABULARY = 3584, 18944, 512, 152064  # Qwen2.5-7B
 CHUNK = 64 << 20
 
 
-def tensors(layers: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+def tensors(layers: int, vocabulary: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """Names and shapes of the model."""
     of_layer = {
         "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
@@ -71,8 +71,8 @@ def tensors(layers: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         for name, shape in of_layer.items()
     ]
     outer = [
-        ("model.embed_tokens.weight", (VOCABULARY, HIDDEN)),
-        ("lm_head.weight", (VOCABULARY, HIDDEN)),
+        ("model.embed_tokens.weight", (vocabulary, HIDDEN)),
+        ("lm_head.weight", (vocabulary, HIDDEN)),
         ("model.norm.weight", (HIDDEN,)),
     ]
     return [(name, shape, torch.bfloat16) for name, shape in [*names, *outer]]
@@ -197,6 +197,7 @@ def main() -> None:
     options.add_argument("--relay-device", default="", help="default: the same")
     options.add_argument("--transport", choices=("auto", "nccl", "host"), default="auto", help="default auto")
     options.add_argument("--layers", type=int, default=28, help="default 28")
+    options.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"default {VOCABULARY}")
     options = options.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -204,7 +205,7 @@ def main() -> None:
             "bench/hand_over.py needs an NVIDIA GPU, and torch sees none here; "
             "--device cpu tries the same way over gloo"
         )
-    manifest = layout(tensors(options.layers), 0, 0)
+    manifest = layout(tensors(options.layers, options.vocabulary), 0, 0)
     gigabytes = manifest.data_bytes / 1e9
     image = (
         torch.empty(manifest.data_bytes // 8, dtype=torch.int64, device=device).random_().view(torch.uint8)

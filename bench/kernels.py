@@ -3,6 +3,7 @@ torch.compile.
 
     python bench/kernels.py --json kernels.json     layers of Qwen2.5-7B's shape, 10 repeats
     python bench/kernels.py --layers 4 --repeats 30
+    python bench/kernels.py --device cpu              a narrow layer through plain torch, to try it
 
 `make bench-gpu` does the same as the first.
 
@@ -13,13 +14,16 @@ or an indexed copy. All take turns; times are medians of the repeats.
 
 Figures: `pack_over_copy` and `delta_over_copy`, the lowest of the rows that count: goal 0.85.
 `pack_over_compile` and `delta_over_compile`: goal 1.5. What is compared is first checked to give the same
-bits. Needs an NVIDIA GPU.
+bits.
 """
 
+import argparse
 import functools
 import statistics
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import common
 import torch
@@ -45,6 +49,7 @@ SHAPE = ModelShape(
     tied=False,
     max_positions=4096,
 )
+NARROW = replace(SHAPE, layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=512)
 CASTS = [
     (torch.float32, torch.bfloat16),
     (torch.bfloat16, torch.bfloat16),
@@ -74,10 +79,13 @@ def main() -> None:
     options.add_argument(
         "--layers", type=int, default=SHAPE.layers, help=f"default {SHAPE.layers}, without embeddings"
     )
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
     options = options.parse_args()
-    if not torch.cuda.is_available():
+    options.shape = replace(SHAPE, layers=options.layers) if options.device == "cuda" else NARROW
+    if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit(
-            "bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has one"
+            "bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has "
+            "one, or with --device cpu"
         )
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64  # a program for each kind of slice
@@ -91,17 +99,18 @@ def main() -> None:
         "delta_over_compile": min(row["over compile"] for row in counted),
     }
     common.finish(options, figures, [*rows, *(row for both in deltas for row in both)], COLUMNS)
-    print(f"GPU {torch.cuda.get_device_name()}; goals: over_copy 0.85, over_compile 1.5")
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "none"
+    print(f"GPU {name}; goals: over_copy 0.85, over_compile 1.5")
 
 
 # ---- the work ----------------------------------------------------------------------------------------------
 
 
-def parameters(layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def parameters(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Decoder layers as Megatron has them at tensor parallel 1."""
-    s, found = SHAPE, {}
+    s, found = options.shape, {}
     qkv = (s.heads + 2 * s.kv_heads) * s.head_dim
-    for i in range(layers):
+    for i in range(s.layers):
         prefix = f"decoder.layers.{i}."
         for name, shape in {
             "input_layernorm.weight": (s.hidden,),
@@ -112,7 +121,7 @@ def parameters(layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
             "mlp.linear_fc1.weight": (2 * s.ffn, s.hidden),
             "mlp.linear_fc2.weight": (s.hidden, s.ffn),
         }.items():
-            found[prefix + name] = torch.randn(shape, device="cuda", dtype=dtype)
+            found[prefix + name] = torch.randn(shape, device=options.device, dtype=dtype)
     return found
 
 
@@ -147,29 +156,48 @@ def apply_in_torch(image: torch.Tensor, indices: torch.Tensor, values: torch.Ten
 # ---- measuring ---------------------------------------------------------------------------------------------
 
 
+def time_of(work: Callable[[], object]) -> float:
+    """Milliseconds, on the device's clock where there is a GPU."""
+    if not torch.cuda.is_available():
+        began = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - began)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def compiled_by(options: argparse.Namespace, function: Callable, **more: bool) -> Callable:
+    """torch.compile's; on the CPU without its compiler, which takes minutes and proves nothing there."""
+    return torch.compile(function, **({} if options.device == "cuda" else {"backend": "eager"}), **more)
+
+
 def milliseconds(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Medians on the device's clock, in turns; each is run three times before, which compiles it."""
+    """Medians, in turns; each is run three times before, which compiles it."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for repeat in range(-3, repeats):
         for name, work in works.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            work()
-            end.record()
-            torch.cuda.synchronize()
+            took = time_of(work)
             if repeat >= 0:
-                times[name].append(begin.elapsed_time(end))
+                times[name].append(took)
     return {name: statistics.median(of_work) for name, of_work in times.items()}
 
 
 def row(
-    kernel: str, case: str, moved: int, repeats: int, works: dict[str, Callable[[], object]]
+    kernel: str,
+    case: str,
+    moved: int,
+    options: argparse.Namespace,
+    works: dict[str, Callable[[], object]],
 ) -> dict[str, object]:
     """One line of the table. `works`: ours, eager, compile; `moved`: bytes read and written."""
-    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=options.device)
     target = torch.empty_like(source)
-    found = milliseconds({**works, "copy": lambda: target.copy_(source)}, repeats)
+    found = milliseconds({**works, "copy": lambda: target.copy_(source)}, options.repeats)
     rate, copy = moved / found["ours"] / 1e6, 2 * source.numel() / found["copy"] / 1e6
     return {
         "kernel": kernel,
@@ -186,14 +214,14 @@ def row(
     }
 
 
-def pack_row(options: object, source: torch.dtype, serving: torch.dtype) -> dict[str, object]:
-    own = local_slices(parameters(options.layers, source), SHAPE)
+def pack_row(options: argparse.Namespace, source: torch.dtype, serving: torch.dtype) -> dict[str, object]:
+    own = local_slices(parameters(options, source), options.shape)
     plan = layout([(p.name, p.shape, serving) for p in own], 0, 0)
-    buckets = [torch.zeros(plan.data_bytes, dtype=torch.uint8, device="cuda") for _ in range(3)]
+    buckets = [torch.zeros(plan.data_bytes, dtype=torch.uint8, device=options.device) for _ in range(3)]
     ours, eager, compiled_into = (
         [kernels.place(b, t.offset, t.shape, serving) for t in plan.tensors] for b in buckets
     )
-    compiled = torch.compile(one_piece, dynamic=False)
+    compiled = compiled_by(options, one_piece, dynamic=False)
     sums = kernels.pack(own, ours)()
     expected = pack_in_torch(own, eager)
     for local, target in zip(own, compiled_into, strict=True):
@@ -208,14 +236,14 @@ def pack_row(options: object, source: torch.dtype, serving: torch.dtype) -> dict
         "compile": lambda: [compiled(p.view, t) for p, t in zip(own, compiled_into, strict=True)],
     }
     moved = sum(p.view.numel() * p.view.element_size() for p in own) + plan.data_bytes
-    return row("pack", f"{name_of(source)} -> {name_of(serving)}", moved, options.repeats, works)
+    return row("pack", f"{name_of(source)} -> {name_of(serving)}", moved, options, works)
 
 
-def delta_rows(options: object, share: float) -> tuple[dict[str, object], dict[str, object]]:
+def delta_rows(options: argparse.Namespace, share: float) -> tuple[dict[str, object], dict[str, object]]:
     """Encode and apply, of a bf16 image as large as the packed layers."""
-    count = sum(p.view.numel() for p in local_slices(parameters(options.layers, torch.bfloat16), SHAPE))
-    old = torch.randn(count, device="cuda", dtype=torch.bfloat16)
-    new = torch.where(torch.rand(count, device="cuda") < share, -2 * old, old)
+    count = sum(p.view.numel() for p in local_slices(parameters(options, torch.bfloat16), options.shape))
+    old = torch.randn(count, device=options.device, dtype=torch.bfloat16)
+    new = torch.where(torch.rand(count, device=options.device) < share, -2 * old, old)
     image, images = old.clone(), (old.clone(), old.clone())
     delta, (indices, values) = kernels.delta_encode(new, old), delta_in_torch(new, old)
     kernels.delta_apply(image, delta)
@@ -224,7 +252,7 @@ def delta_rows(options: object, share: float) -> tuple[dict[str, object], dict[s
     )
     if not same or not torch.equal(reference.bits(image), reference.bits(new)):
         sys.exit(f"delta of {share:g}: the kernel's indices, values or image are not the reference's")
-    encode, apply = torch.compile(delta_in_torch), torch.compile(apply_in_torch)
+    encode, apply = (compiled_by(options, f) for f in (delta_in_torch, apply_in_torch))
     changed, case = len(indices), f"{share:g} changed"
     encoding = {
         "ours": lambda: kernels.delta_encode(new, old),
@@ -237,10 +265,8 @@ def delta_rows(options: object, share: float) -> tuple[dict[str, object], dict[s
         "compile": lambda: apply(images[1], indices, values),
     }
     written = delta.nbytes
-    first = row("delta encode", case, new.nbytes + old.nbytes + written, options.repeats, encoding)
-    return first, row(
-        "delta apply", case, written + changed * image.element_size(), options.repeats, applying
-    )
+    first = row("delta encode", case, new.nbytes + old.nbytes + written, options, encoding)
+    return first, row("delta apply", case, written + changed * image.element_size(), options, applying)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -140,7 +140,8 @@ def test_the_kernels_bench_says_that_it_needs_a_gpu():
     )
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.splitlines() == [
-        "bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has one"
+        "bench/kernels.py needs an NVIDIA GPU, and torch sees none here; run it on a machine that has one, "
+        "or with --device cpu"
     ]
 
 

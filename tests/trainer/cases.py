@@ -2,6 +2,7 @@
 arrays and bytes."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import engine_shards
@@ -11,19 +12,24 @@ import tiny
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import LOGITS_BYTES
 from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.messages.chain import RelayHas
 from laminar_hpc.messages.publication import Published
 from laminar_hpc.trainer import control
 from laminar_hpc.trainer.agreement import Agreement
 from laminar_hpc.trainer.checkpoint import Checkpointer
+from laminar_hpc.trainer.megatron import head
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.trainer.step.microbatch import Example, MicroBatch, make_microbatch, trained
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import chunks
+
+ROWS = 7  # of a chunk of logits, see `in_chunks`
 
 
 def place() -> tuple[int, int, int]:
@@ -229,3 +235,65 @@ def speak() -> dict[str, object]:
         except LaminarError as error:
             heard["left"] = str(error)
     return heard
+
+
+def in_chunks(model: str, settings: dict) -> dict[str, dict[str, object]]:
+    """One micro-batch with all logits at once and, under a limit of some rows, in chunks: log-probs,
+    entropies, gradients, and the elements of the largest tensor that any operation gave."""
+    policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
+    batch = [Example(t, torch.ones(len(trained(t)))) for t in tiny.make_batch(seed=1)]
+    columns, gpt = policy.gpt.output_layer.output_size_per_partition, policy.gpt
+    weight = gpt.shared_embedding_or_output_weight() if policy.shape.tied else gpt.output_layer.weight
+    found: dict[str, dict[str, object]] = {}
+    for name, rows in (("whole", 1 << 20), ("chunks", ROWS)):
+        head.LOGITS_BYTES = 4 * columns * rows
+        policy._in_chunks = lambda pack, name=name: name == "chunks"
+        largest, values = LargestTensor(), []
+
+        def loss(
+            micro: MicroBatch,
+            logprobs: torch.Tensor,
+            entropies: torch.Tensor,
+            values: list = values,
+            name: str = name,
+        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            values += [logprobs.detach().clone(), entropies.clone()]
+            if name == "chunks":  # as apex's fused product of a micro-batch before would leave it
+                weight.grad_added_to_main_grad = True
+            weights = torch.linspace(-1, 1, len(logprobs))
+            return (logprobs.exp() * weights).sum(), torch.ones((), dtype=torch.int), torch.zeros(())
+
+        with largest:
+            policy.accumulate([make_microbatch(batch, policy.device)], loss)
+        scored = policy.score([make_microbatch(batch, policy.device).pack])
+        found[name] = {
+            "logprobs": values[0].numpy(),
+            "entropies": values[1].numpy(),
+            "scored": scored[0].numpy(),
+            "gradients": {n: p.main_grad.numpy().copy() for n, p in policy.gpt.named_parameters()},
+            "largest": largest.rows_of(columns, policy.shape.hidden),
+            "rows": len(values[0]),
+        }
+    head.LOGITS_BYTES = LOGITS_BYTES
+    return found
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the shapes of what operations give, also in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.shapes.add(tuple(result.shape))
+        return result
+
+    def rows_of(self, columns: int, weight_rows: int) -> int:
+        """The most rows of a tensor [rows, columns] that is not the head's weight, transposed."""
+        of_logits = (shape[-2] for shape in self.shapes if len(shape) > 1 and shape[-1] == columns)
+        return max((rows for rows in of_logits if rows != weight_rows), default=0)

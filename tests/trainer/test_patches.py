@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -100,9 +101,9 @@ def test_the_padding_of_a_bucket_moves_what_follows_it(
     monkeypatch.setattr(adam, "_leave_out_padding", nothing)
     wrap = building.wrap
 
-    def with_two_buckets(transformer: object, gpt: torch.nn.Module, distributed: bool) -> object:
+    def with_two_buckets(transformer: object, gpt: torch.nn.Module, config: object) -> object:
         next(iter(gpt.decoder.layers[0].parameters())).shared_embedding = True  # opens a bucket of its own
-        return wrap(transformer, gpt, distributed)
+        return wrap(transformer, gpt, config)
 
     monkeypatch.setattr("laminar_hpc.trainer.megatron.policy.wrap", with_two_buckets)
     policy = MegatronPolicy(tiny.make_config(tied_model, trainer__distributed_optimizer=True))
@@ -114,8 +115,24 @@ def test_the_padding_of_a_bucket_moves_what_follows_it(
 
 
 def test_adam_is_not_fused_on_the_cpu_by_itself() -> None:
-    """adam.fuse_on_cpu: torch's default there is the loop over parameters."""
+    """adam.fuse: torch's default there is the loop over parameters."""
     assert _default_to_fused_or_foreach([torch.zeros(2)], differentiable=False) == (False, False)
+
+
+def test_every_adam_is_fused_also_after_a_load(tied_model: Path, tmp_path: Path) -> None:
+    """adam.fuse and adam.prime: one pass without temporaries of the size of all parameters, for which each
+    step must be on its parameter's device; a checkpoint brings the settings of the run that wrote it."""
+    checkpointer = trained(tied_model, tmp_path)
+    (adamw,) = (one.optimizer for one in adam._over_torch_adamw(checkpointer._policy.optimizer))
+    for group in adamw.param_groups:
+        group["fused"] = None
+    checkpointer.save(1)
+    checkpointer.load(1)
+    assert all(group["fused"] for group in adamw.param_groups)
+    elsewhere = torch.optim.AdamW([torch.nn.Parameter(torch.empty(3, device="meta"))])
+    adam.prime(SimpleNamespace(optimizer=elsewhere))
+    (state,) = elsewhere.state.values()
+    assert {tensor.device.type for tensor in state.values()} == {"meta"}
 
 
 def test_an_uninitialized_model_does_not_say_what_is_tensor_parallel(

@@ -128,6 +128,29 @@ def _stage_parameters(model: dict, stages: int) -> float:
     return inner / layers * math.ceil(layers / stages) + embedding + model["hidden_size"]
 
 
+LOGITS_BYTES = 1 << 30  # of float32 logits that are there at once where the head is computed in chunks
+
+
+def _whole_head_bytes(tokens: int, columns: int) -> float:
+    """Logits of a micro-batch and their gradient, float32, with `columns` of the vocabulary on a rank."""
+    return 2 * 4 * columns * tokens
+
+
+def _chunked_head_bytes(columns: int, hidden: int, width: int) -> float:
+    """A chunk of logits with its temporaries, and the weight's gradient, summed in float32 and then in the
+    weight's own dtype (trainer/megatron/head.py)."""
+    return 3 * LOGITS_BYTES + (4 + width) * columns * hidden
+
+
+def head_in_chunks(tokens: int, columns: int, hidden: int, width: int) -> bool:
+    """Whether log-probs of so many tokens need less memory chunk by chunk than all at once."""
+    return _whole_head_bytes(tokens, columns) > _chunked_head_bytes(columns, hidden, width)
+
+
+def _head_bytes(tokens: int, columns: int, hidden: int, width: int) -> float:
+    return min(_whole_head_bytes(tokens, columns), _chunked_head_bytes(columns, hidden, width))
+
+
 def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     """Estimated bytes on the fullest trainer GPU. `width`: bytes of a served weight (2 for bfloat16).
 
@@ -141,7 +164,7 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     output; and four values of the feed-forward width. With recomputation only the float32 input of a layer
     stays. Either way one more layer is on the GPU: recomputed, or as the gradients of the backward pass. The
     first of p pipeline stages keeps p micro-batches, so stages don't make activations fewer. The last stage
-    has the logits and their gradient in float32.
+    has the logits and their gradient in float32, all at once or in chunks, whichever is less.
 
     These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need
     less.
@@ -153,8 +176,8 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     residual = 4 * hidden
     layer = 2 * residual + width * (2 * hidden + (4 * queries + 4 * model["intermediate_size"]) / tensor)
     kept = model["num_hidden_layers"] * (residual if trainer.recompute_activations else layer)
-    logits = 2 * 4 * model["vocab_size"] / tensor
-    return int(state + tokens * (layer + max(kept, kept / stages + logits)))
+    head = _head_bytes(tokens, math.ceil(model["vocab_size"] / tensor), hidden, width)
+    return int(state + tokens * layer + max(tokens * kept, tokens * kept / stages + head))
 
 
 def rollout_bytes(model: dict, width: int, tensor: int, kv_tokens: int) -> int:

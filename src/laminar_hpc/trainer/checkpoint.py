@@ -27,7 +27,7 @@ from laminar_hpc.config.errors import LaminarError, PermanentFailure
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.trainer.agreement import Agreement
 from laminar_hpc.trainer.control import all_frames
-from laminar_hpc.trainer.megatron.adam import named_state, restore_step_0, unshare_steps
+from laminar_hpc.trainer.megatron.adam import fuse, named_state, restore_step_0, unshare_steps
 from laminar_hpc.trainer.megatron.checkpoint_writer import in_process_strategy
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
@@ -239,6 +239,7 @@ class Checkpointer:
         self._policy.scheduler.num_steps = 0  # loading counts on from here
         self._policy.scheduler.load_state_dict(loaded["scheduler"])
         unshare_steps(self._policy.optimizer)
+        fuse(self._policy.optimizer)  # a load brings the settings of what was saved, too
         if with_random_states:
             set_rng_state(torch.load(path / "rng" / f"{self._rank:05d}.pt", weights_only=True))
 

@@ -32,7 +32,7 @@ def prime(optimizer: MegatronOptimizer) -> None:
         for group in o.optimizer.param_groups:
             for p in group["params"]:
                 o.optimizer.state[p] = {
-                    "step": torch.tensor(0.0),
+                    "step": torch.zeros((), device=p.device),  # where the fused update wants it
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }
@@ -40,14 +40,13 @@ def prime(optimizer: MegatronOptimizer) -> None:
             _let_steps_pass(o)
 
 
-def fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
-    """Lets torch's AdamW update in one pass on the CPU: its default there (torch/optim/optimizer.py,
-    `_default_to_fused_or_foreach`) makes two temporaries of the size
-    of a parameter, which with a large vocabulary is a gigabyte, and takes five times as long."""
+def fuse(optimizer: MegatronOptimizer) -> None:
+    """Lets torch's AdamW update in one pass. Its default (torch/optim/optimizer.py,
+    `_default_to_fused_or_foreach`) makes temporaries: on the CPU two of the size of a parameter, which with a
+    large vocabulary is a gigabyte, and takes five times as long; on a GPU of the size of all parameters."""
     for o in _over_torch_adamw(optimizer):
         for group in o.optimizer.param_groups:
-            if not any(p.is_cuda for p in group["params"]):
-                group["fused"] = True
+            group["fused"] = True
 
 
 def _leave_out_padding(optimizer: DistributedOptimizer) -> None:
@@ -89,10 +88,10 @@ def restore_step_0(loaded: dict) -> None:
 
 def unshare_steps(optimizer: MegatronOptimizer) -> None:
     """After a load: Megatron puts one step tensor into every parameter's state, and AdamW would count it up
-    once per parameter."""
+    once per parameter; its fused update wants each beside its parameter."""
     for o in _over_torch_adamw(optimizer):
-        for state in o.optimizer.state.values():
-            state["step"] = state["step"].clone()
+        for parameter, state in o.optimizer.state.items():
+            state["step"] = state["step"].clone().to(parameter.device)
 
 
 def named_state(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:

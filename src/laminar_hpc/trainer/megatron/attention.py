@@ -8,6 +8,7 @@ similar length, gathered into padded [sequences, length] batches, run through to
 and scattered back. On CUDA with half precision, torch's variable-length attention takes the pack as it is.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -94,15 +95,27 @@ class _Unpad(torch.autograd.Function):
 
 @dataclass
 class PackLayout(PackedSeqParams):
-    """Megatron's description of a pack, and ours beside it. `rotation`: RoPE's factors of the pack's tokens,
-    see `rotation_of`."""
+    """Megatron's description of a pack, and ours beside it. `lengths`: of its sequences, in order;
+    `rotation`: RoPE's factors of the pack's tokens, see `rotation_of`."""
 
-    buckets: Buckets | None = None
+    lengths: tuple[int, ...] = ()
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @functools.cached_property
+    def buckets(self) -> Buckets:
+        """Made once for all layers, and not at all where `takes_packs`."""
+        return make_buckets(list(self.lengths), self.cu_seqlens_q.device)
+
+
+def takes_packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's variable-length attention runs there: it takes a pack as it is, and needs no
+    buckets."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def pack_layout(lengths: list[int], device: torch.device) -> PackLayout:
-    """The layout of sequences of these lengths, one after the other."""
+    """The layout of sequences of these lengths, one after the other. Its buckets are made when an attention
+    first asks for them."""
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     return PackLayout(
         qkv_format="thd",
@@ -110,7 +123,7 @@ def pack_layout(lengths: list[int], device: torch.device) -> PackLayout:
         cu_seqlens_kv=ends,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
-        buckets=make_buckets(lengths, device),
+        lengths=tuple(lengths),
     )
 
 
@@ -174,15 +187,33 @@ class PackedCausalAttention(MegatronModule):
         ):
             raise ValueError("PackedCausalAttention takes a PackLayout with its rotation and no mask")
         query, key = rotated(query, layout.rotation), rotated(key, layout.rotation)
-        if self.grouped and query.is_cuda:  # torch's fused kernels for CUDA want as many key as query heads
+        if takes_packs(query.device, query.dtype):
+            return self._whole_pack(query, key, value, layout)
+        if self.grouped and query.is_cuda:  # torch's float32 kernels for CUDA want as many key as query heads
             key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            ends, longest = layout.cu_seqlens_q, layout.max_seqlen_q
-            out = varlen_attn(
-                query, key, value, ends, ends, longest, longest, scale=self.scale, window_size=(-1, 0)
-            )
-            return out.reshape(-1, self.width)
-        buckets = layout.buckets
+        return self._by_buckets(query, key, value, layout.buckets)
+
+    def _whole_pack(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackLayout
+    ) -> torch.Tensor:
+        ends, longest = layout.cu_seqlens_q, layout.max_seqlen_q
+        out = varlen_attn(
+            query,
+            key,
+            value,
+            ends,
+            ends,
+            longest,
+            longest,
+            scale=self.scale,
+            window_size=(-1, 0),
+            enable_gqa=self.grouped,
+        )
+        return out.reshape(-1, self.width)
+
+    def _by_buckets(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buckets: Buckets
+    ) -> torch.Tensor:
         sizes = [sequences * length for sequences, length in buckets.shapes]
         parts = zip(*(_Pad.apply(t, buckets).split(sizes) for t in (query, key, value)), strict=True)
         outputs = []

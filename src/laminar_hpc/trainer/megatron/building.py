@@ -8,6 +8,7 @@ where it is built; else, and on the CPU, they are Megatron's own. Either way the
 
 import importlib.util
 import math
+import os
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.trainer.megatron.adam import fuse_on_cpu, prime
+from laminar_hpc.trainer.megatron.adam import fuse, prime
 from laminar_hpc.trainer.megatron.attention import PackedCausalAttention
 from laminar_hpc.trainer.megatron.linear import bias_before_rounding, float32_output
 from laminar_hpc.trainer.megatron.residual import normalize_last_sum, sum_in_float32
@@ -37,7 +38,7 @@ _VOCAB_MULTIPLE = 32
 _FOREVER = 10**12  # steps of a constant schedule
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
     """Whether a library that only GPUs can use is there, on a machine that has one."""
     return torch.cuda.is_available() and importlib.util.find_spec(module) is not None
 
@@ -45,7 +46,15 @@ def _installed(module: str) -> bool:
 def _rounds_as_sglang(dtype: torch.dtype) -> bool:
     """Whether Megatron's own layers must be told where to round: Transformer Engine's cannot, and nothing is
     rounded in float32."""
-    return dtype is torch.bfloat16 and not _installed("transformer_engine")
+    return dtype is torch.bfloat16 and not installed("transformer_engine")
+
+
+def let_segments_grow() -> None:
+    """Micro-batches differ in size, and CUDA's allocator would keep pieces for each: with segments that grow
+    it does not, see PyTorch's notes on CUDA memory. A user's own setting stands."""
+    given = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys()
+    if torch.cuda.is_available() and not given:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def first_stage_layers(layers: int, stages: int) -> int | None:
@@ -93,7 +102,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight comes from the Hugging Face directory
-        gradient_accumulation_fusion=_installed("fused_weight_gradient_mlp_cuda"),  # apex's
+        gradient_accumulation_fusion=installed("fused_weight_gradient_mlp_cuda"),  # apex's
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
@@ -103,7 +112,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
 
 
 def _layer_spec(shape: ModelShape, dtype: torch.dtype) -> ModuleSpec:
-    if _installed("transformer_engine"):
+    if installed("transformer_engine"):
         from laminar_hpc.trainer.megatron.te_attention import TransformerEngineAttention
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
@@ -116,7 +125,12 @@ def _layer_spec(shape: ModelShape, dtype: torch.dtype) -> ModuleSpec:
     return spec
 
 
-def build_gpt(transformer: TransformerConfig, shape: ModelShape, float32_head: bool) -> GPTModel:
+def has_float32_head(config: RunConfig, dtype: torch.dtype) -> bool:
+    """Whether the output layer's products of bfloat16 are float32."""
+    return config.model.float32_head and dtype is torch.bfloat16
+
+
+def build_gpt(transformer: TransformerConfig, shape: ModelShape, config: RunConfig) -> GPTModel:
     """This rank's part of the model, its weights yet to be loaded. It has no RoPE of its own:
     trainer/megatron/attention.py's is used."""
     gpt = GPTModel(
@@ -136,7 +150,7 @@ def build_gpt(transformer: TransformerConfig, shape: ModelShape, float32_head: b
             if transformer.add_qkv_bias:
                 bias_before_rounding(layer.self_attention.linear_qkv)
     note_tensor_parallel(gpt)
-    if float32_head and gpt.post_process and transformer.bf16:
+    if gpt.post_process and has_float32_head(config, transformer.params_dtype):
         float32_output(gpt.output_layer)
     return gpt
 
@@ -166,16 +180,23 @@ def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def wrap(
-    transformer: TransformerConfig, gpt: GPTModel, distributed_optimizer: bool
-) -> DistributedDataParallel:
-    """Gradient buffers, summed over the data-parallel ranks in float32; the distributed optimizer moves the
-    parameters into buffers too."""
+def wrap(transformer: TransformerConfig, gpt: GPTModel, config: RunConfig) -> DistributedDataParallel:
+    """Gradient buffers, summed over the data-parallel ranks in float32, each bucket as soon as its last
+    micro-batch has given it; the distributed optimizer moves the parameters into buffers too.
+
+    The parameters are gathered at once after an update, and not beside the next forward pass: their
+    publication reads them then.
+    """
     module = Float16Module(transformer, gpt) if transformer.bf16 else gpt
+    overlap = config.trainer.data_parallel > 1
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.trainer.distributed_optimizer,
+        overlap_grad_reduce=overlap,
     )
-    return DistributedDataParallel(transformer, ddp, module)
+    wrapped = DistributedDataParallel(transformer, ddp, module)
+    transformer.no_sync_func = wrapped.no_sync if overlap else None
+    return wrapped
 
 
 def build_optimizer(
@@ -199,7 +220,7 @@ def build_optimizer(
         [model],
     )
     prime(optimizer)
-    fuse_on_cpu(optimizer)
+    fuse(optimizer)
     # Also what keeps weight decay off norms and biases: Megatron multiplies a group's wd_mult in here and
     # nowhere else.
     scheduler = OptimizerParamScheduler(

@@ -17,25 +17,33 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import head_in_chunks
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.kernels.sums import LazySums
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.gather import Canonical
-from laminar_hpc.trainer.megatron.attention import rotation_of
+from laminar_hpc.trainer.megatron.attention import rotation_of, takes_packs
 from laminar_hpc.trainer.megatron.building import (
     build_gpt,
     build_optimizer,
+    has_float32_head,
+    installed,
+    let_segments_grow,
     rope_frequencies,
     transformer_config,
     wrap,
 )
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
+from laminar_hpc.trainer.megatron.flash import use_fastest_attention
+from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs
+from laminar_hpc.trainer.megatron.linear import float32_product
 from laminar_hpc.trainer.megatron.logprobs import entropy, mask_padding, token_logprobs
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 from laminar_hpc.weights.finite import all_finite, culprits
@@ -76,6 +84,7 @@ class MegatronPolicy:
         self.config, self.device = config, local_device()
         self.dtype, self.shape = getattr(torch, config.model.dtype), read_shape(config.model.path)
         torch.set_num_threads(config.trainer.threads)
+        let_segments_grow()
         with cuda_as_cpu():
             if not parallel_state.model_parallel_is_initialized():
                 parallel_state.initialize_model_parallel(
@@ -92,10 +101,11 @@ class MegatronPolicy:
 
     def _build_model(self) -> None:
         self.transformer = transformer_config(self.shape, self.config, self.dtype)
-        self.gpt = build_gpt(self.transformer, self.shape, self.config.model.float32_head)
+        self.gpt = build_gpt(self.transformer, self.shape, self.config)
         self._frequencies = rope_frequencies(self.shape).to(self.device)
         self._selected: torch.Tensor | None = None
         if self.gpt.post_process:
+            self._head = HeadSwitch(self.gpt.output_layer)
             self.gpt.output_layer.register_forward_pre_hook(self._keep_selected)
         self.gpt.to(self.device)
         local = self._local_slices()
@@ -107,8 +117,12 @@ class MegatronPolicy:
             self.config.cluster.join_timeout_seconds,
             relay.publish_timeout_seconds,
         )
+        if takes_packs(self.device, self.dtype) and not installed("transformer_engine"):
+            share = self.config.trainer.tensor_parallel
+            heads = self.shape.heads // share, self.shape.kv_heads // share
+            use_fastest_attention(self.device, heads, self.shape.head_dim)
         self._load_hf(Path(self.config.model.path), local)
-        self.model = wrap(self.transformer, self.gpt, self.config.trainer.distributed_optimizer)
+        self.model = wrap(self.transformer, self.gpt, self.config)
         # anew, because the distributed optimizer moves parameters into its buffers
         self.slices = self._local_slices()
 
@@ -124,9 +138,19 @@ class MegatronPolicy:
 
     # ---- forward and backward ------------------------------------------------------------------------------
 
-    def _forward(self, pack: Pack) -> torch.Tensor:
-        """The last stage's logits [1, selected, vocabulary / TP] float32; another stage's hidden states."""
+    def _in_chunks(self, pack: Pack) -> bool:
+        """Whether the last stage hands on hidden states of this pack, and its logits come in chunks."""
+        layer = self.gpt.output_layer
+        return head_in_chunks(
+            len(pack.selected), layer.output_size_per_partition, layer.input_size, self.dtype.itemsize
+        )
+
+    def _forward(self, pack: Pack, whole: bool = False) -> torch.Tensor:
+        """The last stage's logits [1, selected, vocabulary / TP] float32, or unless `whole`, where
+        `_in_chunks`, its hidden states [1, selected, hidden]; another stage's hidden states."""
         self._selected = pack.selected
+        if self.gpt.post_process:
+            self._head.hands_on = not whole and self._in_chunks(pack)
         with native_calls():
             layout = replace(pack.layout, rotation=rotation_of(self._frequencies, pack.positions))
             return self.model(pack.tokens[None], pack.positions[None], None, packed_seq_params=layout)
@@ -134,6 +158,15 @@ class MegatronPolicy:
     def _logprobs(
         self, output: torch.Tensor, pack: Pack, temperature: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._in_chunks(pack):
+            weight = (
+                self.gpt.shared_embedding_or_output_weight()
+                if self.shape.tied
+                else self.gpt.output_layer.weight
+            )
+            product = float32_product if has_float32_head(self.config, self.dtype) else F.linear
+            hidden = output[0].to(weight.dtype)
+            return chunked_logprobs(hidden, weight, pack.targets, product, temperature, self.shape.vocab)
         # in place: with a real vocabulary these are gigabytes
         logits = mask_padding(output[0].div_(temperature), self.shape.vocab)
         entropies = entropy(logits) if with_entropy else None
@@ -201,22 +234,28 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def _read(
-        self, packs: Sequence[Pack], read: Callable[[torch.Tensor, Pack], torch.Tensor]
+        self,
+        packs: Sequence[Pack],
+        read: Callable[[torch.Tensor, Pack], torch.Tensor],
+        whole: bool = False,
     ) -> list[torch.Tensor]:
-        """`read(logits [1, places, vocabulary / TP], pack)` of each pack on the last stage; nothing on other
-        stages."""
+        """`read(what _forward gives, pack)` of each pack on the last stage; nothing on other stages."""
 
         def step(left: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             pack = next(left)
-            return self._forward(pack), lambda output, non_loss_data: read(output, pack)
+            return self._forward(pack, whole), lambda output, non_loss_data: read(output, pack)
 
         return self._schedule(step, packs, len(packs[0].tokens), forward_only=True)
 
     def read_logits(
         self, sequences: list[list[int]], read: Callable[[torch.Tensor, Pack], torch.Tensor]
     ) -> list[torch.Tensor]:
-        """`_read` at the places of all tokens of all sequences but the first of each."""
-        return self._read([make_pack(sequences, [range(1, len(s)) for s in sequences], self.device)], read)
+        """`read(logits [1, places, vocabulary / TP], pack)` on the last stage, at the places of all tokens of
+        all sequences but the first of each."""
+        return self._read([self._all_places(sequences)], read, whole=True)
+
+    def _all_places(self, sequences: list[list[int]]) -> Pack:
+        return make_pack(sequences, [range(1, len(s)) for s in sequences], self.device)
 
     def score(self, packs: Sequence[Pack]) -> list[torch.Tensor]:
         """Log-probs of each pack's targets at the sampling temperature, as in `accumulate`: float32 [trained]
@@ -229,8 +268,9 @@ class MegatronPolicy:
     def logprobs(self, sequences: list[list[int]]) -> torch.Tensor:
         """Log-probs of all tokens but the first of each sequence, at temperature 1, flattened; float32 on the
         CPU, on every rank."""
-        of_packs = self.read_logits(
-            sequences, lambda output, pack: self._logprobs(output, pack, 1.0, with_entropy=False)[0]
+        of_packs = self._read(
+            [self._all_places(sequences)],
+            lambda output, pack: self._logprobs(output, pack, 1.0, with_entropy=False)[0],
         )
         values = (
             of_packs[0] if of_packs else torch.empty(sum(len(s) - 1 for s in sequences), device=self.device)

@@ -60,6 +60,9 @@ def load_weights(scheduler: object, request: protocol.LoadWeights) -> protocol.R
 
     if not request.paused and not scheduler.flush_cache():  # also forgets the KV of the old weights
         return protocol.Refused("LoadWeights: requests are running; drain the engine first")
+    # a pause in place leaves a forward pass in flight, on a stream that the copies do not wait for
+    # (scheduler.py:5593 and 1888)
+    scheduler.device_module.synchronize()
     return protocol.LiveSums(load_slot(list(_views(scheduler)), Path(request.directory)))
 
 
