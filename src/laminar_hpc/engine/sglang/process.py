@@ -24,6 +24,7 @@ import psutil
 
 from laminar_hpc.cluster import folders, leftovers, shared_memory
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, claim
+from laminar_hpc.compat import cuda_toolkit
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.interface import EngineDied
 from laminar_hpc.engine.sglang.command_line import has_cuda
@@ -78,6 +79,12 @@ def _cpu_variables(ranks: int) -> dict[str, str]:
         # a compiler would be at work for half a minute, for one small function of the embedding
         "TORCH_COMPILE_DISABLE": "1",
     }
+
+
+def _cuda_variables() -> dict[str, str]:
+    """What SGLang must be told on a GPU: the compiler of the kernels that it builds at its start."""
+    # float32 products of Triton's kernels would be rounded to TF32, 10 bits
+    return {**cuda_toolkit.variables(), "TRITON_F32_DEFAULT": "ieee"}
 
 
 class EngineProcess:
@@ -158,7 +165,7 @@ class EngineProcess:
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self.folder}/rendezvous",
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
-            **({} if has_cuda() else _cpu_variables(self.ranks)),
+            **(_cuda_variables() if has_cuda() else _cpu_variables(self.ranks)),
             serve.KEY_VARIABLE: self.key,
             serve.PARENT_VARIABLE: str(os.getpid()),
             protocol.SOCKET_VARIABLE: str(self.socket_path),
