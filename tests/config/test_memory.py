@@ -112,7 +112,16 @@ def test_a_shared_gpu_holds_both():
     """Promise: trainer.devices and rollout.devices that overlap are added up."""
     words = r"a GPU shared by trainer and rollouts needs .*: set trainer.recompute_activations=true, or lower"
     with pytest.raises(LaminarError, match=words):
-        check(load_config(["experiment=one_gpu", "dry_run=true", "trainer.recompute_activations=false"]))
+        check(
+            load_config(
+                [
+                    "experiment=one_gpu",
+                    "dry_run=true",
+                    "trainer.recompute_activations=false",
+                    "trainer.tokens_per_microbatch=6144",
+                ]
+            )
+        )
 
 
 def test_the_gpus_of_this_machine_decide_a_real_start():
