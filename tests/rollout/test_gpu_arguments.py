@@ -67,8 +67,8 @@ def model_folder(config: RunConfig, folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_sglang_takes_every_experiment_on_every_gpu(tmp_path: Path) -> None:
-    """Promise: on A100, H100 and B200, by SGLang's own resolution, every file of conf/experiment has a backend
-    with kernels for its dtype, overlap scheduling and CUDA graphs, and room for its whole KV cache; and a GPU
+    """Promise: by SGLang's own resolution every file of conf/experiment has, on A100, H100 and B200, a
+    backend with kernels for its dtype, overlap scheduling, CUDA graphs and room for its whole KV cache; a GPU
     that trainer and engine share has room for both, whichever starts first."""
     configs = {name: experiment(name) for name in EXPERIMENTS} | {
         "demo bfloat16": experiment("demo", "model.dtype=bfloat16")

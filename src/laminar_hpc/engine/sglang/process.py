@@ -40,7 +40,7 @@ DYING_SECONDS = 5.0
 _ERROR_LINE = re.compile(
     r"^(\w+\.)*\w*(Error|Exception|Killed)\b.*"
     r"|.*\b(ERROR|error:|Fatal|SIGKILL|crashed with)\b.*"
-    r"|SGLang does not find .*"
+    r"|SGLang (does not find|finds no GPU) .*"
 )
 
 
