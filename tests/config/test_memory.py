@@ -118,7 +118,7 @@ def test_a_shared_gpu_holds_both():
                     "experiment=one_gpu",
                     "dry_run=true",
                     "trainer.recompute_activations=false",
-                    "trainer.tokens_per_microbatch=6144",
+                    "trainer.tokens_per_microbatch=4608",
                 ]
             )
         )

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 from toolkits import REPOSITORY, toolkit
 
 from laminar_hpc.compat import cuda_toolkit
 
-CUOBJDUMP = REPOSITORY / ".venv/lib/python3.11/site-packages/triton/backends/nvidia/bin/cuobjdump"
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BUILD = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib"]
 
 
@@ -106,7 +107,7 @@ except RuntimeError as error:
 UNITS = """
 import ctypes, os, sys
 sys.path.insert(0, {folder!r})
-import laminar_hpc.compat.torchvision
+import laminar_hpc.compat.torchvision, tvm_ffi
 import resolved_arguments, torch
 sys.meta_path.append(resolved_arguments.KernelPackages())
 resolved_arguments.pretend({gpu!r})

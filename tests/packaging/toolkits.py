@@ -9,9 +9,7 @@ from pathlib import Path
 from laminar_hpc.compat import cuda_toolkit
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = (
-    "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-cccl nvidia-cuda-runtime nvidia-curand ninja"
-).split()
+PACKAGES = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-cccl nvidia-cuda-runtime ninja".split()
 
 
 def pinned() -> list[str]:
