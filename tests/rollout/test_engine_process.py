@@ -199,7 +199,7 @@ def test_an_engine_on_a_gpu_is_told_of_the_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     told = process.environment()
     assert told["PATH"].split(":")[:2] == [str(tmp_path / "bin"), str(Path(sys.prefix) / "bin")]
-    assert (told["CUDA_HOME"], told["TRITON_F32_DEFAULT"]) == (str(tmp_path), "ieee")
+    assert (told["CUDA_HOME"], told["TRITON_F32_DEFAULT"]) == (str(tmp_path), "tf32x3")
     assert "TORCH_COMPILE_DISABLE" not in told
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "TRITON_F32_DEFAULT" not in process.environment()
