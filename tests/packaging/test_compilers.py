@@ -114,7 +114,7 @@ resolved_arguments.pretend({gpu!r})
 ctypes.CDLL(os.environ["CUDA_HOME"] + "/lib64/libcudart.so", mode=ctypes.RTLD_GLOBAL)  # torch's, on a GPU
 from laminar_hpc.engine.sglang.plugin.compile_units import compile_units, sglang_units
 failures = compile_units(list(sglang_units({shapes})))
-sys.exit("\\n".join(failures))
+sys.exit("\\n".join(failures) or None)
 """
 
 
