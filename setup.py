@@ -6,12 +6,13 @@ A plain `pip install laminar_hpc[cuda13]` takes the same pins from the same file
 written twice.
 """
 
+import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
@@ -70,6 +71,16 @@ def wants_cuda() -> bool:
     return torch.version.cuda is not None
 
 
+def cuda_toolkit() -> ModuleType:
+    """src/laminar_hpc/compat/cuda_toolkit.py, by its path: the package is not installed yet."""
+    path = HERE / "src/laminar_hpc/compat/cuda_toolkit.py"
+    spec = importlib.util.spec_from_file_location("cuda_toolkit", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class BuildExtension(build_ext):
     """Builds what it can: without a C++ compiler KV-cache migration is left out and weights move slower, and
     one line says so; without nvcc the migration lacks its GPU part."""
@@ -94,34 +105,32 @@ class BuildExtension(build_ext):
             print(" ".join(text.split()), file=sys.stderr)
 
     def add_cuda(self, ext: Extension) -> None:
-        """Compiles csrc/device.cu for Hopper and links it, with CUDA's runtime inside, so that any driver's
-        machine can load the result."""
-        nvcc = shutil.which("nvcc")
-        if nvcc is None:
-            raise FileNotFoundError("there is no nvcc; install CUDA's compiler, then install again")
+        """Compiles csrc/device.cu and links it, with CUDA's runtime inside, so that any driver's machine can
+        load the result."""
+        toolkit = cuda_toolkit().home()
+        if toolkit is None:
+            raise FileNotFoundError("there is no nvcc; make setup CUDA=13, or set CUDA_HOME")
+        nvcc = str(toolkit / "bin" / "nvcc")
         built = Path(self.build_temp).absolute() / "device.o"
         built.parent.mkdir(parents=True, exist_ok=True)
         command = [nvcc, *NVCC_FLAGS, "-c", str(HERE / "csrc/device.cu"), "-o", str(built)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr.strip() or f"nvcc ended with {done.returncode}")
-        said = subprocess.run(
-            [nvcc, "--dryrun", str(HERE / "csrc/device.cu")], capture_output=True, text=True, check=True
-        ).stderr
-        top = re.search(r"^#\$ TOP=(.+)$", said, re.M)
-        if top is None:
-            raise RuntimeError("nvcc does not say where it is installed")
         ext.define_macros = [*ext.define_macros, ("LAMINAR_CUDA", "1")]
         ext.extra_objects = [*ext.extra_objects, str(built)]
         ext.library_dirs = [
             *ext.library_dirs,
-            f"{top.group(1).strip()}/lib64",
-            f"{top.group(1).strip()}/targets/x86_64-linux/lib",
+            str(toolkit / "lib64"),
+            str(toolkit / "targets" / "x86_64-linux" / "lib"),
         ]
         ext.libraries = [*ext.libraries, "cudart_static", "dl", "rt"]
 
 
-NVCC_FLAGS = ["-std=c++17", "-O3", "-arch=sm_90", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+# A100 and its kin, Hopper, and Hopper's PTX, which the driver compiles for later GPUs
+ARCHITECTURES = ("compute_80,code=sm_80", "compute_90,code=sm_90", "compute_90,code=compute_90")
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+NVCC_FLAGS += [word for each in ARCHITECTURES for word in ("-gencode", f"arch={each}")]
 
 migration = Extension(
     "laminar_hpc._kv",

@@ -12,6 +12,7 @@ die() { printf 'apex: %s\n' "$*" >&2; exit 1; }
 
 want=$("$PY" -c 'import torch; print(torch.version.cuda or "")')
 [ -n "$want" ] || die "torch in .venv is a CPU build; apex is for CUDA only (on a GPU machine: make setup CUDA=13)"
+if [ -x "$PWD/.venv/cuda/bin/nvcc" ]; then export CUDA_HOME=$PWD/.venv/cuda; fi
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
 have=$("$nvcc" --version 2>/dev/null | sed -nE 's/.*release ([0-9]+\.[0-9]+).*/\1/p') || true
 [ "$have" = "$want" ] || die "nvcc ${have:-was not found, }${have:+is of CUDA $have, }but torch was built for CUDA $want: install that toolkit and set CUDA_HOME"

@@ -79,6 +79,12 @@ done
 [ -n "$(command -v "${CXX:-c++}" || command -v g++)" ] || {
   echo "setup: no C++ compiler, so no KV-cache migration: 'apt-get install g++', rm $STAMP, then make setup"; }
 stage "laminar" pip install --no-deps --no-build-isolation -e .
+if [ "$CUDA" != none ] && nvidia-smi -L >/dev/null 2>&1; then
+  # not needed: an engine that finds no kernels compiles them at its start
+  printf 'setup: %-58s' "SGLang's kernels for this GPU"; t0=$SECONDS
+  if timeout 1200 "$VENV/bin/python" -m laminar_hpc.engine.sglang.plugin.compile_units >>"$LOG" 2>&1 </dev/null
+  then printf ' %4d s\n' $((SECONDS-t0)); else printf ' not all; engines compile them at their start (%s)\n' "$LOG"; fi
+fi
 
 find src/laminar_hpc -name "*.so" >"$BUILT"
 echo "$key" >"$STAMP"

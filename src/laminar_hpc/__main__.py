@@ -28,7 +28,7 @@ from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import keep_to_loopback, launch_id
 from laminar_hpc.cluster.channel import RUN_FAILED, Channel, GangReplaced, StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.devices import use_devices
+from laminar_hpc.cluster.devices import gpus_per_node, use_devices
 from laminar_hpc.cluster.full_disk import full_disk_text
 from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus
 from laminar_hpc.cluster.launch import JOINED_AS, PERMANENT, REFUSED
@@ -92,7 +92,10 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
         ]
         return here[rank - first], here, lanes
     derived = derive(config)
-    roles = assign_roles(derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node, lanes)
+    gpus = gpus_per_node(config)
+    roles = assign_roles(
+        derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node, lanes, gpus
+    )
     return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
 
 
@@ -278,6 +281,8 @@ class Rank:
         self._mine = mine
         if os.environ.get("LOCAL_RANK", "0") == "0" and not config.dry_run and (sizes := gigabytes_of_gpus()):
             check_gpus(config, derive(config), here, sizes)
+        if mine.role == "spare":  # of a node with fewer roles than ranks
+            return
         if config.dry_run:
             if mine.role == "controller":
                 importlib.import_module("laminar_hpc.controller.rewards").check_rewards(config)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.cluster import leftovers
+from laminar_hpc.compat import cuda_toolkit
 
 GIB = 2**30
 # controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
@@ -140,7 +141,9 @@ def engines() -> Iterator[Finding]:
                 version,
                 "" if same else f"tested with {wanted}: make setup",
             )
-    yield sglang(has_gpu=bool(gpus()))
+    has_gpu = bool(gpus())
+    yield sglang(has_gpu)
+    yield cuda_compiler(has_gpu)
     yield migration()
     yield apex()
     engine = installed("transformer-engine")
@@ -172,6 +175,24 @@ def sglang(has_gpu: bool) -> Finding:
             "export SGLANG_PLATFORM=laminar_cpu",
         )
     return Finding("ok", "sglang", f"{version}, on the CPU through the platform plugin laminar_cpu")
+
+
+def cuda_compiler(has_gpu: bool) -> Finding:
+    """What SGLang compiles its kernels with at an engine's first start on a GPU, against torch's CUDA."""
+    if not has_gpu:
+        return Finding("ok", "CUDA compiler", "not needed without a GPU")
+    toolkit = cuda_toolkit.home()
+    if toolkit is None:
+        cure = "make setup CUDA=13, or set CUDA_HOME to a toolkit of torch's CUDA"
+        return Finding("FAIL", "CUDA compiler", "none found; an engine cannot start", cure)
+    release, runtime = cuda_toolkit.release(toolkit), installed("nvidia-cuda-runtime") or ""
+    text = f"{release or 'unknown'}, at {toolkit}"
+    if runtime and release != ".".join(runtime.split(".")[:2]):
+        cure = "make setup CUDA=13: its headers refuse another compiler"
+        return Finding("FAIL", "CUDA compiler", f"{text}, while torch brings CUDA {runtime}", cure)
+    if shutil.which("ninja", path=cuda_toolkit.variables()["PATH"]) is None:
+        return Finding("FAIL", "CUDA compiler", f"{text}, without ninja", "make setup CUDA=13")
+    return Finding("ok", "CUDA compiler", text)
 
 
 def migration() -> Finding:

@@ -115,10 +115,11 @@ def lacking(config: RunConfig) -> list[str]:
 
 def check_devices(config: RunConfig, derived: Derived) -> None:
     """Raises LaminarError when the ranks do not fit this machine's GPUs or their memory."""
-    from laminar_hpc.cluster.devices import devices_of, present
+    from laminar_hpc.cluster.devices import check_present, devices_of, present
     from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus, host_memory_warning
     from laminar_hpc.cluster.roles import assign_roles
 
+    check_present(config)
     here = assign_roles(
         derived.trainer_ranks, derived.rollout_ranks, 1, derived.world_size, config.relay.lanes
     )

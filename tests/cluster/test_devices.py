@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from laminar_hpc.cluster.devices import devices_of, present
+from laminar_hpc.cluster import devices, world
+from laminar_hpc.cluster.devices import devices_of, present, use_devices
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
@@ -92,7 +94,14 @@ def test_what_does_not_fit_is_refused(text, arguments):
 
 def test_what_is_present(monkeypatch):
     """CUDA_VISIBLE_DEVICES counts, as for CUDA itself; a rank's own are named as it names them."""
-    for value, names in (("", []), ("-1", []), ("3, 5", ["3", "5"]), ("GPU-1a", ["GPU-1a"])):
+    for value, names in (
+        ("", []),
+        ("-1", []),
+        ("3, 5", ["3", "5"]),
+        ("0,-1,1", ["0"]),  # CUDA stops there
+        ("GPU-1a", ["GPU-1a"]),
+        ("MIG-7c,MIG-8d", ["MIG-7c", "MIG-8d"]),
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
         assert present() == names
     code = """
@@ -109,3 +118,62 @@ print(os.environ["CUDA_VISIBLE_DEVICES"])
         subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout
         == "7\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (["null", "nvidiactl", "nvidia-uvm", "nvidia-modeset"], []),
+        (["nvidiactl", "nvidia0", "nvidia1"], ["0", "1"]),
+        (["nvidiactl", "nvidia5"], ["0"]),  # a container that was given one of eight
+        (["nvidia3", "nvidia7", "nvidia10"], ["0", "1", "2"]),
+    ],
+)
+def test_gpus_are_named_as_cuda_numbers_them(tmp_path, monkeypatch, files, names):
+    """Promise: the driver's numbers in /dev are not CUDA's: those go from 0, whatever a container holds."""
+    for file in files:
+        (tmp_path / file).touch()
+    monkeypatch.setattr(devices, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert present() == names
+
+
+def test_a_run_for_gpus_is_refused_without_any(monkeypatch):
+    """Promise: a configuration that names the memory of its GPUs does not train on the CPU in silence."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    here = assign_roles(1, 1, 1, 4)
+    config = RunConfig()
+    use_devices(config, here, here[0])
+    config.rollout.gpu_memory_gigabytes = 80
+    with pytest.raises(LaminarError, match=r"^rollout.gpu_memory_gigabytes=80: this machine shows no GPU .*"):
+        use_devices(config, here, here[3])
+    config.rollout.engine = "emulated"
+    use_devices(config, here, here[3])
+    config.role, config.trainer.gpu_memory_gigabytes = "relay", 80  # a relay needs none
+    use_devices(config, here, here[2])
+
+
+def test_gpus_that_torch_cannot_use_are_refused(monkeypatch):
+    """Promise: a rank that was given GPUs and has a torch without CUDA, an old driver or too few of them ends
+    with one line instead of going on slowly."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    world.refuse_unusable_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(LaminarError, match=r"torch .* is a build without CUDA: make setup CUDA=13[^\n]*$"):
+        world.refuse_unusable_gpus()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(LaminarError, match=r"CUDA finds 1 of the GPUs CUDA_VISIBLE_DEVICES=0,1: [^\n]*$"):
+        world.refuse_unusable_gpus()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    world.refuse_unusable_gpus()
+
+
+def test_replicas_of_a_torchrun_of_their_own_take_the_last_gpus():
+    """Promise: they don't meet the trainers, which take the first ones in theirs."""
+    config, here = RunConfig(role="rollout"), [RoleOfRank("rollout", index) for index in (4, 5)]
+    config.rollout.tensor_parallel = 2
+    assert [devices_of(config, here, mine, 8) for mine in here] == [[4, 5], [6, 7]]
+    assert [devices_of(config, here, mine, 3) for mine in here] == [[0, 1], [2, 0]]

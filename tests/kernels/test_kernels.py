@@ -39,14 +39,16 @@ def test_bit_exact_in_the_interpreter() -> None:
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 70 and "skipped" not in done.stdout
 
 
-def compiled(kernel: triton.JITFunction, constants: dict, capability: int, **types: str) -> str:
-    """PTX of a kernel whose arguments are all divisible by 16, as those of real models are."""
+def compiled(
+    kernel: triton.JITFunction, constants: dict, capability: int, divisible: bool = True, **types: str
+) -> str:
+    """PTX of a kernel whose arguments are all divisible by 16, as those of real models are, or not known to
+    be."""
     signature = {
         name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names
     }
-    attributes = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in constants
-    }
+    names = [] if not divisible else [name for name in kernel.arg_names if name not in constants]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names}
     made = triton.compile(
         ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", capability, 32)
     )
@@ -54,19 +56,19 @@ def compiled(kernel: triton.JITFunction, constants: dict, capability: int, **typ
     return made.asm["ptx"]
 
 
+PACKED = [
+    ("*i32", "*i32", {"CAST": 0, "PAIRS": False}),  # float32 as it is, and pairs of 16-bit items as words
+    ("*i16", "*i16", {"CAST": 0, "PAIRS": False}),
+    ("*i32", "*i32", {"CAST": 1, "PAIRS": True}),
+    ("*i32", "*i32", {"CAST": 2, "PAIRS": True}),
+    ("*i32", "*i16", {"CAST": 1, "PAIRS": False}),
+    ("*i32", "*i16", {"CAST": 2, "PAIRS": False}),
+    ("*i32", "*i32", {"CAST": 1, "PAIRS": True, "WIDE": True, "BR": 2, "BC": 512}),
+]
+
+
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
-    ("source", "target", "constants"),
-    [
-        ("*i32", "*i32", {"CAST": 0, "PAIRS": False}),  # float32 as it is, and pairs of 16-bit items as words
-        ("*i16", "*i16", {"CAST": 0, "PAIRS": False}),
-        ("*i32", "*i32", {"CAST": 1, "PAIRS": True}),
-        ("*i32", "*i32", {"CAST": 2, "PAIRS": True}),
-        ("*i32", "*i16", {"CAST": 1, "PAIRS": False}),
-        ("*i32", "*i16", {"CAST": 2, "PAIRS": False}),
-        ("*i32", "*i32", {"CAST": 1, "PAIRS": True, "WIDE": True, "BR": 2, "BC": 512}),
-    ],
-)
+@pytest.mark.parametrize(("source", "target", "constants"), PACKED)
 def test_pack_compiles_ahead(source: str, target: str, constants: dict, capability: int) -> None:
     """PTX and machine code for sm_80 and sm_90; on real sizes memory is read and written 16 bytes at a
     time."""
@@ -90,6 +92,30 @@ def test_delta_compiles_ahead(item: str, capability: int) -> None:
         assert f".target sm_{capability}" in compiled(
             kernel, {"BLOCK": BLOCK}, capability, new=item, values=item, image=item, **words
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_all_specialisations_compile_ahead(capability: int) -> None:
+    """Promise: for A100, Hopper and Blackwell, also where no argument is known to be divisible by 16, as with
+    odd shapes and unaligned views, and where every integer is 1, which Triton compiles apart."""
+    cases: list[tuple] = [
+        (pack_kernel, {**PACK, **constants}, {"source": source, "target": target, "sums": "*i64"})
+        for source, target, constants in PACKED
+    ]
+    words = {"marks": "*i32", "counts": "*i32", "ends": "*i32", "indices": "*i32"}
+    for item in ("*i16", "*i32"):
+        images = {"new": item, "old": item, "image": item, "values": item}
+        cases += [
+            (kernel, {"BLOCK": BLOCK}, {**words, **images}) for kernel in (compact_kernel, apply_kernel)
+        ]
+        cases.append((mark_kernel, {"BLOCK": BLOCK, "HALVES": item == "*i32"}, {**words, **images}))
+    for kernel, constants, types in cases:
+        given = {name for name in kernel.arg_names if name not in constants and name not in types}
+        for ones in ({}, dict.fromkeys(given, 1)):
+            for divisible in (True, False):
+                ptx = compiled(kernel, {**constants, **ones}, capability, divisible, **types)
+                assert f".target sm_{capability}" in ptx
 
 
 def test_what_no_kernel_can_do_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 from laminar_hpc import doctor
 
 TOPICS = (
-    "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|KV migration|apex|"
+    "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|CUDA compiler|KV migration|apex|"
     "transformer-engine|left behind|cores|memory|/dev/shm|disk|loopback|Slurm|demo"
 )
 
@@ -36,6 +36,25 @@ def test_a_missing_sglang_platform_is_a_failure_with_its_cure(monkeypatch: pytes
     monkeypatch.setenv("SGLANG_PLATFORM", "other")
     finding = doctor.sglang(has_gpu=False)
     assert (finding.level, finding.cure) == ("FAIL", "unset SGLANG_PLATFORM")
+
+
+def test_the_compiler_for_engines_on_gpus_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """Promise: without nvcc, or with one of another release than torch's CUDA, an engine would die at its
+    first start: the doctor says so first, with the cure."""
+    assert doctor.cuda_compiler(has_gpu=False).level == "ok"
+    monkeypatch.setattr(doctor.cuda_toolkit, "home", lambda: None)
+    found = doctor.cuda_compiler(has_gpu=True)
+    assert found.level == "FAIL" and "make setup CUDA=13" in found.cure
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
+    nvcc.chmod(0o755)
+    (tmp_path / "bin/ninja").symlink_to(nvcc)
+    monkeypatch.setattr(doctor.cuda_toolkit, "home", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "installed", lambda _: "13.0.96")
+    assert "while torch brings CUDA 13.0.96" in doctor.cuda_compiler(has_gpu=True).value
+    monkeypatch.setattr(doctor, "installed", lambda _: "12.9.79")
+    assert doctor.cuda_compiler(has_gpu=True).level == "ok"
 
 
 def test_an_apex_that_is_not_nvidias_is_told_apart(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

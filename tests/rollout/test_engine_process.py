@@ -18,6 +18,7 @@ from engines import ended, engine_config, make_model
 from laminar_hpc.cluster import leftovers
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
 from laminar_hpc.cluster.shared_memory import noted
+from laminar_hpc.compat import cuda_toolkit
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.interface import EngineDied
 from laminar_hpc.engine.sglang.process import FOREIGN_VARIABLES, EngineProcess, hold_port, last_log_line
@@ -184,3 +185,21 @@ async def test_a_held_port_is_its_servers_alone():
         _, writer = await asyncio.open_connection(*place)
         writer.close()
         server.close()
+
+
+def test_an_engine_on_a_gpu_is_told_of_the_compiler(tmp_path, monkeypatch):
+    """Promise: SGLang and flashinfer find nvcc and ninja without a word in the user's shell, and Triton does
+    not round float32 to TF32; on the CPU none of it is set."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").touch()
+    monkeypatch.setattr(cuda_toolkit, "wheels", lambda: None)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    process = EngineProcess("engine 0", tmp_path / "engine0.log", 1)
+    process.folder = tmp_path
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    told = process.environment()
+    assert told["PATH"].split(":")[:2] == [str(tmp_path / "bin"), str(Path(sys.prefix) / "bin")]
+    assert (told["CUDA_HOME"], told["TRITON_F32_DEFAULT"]) == (str(tmp_path), "tf32x3")
+    assert "TORCH_COMPILE_DISABLE" not in told
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "TRITON_F32_DEFAULT" not in process.environment()

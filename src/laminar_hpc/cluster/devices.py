@@ -5,25 +5,62 @@ A rank is given its own in CUDA_VISIBLE_DEVICES before anything asks CUDA, so th
 0, for its engine too. Without a list, trainer ranks take a GPU each, in order, and replicas
 rollout.tensor_parallel each of those that are left, or of all where too few are left; the relays of a machine
 are spread evenly over the replicas' GPUs, as each may lie next to a network card of its own. A torchrun of
-one role sees its own ranks only: name the lists when several such share a machine.
+one role sees its own ranks only, so trainers take the first GPUs and replicas the last ones; name the lists
+when several of one role share a machine.
 """
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from laminar_hpc.cluster.roles import RoleOfRank
+from laminar_hpc.cluster.roles import Gpus, RoleOfRank
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 
+DEVICES = Path("/dev")
+NODE_GPUS = "LAMINAR_GPUS_PER_NODE"
+
 
 def present() -> list[str]:
-    """The names of the GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or the numbers of
-    all."""
+    """The names of the GPUs that this process may use: those of CUDA_VISIBLE_DEVICES up to the first that is
+    none, as CUDA reads it; else CUDA's own numbers from 0. Those of the files in /dev are the driver's: a
+    container may hold /dev/nvidia5 alone, which CUDA calls 0."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
-    return sorted((path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int)
+    if visible is None:
+        return [str(number) for number, _ in enumerate(DEVICES.glob("nvidia[0-9]*"))]
+    names = [name.strip() for name in visible.split(",")]
+    return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
+
+
+def check_present(config: RunConfig) -> None:
+    """Raises LaminarError for a configuration that is for GPUs on a machine that shows none."""
+    if present() or config.role in ("controller", "relay"):
+        return
+    own = {"trainer": config.trainer.gpu_memory_gigabytes}
+    if config.rollout.engine == "sglang":
+        own["rollout"] = config.rollout.gpu_memory_gigabytes
+    for role, gigabytes in own.items():
+        if gigabytes and config.role in ("all", role):
+            raise LaminarError(
+                f"{role}.gpu_memory_gigabytes={gigabytes:g}: this machine shows no GPU (/dev/nvidia0, or "
+                "CUDA_VISIBLE_DEVICES); start a container with its GPUs (--gpus all), or for a run on the "
+                f"CPU set {role}.gpu_memory_gigabytes=null"
+            )
+
+
+def gpus_per_node(config: RunConfig) -> Gpus | None:
+    """What assign_roles is to know of the nodes' GPUs: as many as the job says that all have (NODE_GPUS, by
+    slurm/laminar_single.sbatch), else as this one shows. None without GPUs.
+
+    Raises LaminarError where this node has another number: it would place the roles in another way."""
+    here, said = len(present()), os.environ.get(NODE_GPUS, "")
+    if said.isdigit() and int(said) != here:
+        raise LaminarError(
+            f"this machine shows {here} GPUs and the first one of the job {said}: look at nvidia-smi -L on "
+            "both, and ask for as many on each node (--gpus-per-node)"
+        )
+    return Gpus(here, config.trainer.tensor_parallel, config.rollout.tensor_parallel) if here else None
 
 
 def devices_of(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank, count: int) -> list[int]:
@@ -49,6 +86,8 @@ def devices_of(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank, 
         left = [device for device in range(count) if device not in trainers]
         wanted = len(order["rollout"]) * size or count  # a torchrun of relays: the replicas may use any
         pool = left if len(left) >= wanted else list(range(count))
+        if config.role == "rollout":
+            pool = pool[-wanted:]
         rollouts = [pool[i % len(pool)] for i in range(wanted)]
     if size > count and mine.role == "rollout":
         raise LaminarError(f"rollout.tensor_parallel={size}: this machine has {count} GPUs; lower it")
@@ -77,7 +116,9 @@ def _chosen(key: str, devices: list[int] | None, wanted: int, count: int) -> lis
 
 
 def use_devices(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank) -> None:
-    """Lets this process and its children see the GPUs of its rank only."""
+    """Lets this process and its children see the GPUs of its rank only. Raises LaminarError where it should
+    have some and there are none."""
+    check_present(config)
     names = present()
     chosen = devices_of(config, here, mine, len(names))
     if names:

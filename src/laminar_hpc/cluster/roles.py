@@ -4,9 +4,14 @@ without asking.
 Ranks are node-major with equal ranks per node. The trainers come first, then the controller; of what is left
 on each node the first ranks are its relays, one per lane, and the others are rollouts. A replay has neither
 relays nor rollouts.
+
+On several nodes with GPUs these decide (`Gpus`): a node takes as many trainers as it has GPUs, in whole
+tensor-parallel groups, and as many rollouts as fit on the GPUs that are left. The controller is on the first
+node, whose address the others are given, and what is left over on a node is spare and ends at once.
 """
 
 from dataclasses import dataclass
+from itertools import count
 
 from laminar_hpc.config.errors import LaminarError
 
@@ -17,14 +22,31 @@ class RoleOfRank:
     index: int
 
 
+@dataclass(frozen=True)
+class Gpus:
+    """Of each node; and how many a tensor-parallel group of trainers and an engine take."""
+
+    per_node: int
+    trainer_group: int = 1
+    engine: int = 1
+
+
 def assign_roles(
-    trainers: int, rollouts: int, nodes: int, ranks_per_node: int, lanes: int = 1
+    trainers: int,
+    rollouts: int,
+    nodes: int,
+    ranks_per_node: int,
+    lanes: int = 1,
+    gpus: Gpus | None = None,
 ) -> list[RoleOfRank]:
-    """Roles by rank; relay number i is lane i modulo `lanes` of its machine.
+    """Roles by rank; relay number i is lane i modulo `lanes` of its machine. `gpus`: of nodes that have some;
+    where they are too few for each to have one use only, they are shared, and do not decide.
 
     Raises LaminarError when the world does not fit what the configuration asks for.
     """
     world = nodes * ranks_per_node
+    if gpus and nodes > 1 and (roles := _by_gpus(trainers, rollouts, nodes, ranks_per_node, lanes, gpus)):
+        return roles
     if not _fits(trainers, rollouts, nodes, ranks_per_node, lanes):
         relays = "a relay" if lanes == 1 else f"{lanes} relays"
         others = (
@@ -33,7 +55,7 @@ def assign_roles(
         wanted = f"{trainers} trainer + 1 controller{others}"
         raise LaminarError(
             f"a world of {world} ranks ({nodes} x {ranks_per_node}) does not "
-            f"fit {wanted}: start {_fitting(trainers, rollouts, nodes, lanes)}, "
+            f"fit {wanted}: start {_fitting(trainers, rollouts, nodes, lanes, gpus)}, "
             "or change trainer.data_parallel or rollout.replicas"
         )
     roles = [*(RoleOfRank("trainer", i) for i in range(trainers)), RoleOfRank("controller", 0)]
@@ -49,6 +71,27 @@ def assign_roles(
     return roles
 
 
+def _by_gpus(
+    trainers: int, rollouts: int, nodes: int, ranks_per_node: int, lanes: int, gpus: Gpus
+) -> list[RoleOfRank]:
+    """Roles by rank where each trainer and engine has GPUs of its own; [] where that does not fit."""
+    indices = {role: count() for role in ("trainer", "controller", "relay", "rollout", "spare")}
+    roles: list[RoleOfRank] = []
+    for node in range(nodes):
+        free = ranks_per_node - (node == 0)
+        here = min(trainers, free, gpus.per_node)
+        if here < trainers:
+            here -= here % gpus.trainer_group
+        free -= here
+        engines = max(0, min(rollouts, free - lanes, (gpus.per_node - here) // gpus.engine))
+        trainers, rollouts = trainers - here, rollouts - engines
+        names = ["trainer"] * here + ["controller"] * (node == 0)
+        names += ["relay"] * (lanes if engines else 0) + ["rollout"] * engines
+        names += ["spare"] * (ranks_per_node - len(names))
+        roles += [RoleOfRank(name, next(indices[name])) for name in names]
+    return [] if trainers or rollouts else roles
+
+
 def _fits(trainers: int, rollouts: int, nodes: int, ranks_per_node: int, lanes: int) -> bool:
     """Whether every node's ranks after trainers and controller are none, or all its relays and rollouts, and
     the rollouts add up."""
@@ -60,12 +103,25 @@ def _fits(trainers: int, rollouts: int, nodes: int, ranks_per_node: int, lanes: 
     )
 
 
-def _fitting(trainers: int, rollouts: int, nodes: int, lanes: int) -> str:
+def ranks_per_node_that_fit(
+    trainers: int, rollouts: int, nodes: int, lanes: int, gpus: Gpus | None
+) -> int | None:
+    """The smallest number of ranks on each of `nodes` nodes that has room for all; None: there is none."""
+    numbers = range(1, trainers + rollouts + nodes * lanes + 2)
+    if gpus and nodes > 1:
+        most = min(numbers[-1], gpus.per_node + lanes + 1)
+        if found := next(
+            (n for n in range(1, most + 1) if _by_gpus(trainers, rollouts, nodes, n, lanes, gpus)), None
+        ):
+            return found
+    return next((n for n in numbers if _fits(trainers, rollouts, nodes, n, lanes)), None)
+
+
+def _fitting(trainers: int, rollouts: int, nodes: int, lanes: int, gpus: Gpus | None) -> str:
     """A world that fits, in words."""
-    limit = trainers + rollouts + nodes * lanes + 2
-    fitting = [n for n in range(1, limit) if _fits(trainers, rollouts, nodes, n, lanes)]
+    found = ranks_per_node_that_fit(trainers, rollouts, nodes, lanes, gpus)
     return (
-        f"{fitting[0]} ranks per node"
-        if fitting
+        f"{found} ranks per node"
+        if found
         else f"{trainers + 1 + (rollouts and rollouts + lanes)} ranks on one node"
     )

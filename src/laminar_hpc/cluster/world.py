@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import Store
 
 from laminar_hpc.cluster.address import own_address
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.devices import present
 from laminar_hpc.cluster.meeting import host_store, reach_store
 from laminar_hpc.cluster.open_files import allow_connections
 from laminar_hpc.config.errors import LaminarError
@@ -26,6 +27,7 @@ def init_trainer_world(context: RoleContext) -> None:
         config.trainer.tensor_parallel * config.trainer.pipeline_parallel * config.trainer.data_parallel
     )
     seconds = timedelta(seconds=config.cluster.join_timeout_seconds)
+    refuse_unusable_gpus()
     allow_connections(trainers, meshes=True)
     if torch.cuda.is_available():
         # one where cluster/devices.py has chosen
@@ -43,6 +45,25 @@ def init_trainer_world(context: RoleContext) -> None:
             f"the {trainers} trainer ranks did not meet within {seconds.seconds} s: "
             f"{str(error).splitlines()[0]}"
         ) from None
+
+
+def refuse_unusable_gpus() -> None:
+    """Raises LaminarError where this rank was given GPUs and torch finds fewer: training would go on silently
+    on the CPU."""
+    given = present()
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found >= len(given):
+        return
+    if torch.version.cuda is None:
+        raise LaminarError(
+            f"this machine has GPUs and torch {torch.__version__} is a build without CUDA: make setup "
+            "CUDA=13, or for a run on the CPU export CUDA_VISIBLE_DEVICES="
+        )
+    raise LaminarError(
+        f"CUDA finds {found} of the GPUs CUDA_VISIBLE_DEVICES={','.join(given)}: look at "
+        "nvidia-smi -L; a MIG slice is named by its UUID (MIG-...), and a driver older than torch's CUDA "
+        f"{torch.version.cuda} finds none"
+    )
 
 
 def _store(context: RoleContext, trainers: int, seconds: float) -> Store:

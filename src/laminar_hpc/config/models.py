@@ -77,7 +77,8 @@ def _meant(path: Path) -> str:
     return "name a Hugging Face model directory, or a model of the hub, e.g. model.path=Qwen/Qwen2.5-0.5B"
 
 
-def _head(model: dict) -> int:
+def head_size(model: dict) -> int:
+    """Width of an attention head."""
     return model.get("head_dim") or (
         128 if model.get("model_type") == "qwen3" else model["hidden_size"] // model["num_attention_heads"]
     )
@@ -96,15 +97,15 @@ def count_parameters(model: dict) -> int:
         model["vocab_size"],
         model.get("model_type", "qwen2"),
     )
-    q, kv = model["num_attention_heads"] * _head(model), kv_heads(model) * _head(model)
-    biases, norms = q + 2 * kv if family == "qwen2" else 0, 2 * _head(model) if family == "qwen3" else 0
+    q, kv = model["num_attention_heads"] * head_size(model), kv_heads(model) * head_size(model)
+    biases, norms = q + 2 * kv if family == "qwen2" else 0, 2 * head_size(model) if family == "qwen3" else 0
     layer = 2 * hidden * (q + kv) + biases + norms + 3 * hidden * model["intermediate_size"] + 2 * hidden
     return vocab * hidden * (1 if model.get("tie_word_embeddings") else 2) + layers * layer + hidden
 
 
 def kv_bytes_per_token(model: dict, bytes_per_value: int) -> int:
     """KV cache of one token over all layers: keys and values."""
-    return 2 * model["num_hidden_layers"] * kv_heads(model) * _head(model) * bytes_per_value
+    return 2 * model["num_hidden_layers"] * kv_heads(model) * head_size(model) * bytes_per_value
 
 
 def state_bytes(parameters: float, resident: float, optimizer: float, ranks: int) -> float:
@@ -172,7 +173,7 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     tensor, stages, tokens = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.tokens_per_microbatch
     ranks = trainer.data_parallel if trainer.distributed_optimizer else 1
     state = state_bytes(_stage_parameters(model, stages) / tensor, width + 4, 8 if width == 4 else 12, ranks)
-    hidden, queries = model["hidden_size"], model["num_attention_heads"] * _head(model)
+    hidden, queries = model["hidden_size"], model["num_attention_heads"] * head_size(model)
     residual = 4 * hidden
     layer = 2 * residual + width * (2 * hidden + (4 * queries + 4 * model["intermediate_size"]) / tensor)
     kept = model["num_hidden_layers"] * (residual if trainer.recompute_activations else layer)

@@ -72,8 +72,8 @@ class RolloutConfig:
     """requests in flight per replica"""
     kv_cache_tokens: int = number(65536, at_least=1)
     """size of an engine's KV cache"""
-    engine_start_seconds: float = seconds(180.0)
-    """longest time for an engine to be ready"""
+    engine_start_seconds: float = seconds(600.0)
+    """longest time for an engine to be ready; on a GPU it captures CUDA graphs, and may compile kernels"""
     request_timeout_seconds: float = seconds(600.0)
     """longest time for one generation"""
     threads: int = number(1, at_least=1, at_most=THREADS_MAX)

@@ -11,10 +11,13 @@ memory.
     stage.empty(pool, slots)                 destination: the reverse
 
 Everything runs in a CUDA stream of its own and has ended on return. Where the extension was built without
-csrc/device.cu, torch's indexing does the same as Stage, a layer at a time; Shared needs the extension.
+csrc/device.cu, or has no kernel for the GPU, torch's indexing does the same as Stage, a layer at a time;
+Shared needs the extension.
 """
 
 import contextlib
+import functools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,6 +28,7 @@ from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.native import extension
 from laminar_hpc.kv.pool import Pool
 
+logger = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 19  # a block of threads each; some hundreds of them keep a GPU busy
 
 
@@ -35,7 +39,33 @@ def on_gpu(pool: Pool) -> bool:
 
 def can_share(pool: Pool) -> bool:
     """Whether another process's rows could be mapped for this pool, and its own for another."""
-    return on_gpu(pool) and hasattr(extension(), "device_share")
+    return on_gpu(pool) and has_kernels(pool.tensors[0].device)
+
+
+@functools.cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether the extension's kernels run on this GPU: one row is moved, at the first call. They are built
+    for some architectures (setup.py) and, as PTX, for later ones."""
+    kernels = extension()
+    if not hasattr(kernels, "device_gather"):
+        return False
+    row, image, sums = (torch.zeros(2, dtype=torch.int64, device=device) for _ in range(3))
+    plane = torch.tensor([row.data_ptr()], dtype=torch.int64).to(device)
+    slot = torch.zeros(1, dtype=torch.int64, device=device)
+    try:
+        kernels.device_gather(
+            plane.data_ptr(), 1, slot.data_ptr(), 1, 16, 16, 1, image.data_ptr(), sums.data_ptr(), 0
+        )
+        sums.tolist()  # waits for it
+    except RuntimeError as error:
+        logger.warning(
+            "laminar_hpc._kv cannot run on %s (%s): KV moves go through torch's indexing, a layer at a time; "
+            "run make setup again on this machine",
+            device,
+            error,
+        )
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -68,7 +98,7 @@ class Stage:
 def gather(pool: Pool, slots: torch.Tensor, image: torch.Tensor) -> None:
     """The rows of `slots` into `image` [planes, tokens, heads, head_dim] on the host."""
     device = pool.tensors[0].device
-    if device.type == "cuda" and hasattr(extension(), "device_gather"):
+    if device.type == "cuda" and has_kernels(device):
         with _own_stream(pool):
             staged = torch.empty(image.shape, dtype=image.dtype, device=device)
             _run("device_gather", pool, slots, staged)
@@ -83,7 +113,7 @@ def gather(pool: Pool, slots: torch.Tensor, image: torch.Tensor) -> None:
 def scatter(pool: Pool, slots: torch.Tensor, image: torch.Tensor) -> None:
     """The reverse of `gather`."""
     device = pool.tensors[0].device
-    if device.type == "cuda" and hasattr(extension(), "device_scatter"):
+    if device.type == "cuda" and has_kernels(device):
         with _own_stream(pool):
             _run("device_scatter", pool, slots, image.to(device, non_blocking=True).contiguous())
             torch.cuda.current_stream().synchronize()

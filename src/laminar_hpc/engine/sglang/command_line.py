@@ -8,9 +8,12 @@ import importlib.util
 import re
 from pathlib import Path
 
+from laminar_hpc.cluster.devices import present
 from laminar_hpc.config.errors import did_you_mean
+from laminar_hpc.config.models import head_size, model_config
 from laminar_hpc.config.schema import RunConfig
 
+HEAD_SIZES = (64, 128, 256)  # that all of SGLang's compiled attention backends have
 _MIN_NAMES = 100  # fewer mean that this version of SGLang declares them in another way
 _FIELD = re.compile(r"^    ([a-z]\w+)\s*:", re.M)
 _FLAG = re.compile(r"[\"']--([a-z][\w-]+)[\"']")
@@ -48,7 +51,15 @@ def unknown_arguments(config: RunConfig) -> list[str]:
 def has_cuda() -> bool:
     """Whether the engine will run on a GPU; the same question as the platform plugin's, asked without
     importing torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    return bool(present())
+
+
+def _attention(config: RunConfig) -> dict[str, str]:
+    """The attention backend where SGLang's own choice for the GPU (model_override_base.py:281: fa3,
+    trtllm_mha or flashinfer) has no kernel: for float32, and for heads of unusual size."""
+    model = model_config(config.model.path, config.dry_run)
+    fits = config.model.dtype != "float32" and head_size(model) in HEAD_SIZES
+    return {} if fits else {"attention-backend": "triton"}
 
 
 def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int) -> list[str]:
@@ -72,7 +83,9 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
         values["enable-fp32-lm-head"] = "true"
     if rollout.increment_tokens:
         values["incremental-streaming-output"] = "true"
-    if not has_cuda():
+    if has_cuda():
+        values |= _attention(config)
+    else:
         # A whole batch of short prompts is prefilled at once; the KV cache is bounded by max-total-tokens,
         # not by a share of memory.
         values |= {

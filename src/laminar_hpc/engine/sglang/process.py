@@ -24,6 +24,7 @@ import psutil
 
 from laminar_hpc.cluster import folders, leftovers, shared_memory
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, claim
+from laminar_hpc.compat import cuda_toolkit
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.interface import EngineDied
 from laminar_hpc.engine.sglang.command_line import has_cuda
@@ -39,7 +40,7 @@ DYING_SECONDS = 5.0
 _ERROR_LINE = re.compile(
     r"^(\w+\.)*\w*(Error|Exception|Killed)\b.*"
     r"|.*\b(ERROR|error:|Fatal|SIGKILL|crashed with)\b.*"
-    r"|SGLang does not find .*"
+    r"|SGLang (does not find|finds no GPU) .*"
 )
 
 
@@ -78,6 +79,13 @@ def _cpu_variables(ranks: int) -> dict[str, str]:
         # a compiler would be at work for half a minute, for one small function of the embedding
         "TORCH_COMPILE_DISABLE": "1",
     }
+
+
+def _cuda_variables() -> dict[str, str]:
+    """What SGLang must be told on a GPU: the compiler of the kernels that it builds at its start."""
+    # Triton's kernels would round float32 factors to TF32, 10 bits. Three products of TF32 parts keep nearly
+    # all of them on the tensor cores; "ieee" unrolls the products without them, and compiles for minutes.
+    return {**cuda_toolkit.variables(), "TRITON_F32_DEFAULT": "tf32x3"}
 
 
 class EngineProcess:
@@ -158,7 +166,7 @@ class EngineProcess:
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self.folder}/rendezvous",
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
-            **({} if has_cuda() else _cpu_variables(self.ranks)),
+            **(_cuda_variables() if has_cuda() else _cpu_variables(self.ranks)),
             serve.KEY_VARIABLE: self.key,
             serve.PARENT_VARIABLE: str(os.getpid()),
             protocol.SOCKET_VARIABLE: str(self.socket_path),

@@ -30,14 +30,22 @@ from laminar_hpc.engine.sglang.port_client import PortClient
 from laminar_hpc.engine.sglang.process import EngineProcess
 from laminar_hpc.engine.sglang.replies import logprob, parse_generation
 from laminar_hpc.engine.sglang.shards import whole_sums, whole_tensors
+from laminar_hpc.weights.manifest import WEIGHTS_FILE
 
-# maximum wait for a control request; weights from shared memory move some GB per second
-CONTROL_SECONDS = 120.0
+CONTROL_SECONDS = 120.0  # maximum wait for a control request
+# Weights come from shared memory at some GB per second. The first load from a slot registers its pages with
+# CUDA, for every tensor-parallel rank beside the others.
+LOAD_BYTES_PER_SECOND = 0.5e9
 UTILIZATION_SECONDS = 2.0  # a look at the utilization is worth no longer wait
 CURVE_STEPS = 16  # decode steps of one point of the decode curve
 # the scheduler needs a turn of its loop, some milliseconds, to put a finished request away
 FLUSH_SECONDS = 10.0
 UNVERIFIED = "unverified"  # weight version of an engine whose weights have no id yet
+
+
+def load_seconds(size: int) -> float:
+    """The maximum wait for the load of a slot with `size` bytes."""
+    return CONTROL_SECONDS + size / LOAD_BYTES_PER_SECOND
 
 
 class SglangServer(MoveCalls):
@@ -200,7 +208,9 @@ class SglangServer(MoveCalls):
         await self._layouts()
         if not paused:
             await self.flush()  # the scheduler may not yet have put away the last request that it answered
-        sums = await self._whole_sums(protocol.LoadWeights(str(directory), paused))
+        file = directory / WEIGHTS_FILE
+        seconds = load_seconds(file.stat().st_size if file.exists() else 0)  # the engine refuses what is gone
+        sums = await self._whole_sums(protocol.LoadWeights(str(directory), paused), seconds)
         self.process.note_shared_memory()
         payload = {"new_version": str(weight_id), "abort_all_requests": False}
         await self.http.post("/update_weight_version", payload, CONTROL_SECONDS)
@@ -232,9 +242,11 @@ class SglangServer(MoveCalls):
             self._shards = [reply.tensors for reply in replies]
         return self._shards
 
-    async def _whole_sums(self, request: protocol.GetSums | protocol.LoadWeights) -> Sums:
+    async def _whole_sums(
+        self, request: protocol.GetSums | protocol.LoadWeights, seconds: float = CONTROL_SECONDS
+    ) -> Sums:
         shards = await self._layouts()
-        replies = await self.port.call(request, protocol.LiveSums, CONTROL_SECONDS)
+        replies = await self.port.call(request, protocol.LiveSums, seconds)
         return whole_sums(shards, [reply.sums for reply in replies])
 
     async def ping(self, seconds: float = CONTROL_SECONDS) -> None:

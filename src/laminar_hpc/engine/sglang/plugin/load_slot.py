@@ -7,9 +7,9 @@ file is mapped once and stays mapped: a relay rewrites its slots in place. On a 
 with CUDA, so that the copies run by DMA, one behind the other.
 """
 
+import contextlib
 import logging
 import mmap
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,29 +31,56 @@ from laminar_hpc.weights.manifest import (
 
 logger = logging.getLogger(__name__)
 _READ_ONLY = 0x08  # cudaHostRegisterReadOnly: the mapping cannot be written through
+_DEFAULT = 0x00  # cudaHostRegisterDefault
 # file -> (device, inode, size), its bytes
 _mapped: dict[Path, tuple[tuple[int, int, int], torch.Tensor]] = {}
 
 
 def map_file(path: Path, pinned: bool) -> torch.Tensor:
-    """The file's bytes (uint8), read-only, mapped at the first call; `pinned`: registered with CUDA where the
-    driver allows it."""
-    with open(path, "rb") as file:
-        status = os.fstat(file.fileno())
-        identity = (status.st_dev, status.st_ino, status.st_size)
-        if path in _mapped and _mapped[path][0] == identity:
-            return _mapped[path][1]
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    array = np.frombuffer(memory, dtype=np.uint8)
+    """The file's bytes (uint8), which nobody here writes, mapped at the first call; `pinned`: registered with
+    CUDA where the system allows it."""
+    status = path.stat()
+    identity = (status.st_dev, status.st_ino, status.st_size)
+    if path in _mapped and _mapped[path][0] == identity:
+        return _mapped[path][1]
     old = _mapped.pop(path, None)
-    if pinned:
-        cudart = torch.cuda.cudart()
-        if old is not None:  # of a relay that has gone
-            cudart.cudaHostUnregister(old[1].data_ptr())
-        if int(cudart.cudaHostRegister(array.ctypes.data, len(array), _READ_ONLY)):
-            logger.warning("CUDA does not register %s: weights are loaded through pageable memory", path)
-    _mapped[path] = (identity, _tensor(array))
+    if pinned and old is not None:  # of a relay that has gone
+        _unregister(old[1])
+    _mapped[path] = (identity, _registered(path) if pinned else _map(path))
     return _mapped[path][1]
+
+
+def _map(path: Path, writable: bool = False) -> torch.Tensor:
+    with open(path, "r+b" if writable else "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+    return _tensor(np.frombuffer(memory, dtype=np.uint8))
+
+
+def _registered(path: Path) -> torch.Tensor:
+    """The mapped file, registered with CUDA: read-only, or, where the system has no such registration, in a
+    mapping that could be written; else not registered."""
+    cudart = torch.cuda.cudart()
+    for writable, flags in ((False, _READ_ONLY), (True, _DEFAULT)):
+        try:
+            data = _map(path, writable)
+        except PermissionError:  # another user's slots
+            break
+        if not int(cudart.cudaHostRegister(data.data_ptr(), data.numel(), flags)):
+            return data
+        _clear_error()
+    logger.warning("CUDA does not register %s: weights are loaded through pageable memory", path)
+    return _map(path)
+
+
+def _unregister(data: torch.Tensor) -> None:
+    if int(torch.cuda.cudart().cudaHostUnregister(data.data_ptr())):  # it never was
+        _clear_error()
+
+
+def _clear_error() -> None:
+    """CUDA keeps the error of a refused registration for whoever launches next: this launch takes it."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -10,6 +10,7 @@ import os
 import sys
 from importlib.metadata import entry_points
 
+from laminar_hpc.cluster.devices import present
 from laminar_hpc.cluster.processes import die_with_parent
 
 KEY_VARIABLE = "LAMINAR_ENGINE_KEY"
@@ -24,6 +25,18 @@ def check_plugins() -> None:
             sys.exit(
                 f"SGLang does not find the plugin {name}: install this package in {sys.prefix} (make setup)"
             )
+
+
+def check_gpus() -> None:
+    """An engine that was given GPUs would run on the CPU where torch cannot use them; ends the process."""
+    import torch
+
+    if present() and not torch.cuda.is_available():
+        why = "a build without CUDA" if torch.version.cuda is None else f"of CUDA {torch.version.cuda}"
+        sys.exit(
+            f"SGLang finds no GPU, though this engine has {', '.join(present())}: torch {torch.__version__} "
+            f"is {why}; make setup CUDA=13, or look at nvidia-smi for the driver's version"
+        )
 
 
 def leave_freeze_gc_to_us() -> None:
@@ -45,6 +58,7 @@ def main() -> None:
     if os.environ.pop(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):
         sys.exit("the parent of this engine died before the engine was up")
     check_plugins()
+    check_gpus()
     from laminar_hpc.engine.sglang.plugin import platform
 
     platform.activate()  # older SGLang imports torchvision before it asks for a platform

@@ -1,0 +1,99 @@
+"""What an engine is started with on a GPU, and what SGLang makes of it on GPUs that are not here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc.config.check import derive, memory_need
+from laminar_hpc.config.load import conf_directory, group_names, load_config
+from laminar_hpc.config.memory import shared_by_lists
+from laminar_hpc.config.models import known_models
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.engine.sglang.command_line import arguments
+
+PROGRAM = Path(__file__).with_name("resolved_arguments.py")
+EXPERIMENTS = group_names(conf_directory() / "experiment")
+GPUS = ("A100", "H100", "B200")
+# of bfloat16 with heads of 64 or 128
+BACKENDS = {"A10G": "flashinfer", "A100": "flashinfer", "H100": "fa3", "B200": "trtllm_mha"}
+GIGABYTES = {"A10G": 24.1, "A100": 85.9, "H100": 85.5, "B200": 192.3}
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+
+
+def experiment(name: str, *words: str) -> RunConfig:
+    return load_config([f"experiment={name}", "dry_run=true", *words])
+
+
+def words_of(config: RunConfig, model: Path) -> list[str]:
+    return arguments(config, model, "0", 0)
+
+
+def value(words: list[str], name: str) -> str | None:
+    return words[words.index(f"--{name}") + 1] if f"--{name}" in words else None
+
+
+def test_attention_without_a_kernel_of_its_own_is_tritons() -> None:
+    """Promise: float32, which fa3, trtllm_mha and flashinfer refuse, and heads of unusual size run on Triton;
+    all else on what SGLang takes for the GPU, and rollout.engine_arguments has the last word."""
+    chosen = {
+        words: value(words_of(experiment(*words), Path("/m")), "attention-backend")
+        for words in (
+            ("demo",),  # float32, heads of 32
+            ("demo", "model.dtype=bfloat16"),
+            ("node_8gpu_7b",),
+            ("node_8gpu_7b", "model.dtype=float32"),
+            ("node_8gpu_7b", "rollout.engine_arguments.attention_backend=fa3"),
+        )
+    }
+    assert list(chosen.values()) == ["triton", "triton", None, "triton", "fa3"]
+
+
+def model_folder(config: RunConfig, folder: Path) -> Path:
+    """The model of the configuration, or a folder with the config.json that a public one has."""
+    if (Path(config.model.path) / "config.json").exists():
+        return Path(config.model.path)
+    name = Path(config.model.path).name
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "config.json").write_text(json.dumps({**known_models()[name], "dtype": "bfloat16"}))
+    return folder / name
+
+
+@pytest.mark.slow
+def test_sglang_takes_every_experiment_on_every_gpu(tmp_path: Path) -> None:
+    """Promise: by SGLang's own resolution every file of conf/experiment has, on A100, H100 and B200, a
+    backend with kernels for its dtype, overlap scheduling, CUDA graphs and room for its whole KV cache; a GPU
+    that trainer and engine share has room for both, whichever starts first."""
+    configs = {name: experiment(name) for name in EXPERIMENTS} | {
+        "demo bfloat16": experiment("demo", "model.dtype=bfloat16")
+    }
+    cases = [(gpu, name) for name in configs for gpu in GPUS] + [("A10G", "one_gpu")]
+    asked = [(gpu, words_of(configs[name], model_folder(configs[name], tmp_path))) for gpu, name in cases]
+    done = subprocess.run(
+        [sys.executable, PROGRAM],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for (gpu, name), found in zip(cases, json.loads(done.stdout), strict=True):
+        config, where = configs[name], f"{name} on {gpu}: {found}"
+        assert (found["device"], found["dtype"]) == ("cuda", config.model.dtype), where
+        expected = "triton" if name.startswith("demo") else BACKENDS[gpu]
+        assert found["attention_backend"] == expected, where
+        assert found["page_size"] == (64 if expected == "trtllm_mha" else 1), where
+        assert not found["disable_overlap_schedule"] and found["graphs"] >= 32, where
+        assert found["max_total_tokens"] == config.rollout.kv_cache_tokens, where
+        need = memory_need(config, derive(config))
+        # SGLang keeps back 1 - mem_fraction_static of what is free at its start; a trainer that starts at
+        # the same time takes its part before or after that
+        there = need.rollout + need.trainer * shared_by_lists(config)
+        assert there <= found["mem_fraction_static"] * GIGABYTES[gpu] * 1e9, where
