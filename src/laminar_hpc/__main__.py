@@ -11,14 +11,11 @@ checkpoint, whatever `resume` says. `laminar train restarts=N` does the same, N 
 """
 
 import contextlib
-import faulthandler
 import importlib
 import logging
 import os
-import select
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -28,12 +25,14 @@ from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import keep_to_loopback, launch_id
 from laminar_hpc.cluster.channel import RUN_FAILED, Channel, GangReplaced, StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.devices import gpus_per_node, use_devices
+from laminar_hpc.cluster.devices import use_devices
 from laminar_hpc.cluster.full_disk import full_disk_text
 from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus
 from laminar_hpc.cluster.launch import JOINED_AS, PERMANENT, REFUSED
+from laminar_hpc.cluster.leaving import leave_at_once, watch_signals
+from laminar_hpc.cluster.placement import place
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
-from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
+from laminar_hpc.cluster.roles import RoleOfRank
 from laminar_hpc.config.check import check, derive, derived_values, missing_inputs
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, Refused
 from laminar_hpc.config.load import load_config
@@ -45,106 +44,6 @@ from laminar_hpc.observability import console
 from laminar_hpc.pretrained import follow, prepare_rank
 
 SPEAK_SECONDS = 10.0  # for rank 0 to say an error that all ranks see
-LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
-LEAVES = ("relay", "rollout")  # roles without which the run goes on; one world ends as a whole
-DRAIN_SECONDS = 14.0  # so long of these a rollout without a controller waits for one that takes what it has
-ONE_WISH_SECONDS = 3.0  # Slurm, torchrun and the launch script may all pass on the same one
-
-
-def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
-    """This rank's role, those of all ranks of its torchrun on this machine, and how many relays the run has
-    at least.
-
-    Raises LaminarError for a process that torchrun did not start."""
-    if "RANK" not in os.environ and config.role != "rollout":
-        by = (
-            "srun started this process without torchrun"
-            if "SLURM_PROCID" in os.environ
-            else "torchrun did not start this process"
-        )
-        raise LaminarError(
-            f"{by} (RANK is not set), so it cannot know its role: use `laminar train ...`, torchrun "
-            "--nproc-per-node=N -m laminar_hpc ..., "
-            "or on a cluster slurm/laminar_single.sbatch"
-        )
-    rank, world, per_node = (
-        int(os.environ.get(name, default))
-        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
-    )
-    first = rank // per_node * per_node
-    lanes = max(1, config.relay.lanes)
-    if config.role == "rollout" and config.first_index:
-        raise LaminarError(
-            f"first_index={config.first_index}: leave it out for rollouts; the controller numbers them"
-        )
-    if config.role == "rollout":  # counted on this machine: the controller gives them their numbers
-        here = [RoleOfRank("rollout", other) for other in range(first, first + per_node)]
-        return here[rank - first], here, lanes
-    if config.role != "all":
-        if config.role == "relay" and (per_node != lanes or config.first_index % lanes):
-            raise LaminarError(
-                f"relay.lanes={lanes}: start the relays of a machine in one torchrun, with "
-                f"--nproc-per-node={lanes} (not {per_node}) and "
-                f"a first_index that is a multiple of it (not {config.first_index})"
-            )
-        here = [
-            RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)
-        ]
-        return here[rank - first], here, lanes
-    derived = derive(config)
-    gpus = gpus_per_node(config)
-    roles = assign_roles(
-        derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node, lanes, gpus
-    )
-    return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
-
-
-def watch_signals(role: str) -> list[Channel]:
-    """TERM and INT: the controller ends the run in order, or a role of LEAVES leaves it, which meets
-    Terminated; if that takes too long, or at a second signal, this process ends by itself.
-
-    A thread reads the interpreter's wake-up pipe, because a Python handler would not run while the main
-    thread waits in a collective. The caller puts its channel into the returned list when it has joined the
-    run; before that there is nothing to end in order.
-    """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-
-    joined: list[Channel] = []
-    leaves, drains = role in LEAVES, role == "rollout"
-
-    def leave() -> None:
-        os.read(read_end, 1)
-        if leaves and not joined:
-            os._exit(0)  # nothing has begun
-        for channel in joined:
-            channel.end_within(DRAIN_SECONDS if drains else 0.0, drains)
-            if leaves:
-                channel.interrupt(Terminated())
-            time.sleep(ONE_WISH_SECONDS)
-            os.set_blocking(read_end, False)
-            with contextlib.suppress(BlockingIOError):
-                os.read(read_end, 4096)
-            again, _, _ = select.select([read_end], [], [], LEAVE_SECONDS - ONE_WISH_SECONDS)
-            if not again:
-                print(
-                    f"not gone {LEAVE_SECONDS:g} s after it was told to end; it stands at:", file=sys.stderr
-                )
-                faulthandler.dump_traceback(all_threads=True)
-        os._exit(1)
-
-    threading.Thread(target=leave, name="signals", daemon=True).start()
-    return joined
-
-
-def leave_at_once(replaced: GangReplaced) -> None:
-    """Called by the channel's thread: whatever the main thread waits for, nothing it does counts any more."""
-    logging.getLogger(__name__).error("leaving: %s", replaced)
-    logging.shutdown()
-    os._exit(terminal.FAILED_ELSEWHERE)
 
 
 def redirect_output(run_dir: Path, name: str) -> None:

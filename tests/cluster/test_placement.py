@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from laminar_hpc.__main__ import place
 from laminar_hpc.cluster.devices import devices_of, gpus_per_node
+from laminar_hpc.cluster.placement import place
 from laminar_hpc.cluster.roles import Gpus, RoleOfRank, assign_roles
 from laminar_hpc.config.check import Derived, derive
 from laminar_hpc.config.errors import LaminarError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from laminar_hpc.__main__ import place
+from laminar_hpc.cluster.placement import place
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig

@@ -6,8 +6,8 @@ nothing that it has in hand is lost.
             controller as Unfinished
          -> the last scores, for a moment -> Goodbye
 
-Owned by worker.py. All of it takes less than `LEAVE_SECONDS` of __main__.py, after which the process ends by
-itself, and than the 30 s that Slurm leaves between TERM and KILL.
+Owned by worker.py. All of it takes less than `LEAVE_SECONDS` of cluster/leaving.py, after which the process
+ends by itself, and than the 30 s that Slurm leaves between TERM and KILL.
 """
 
 import asyncio

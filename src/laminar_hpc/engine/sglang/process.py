@@ -84,7 +84,7 @@ def _cpu_variables(ranks: int) -> dict[str, str]:
 def _cuda_variables() -> dict[str, str]:
     """What SGLang must be told on a GPU: the compiler of the kernels that it builds at its start."""
     # Triton's kernels would round float32 factors to TF32, 10 bits. Three products of TF32 parts keep nearly
-    # all of them on the tensor cores; "ieee" unrolls the products without them, and compiles for minutes.
+    # all of them on the tensor cores; "ieee" does without them.
     return {**cuda_toolkit.variables(), "TRITON_F32_DEFAULT": "tf32x3"}
 
 

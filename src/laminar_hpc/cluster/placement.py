@@ -1,0 +1,57 @@
+"""Which role a rank has: by its number in a torchrun of all roles, or as the first in one of its own role."""
+
+import os
+
+from laminar_hpc.cluster.devices import gpus_per_node
+from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
+from laminar_hpc.config.check import derive
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import RunConfig
+
+
+def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
+    """This rank's role, those of all ranks of its torchrun on this machine, and how many relays the run has
+    at least.
+
+    Raises LaminarError for a process that torchrun did not start."""
+    if "RANK" not in os.environ and config.role != "rollout":
+        by = (
+            "srun started this process without torchrun"
+            if "SLURM_PROCID" in os.environ
+            else "torchrun did not start this process"
+        )
+        raise LaminarError(
+            f"{by} (RANK is not set), so it cannot know its role: use `laminar train ...`, torchrun "
+            "--nproc-per-node=N -m laminar_hpc ..., "
+            "or on a cluster slurm/laminar_single.sbatch"
+        )
+    rank, world, per_node = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    first = rank // per_node * per_node
+    lanes = max(1, config.relay.lanes)
+    if config.role == "rollout" and config.first_index:
+        raise LaminarError(
+            f"first_index={config.first_index}: leave it out for rollouts; the controller numbers them"
+        )
+    if config.role == "rollout":  # counted on this machine: the controller gives them their numbers
+        here = [RoleOfRank("rollout", other) for other in range(first, first + per_node)]
+        return here[rank - first], here, lanes
+    if config.role != "all":
+        if config.role == "relay" and (per_node != lanes or config.first_index % lanes):
+            raise LaminarError(
+                f"relay.lanes={lanes}: start the relays of a machine in one torchrun, with "
+                f"--nproc-per-node={lanes} (not {per_node}) and "
+                f"a first_index that is a multiple of it (not {config.first_index})"
+            )
+        here = [
+            RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)
+        ]
+        return here[rank - first], here, lanes
+    derived = derive(config)
+    gpus = gpus_per_node(config)
+    roles = assign_roles(
+        derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node, lanes, gpus
+    )
+    return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
