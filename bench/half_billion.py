@@ -17,12 +17,12 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import common
 import psutil
 import torch
+from shapes import TOKENIZER_FILES, tensors
 
 from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.config.check import count_parameters
@@ -65,35 +65,10 @@ SETTINGS = {
     "cluster.join_timeout_seconds": 900,
     "cluster.heartbeat_timeout_seconds": 120,
 }
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 ROOM = (4.0, 34.0)  # GB and bytes per parameter that the processes take between them
 CHUNK = 1 << 22  # weights drawn at once
 SAMPLE_SECONDS = 0.25
 COLUMNS = ("process", "peak GB")
-
-
-def tensors(shape: dict) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and dtype of each tensor of a Qwen2 directory with a tied head."""
-    hidden, ffn = shape["hidden_size"], shape["intermediate_size"]
-    kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
-    yield "model.embed_tokens.weight", (shape["vocab_size"], hidden), "bfloat16"
-    yield "model.norm.weight", (hidden,), "bfloat16"
-    for layer in range(shape["num_hidden_layers"]):
-        for part, size in {
-            "self_attn.q_proj.weight": (hidden, hidden),
-            "self_attn.k_proj.weight": (kv, hidden),
-            "self_attn.v_proj.weight": (kv, hidden),
-            "self_attn.q_proj.bias": (hidden,),
-            "self_attn.k_proj.bias": (kv,),
-            "self_attn.v_proj.bias": (kv,),
-            "self_attn.o_proj.weight": (hidden, hidden),
-            "mlp.gate_proj.weight": (ffn, hidden),
-            "mlp.up_proj.weight": (ffn, hidden),
-            "mlp.down_proj.weight": (hidden, ffn),
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-        }.items():
-            yield f"model.layers.{layer}.{part}", size, "bfloat16"
 
 
 def check_room(parameters: int) -> None:
