@@ -154,6 +154,7 @@ def test_a_controller_dies_in_every_window(lives: Lives) -> None:
         worker.channel.close()
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_waits_for_the_next_controller(lives: Lives) -> None:
     """`laminar stop` while there is no controller: the roles that wait for one are asked by the next, and
     leave in order; one that comes to other trainers knows nothing of it."""

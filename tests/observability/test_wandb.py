@@ -82,6 +82,7 @@ def mirror(run_dir: Path, program: str = PROGRAM, **environment: str) -> subproc
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
+@pytest.mark.slow
 def test_offline_holds_the_curves_of_tensorboard_and_no_key(tmp_path):
     """Promise: `observability.wandb=offline` needs no network; what is written has the curves, and the API
     key is nowhere."""

@@ -102,6 +102,7 @@ def test_a_rollout_that_comes_late_is_told_of_the_newest_slot(chain):
     assert told.weight_step == chain.step
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_publication_waits_while_every_slot_is_read(tmp_path):
     """Replicas may go back to older weights while others still load the newest: the relay keeps its link, and

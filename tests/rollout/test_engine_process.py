@@ -92,6 +92,7 @@ def test_a_worker_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_no_process_outlives_the_rank(parent):
     """kill -9 of a rollout rank takes the server, the schedulers and the detokenizer with it; the next start
     removes what it leaves: the engine's files, and the shared memory in which its tensor-parallel ranks

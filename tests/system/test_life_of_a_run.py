@@ -9,7 +9,7 @@ from runs import Run, consumed, metrics, summary
 
 from laminar_hpc.cluster.checkpoints import checkpoint_path, read_state
 
-STEPS = 24  # so many that a fast machine does not reach the end before it is stopped
+STEPS = 18  # so many that a fast machine does not reach the end before it is stopped
 BATCH, TRAJECTORIES = "algorithm.prompts_per_step=8", 64  # of a step
 
 
@@ -20,10 +20,10 @@ def run_dir(tmp_path_factory):
 
 @pytest.mark.timeout(600)
 def test_kill_resume_stop_resume(run_dir):
-    """A relay dies: with restarts=1 the run goes on by itself, and one line says why. It dies again: one
-    line, non-zero exit, everything gone within 20 s, and the same command goes on. Then TERM: the step is
-    finished, checkpointed, exit 0. At the end docs/architecture.md#one-policy and
-    #nothing-lost hold over all launches, and a further start ends at once."""
+    """A relay dies: with restarts=1 the run goes on by itself, and one line says why. Then TERM: the step is
+    finished, checkpointed, exit 0, everything gone. The same command goes on. At the end
+    docs/architecture.md#one-policy and #nothing-lost hold over all launches, and a further start ends at
+    once."""
     words = [f"steps={STEPS}", "checkpoint.every=2", "resume=auto", BATCH]
     run = Run(run_dir, *words, "restarts=1")
     run.read_until(f"step  3/{STEPS}")
@@ -33,21 +33,7 @@ def test_kill_resume_stop_resume(run_dir):
     assert "1 of 1 within an hour, from the checkpoint of step " in why and "relay 0 (pid " in why
     restored = int(run.read_until("going on from the checkpoint of step ").split()[-1])
     assert restored in (2, 4, 6, 8)  # the trainer was quicker than the news of the death
-    run.read_until(f"step {restored + 1:>2}/{STEPS}")
-    run.members()
-    run.rank("relay").kill()
-    died = time.monotonic()
-    assert run.finish() == 1
-    assert time.monotonic() - died < 20
-    assert len(run.errors) == 1 and "relay 0" in run.errors[0] and "resume=auto" in run.errors[0], run.lines
-    assert "; not started again: " in run.errors[0]
-    run.assert_gone()
     assert len(metrics(run_dir, "restart")) == 1
-
-    run = Run(run_dir, *words)
-    again = int(run.read_until("going on from the checkpoint of step ").split()[-1])
-    assert restored <= again <= restored + 6
-    restored = again
     run.read_until(f"step {restored + 2:>2}/{STEPS}")
     run.stop(signal.SIGTERM)
     assert run.finish() == 0, run.lines
