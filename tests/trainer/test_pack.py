@@ -17,9 +17,7 @@ LAYOUTS = {
 SIZES = [1 << 20, 1236]  # bytes of a chunk: all in one, and cut inside rows and query groups
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param("qwen2-untied-gqa7", marks=pytest.mark.slow), "qwen3-tied"]
-)
+@pytest.mark.parametrize("family", [pytest.param("qwen2-untied-gqa7", marks=pytest.mark.slow), "qwen3-tied"])
 def test_bucket_holds_the_canonical_tensors(family: str, ranks: Ranks, tmp_path: Path) -> None:
     """Byte for byte the tensors that a checkpoint gets, one after the other; a tensor's sums are those of its
     bytes. In one chunk, and in chunks that begin inside rows and inside query groups."""
