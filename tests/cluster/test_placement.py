@@ -68,14 +68,12 @@ def test_in_one_world_over_the_nodes(name: str, monkeypatch: pytest.MonkeyPatch)
     assert found["relay"] == relays and nodes * gpus in (0, 1, derived.gpus_unless_shared)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if gpus_of(name) > 1])  # one GPU is shared
 def test_with_a_torchrun_per_role(name: str) -> None:
     """Promise: launch/*.sh on as many nodes: trainers fill nodes from their first GPU on, replicas have the
     last ones, and where one node has both they don't meet."""
     config, derived = loaded(name)
     gpus = gpus_of(name)
-    if gpus < 2:
-        pytest.skip("a node with one GPU, or none, is shared, as its file says")
     trainers = min(gpus, derived.trainer_ranks)
     replicas = min((gpus if trainers == gpus else gpus - trainers) // config.rollout.tensor_parallel, 8)
     used: Counter[int] = Counter()
