@@ -29,8 +29,10 @@ from laminar_hpc.emulation.launch import Emulation, prepare
 from laminar_hpc.report import rundata
 from laminar_hpc.report.idle import busy, overlap
 from laminar_hpc.report.rundata import Run
-from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, PROMPT_TOKENS
-from laminar_hpc.simulator.cost import job_costs, trainer_layout
+from laminar_hpc.simulator.constants import DEFAULT, PROMPT_TOKENS
+from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.tables import GPUS, MODELS
+from laminar_hpc.simulator.trainer_cost import job_costs, trainer_layout
 
 LADDER = {  # name -> preset, and what differs from it
     "sync": ("sync", {}),
@@ -85,7 +87,9 @@ def emulated_config(folder: Path, name: str, scale: float) -> RunConfig:
 
 def emulate(options: argparse.Namespace, folder: Path, name: str) -> Run:
     folder.mkdir(parents=True)
-    layout = trainer_layout(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, DEFAULT)
+    layout = trainer_layout(
+        MODELS["32B"], GPUS["H800"], TRAINING_GPUS, WorkloadConfig(max_response_tokens=CAP), DEFAULT
+    )
     assert layout is not None
     job = job_costs(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, layout, REPLICAS * GPUS_EACH, CAP, DEFAULT)
     emulation = Emulation(

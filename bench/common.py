@@ -19,17 +19,21 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.report.idle import busy, overlap, training_windows, union
 from laminar_hpc.report.rundata import Run
 
+if TYPE_CHECKING:
+    from laminar_hpc.payload.whole import Whole
+
 ROOT = Path(__file__).resolve().parent.parent
 STOP_SECONDS = 60.0  # for an orderly stop of a run that took too long
 
 
-def parser(about: str) -> argparse.ArgumentParser:
-    """The options that every bench has."""
+def options_of(about: str) -> argparse.ArgumentParser:
+    """The option that every bench has."""
     options = argparse.ArgumentParser(
         description=about.partition("\n\n")[0],
         epilog=about,
@@ -38,6 +42,12 @@ def parser(about: str) -> argparse.ArgumentParser:
     options.add_argument(
         "--json", type=Path, metavar="PATH", help="write figures, raw rows and machine facts there"
     )
+    return options
+
+
+def parser(about: str) -> argparse.ArgumentParser:
+    """The options that every bench of runs has."""
+    options = options_of(about)
     options.add_argument(
         "--repeats", type=int, default=3, help="measured runs of each kind; figures are medians (default 3)"
     )
@@ -224,3 +234,18 @@ def finish(
         temporary = options.json.with_name(f".{options.json.name}.{os.getpid()}")
         temporary.write_text(text + "\n")
         temporary.replace(options.json)
+
+
+def whole(
+    trajectory_id: int, group_id: int, prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]
+) -> "Whole":
+    """A trajectory made up: its record, its prompt and its response, of one policy and all of it trained."""
+    from laminar_hpc.messages.data import Trajectory, VersionSpan
+    from laminar_hpc.payload.layout import Response, all_trained, logprobs_array, tokens_array
+    from laminar_hpc.payload.whole import Whole
+
+    n = len(tokens)
+    spans, columns = [VersionSpan(0, 0, n)], (tokens_array(tokens), logprobs_array(logprobs))
+    response = Response(trajectory_id, 0, *columns, spans, all_trained(n))
+    record = Trajectory(trajectory_id, group_id, 0, 0, 0, 0, n, n, 1, "stop", 1.0, 2.0, step_finished=0)
+    return Whole(record, tokens_array(prompt), response)

@@ -96,9 +96,10 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     from laminar_hpc.controller.store import Store
     from laminar_hpc.messages.chain import RelayHas
     from laminar_hpc.messages.publication import Published
-    from laminar_hpc.messages.wire import decode_trajectory
+    from laminar_hpc.payload.whole import wholes
     from laminar_hpc.trainer.megatron.policy import MegatronPolicy
     from laminar_hpc.trainer.publishing.publisher import Publisher
+    from laminar_hpc.trainer.step.batch import in_memory
     from laminar_hpc.trainer.step.learner import Learner
 
     words = [
@@ -125,10 +126,10 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     while True:
         publisher.publish(step)
         script.wait_for(RelayHas, publish_roles.RELAYS * (step + 1))
-        batch = [decode_trajectory(blob) for blob in store.payloads(store.consumed_groups(step))]
+        batch = wholes(store.run_dir, store.batch(store.consumed_groups(step)))
         if not batch or step == options.steps:
             break
-        learner.train(batch, step, publisher.fence)
+        learner.train(in_memory(batch), step, publisher.fence)
         step += 1
     publisher.close()
     told = script.wait_for(Published, step + 1)

@@ -3,97 +3,54 @@
     python bench/faults.py --json faults.json                          30 minutes of faults, one every 60 s
     python bench/faults.py --seconds 300 --every 30 --kinds kill-controller,kill-trainer
 
+    python bench/faults.py --alone-seconds 0 --kinds stop13-controller,stop60-controller,stop60-engine
+
 Each role is started by its script in launch/, and again whenever that script ends with an error. A fault is
-a role and what happens to one of its ranks: `kill` (SIGKILL) or `stop` (SIGSTOP for 13 s, then SIGCONT).
-They come in shuffled rounds, each kind once a round, `--every` seconds apart; then the run is stopped, and
-`laminar audit` has the last word. The run beside it, of `--alone-seconds`, has no faults.
+a role, or `engine`, and what happens to one of its processes: `kill` (SIGKILL) or `stop` (SIGSTOP for 13 s
+or as many as are named, then SIGCONT). They come in shuffled rounds, each kind once a round, `--every`
+seconds apart; then the run is stopped, and `laminar audit` has the last word. The run beside it, of
+`--alone-seconds`, has no faults.
 
 Figures: `effective_share` = response tokens per second trained on in the history that led to the last
 weights, with faults over without. `ROLE_seconds`: the median from a kill of ROLE to the controller's next
-start (controller), the next step (trainer), the next weights served (rollout), or received (relay).
-`audit_culprits`: what the audit objects to. Goals: 0.8, 15 s (controller), 60 s (trainer), and 0 culprits.
+start (controller), the next step (trainer), the next weights served (rollout), or received (relay); `back`
+in the table, and after a stop from its end to the next step. `audit_culprits`: what the audit objects to;
+`responses_lost`: stored, then given up. What the others did meanwhile: bench/outages.py.
+Goals: 0.8, 15 s (controller), 60 s (trainer), 0 culprits, 0 lost, `rollouts_share` 0.9, `trainer_share` 1,
+`groups_left` 0.
 """
 
 import argparse
-import os
 import random
-import subprocess
+import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import common
+import outages
 import psutil
+from roles import ROLES, Roles, audited, steps_done
 
-from laminar_hpc.audit.checks import audit
-from laminar_hpc.audit.records import read
-from laminar_hpc.observability import jsonl
 from laminar_hpc.report import rundata
 from laminar_hpc.report.rundata import Run
 
-ROLES = ("controller", "relay", "rollout", "trainer")
 KINDS = tuple(f"{how}-{role}" for role in ROLES for how in ("kill", "stop"))
 BACK = {"controller": "start", "trainer": "step", "rollout": "pull", "relay": "relay"}  # in metrics.jsonl
+OTHERS = {
+    "controller": outages.rollouts_share,
+    "rollout": outages.trainer_share,
+    "trainer": outages.groups_left,
+}
 STOPPED_SECONDS = 13.0
-COLUMNS = ("fault", "after", "step", "back")
-
-
-@dataclass
-class Roles:
-    """The scripts of all roles of one run; whichever ends with an error is started again."""
-
-    run_dir: Path
-    words: list[str]
-    log: Path
-    scripts: dict[str, subprocess.Popen] = field(default_factory=dict)
-    starts: int = 0
-
-    def tend(self) -> None:
-        for role in ROLES:
-            script = self.scripts.get(role)
-            if script is None or script.poll() not in (None, 0):
-                self.starts += 1
-                resume = ["resume=auto"] if script is not None and role == "controller" else []
-                with open(self.log, "ab") as log:
-                    command = [common.ROOT / f"launch/{role}.sh", self.run_dir, *self.words, *resume]
-                    self.scripts[role] = subprocess.Popen(
-                        command,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                        env={"OMP_NUM_THREADS": "1", **os.environ},
-                    )
-
-    def rank(self, role: str) -> psutil.Process | None:
-        """A rank of `role` that runs, not its torchrun; None between two lives."""
-        for child in psutil.Process(self.scripts[role].pid).children(recursive=True):
-            try:
-                words = child.cmdline()
-            except psutil.Error:
-                continue
-            if f"role={role}" in words and "torch.distributed.run" not in words:
-                return child
-        return None
-
-    def end(self) -> int:
-        """Asks the run to stop, then waits for its roles. How many had to be ended."""
-        command = [sys.executable, "-m", "laminar_hpc.cli", "stop", str(self.run_dir)]
-        subprocess.run(command, check=False, capture_output=True, timeout=60)
-        until, late = time.monotonic() + 120, 0
-        for script in self.scripts.values():
-            try:
-                script.wait(max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                late += 1
-                common.end(script)
-        return late
+COLUMNS = ("fault", "after", "step", "back", "rollouts_share", "trainer_share", "groups_left")
 
 
 @contextmanager
-def roles(options: argparse.Namespace, folder: Path, name: str) -> Iterator[Roles]:
+def running_roles(options: argparse.Namespace, folder: Path, name: str) -> Iterator[Roles]:
     run_dir = folder / name
     words = [f"experiment={options.experiment}", f"steps={10**6}", "checkpoint.every=5"]
     started = Roles(run_dir, [*words, "evaluation.files=[]", *options.overrides], folder / f"{name}.log")
@@ -104,40 +61,34 @@ def roles(options: argparse.Namespace, folder: Path, name: str) -> Iterator[Role
         print(f"  {name}: {late} roles did not end by themselves", file=sys.stderr, flush=True)
 
 
-def steps_done(run_dir: Path) -> int:
-    return max((record["step"] for record in jsonl.read(run_dir / "metrics.jsonl", "step")), default=0)
+@dataclass
+class Fault:
+    """`how` is kill, or stop for `seconds`; `target` a role or `engine`."""
 
+    how: str
+    seconds: float
+    target: str
 
-def until_it_trains(running: Roles, seconds: float = 300.0) -> None:
-    until = time.monotonic() + seconds
-    while steps_done(running.run_dir) < 2:
-        if time.monotonic() > until:
-            raise SystemExit(f"no two steps within {seconds:.0f} s; see {running.log}")
-        running.tend()
-        time.sleep(0.5)
+    @classmethod
+    def read(cls, kind: str) -> "Fault":
+        """Raises ValueError with what is wrong with the word."""
+        found = re.fullmatch(rf"(kill|stop)(\d*)-({'|'.join((*ROLES, 'engine'))})", kind)
+        if found is None or (found[1] == "kill" and found[2]):
+            raise ValueError(f"{kind} is none of kill-ROLE, stop-ROLE, stopSECONDS-ROLE; ROLE may be engine")
+        return cls(found[1], float(found[2] or STOPPED_SECONDS), found[3])
 
-
-def tend_for(running: Roles, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        running.tend()
-        time.sleep(min(0.2, left))
-
-
-def hit(running: Roles, kind: str) -> bool:
-    """One fault; False when no such rank runs at the moment."""
-    how, role = kind.split("-")
-    rank = running.rank(role)
-    if rank is None:
-        return False
-    if how == "kill":
-        rank.kill()
-        return True
-    rank.suspend()
-    tend_for(running, STOPPED_SECONDS)
-    with suppress(psutil.NoSuchProcess):  # it was replaced meanwhile
-        rank.resume()
-    return True
+    def strike(self, running: Roles) -> bool:
+        """Returns when a stop is over; False when there is nobody to be struck at the moment."""
+        struck = running.processes(self.target)
+        for process in struck:
+            with suppress(psutil.NoSuchProcess):
+                process.kill() if self.how == "kill" else process.suspend()
+        if struck and self.how == "stop":
+            running.tend_for(self.seconds)
+            for process in struck:
+                with suppress(psutil.NoSuchProcess):  # it was replaced meanwhile
+                    process.resume()
+        return bool(struck)
 
 
 def tokens_per_second(run: Run, start: float, end: float) -> float:
@@ -156,65 +107,88 @@ def seconds_until_back(run: Run, role: str, time_of_fault: float) -> float | Non
     return min((moment - time_of_fault for moment in times if moment > time_of_fault), default=None)
 
 
-def faulty(options: argparse.Namespace, folder: Path) -> tuple[float, list[dict], int]:
-    """Tokens per second, the faults, and the audit's culprits."""
+def faulty(options: argparse.Namespace, folder: Path) -> tuple[float, list[dict], int, int]:
+    """Tokens per second, the faults, how many the audit's culprits are, and the responses lost."""
     draw, rows, round_of = random.Random(options.seed), [], list[str]()
-    with roles(options, folder, "faults") as running:
-        until_it_trains(running)
+    with running_roles(options, folder, "faults") as running:
+        running.until_it_trains()
         start = time.time()
         while time.time() - start < options.seconds:
-            tend_for(running, options.every)
+            running.tend_for(options.every)
             round_of = round_of or draw.sample(options.kinds, len(options.kinds))
             moment = time.time()
-            if hit(running, round_of[-1]):
+            if Fault.read(round_of[-1]).strike(running):
                 step = steps_done(running.run_dir)
                 rows.append({"fault": round_of.pop(), "time": moment, "after": moment - start, "step": step})
                 print(f"  {rows[-1]['after']:6.0f} s  {rows[-1]['fault']}", file=sys.stderr, flush=True)
-        tend_for(running, options.every)
+        running.tend_for(options.every)
         end = time.time()
     run = rundata.load(folder / "faults")
     for row in rows:
-        how, role = row["fault"].split("-")
-        row["back"] = seconds_until_back(run, role, row["time"]) if how == "kill" else None
-    with read(folder / "faults") as records:
-        culprits = [text for finding in audit(records) for text in finding.culprits]
-    for culprit in culprits:
-        print(f"  audit: {culprit}", file=sys.stderr, flush=True)
-    return tokens_per_second(run, start, end), rows, len(culprits)
+        row |= aftermath(run, Fault.read(row["fault"]), row["time"])
+    culprits, lost = audited(folder / "faults")
+    return tokens_per_second(run, start, end), rows, len(culprits), lost
 
 
-def alone(options: argparse.Namespace, folder: Path) -> float:
+def aftermath(run: Run, fault: Fault, moment: float) -> dict[str, float | None]:
+    if fault.how == "stop":
+        return {"back": seconds_until_back(run, "trainer", moment + fault.seconds)}
+    back = seconds_until_back(run, fault.target, moment) if fault.target in BACK else None
+    if back is None or fault.target not in OTHERS:
+        return {"back": back}
+    until = moment + back
+    if fault.target == "trainer":  # which may have gone back to a checkpoint, and publish its weights
+        until = min((r["time"] for r in run.records.get("publish", []) if r["time"] > moment), default=until)
+    return {"back": back, OTHERS[fault.target].__name__: OTHERS[fault.target](run, moment, until)}
+
+
+def alone(options: argparse.Namespace, folder: Path) -> float | None:
     """Tokens per second without faults."""
-    with roles(options, folder, "alone") as running:
-        until_it_trains(running)
+    if not options.alone_seconds:
+        return None
+    with running_roles(options, folder, "alone") as running:
+        running.until_it_trains()
         start = time.time()
-        tend_for(running, options.alone_seconds)
+        running.tend_for(options.alone_seconds)
         end = time.time()
     return tokens_per_second(rundata.load(folder / "alone"), start, end)
+
+
+def kinds(text: str) -> list[str]:
+    for word in (words := text.split(",")):
+        try:
+            Fault.read(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return words
 
 
 def main() -> None:
     parser = common.parser(__doc__ or "")
     parser.add_argument("--seconds", type=float, default=1800.0, help="under faults (default 1800)")
-    parser.add_argument("--alone-seconds", type=float, default=300.0, help="without (default 300)")
+    parser.add_argument("--alone-seconds", type=float, default=300.0, help="without (default 300; 0: never)")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between faults (default 60)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults")
-    parser.add_argument(
-        "--kinds", type=lambda text: text.split(","), default=list(KINDS), help=f"of {','.join(KINDS)}"
-    )
+    parser.add_argument("--kinds", type=kinds, default=list(KINDS), help=f"default {','.join(KINDS)}")
     options = parser.parse_args()
     with common.run_folder(options) as folder:
         without = alone(options, folder)
-        under, rows, culprits = faulty(options, folder)
+        under, rows, culprits, lost = faulty(options, folder)
     figures: dict[str, float | None] = {
-        "effective_share": under / without,
+        "effective_share": under / without if without else None,
         "tokens_per_second": under,
         "tokens_per_second_alone": without,
         "faults": len(rows),
         "audit_culprits": culprits,
+        "responses_lost": lost,
     }
     for role in ROLES:
         figures[f"{role}_seconds"] = common.median([r["back"] for r in rows if r["fault"] == f"kill-{role}"])
+    for name in ("rollouts_share", "trainer_share"):
+        figures[name] = common.median([row[name] for row in rows if row.get(name) is not None])
+    figures["groups_left"] = max(
+        (row["groups_left"] or 0 for row in rows if "groups_left" in row), default=None
+    )
     common.finish(options, figures, rows, COLUMNS)
 
 

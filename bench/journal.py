@@ -7,10 +7,10 @@ in one process. Then stores are rebuilt from the journal alone: one of 100,000 s
 what a shared file system adds to a turn, a round trip, is not in the figures.
 
     python bench/journal.py [--json PATH] [--folder DIR]
+
+Goal: `rebuild_seconds_100000` at most 15.
 """
 
-import argparse
-import json
 import random
 import shutil
 import statistics
@@ -18,24 +18,36 @@ import tempfile
 import time
 from pathlib import Path
 
+import common
+
 from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.rebuild import build
 from laminar_hpc.controller.recovery import settle
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages.data import ScorePart, Trajectory, VersionSpan
-from laminar_hpc.messages.wire import encode
+from laminar_hpc.messages.data import Place, ScorePart, Trajectory
 
 GROUPS, SAMPLES = 2, 8  # of a turn
-REBUILD_SECONDS_MAX = 15.0
+COLUMNS = (
+    "part",
+    "response_tokens",
+    "trajectories",
+    "trajectories_per_second_without",
+    "trajectories_per_second",
+    "ratio",
+    "turn_milliseconds_added",
+    "journal_bytes_per_trajectory",
+    "transactions",
+    "megabytes",
+    "rebuild_seconds",
+    "megabytes_per_second",
+)
 
 
 def response(tokens: int, seed: int) -> Trajectory:
     """Of so many tokens, as a replica reports it."""
-    draw = random.Random(seed)
-    ids = [draw.randrange(150_000) for _ in range(tokens)]
-    logprobs = [draw.gauss(-1, 1) for _ in range(tokens)]
-    span, mask = [VersionSpan(0, 0, tokens)], [1] * tokens
-    return Trajectory(0, 0, 0, 0, 0, 0, ids[:100], ids, logprobs, mask, "stop", span, 1.0, 2.0)
+    place = Place("rollout0_00000000.0000", seed, 8 * tokens + 68)
+    digest = random.Random(seed).randbytes(16).hex()
+    return Trajectory(0, 0, 0, 0, 0, 0, tokens, tokens, 1, "stop", 1.0, 2.0, digest=digest, place=place)
 
 
 def turn(store: Store, number: int, trajectory: Trajectory) -> None:
@@ -43,9 +55,11 @@ def turn(store: Store, number: int, trajectory: Trajectory) -> None:
     groups = range(number * GROUPS, (number + 1) * GROUPS)
     for group in groups:
         store.add_group(group, group, 0, 0, group + 1, 1.0)
-        for sample in range(SAMPLES):
-            trajectory.trajectory_id, trajectory.group_id = group * SAMPLES + sample, group
-            store.add_trajectory(trajectory.trajectory_id, group, sample, 0, 0, 0)
+        store.add_prompt(group, range(100))
+        ids = range(group * SAMPLES, (group + 1) * SAMPLES)
+        store.add_trajectories(ids, group, 0, 0, 0, 0)
+        for trajectory_id in ids:
+            trajectory.trajectory_id, trajectory.group_id = trajectory_id, group
             store.store_response(trajectory)
             store.finish_trajectory(trajectory.trajectory_id, ScorePart(3.0, 1.0), 1.0)
         store.finish_group(group, 0, group, 2.0)
@@ -67,7 +81,6 @@ def throughput(root: Path, tokens: int, turns: int) -> dict[str, float]:
     stores = {kind: opened(root / f"{tokens} {kind}", kind == "with") for kind in ("without", "with")}
     seconds: dict[str, list[float]] = {kind: [] for kind in stores}
     trajectory = response(tokens, tokens)
-    payload = len(encode(trajectory))
     for number in range(turns):
         for kind, store in stores.items():
             begun = time.perf_counter()
@@ -88,7 +101,6 @@ def throughput(root: Path, tokens: int, turns: int) -> dict[str, float]:
         "ratio": ratio,
         "turn_milliseconds_added": cost * 1e3,
         "journal_bytes_per_trajectory": bytes_each,
-        "journal_bytes_per_payload_byte": bytes_each / payload,
     }
 
 
@@ -113,12 +125,7 @@ def rebuild(root: Path, trajectories: int, tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__.partition("\n\n")[0],
-        epilog=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    options.add_argument("--json", type=Path, metavar="PATH", help="write the figures there")
+    options = common.options_of(__doc__ or "")
     options.add_argument("--folder", type=Path, help="where store and journal are made")
     chosen = options.parse_args()
     root = Path(tempfile.mkdtemp(prefix="laminar-journal-", dir=chosen.folder))
@@ -127,13 +134,10 @@ def main() -> None:
         rebuilds = [rebuild(root, 100_000, 10), rebuild(root, 16_000, 1_000)]
     finally:
         shutil.rmtree(root)
-    for row in turns:
-        print("   ".join(f"{key} {value:.3g}" for key, value in row.items()))
-    for row in rebuilds:
-        print("   ".join(f"{key} {value:.4g}" for key, value in row.items()))
-    print(f"limit: rebuild_seconds {REBUILD_SECONDS_MAX:.0f} for 100,000 small trajectories")
-    if chosen.json:
-        chosen.json.write_text(json.dumps({"turns": turns, "rebuilds": rebuilds}, indent=1))
+    figures = {f"ratio_{row['response_tokens']}": row["ratio"] for row in turns}
+    figures |= {f"rebuild_seconds_{row['trajectories']}": row["rebuild_seconds"] for row in rebuilds}
+    rows = [{"part": "turns"} | row for row in turns] + [{"part": "rebuild"} | row for row in rebuilds]
+    common.finish(chosen, figures, rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python bench/kill_windows.py --kills 20 --seconds 2400 --json windows.json
 
 A run with a torchrun per role; bench/windows/sitecustomize.py has each rank die in the next window of its
-role, in rounds of one death per window, until every window has had `--kills` deaths or the time is over.
+role, no window far ahead of the others, until every window has had `--kills` deaths or the time is over.
 Whatever has died is started again by its script; `--between` seconds after a death the next may come, which
 is mostly before that is done. Then the roles are left alone for `--calm` seconds, in which the run
-has to train on, and stopped.
+has to train on, and stopped. With --runs-dir another call goes on with the same run and its counts.
 
 Figures: `deaths`, and `windows` of which each had `--kills` of them; `audit_culprits` and `responses_lost`
 (responses that were stored and then given up): goals 0; `steps` trained, `calm_steps` after the last death.
@@ -22,10 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import common
-from faults import Roles, steps_done, tend_for
-
-from laminar_hpc.audit.checks import audit
-from laminar_hpc.audit.records import read
+from roles import Roles, audited, customize_roles, steps_done
 
 COLUMNS = ("window", "role", "function", "at", "deaths")
 # name -> role, module, function, and whether the rank dies when it is called or when it has returned
@@ -60,8 +57,7 @@ def deaths(folder: Path) -> dict[str, int]:
 @contextmanager
 def running(options: argparse.Namespace, folder: Path, plan: Path) -> Iterator[Roles]:
     words = [f"experiment={options.experiment}", f"steps={10**6}", "checkpoint.every=1", "restarts=0"]
-    own = [word for name in ("PYTHONPATH",) if (word := os.environ.get(name))]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(common.ROOT / "bench/windows"), *own])
+    customize_roles("windows")
     os.environ["KILL_WINDOWS"] = str(plan)
     roles = Roles(folder / "run", [*words, "evaluation.files=[]", *options.overrides], folder / "run.log")
     try:
@@ -75,7 +71,7 @@ def running(options: argparse.Namespace, folder: Path, plan: Path) -> Iterator[R
 def until_all_had_theirs(roles: Roles, options: argparse.Namespace, plan: Path) -> None:
     until, said = time.monotonic() + options.seconds, 0
     while time.monotonic() < until:
-        tend_for(roles, 1.0)
+        roles.tend_for(1.0)
         counts = deaths(plan)
         if min(counts.values()) >= options.kills:
             return
@@ -98,22 +94,17 @@ def main() -> None:
         window["module"] = f"laminar_hpc.{window['module']}"
     with common.run_folder(options) as folder:
         plan = folder / "windows"
-        plan.mkdir(parents=True)
-        content = {"windows": windows, "between": options.between}
+        plan.mkdir(parents=True, exist_ok=True)
+        content = {"windows": windows, "between": options.between, "kills": options.kills}
         (plan / "plan.json").write_text(json.dumps(content))
         with running(options, folder, plan) as roles:
             until_all_had_theirs(roles, options, plan)
             (plan / "plan.json").unlink()
             before = steps_done(roles.run_dir)
-            tend_for(roles, options.calm)
+            roles.tend_for(options.calm)
         counts = deaths(plan)
-        with read(folder / "run") as records:
-            culprits = [text for finding in audit(records) for text in finding.culprits]
-            store = records.store
-            lost = sum(t.state == "given_up" and bool(t.digest) for t in store.trajectories) if store else 0
+        culprits, lost = audited(folder / "run")
         steps = steps_done(folder / "run")
-    for culprit in culprits:
-        print(f"  audit: {culprit}", file=sys.stderr, flush=True)
     rows = [
         {"window": n, "role": w["role"], "function": w["function"], "at": w["when"], "deaths": counts[n]}
         for n, w in windows.items()

@@ -4,6 +4,7 @@
     python bench/kv_engines.py --lengths 1024,4096
     python bench/kv_engines.py --model 7b --lengths 1024,8192     all of Qwen2.5-7B's weights, at random,
                                                                   twice on one GPU of 80 GB or more
+    python bench/kv_engines.py --tensor-parallel 1,2        engines of one process, then of two
 
 The model has the KV cache of Qwen2.5-7B (28 layers, 4 heads of 128, bf16) but a hundredth of its weights, so
 that two cores can serve it: a real 7B's prefill takes far longer, its move as long. A move is all from the
@@ -12,7 +13,8 @@ namespace, to the first token. Every continuation is checked to have the moved p
 
 Figures: `reprefill_over_move_4k`, the ratio at the longest prompt; `break_even_tokens`, the length from which
 a move is the faster one (between two lengths by a straight line, 0 where it always is, null where it never
-is); `stalled_ms`, the longest that a scheduler stood still for a move.
+is); `stalled_ms`, the longest that a scheduler stood still for a move. They are of the first tensor-parallel
+size; those of another one have its name behind theirs, as in `stalled_ms_tp2`.
 """
 
 import asyncio
@@ -31,7 +33,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.interface import sampling_parameters
 from laminar_hpc.engine.sglang.server import SglangServer
 
-COLUMNS = ("tokens", "repeat", "move ms", "prefill ms", "prefill / move", "stalled ms")
+COLUMNS = ("TP", "tokens", "repeat", "move ms", "prefill ms", "prefill / move", "stalled ms")
 START_SECONDS = 600.0
 
 
@@ -86,7 +88,7 @@ async def move(
     address = await destination.kv_reserve(name, 0, len(prompt) + greedy["max_new_tokens"])
     await source.kv_send(name, name, address)
     sent = await source.kv_detach(name, name)
-    tokens = prompt + (await call).tokens
+    tokens = prompt + (await call).tokens.tolist()
     await destination.kv_import(name, tokens)
     after = await destination.generate(tokens, {**greedy, "max_new_tokens": 1}, name, "0")
     taken = time.perf_counter() - begin
@@ -100,6 +102,7 @@ async def measure(
     engines: Sequence[SglangServer], lengths: list[int], repeats: int, config: RunConfig
 ) -> list[dict]:
     greedy = {**sampling_parameters(config.sampling, 0.0, 400, []), "ignore_eos": True}
+    ranks = config.rollout.tensor_parallel
     rows: list[dict] = []
     for repeat in range(-1, repeats):  # the first is not counted
         for length in lengths:
@@ -119,7 +122,7 @@ async def measure(
                 dict(
                     zip(
                         COLUMNS,
-                        (length, repeat, 1e3 * moved, 1e3 * prefill, prefill / moved, 1e3 * still),
+                        (ranks, length, repeat, 1e3 * moved, 1e3 * prefill, prefill / moved, 1e3 * still),
                         strict=True,
                     )
                 )
@@ -140,9 +143,21 @@ def break_even(ratios: dict[int, float]) -> float | None:
     return None
 
 
-async def run(folder: Path, model: str, lengths: list[int], repeats: int) -> list[dict]:
-    make_model(folder / "model", model)
+def figures_of(rows: list[dict], lengths: list[int]) -> dict[str, float | None]:
+    """Of the rows of one tensor-parallel size."""
+    ratios = {
+        n: common.median([row["prefill / move"] for row in rows if row["tokens"] == n]) for n in lengths
+    }
+    return {
+        "reprefill_over_move_4k": ratios[max(lengths)],
+        "break_even_tokens": break_even(ratios),
+        "stalled_ms": max(row["stalled ms"] for row in rows),
+    }
+
+
+async def run(folder: Path, ranks: int, lengths: list[int], repeats: int) -> list[dict]:
     config = RunConfig()
+    config.rollout.tensor_parallel = ranks
     config.model.path, config.model.dtype = str(folder / "model"), "bfloat16"
     config.rollout.kv_cache_tokens, config.rollout.engine_start_seconds = (
         4 * max(lengths) + 2048,
@@ -161,19 +176,23 @@ def main() -> None:
     options.add_argument(
         "--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[512, 1024, 2048, 4096]
     )
+    options.add_argument(
+        "--tensor-parallel",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[1],
+        help="default 1",
+    )
     options.add_argument("--model", choices=("narrow", "7b"), default="narrow", help="default narrow")
     options = options.parse_args()
+    rows: list[dict] = []
+    figures: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-        rows = asyncio.run(run(Path(folder), options.model, options.lengths, options.repeats))
-    ratios = {
-        n: common.median([row["prefill / move"] for row in rows if row["tokens"] == n])
-        for n in options.lengths
-    }
-    figures = {
-        "reprefill_over_move_4k": ratios[max(options.lengths)],
-        "break_even_tokens": break_even(ratios),
-        "stalled_ms": max(row["stalled ms"] for row in rows),
-    }
+        make_model(Path(folder) / "model", options.model)
+        for ranks in options.tensor_parallel:
+            found = asyncio.run(run(Path(folder), ranks, options.lengths, options.repeats))
+            name = f"_tp{ranks}" if rows else ""
+            figures |= {f"{key}{name}": value for key, value in figures_of(found, options.lengths).items()}
+            rows += found
     common.finish(options, figures, rows, COLUMNS)
 
 

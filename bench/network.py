@@ -1,5 +1,5 @@
 """Hosts on one machine: network namespaces on a bridge, each behind a cable of a given rate (tc) that can be
-cut. Linux, root, iproute2.
+cut; any two can be parted. Linux, root, iproute2.
 
 Nothing is changed outside the namespaces made here. They are taken away by `close`, and by the next `Network`
 if their maker was killed.
@@ -14,6 +14,7 @@ from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
 
 _PREFIX = "laminar-net-"
+_NOBODY = "02:00:00:00:00:01"  # the hardware address of none of them
 _BURST = "128kb"  # of the token bucket: two of the largest packets that the kernel hands over
 
 
@@ -103,6 +104,27 @@ class Network:
 
     def mend(self, host: int) -> None:
         self._in(self._bridge, "link", "set", f"port{host}", "up")
+
+    def part(self, one: int, other: int) -> None:
+        """Nothing gets through between these two, and nobody is told; both still reach all others."""
+        for here, there in ((one, other), (other, one)):
+            words = (
+                "neigh",
+                "replace",
+                self.address(there),
+                "lladdr",
+                _NOBODY,
+                "dev",
+                "eth0",
+                "nud",
+                "permanent",
+            )
+            self._in(self.namespace(here), *words)
+
+    def join(self, one: int, other: int) -> None:
+        """Undoes `part`."""
+        for here, there in ((one, other), (other, one)):
+            self._in(self.namespace(here), "neigh", "del", self.address(there), "dev", "eth0")
 
     def close(self) -> None:
         for name in self._made:

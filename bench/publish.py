@@ -143,30 +143,12 @@ def row(size: str, what: str, seconds: float, memcpy: float, parts: object = "")
 def make_batch(vocabulary: int, seed: int) -> list:
     import random
 
-    from laminar_hpc.messages.data import Trajectory, VersionSpan
-
-    draw = random.Random(seed)
-    return [
-        Trajectory(
-            trajectory_id=i,
-            group_id=i // SAMPLES,
-            attempt=0,
-            replica=0,
-            weight_id=0,
-            weight_step=0,
-            prompt_tokens=[draw.randrange(vocabulary) for _ in range(4)],
-            response_tokens=[draw.randrange(vocabulary) for _ in range(TOKENS)],
-            logprobs=[-9.0] * TOKENS,
-            loss_mask=[1] * TOKENS,
-            finish_reason="stop",
-            version_spans=[VersionSpan(0, 0, TOKENS)],
-            time_started=0.0,
-            time_finished=0.0,
-            step_finished=0,
-            reward=float(i % SAMPLES),
-        )
-        for i in range(GROUPS * SAMPLES)
-    ]
+    draw, batch = random.Random(seed), []
+    for i in range(GROUPS * SAMPLES):
+        prompt, response = ([draw.randrange(vocabulary) for _ in range(n)] for n in (4, TOKENS))
+        batch.append(common.whole(i, i // SAMPLES, prompt, response, [-9.0] * TOKENS))
+        batch[-1].record.reward = float(i % SAMPLES)
+    return batch
 
 
 def settings(options: argparse.Namespace, size: str) -> object:
@@ -197,6 +179,7 @@ def measure_publish(options: argparse.Namespace, size: str) -> dict:
     from laminar_hpc.messages.publication import Published
     from laminar_hpc.trainer.megatron.policy import MegatronPolicy
     from laminar_hpc.trainer.publishing.publisher import Publisher
+    from laminar_hpc.trainer.step.batch import in_memory
     from laminar_hpc.trainer.step.learner import Learner
     from laminar_hpc.weights.manifest import layout
 
@@ -207,7 +190,7 @@ def measure_publish(options: argparse.Namespace, size: str) -> dict:
     policy = MegatronPolicy(config)
     learner, script, rows, figures = Learner(config, policy), Script(config, options.runs_dir), [], {}
     count = layout(policy.canonical_metadata(), 0, 0).data_bytes
-    batch, sent, expected = make_batch(policy.shape.vocab, 0), 0, 0
+    batch, sent, expected = in_memory(make_batch(policy.shape.vocab, 0)), 0, 0
     copy = Memcpy(count)
     for mode, relays in (("overlapped", 1), ("blocking", 1), ("overlapped", 2)):
         config.relay.publish, script.relays = mode, relays

@@ -47,15 +47,7 @@ COLUMNS = ["shape", "relays", "seconds", "formula", "over formula", "over one", 
 
 
 def options() -> argparse.Namespace:
-    about = __doc__ or ""
-    parser = argparse.ArgumentParser(
-        description=about.partition("\n\n")[0],
-        epilog=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write figures, raw rows and machine facts there"
-    )
+    parser = common.options_of(__doc__ or "")
     parser.add_argument(
         "--repeats",
         type=int,

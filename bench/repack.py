@@ -37,12 +37,13 @@ from laminar_hpc.emulation.launch import Emulation, prepare
 from laminar_hpc.observability import status
 from laminar_hpc.policies.repack import ReplicaView, plan
 from laminar_hpc.report import rundata
-from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS, PROMPT_TOKENS
-from laminar_hpc.simulator.cost import job_costs, trainer_layout
+from laminar_hpc.simulator.constants import DEFAULT, PROMPT_TOKENS
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.setup import setup as simulated_setup
+from laminar_hpc.simulator.tables import GPUS, MODELS
+from laminar_hpc.simulator.trainer_cost import job_costs, trainer_layout
 from laminar_hpc.simulator.workload import capped_mean
 
 REPLICAS, GPUS_EACH, TRAINING_GPUS = 16, 4, 64
@@ -64,7 +65,8 @@ COLUMNS = (
 # Constants of the costs and the policy, for the sensitivity; names of simulator/constants.py but for the last
 # three.
 VARIED = (
-    "decode_overhead_per_layer",
+    "decode_layer_seconds",
+    "decode_kv_efficiency",
     "decode_hbm_efficiency",
     "decode_flops_efficiency",
     "prefill_mfu",
@@ -73,7 +75,7 @@ VARIED = (
     "pull_overhead",
     "repack_period",
     "repack_kv_share",
-    "train_mfu",
+    "train_kernel_efficiency",
     "median",
     "sigma",
     "kv_tokens",
@@ -102,7 +104,9 @@ def emulate(options: argparse.Namespace, folder: Path, repack: str) -> dict:
         DEFAULT.repack_period / options.scale,
         CONCURRENT,
     )
-    layout = trainer_layout(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, DEFAULT)
+    layout = trainer_layout(
+        MODELS["32B"], GPUS["H800"], TRAINING_GPUS, WorkloadConfig(max_response_tokens=CAP), DEFAULT
+    )
     assert layout is not None
     job = job_costs(MODELS["32B"], GPUS["H800"], TRAINING_GPUS, layout, REPLICAS * GPUS_EACH, CAP, DEFAULT)
     emulation = Emulation(config, job.train_token + job.logprob_token, options.per_process)

@@ -17,6 +17,7 @@ from laminar_hpc.weights.manifest import WEIGHTS_FILE, layout, safetensors_heade
 EXAMPLE = common.ROOT / "examples" / "arithmetic" / "base"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 CHUNK = 1 << 26  # elements drawn at once
+_FEW = "-few-tokens"
 _TINY = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -38,15 +39,16 @@ _MORE = {
 
 
 def shape(name: str, layers: int | None = None) -> dict:
-    """The config.json of `tiny`, `0.5b` or `7b`, with fewer layers if told so. `0.5b-few-tokens` and `tiny`
-    end a response after 512 tokens on average, the others hardly ever: the end is one token of all."""
-    known = known_models()
+    """The config.json of `tiny`, `0.5b` or `7b`, with fewer layers if told so. `tiny` ends a response after
+    512 tokens on average, the others hardly ever: the end is one token of all. NAME-few-tokens ends them
+    after 128, so that few are long."""
+    known, base = known_models(), name.removesuffix(_FEW)
     found = {
         "tiny": {**known["Qwen2.5-0.5B"], **_TINY},
         "0.5b": known["Qwen2.5-0.5B"],
-        "0.5b-few-tokens": {**known["Qwen2.5-0.5B"], "vocab_size": 512},
         "7b": known["Qwen2.5-7B"],
-    }[name]
+    }[base]
+    found = found if name == base else {**found, "vocab_size": 128}
     return {**found, **_MORE, **({"num_hidden_layers": layers} if layers else {})}
 
 

@@ -87,34 +87,15 @@ def in_process(options: argparse.Namespace, threads: int) -> list[dict]:
 
 def make_batch(vocabulary: int, seed: int) -> list:
     """PROMPTS groups of SAMPLES trajectories; lengths of responses are log-normal."""
-    from laminar_hpc.messages.data import Trajectory, VersionSpan
-
     draw, sigma = random.Random(seed), math.log(P99_TOKENS / MEDIAN_TOKENS) / 2.326
     batch = []
     for group in range(PROMPTS):
         prompt = [draw.randrange(vocabulary) for _ in range(draw.randint(4, 24))]
         for sample in range(SAMPLES):
             n = min(LONGEST, max(2, round(draw.lognormvariate(math.log(MEDIAN_TOKENS), sigma))))
-            batch.append(
-                Trajectory(
-                    trajectory_id=group * SAMPLES + sample,
-                    group_id=group,
-                    attempt=0,
-                    replica=0,
-                    weight_id=0,
-                    weight_step=0,
-                    prompt_tokens=prompt,
-                    response_tokens=[draw.randrange(vocabulary) for _ in range(n)],
-                    logprobs=[-math.log(vocabulary)] * n,
-                    loss_mask=[1] * n,
-                    finish_reason="stop",
-                    version_spans=[VersionSpan(0, 0, n)],
-                    time_started=0.0,
-                    time_finished=0.0,
-                    step_finished=0,
-                    reward=float(draw.random() < 0.5),
-                )
-            )
+            response, logprobs = [draw.randrange(vocabulary) for _ in range(n)], [-math.log(vocabulary)] * n
+            batch.append(common.whole(group * SAMPLES + sample, group, prompt, response, logprobs))
+            batch[-1].record.reward = float(draw.random() < 0.5)
     return batch
 
 
@@ -144,10 +125,7 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict]:
             for batch in batches:
                 step(batch)
             seconds = time.perf_counter() - started
-            found[name] = (
-                sum(len(t.prompt_tokens) + len(t.response_tokens) for batch in batches for t in batch)
-                / seconds
-            )
+            found[name] = sum(len(t.prompt) + t.record.length for batch in batches for t in batch) / seconds
         if repeat >= 0:
             rows.append(
                 {
@@ -166,6 +144,7 @@ def our_step(config: object) -> tuple[Callable[[list], None], int]:
     import torch.distributed as dist
 
     from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+    from laminar_hpc.trainer.step.batch import in_memory
     from laminar_hpc.trainer.step.learner import Learner
 
     dist.init_process_group(
@@ -173,7 +152,7 @@ def our_step(config: object) -> tuple[Callable[[list], None], int]:
     )
     policy = MegatronPolicy(config)
     learner = Learner(config, policy)
-    return lambda batch: learner.train(batch, 0, lambda: None), policy.shape.vocab
+    return lambda batch: learner.train(in_memory(batch), 0, lambda: None), policy.shape.vocab
 
 
 def their_step(config: object) -> Callable[[list], None]:
@@ -197,26 +176,28 @@ def their_step(config: object) -> Callable[[list], None]:
     )
 
     def step(batch: list) -> None:
-        rewards = torch.tensor([t.reward for t in batch], dtype=torch.float64).view(PROMPTS, SAMPLES)
+        rewards = torch.tensor([t.record.reward for t in batch], dtype=torch.float64).view(PROMPTS, SAMPLES)
         advantages = group_advantages(rewards, normalize_std=True).flatten().tolist()
-        tokens = sum(len(t.response_tokens) for t in batch)
-        for part in padded_parts([len(t.prompt_tokens) + len(t.response_tokens) for t in batch]):
-            texts = [batch[i].prompt_tokens + batch[i].response_tokens for i in part]
+        tokens = sum(t.record.length for t in batch)
+        for part in padded_parts([len(t.prompt) + t.record.length for t in batch]):
+            texts = [batch[i].prompt.tolist() + batch[i].response.tokens.tolist() for i in part]
             width = max(map(len, texts))
             ids = torch.tensor([t + [0] * (width - len(t)) for t in texts], device=device)
             attention = torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t in texts], device=device)
             trained = torch.tensor(
                 [
-                    [len(batch[i].prompt_tokens) <= place < len(t) for place in range(1, width)]
+                    [len(batch[i].prompt) <= place < len(t) for place in range(1, width)]
                     for i, t in zip(part, texts, strict=True)
                 ],
                 device=device,
             )
             logp = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float().log_softmax(-1)
             logp = logp.gather(2, ids[:, 1:, None])[..., 0][trained]
-            behaviour = torch.tensor([lp for i in part for lp in batch[i].logprobs], device=device)
+            behaviour = torch.tensor(
+                [lp for i in part for lp in batch[i].response.logprobs.tolist()], device=device
+            )
             advantage = torch.tensor(
-                [advantages[i] for i in part for _ in batch[i].response_tokens], device=device
+                [advantages[i] for i in part for _ in batch[i].response.tokens], device=device
             )
             ratio = torch.exp(logp - behaviour)
             surrogate = torch.minimum(

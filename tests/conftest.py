@@ -1,8 +1,15 @@
 """How tests run side by side (`make test WORKERS=N`): whole files go to a worker, so that their fixtures are
-made once, and whole folders where several files share engines, trainer processes or a Slurm."""
+made once, and whole folders where several files share engines, trainer processes or a Slurm.
+
+Property tests are bounded by their number of examples: one with a time limit would fail on a busy machine,
+and then look for a smaller example for minutes."""
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
+
+settings.register_profile("by-examples", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("by-examples")
 
 FOLDERS = ("tests/trainer/", "tests/rollout/", "tests/slurm/")
 LONG = (*FOLDERS, "tests/system/")  # they come first: what takes long must not begin last

@@ -5,7 +5,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +27,9 @@ from laminar_hpc.weights.slots import SlotWriter
 EOS = 258
 
 
-def make_model(directory: Path, seed: int, tied: bool = False) -> Path:
-    """A random 140k-parameter Qwen2 (float32, 2 layers, 4 heads, 2 KV heads, vocabulary 500) with a
-    byte-level tokenizer."""
+def make_model(directory: Path, seed: int, tied: bool = False, kv_heads: int = 2) -> Path:
+    """A random 140k-parameter Qwen2 (float32, 2 layers, 4 heads, vocabulary 500) with a byte-level
+    tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -45,7 +45,7 @@ def make_model(directory: Path, seed: int, tied: bool = False) -> Path:
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=2048,
         tie_word_embeddings=tied,
         eos_token_id=EOS,
@@ -144,10 +144,11 @@ def engine_config(model: Path) -> RunConfig:
     return config
 
 
-def start_pair(folder: Path) -> Pair:
+def start_pair(folder: Path, tensor_parallel: int = 1, kv_heads: int = 2) -> Pair:
     """Starts both at once. The caller stops them."""
-    models = [make_model(folder / f"model{seed}", seed) for seed in (0, 1)]
+    models = [make_model(folder / f"model{seed}", seed, kv_heads=kv_heads) for seed in (0, 1)]
     config, loop = engine_config(models[0]), LoopThread()
+    config.rollout.tensor_parallel = tensor_parallel
 
     async def start() -> list[SglangServer]:
         engines = [SglangServer(config, index, folder) for index in range(2)]
@@ -162,9 +163,10 @@ def start_pair(folder: Path) -> Pair:
 
 
 def hf_logprobs(
-    model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float = 1.0
+    model: torch.nn.Module, prompt: list[int], response: Iterable[int], temperature: float = 1.0
 ) -> torch.Tensor:
     """Log-probs of the response by transformers at `temperature`, float32 [response]."""
+    response = list(map(int, response))
     with torch.no_grad():
         logits = (
             model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature

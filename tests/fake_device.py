@@ -78,6 +78,7 @@ class FakeDevice:
         self.awaited: Callable[[], object] = lambda: None  # whenever the host waits for this device
         self.made: list[FakeStream] = []
         self.pairs: list[FakePair] = []
+        self.registered: list[int] = []  # sizes of host memory
         self._current, self._places = threading.local(), list[tuple[int, int]]()
         self._kept: list[torch.Tensor] = []  # so that no host tensor ever takes a place of the device
 
@@ -116,7 +117,8 @@ class FakeDevice:
     def pinned(self, size: int) -> torch.Tensor:
         return torch.full((size,), 0xDD, dtype=torch.uint8)
 
-    def pin(self, memory: torch.Tensor) -> None: ...
+    def pin(self, memory: torch.Tensor) -> None:
+        self.registered.append(memory.nbytes)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.current.enqueue(lambda: target.copy_(source))

@@ -5,6 +5,7 @@ in a process and a time limit of its own, then one table with verdicts and cures
     python bench/gpu_check --only kernels kv    some of it
     python bench/gpu_check --cpu                the same stages with tiny shapes on the CPU: tries the check
     python bench/gpu_check --again              also the stages that were ok before
+    python bench/gpu_check --list               the stages in their order, with limits and goals; runs nothing
 
 `make gpu-check` does the first. A second call goes on where the first one ended: what was ok or low is kept,
 unless GPU, torch or SGLang are others; what failed or was not reached runs again. --out holds each stage's
@@ -50,6 +51,7 @@ def options_of(words: list[str] | None = None) -> argparse.Namespace:
     names = [stage.name for stage in STAGES]
     options.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU, nothing is judged")
     options.add_argument("--only", nargs="+", choices=names, metavar="STAGE", help=f"of: {', '.join(names)}")
+    options.add_argument("--list", action="store_true", help="print the stages and run nothing")
     options.add_argument("--again", action="store_true", help="run also what was ok or low before")
     options.add_argument("--minutes", type=float, default=25.0, help="for all stages (default 25)")
     options.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-check", help="default %(default)s")
@@ -246,8 +248,20 @@ def table(found: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def listed() -> str:
+    """The stages in their order: limits in seconds, alone and up to there, and goals."""
+    width, until, lines = max(len(stage.name) for stage in STAGES), 0.0, list[str]()
+    for stage in STAGES:
+        until += stage.seconds
+        goals = ", ".join(f"{goal.figure} {goal}" for goal in stage.goals)
+        lines.append(f"{stage.name:{width}}  {stage.seconds:7.0f}  {until:5.0f}  {goals}".rstrip())
+    return "\n".join([f"{'stage':{width}}  {'limit/s':>7}  {'sum/s':>5}  goals", *lines])
+
+
 def main() -> None:
     options = options_of()
+    if options.list:
+        return print(listed())
     names = gpu_names()
     if not names and not options.cpu:
         sys.exit(

@@ -23,6 +23,7 @@ from pathlib import Path
 import common
 import faults
 import psutil
+import roles
 import shapes
 import torch
 
@@ -114,7 +115,7 @@ def pair(options: argparse.Namespace, folder: Path) -> tuple[Figures, list[dict]
 def kill_engine(run_dir: Path, killed: list[float], over: threading.Event) -> None:
     """Kills the engine of the run below this process once it has made a step."""
     while not over.wait(0.2):
-        if not faults.steps_done(run_dir):
+        if not roles.steps_done(run_dir):
             continue
         for process in psutil.Process().children(recursive=True):
             try:
@@ -148,7 +149,7 @@ def relay_killed(options: argparse.Namespace, folder: Path) -> tuple[Figures, li
     words = (f"{k}={v}" for k, v in settings(options, folder).items() if k != "evaluation.files")
     options.overrides = [*words, *options.overrides]
     options.kinds, options.seed, options.seconds, options.every = ["kill-relay"], 0, 20.0, 10.0
-    _, hits, _ = faults.faulty(options, folder)
+    _, hits, _, _ = faults.faulty(options, folder)
     row = row_of("relay-killed", rundata.load(folder / "faults"))
     shutil.rmtree(folder / "faults" / "checkpoints", ignore_errors=True)
     return {"killed": float(len(hits)), "relay_seconds": common.median([hit["back"] for hit in hits])}, [row]
@@ -161,7 +162,9 @@ def keep_kv(options: argparse.Namespace, folder: Path) -> tuple[Figures, list[di
 
 
 def repack(options: argparse.Namespace, folder: Path) -> tuple[Figures, list[dict]]:
-    options.shape = {"0.5b": "0.5b-few-tokens"}.get(options.shape, options.shape)  # of uneven lengths
+    # Most responses must be far shorter than the longest ones: a replica is emptied when its KV cache
+    # shrinks, and with lengths near the maximum all end at once.
+    options.shape += "-few-tokens"
     more: dict[str, object] = {
         "sampling.max_response_tokens": 512,
         "rollout.replicas": 2,

@@ -1,6 +1,9 @@
 """The stages of bench/gpu_check, in the order in which they run: each a program, its time limit, and the
 figures that its verdict hangs on.
 
+The most telling ones come first: the limits of those up to `tests` add up to less than the 25 minutes of one
+call, so that they are reached even if each of them hangs.
+
 Goals are those of the design on one GPU of 80 GB; the CPU's programs try the same way with tiny shapes, and
 nothing is judged there.
 """
@@ -68,15 +71,6 @@ STAGES = (
         figures=False,
     ),
     Stage(
-        "tests",
-        240,
-        "-m pytest -q -p no:cacheprovider -m gpu tests/kernels tests/kv tests/trainer",
-        "-m pytest -q -p no:cacheprovider -m gpu --collect-only tests/kv tests/trainer",
-        "the log names the test; the stages behind it show what else it breaks",
-        figures=False,
-        needs=TRAINING,
-    ),
-    Stage(
         "kernels",
         150,
         "bench/kernels.py --repeats 10",
@@ -100,12 +94,16 @@ STAGES = (
         ),
     ),
     Stage(
-        "load",
-        150,
-        "bench/hand_over.py --repeats 2",
-        "bench/hand_over.py --repeats 1 --device cpu --layers 0 --vocabulary 16384",
-        "df /dev/shm must show 20 GB; the log says whether link, slot or load failed",
-        (Goal("pull_over_pinned_copy", "CUDA does not register shared memory: ulimit -l, container", 0.8),),
+        "trainer-0.5b",
+        120,
+        "bench/gpu_check/trainer_alone.py --shape 0.5b --runs-dir {out}/runs/trainer",
+        "bench/gpu_check/trainer_alone.py --shape tiny --tokens 256 --steps 2 --runs-dir {out}/runs/trainer",
+        "the log's last line; out of memory: another process holds the GPU (nvidia-smi)",
+        (
+            PEAK,
+            Goal("mfu", "make apex; FlashAttention 3; fewer activations recomputed: docs/gpu_check.md", 0.45),
+        ),
+        needs=TRAINING,
     ),
     Stage(
         "engine-0.5b",
@@ -117,32 +115,6 @@ STAGES = (
         needs=KERNELS,
     ),
     Stage(
-        "engine-7b",
-        240,
-        "bench/gpu_check/engine_alone.py --shape 7b --repeats 1 --runs-dir {out}/runs/engine-7b",
-        "",
-        "as for 0.5b; a 7B's weights and KV cache need 32 GB",
-        needs=KERNELS,
-    ),
-    Stage(
-        "trainer-0.5b",
-        120,
-        "bench/gpu_check/trainer_alone.py --shape 0.5b --runs-dir {out}/runs/trainer",
-        "bench/gpu_check/trainer_alone.py --shape tiny --tokens 256 --steps 2 --runs-dir {out}/runs/trainer",
-        "the log's last line; out of memory: another process holds the GPU (nvidia-smi)",
-        (PEAK, Goal("mfu", "install Transformer Engine and FlashAttention 3: docs/gpu_check.md", 0.45)),
-        needs=TRAINING,
-    ),
-    Stage(
-        "trainer-7b",
-        150,
-        "bench/gpu_check/trainer_alone.py --shape 7b --layers 8 --runs-dir {out}/runs/trainer",
-        "",
-        "the log's last line; 8 of a 7B's layers need 70 GB",
-        (PEAK, Goal("mfu", "install Transformer Engine and FlashAttention 3: docs/gpu_check.md", 0.45)),
-        needs=TRAINING,
-    ),
-    Stage(
         "live",
         300,
         "bench/gpu_check/live.py --part pair --steps 20 --runs-dir {out}/runs/pair",
@@ -152,15 +124,60 @@ STAGES = (
         needs=(*KERNELS, *TRAINING),
     ),
     Stage(
-        "trainer-replayed",
-        90,
-        "bench/gpu_check/trainer_alone.py --shape 0.5b --replay {out}/runs/pair/laminar"
-        " --runs-dir {out}/runs/trainer",
-        "bench/gpu_check/trainer_alone.py --shape tiny --tokens 256 --steps 2"
-        " --replay {out}/runs/pair/laminar --runs-dir {out}/runs/trainer",
-        "it trains on what the stage before has left; if that failed, mend it first",
-        (PEAK,),
+        "load",
+        150,
+        "bench/hand_over.py --repeats 2",
+        "bench/hand_over.py --repeats 1 --device cpu --layers 0 --vocabulary 16384",
+        "df /dev/shm must show 20 GB; the log says whether link, slot or load failed",
+        (Goal("pull_over_pinned_copy", "CUDA does not register shared memory: ulimit -l, container", 0.8),),
+    ),
+    Stage(
+        "trainer-7b",
+        150,
+        "bench/gpu_check/trainer_alone.py --shape 7b --layers 8 --runs-dir {out}/runs/trainer",
+        "",
+        "the log's last line; 8 of a 7B's layers need 70 GB",
+        (
+            PEAK,
+            Goal("mfu", "make apex; FlashAttention 3; fewer activations recomputed: docs/gpu_check.md", 0.45),
+        ),
         needs=TRAINING,
+    ),
+    Stage(
+        "tests",
+        240,
+        "-m pytest -q -p no:cacheprovider -m gpu tests/kernels tests/kv tests/trainer",
+        "-m pytest -q -p no:cacheprovider -m gpu --collect-only tests/kv tests/trainer",
+        "the log names the test; the stages behind it show what else it breaks",
+        figures=False,
+        needs=TRAINING,
+    ),
+    Stage(
+        "repack",
+        200,
+        "bench/gpu_check/live.py --part repack --steps 6 --runs-dir {out}/runs/repack",
+        "bench/gpu_check/live.py --part repack --steps 4 --shape tiny --runs-dir {out}/runs/repack",
+        LIVE,
+        (AUDIT, Goal("moves", "no trajectory has moved: more --steps", 1)),
+        needs=(*KERNELS, *TRAINING),
+    ),
+    Stage(
+        "keep-kv",
+        150,
+        "bench/gpu_check/live.py --part keep_kv --steps 8 --runs-dir {out}/runs/keep-kv",
+        "bench/gpu_check/live.py --part keep_kv --steps 3 --shape tiny --runs-dir {out}/runs/keep-kv",
+        LIVE,
+        (AUDIT, Goal("versions_max", "no running request has met new weights: more --steps", 2)),
+        needs=(*KERNELS, *TRAINING),
+    ),
+    Stage(
+        "resume",
+        180,
+        "bench/gpu_check/live.py --part resume --steps 4 --runs-dir {out}/runs/resume",
+        "bench/gpu_check/live.py --part resume --steps 4 --shape tiny --runs-dir {out}/runs/resume",
+        LIVE,
+        (AUDIT,),
+        needs=(*KERNELS, *TRAINING),
     ),
     Stage(
         "engine-killed",
@@ -181,24 +198,6 @@ STAGES = (
         needs=(*KERNELS, *TRAINING),
     ),
     Stage(
-        "keep-kv",
-        150,
-        "bench/gpu_check/live.py --part keep_kv --steps 8 --runs-dir {out}/runs/keep-kv",
-        "bench/gpu_check/live.py --part keep_kv --steps 3 --shape tiny --runs-dir {out}/runs/keep-kv",
-        LIVE,
-        (AUDIT, Goal("versions_max", "no running request has met new weights: more --steps", 2)),
-        needs=(*KERNELS, *TRAINING),
-    ),
-    Stage(
-        "repack",
-        200,
-        "bench/gpu_check/live.py --part repack --steps 6 --runs-dir {out}/runs/repack",
-        "bench/gpu_check/live.py --part repack --steps 3 --shape tiny --runs-dir {out}/runs/repack",
-        LIVE,
-        (AUDIT, Goal("moves", "no trajectory has moved: more --steps", 1)),
-        needs=(*KERNELS, *TRAINING),
-    ),
-    Stage(
         "moves",
         180,
         "bench/kv_engines.py --model narrow --lengths 1024,8192 --repeats 1",
@@ -208,12 +207,22 @@ STAGES = (
         needs=KERNELS,
     ),
     Stage(
-        "resume",
-        180,
-        "bench/gpu_check/live.py --part resume --steps 4 --runs-dir {out}/runs/resume",
-        "bench/gpu_check/live.py --part resume --steps 4 --shape tiny --runs-dir {out}/runs/resume",
-        LIVE,
-        (AUDIT,),
-        needs=(*KERNELS, *TRAINING),
+        "trainer-replayed",
+        90,
+        "bench/gpu_check/trainer_alone.py --shape 0.5b --replay {out}/runs/pair/laminar"
+        " --runs-dir {out}/runs/trainer",
+        "bench/gpu_check/trainer_alone.py --shape tiny --tokens 256 --steps 2"
+        " --replay {out}/runs/pair/laminar --runs-dir {out}/runs/trainer",
+        "it trains on what the stage before has left; if that failed, mend it first",
+        (PEAK,),
+        needs=TRAINING,
+    ),
+    Stage(
+        "engine-7b",
+        240,
+        "bench/gpu_check/engine_alone.py --shape 7b --repeats 1 --runs-dir {out}/runs/engine-7b",
+        "",
+        "as for 0.5b; a 7B's weights and KV cache need 32 GB",
+        needs=KERNELS,
     ),
 )

@@ -56,17 +56,14 @@ def random_batch(vocabulary: int, tokens: int, seed: int) -> list:
 def replayed(run_dir: Path, steps: int) -> list[list]:
     """The batches of the first steps of a finished run."""
     from laminar_hpc.controller.store import Store
-    from laminar_hpc.messages.wire import decode_trajectory
+    from laminar_hpc.payload.whole import wholes
 
     if not (run_dir / "store.sqlite").is_file():
         raise SystemExit(
             f"{run_dir} has no store to replay: the live run before this stage must have finished"
         )
     store = Store(run_dir)
-    batches = [
-        [decode_trajectory(blob) for blob in store.payloads(store.consumed_groups(step))]
-        for step in range(steps)
-    ]
+    batches = [wholes(store.run_dir, store.batch(store.consumed_groups(step))) for step in range(steps)]
     return [batch for batch in batches if batch]
 
 
@@ -114,6 +111,7 @@ def measure(options, folder: Path) -> tuple[dict, list[dict]]:
     from laminar_hpc.config.load import load_config
     from laminar_hpc.config.models import trainer_bytes
     from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+    from laminar_hpc.trainer.step.batch import in_memory
     from laminar_hpc.trainer.step.learner import Learner
 
     on_gpu = torch.cuda.is_available()
@@ -129,11 +127,11 @@ def measure(options, folder: Path) -> tuple[dict, list[dict]]:
     rows = []
     for step, batch in enumerate(batches):
         started = time.perf_counter()
-        learner.train(batch, step, lambda: None)
+        learner.train(in_memory(batch), step, lambda: None)
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-        sizes = [(len(t.prompt_tokens) + len(t.response_tokens), len(t.response_tokens)) for t in batch]
+        sizes = [(len(t.prompt) + t.record.length, t.record.length) for t in batch]
         total = sum(size for size, _ in sizes)
         rows.append(
             {

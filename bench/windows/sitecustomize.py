@@ -6,8 +6,6 @@ second or third call of its turn. KILL_WINDOWS is the folder of the plan and of 
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
 import inspect
 import json
 import os
@@ -19,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+AHEAD = 8  # deaths that a window may have more than another: the roles need not wait for each other
 _FOLDER = Path(os.environ.get("KILL_WINDOWS", ""))
 _ROLE = next((word[5:] for word in sys.orig_argv if word.startswith("role=")), "")
 _IS_RANK = (
@@ -38,7 +37,7 @@ class Fuse:
             return
         self.calls -= 1
         if self.calls <= 0:
-            (_FOLDER / f"{self.name}.{os.getpid()}.death").touch()
+            (_FOLDER / f"{self.name}.{time.time_ns()}.death").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def wrapped(self, function: Callable, before: bool) -> Callable:
@@ -68,33 +67,6 @@ class Fuse:
         return calls
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    """Puts the fuse into its module right after the import."""
-
-    def __init__(self, window: dict, fuse: Fuse) -> None:
-        self.window, self.fuse = window, fuse
-
-    def find_spec(
-        self, name: str, path: object, target: object = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != self.window["module"]:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.loader is not None
-        run = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            owner, _, function = self.window["function"].rpartition(".")
-            place = getattr(module, owner) if owner else module
-            whole = self.fuse.wrapped(getattr(place, function), self.window["when"] == "call")
-            setattr(place, function, whole)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 def _plan() -> dict | None:
     """None when nobody shall die any more."""
     try:
@@ -112,20 +84,29 @@ def _deaths(plan: dict) -> dict[str, list[float]]:
 
 
 def _is_turn_of(name: str, plan: dict) -> bool:
-    """No window has a death more than another has, but by one, and none dies soon after another."""
+    """No window is far ahead of another, none has more deaths than it shall have, and none dies soon after
+    another."""
     times = _deaths(plan)
     newest = max((time for each in times.values() for time in each), default=0.0)
-    return len(times[name]) == min(map(len, times.values())) and time.time() - newest > plan["between"]
+    most = min(plan["kills"], min(map(len, times.values())) + AHEAD)
+    return len(times[name]) < most and time.time() - newest > plan["between"]
 
 
 def _arm(plan: dict) -> None:
     times = _deaths(plan)
     mine = [name for name, window in plan["windows"].items() if window["role"] == _ROLE]
     name = min(mine, key=lambda each: (len(times[each]), random.random()))
-    sys.meta_path.insert(0, Finder(plan["windows"][name], Fuse(name, random.randint(1, 3))))
+    window, fuse = plan["windows"][name], Fuse(name, random.randint(1, 3))
+
+    def put_in(module: ModuleType) -> None:
+        owner, _, function = window["function"].rpartition(".")
+        place = getattr(module, owner) if owner else module
+        setattr(place, function, fuse.wrapped(getattr(place, function), window["when"] == "call"))
+
+    after_import(window["module"], put_in)
 
 
 if _ROLE and _IS_RANK and (_its := _plan()):
-    import importlib.util
+    from after_import import after_import
 
     _arm(_its)

@@ -80,6 +80,14 @@ class UserTerminal:
         print(text, file=self._error, flush=True)
 
 
+# imported when the role is known: a role that needs no torch does not wait for it
+_WORKERS = {
+    "trainer": "laminar_hpc.trainer.loop",
+    "relay": "laminar_hpc.relay.run",
+    "rollout": "laminar_hpc.rollout.role",
+}
+
+
 def run_worker(
     config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank], joined_as: Callable[[RoleOfRank], None]
 ) -> None:
@@ -110,13 +118,7 @@ def run_worker(
     goodbye = False
     try:
         trace_class = importlib.import_module("laminar_hpc.observability.trace").Trace
-        module = importlib.import_module(
-            {
-                "trainer": "laminar_hpc.trainer.loop",
-                "relay": "laminar_hpc.relay.run",
-                "rollout": "laminar_hpc.rollout.role",
-            }[mine.role]
-        )
+        module = importlib.import_module(_WORKERS[mine.role])
         trace = trace_class(run_dir, mine.role, mine.index)
         config = follow(config, channel.welcome.model)
         module.run(
@@ -152,7 +154,7 @@ def cure(error: BaseException) -> str:
     if type(error).__name__ == "OutOfMemoryError":
         return (
             "; lower trainer.tokens_per_microbatch, set "
-            "trainer.recompute_activations=true or use more trainer ranks"
+            "trainer.recompute_activations=full or use more trainer ranks"
         )
     return ""
 

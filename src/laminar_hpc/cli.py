@@ -59,6 +59,8 @@ def elsewhere(module: str) -> Callable[[list[str]], int]:
 
 @dataclass(frozen=True)
 class Command:
+    """A row of COMMANDS."""
+
     run: Callable[[list[str]], int]  # takes the words behind the command, returns the exit code
     about: str
     examples: dict[str, str]  # a command line -> what it does
@@ -137,6 +139,16 @@ COMMANDS: dict[str, Command] = {
         ("RUN_DIR",),
         ("--json PATH",),
     ),
+    "export": Command(
+        elsewhere("laminar_hpc.export.command"),
+        "write a run's scored trajectories into one file, for pandas, datasets or other tools",
+        {
+            "laminar export runs/demo --out demo.jsonl": "a line each: prompt, response, reward, step, ...",
+            "laminar export runs/demo --steps 1:20 --out demo.parquet --format parquet": "of steps 1 to 20",
+        },
+        ("RUN_DIR",),
+        ("--format jsonl|parquet", "--steps A:B", "--out PATH"),
+    ),
     "sim": Command(
         elsewhere("laminar_hpc.simulator.command"),
         "simulate pipelines and scales; needs no GPU",
@@ -146,7 +158,7 @@ COMMANDS: dict[str, Command] = {
             "laminar sim laminar workload.lengths_file=runs/demo": "the lengths of a run's own store",
         },
         ("EXPERIMENT",),
-        ("--json",),
+        ("--json", "--config-dir DIR"),
         keys=True,
         help=sim_help,
     ),
@@ -158,12 +170,12 @@ COMMANDS: dict[str, Command] = {
             "laminar plan mixed 'pools=[{gpu: H100, count: 16}, {gpu: H20, count: 32}]'": "who trains?",
         },
         ("QUESTION",),
-        ("--json",),
+        ("--json", "--config-dir DIR"),
         keys=True,
         help=plan_help,
     ),
     "doctor": Command(
-        elsewhere("laminar_hpc.doctor"),
+        elsewhere("laminar_hpc.doctor.command"),
         "what this machine can run, and what killed runs have left on it, which --clean removes",
         {
             "laminar doctor": "one line for each thing that a run needs; exit code 1 if one fails",

@@ -90,5 +90,5 @@ def _values(keys: Keys, key: str) -> Sequence[str]:
         return ()
     limits = allowed(keys.fields[key])
     if isinstance(limits, Choices):
-        return limits.names
+        return list(limits.names)
     return ("true", "false") if plain_type(keys.fields[key])[0] is bool else ()

@@ -1,6 +1,7 @@
 """docs/architecture.md#audited: `laminar audit` is clean on a run's own records, and names what was
 changed in them."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -16,7 +17,8 @@ from laminar_hpc import cli
 from laminar_hpc.audit.checks import SHOWN, Finding, audit
 from laminar_hpc.audit.records import read
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.wire import decode_trajectory, encode
+from laminar_hpc.payload.layout import pack, unpack
+from laminar_hpc.payload.writer import FOLDER
 
 Damage = Callable[[Path], None]
 
@@ -47,20 +49,20 @@ def sql(*statements: str) -> Damage:
 
 
 def response(change: Callable, state: str = "consumed") -> Damage:
-    """Changes the stored response of one trajectory."""
+    """Changes the bytes of one trajectory's response."""
 
     def damage(run_dir: Path) -> None:
         with sqlite3.connect(run_dir / "store.sqlite") as database:
-            i, payload = database.execute(
-                "SELECT id, payload FROM trajectories JOIN responses ON trajectory_id = id WHERE state = ?",
+            file, offset, size = database.execute(
+                "SELECT file, offset, size FROM trajectories JOIN responses ON trajectory_id = id "
+                "WHERE state = ?",
                 (state,),
             ).fetchone()
-            trajectory = decode_trajectory(payload)
-            change(trajectory)
-            database.execute(
-                "UPDATE responses SET payload = ? WHERE trajectory_id = ?", (encode(trajectory), i)
-            )
         database.close()
+        path = run_dir / FOLDER / file
+        content = bytearray(path.read_bytes())
+        content[offset : offset + size] = change(bytes(content[offset : offset + size]))
+        path.write_bytes(content)
 
     return damage
 
@@ -195,17 +197,17 @@ PLANTED: dict[str, tuple[Damage, str, str]] = {
         "trajectory 3: attempt 0, after attempt 5 was lost",
     ),
     "a token changes": (
-        response(lambda t: t.response_tokens.__setitem__(5, t.response_tokens[5] ^ 1)),
+        response(lambda packed: packed[:90] + bytes([packed[90] ^ 1]) + packed[91:]),
         "responses have their digests",
-        r"trajectory \d+: tokens or log-probs are not those of its digest",
+        r"the response of trajectory \d+ is not in .* as it was generated \(it has not the digest",
     ),
     "a log-prob changes": (
-        response(lambda t: t.logprobs.__setitem__(5, t.logprobs[5] + 1e-12), "finished"),
+        response(lambda packed: packed[:-8] + bytes([packed[-8] ^ 1]) + packed[-7:], "finished"),
         "responses have their digests",
-        r"trajectory \d+: tokens or log-probs are not those of its digest",
+        r"the response of trajectory \d+ is not in .* as it was generated \(it has not the digest",
     ),
     "the response of another attempt": (
-        response(lambda t: setattr(t, "attempt", 4), "generated"),
+        response(lambda packed: pack(dataclasses.replace(unpack(packed), attempt=4)), "generated"),
         "responses have their digests",
         r"trajectory \d+: attempt 0, its response is of trajectory \d+, attempt 4",
     ),

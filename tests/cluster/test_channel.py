@@ -73,6 +73,39 @@ def test_request_leaves_other_messages_in_the_queue(tmp_path, served):
     channel.close()
 
 
+def test_a_turn_takes_some_megabytes_and_knows_what_it_left(tmp_path):
+    """docs/architecture.md#turns: a flood of large messages is taken in several turns, so that answers leave
+    between them; while some of it may wait, nobody counts as heard until now."""
+    hub = Hub(tmp_path, "test", "127.0.0.1", 0, "here")
+    line = threading.Thread(target=lambda: channels.append(connect(tmp_path)))
+    channels: list[Channel] = []
+    line.start()
+    deadline = time.monotonic() + 20.0
+    while line.is_alive() and time.monotonic() < deadline:
+        for identity, message in hub.poll(0.02):
+            if isinstance(message, Hello):
+                hub.send(identity, Welcome("test"))
+    line.join(5)
+    for _ in range(20):
+        channels[0].send(Stop("x" * 2**20))
+    taken = cut = 0
+    while taken < 20 and time.monotonic() < deadline:
+        begun = time.monotonic()
+        sizes = [len(message.reason) for _, message in hub.poll(0.1) if isinstance(message, Stop)]
+        taken += len(sizes)
+        assert sum(sizes) < 5 * 2**20
+        if sum(sizes) >= 4 * 2**20:
+            cut += 1
+            assert hub.heard_until < begun
+        hub.committed()
+    begun = time.monotonic()
+    while hub.heard_until < begun and time.monotonic() < deadline:
+        hub.poll(0.02)
+    assert taken == 20 and cut and hub.heard_until >= begun
+    channels[0].close(goodbye=False)
+    hub.close()
+
+
 def test_a_wait_ends_and_says_for_what(tmp_path, served):
     """Promise: docs/architecture.md#bounded-waits."""
     channel = connect(tmp_path)

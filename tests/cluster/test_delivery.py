@@ -25,7 +25,7 @@ from laminar_hpc.messages.membership import Hello, Ping, Pong, Rejoin, Welcome
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
 
 OUTSIDE = (Hello, Welcome, Ping, Pong, Rejoin)  # travel in no stream
-EXAMPLES = {int: 1, float: 0.5, str: "x", bool: True, list: [], dict: {}}
+EXAMPLES = {int: 1, float: 0.5, str: "x", bytes: b"four", bool: True, list: [], dict: {}}
 
 
 def example(kind: type) -> object:

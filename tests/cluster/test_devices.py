@@ -11,6 +11,7 @@ import torch
 from laminar_hpc.cluster import devices, world
 from laminar_hpc.cluster.devices import devices_of, present, use_devices
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
+from laminar_hpc.cluster.transport import End, choose, end_here
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 
@@ -177,3 +178,19 @@ def test_replicas_of_a_torchrun_of_their_own_take_the_last_gpus():
     config.rollout.tensor_parallel = 2
     assert [devices_of(config, here, mine, 8) for mine in here] == [[4, 5], [6, 7]]
     assert [devices_of(config, here, mine, 3) for mine in here] == [[0, 1], [2, 0]]
+
+
+def test_slices_of_a_gpu_pass_no_weights_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: NCCL takes all MIG slices of a GPU for one device: relay.transport=nccl is refused at the
+    start in one line, auto goes through host memory, also between machines."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-aaaa,MIG-bbbb")
+    config, here = RunConfig(), assign_roles(1, 1, 1, 4)
+    config.relay.transport = "nccl"
+    for rank in here:
+        if rank.role in ("trainer", "relay"):
+            with pytest.raises(LaminarError, match=f"nccl: {rank.role} 0 uses MIG-.*relay.transport=auto"):
+                use_devices(config, here, rank)
+    config.relay.transport = "auto"
+    use_devices(config, here, here[-1])
+    slices, other = end_here("GPU-of-all-slices"), End("another boot", "GPU-b")
+    assert choose("auto", slices, other, "relay 1") == choose("auto", other, slices, "relay 1") == "host"

@@ -71,7 +71,10 @@ def test_a_store_that_cannot_grow_keeps_what_it_committed(tmp_path):
 def test_the_launcher_ends_without_a_traceback(tmp_path):
     """Promise: torchrun's chatter, which is written last, finds no room, and nobody has to read about it."""
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "torchrun.log").symlink_to("/dev/full")
+    log = tmp_path / "logs" / "torchrun.log"
+    log.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        log.write_text("x" * 100_000)
     Launch._write_log(SimpleNamespace(_config=config_of(tmp_path), _chatter=["x" * 100_000]))  # type: ignore[arg-type]
 
 

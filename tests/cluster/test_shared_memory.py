@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc import doctor
 from laminar_hpc.cluster import folders, leftovers
 from laminar_hpc.cluster.shared_memory import SHM, Note, noted, present
+from laminar_hpc.doctor import command, machine
 
 # Makes a segment and waits, as one of SGLang's processes does; no resource tracker survives a session that is
 # killed.
@@ -117,8 +117,8 @@ def test_doctor_lists_and_frees_what_is_left(
     note.update(holder.process.pid)
     abandon(folder)
     holder.kill()
-    monkeypatch.setattr(doctor, "CHECKS", (doctor.left_behind,))
-    assert doctor.main([]) == 0
+    monkeypatch.setattr(command, "CHECKS", (machine.left_behind,))
+    assert command.main([]) == 0
     said = capsys.readouterr().out
     assert (
         said.startswith("warn  left behind: ")
@@ -126,8 +126,8 @@ def test_doctor_lists_and_frees_what_is_left(
         and "laminar doctor --clean" in said
     )
     assert holder.path.exists()
-    assert doctor.main(["--clean"]) == 0
+    assert command.main(["--clean"]) == 0
     said = capsys.readouterr().out
     assert f"removed: engine files {folder}, 1 MiB" in said and "ok    left behind: nothing" in said
     assert not holder.path.exists() and not folder.exists()
-    assert doctor.main(["--all"]) == 2
+    assert command.main(["--all"]) == 2

@@ -10,8 +10,9 @@ import pytest
 
 from laminar_hpc import train_command
 from laminar_hpc.compat.torchvision import declare_schemas
-from laminar_hpc.config.check import check, check_machine, derive, file_system
+from laminar_hpc.config.check import check, check_machine, derive
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.file_systems import file_system
 from laminar_hpc.config.load import conf_directory, dump_config, load_config, read_config
 from laminar_hpc.config.models import (
     count_parameters,
@@ -151,7 +152,7 @@ def test_memory_estimates():
         count_parameters(model) * (6 / 2 + 12 / 8), rel=1e-3
     )
     long = TrainerConfig(tokens_per_microbatch=16384)
-    state, again = count_parameters(model) * 18, dataclasses.replace(long, recompute_activations=True)
+    state, again = count_parameters(model) * 18, dataclasses.replace(long, recompute_activations="full")
     assert trainer_bytes(model, 2, again) - state < 0.3 * (trainer_bytes(model, 2, long) - state)
 
 
@@ -232,6 +233,10 @@ BAD = [
     ("sampling.repetition_penalty=1.1", "refused for training"),
     ("sampling.max_response_tokens=512", "does not leave room for a prompt"),
     ("trainer.devices=[0,0]", r"trainer.devices=\[0, 0\]: name each GPU once"),
+    (
+        "rollout.tensor_parallel=2 rollout.devices=[0,0]",
+        r"rollout.devices=\[0, 0\]: name each GPU once for a replica",
+    ),
     ("rollout.devices=[]", "or leave it at null"),
     (
         "rollout.tensor_parallel=3",

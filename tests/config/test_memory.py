@@ -7,7 +7,7 @@ import pytest
 
 from laminar_hpc.cluster.gpu_memory import check_gpus, host_memory_warning, parse_smi
 from laminar_hpc.cluster.roles import assign_roles
-from laminar_hpc.config.check import check, derive
+from laminar_hpc.config.check import check, derive, memory_need
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory, load_config
 from laminar_hpc.config.memory import USABLE
@@ -25,7 +25,7 @@ from laminar_hpc.config.system_schema import TrainerConfig
 GPU_EXPERIMENTS = sorted(
     path.stem for path in (conf_directory() / "experiment").glob("*.yaml") if path.stem != "demo"
 )
-NODE = ["experiment=node_8gpu_7b", "dry_run=true"]
+NODE = ["experiment=node_8gpu_7b", "dry_run=true", "trainer.recompute_activations=none"]
 
 
 @pytest.mark.parametrize("name", GPU_EXPERIMENTS)
@@ -33,7 +33,7 @@ def test_shipped_experiments_name_their_gpus_and_fit(name):
     """Promise: each says how much memory its GPUs have, fits, and would not fit half of it."""
     words = [f"experiment={name}", "dry_run=true"]
     config = load_config(words)
-    check(config)
+    words += [f"trainer.recompute_activations={check(config).recompute_activations}"]
     assert config.trainer.gpu_memory_gigabytes and config.rollout.gpu_memory_gigabytes
     for role in ("trainer", "rollout"):
         size = getattr(config, role).gpu_memory_gigabytes
@@ -86,12 +86,9 @@ def test_a_refusal_names_role_size_and_cure(words, text):
 def test_a_cure_that_stands_alone_is_enough():
     """The one setting that a refusal for memory names is enough to be accepted."""
     with pytest.raises(LaminarError) as error:
-        check(load_config([*NODE, "trainer.tokens_per_microbatch=20000"]))
-    check(
-        load_config(
-            [*NODE, "trainer.tokens_per_microbatch=20000", re.search(r"set (\S+)", str(error.value)).group(1)]
-        )
-    )
+        check(load_config([*NODE, "trainer.tokens_per_microbatch=28000"]))
+    cure = re.search(r"set (\S+)", str(error.value)).group(1)
+    check(load_config([*NODE, "trainer.tokens_per_microbatch=28000", cure]))
     with pytest.raises(LaminarError) as error:
         check(load_config([*NODE, "rollout.kv_cache_tokens=2000000"]))
     check(
@@ -110,8 +107,8 @@ def test_without_a_size_and_a_gpu_nothing_is_refused():
 
 def test_a_shared_gpu_holds_both():
     """Promise: trainer.devices and rollout.devices that overlap are added up."""
-    words = r"a GPU shared by trainer and rollouts needs .*: set trainer.recompute_activations=true, or lower"
-    larger = ["trainer.recompute_activations=false", "trainer.tokens_per_microbatch=6144"]
+    words = r"a GPU shared by trainer and rollouts .*: set trainer.recompute_activations=selective, or lower"
+    larger = ["trainer.recompute_activations=none", "trainer.tokens_per_microbatch=3584"]
     with pytest.raises(LaminarError, match=words):
         check(load_config(["experiment=one_gpu", "dry_run=true", *larger]))
 
@@ -179,3 +176,36 @@ def test_the_fullest_pipeline_stage_has_an_embedding():
         18 * count_parameters(model), rel=1e-3
     )
     assert USABLE < 1
+
+
+def test_activations_are_recomputed_where_the_estimate_does_not_fit():
+    """Promise: trainer.recompute_activations=auto is the first of none, selective and full that fits the
+    trainer's share of the GPU, beside an engine too; a choice of the user stands; unknown memory is none."""
+
+    def chosen(*words: str) -> str:
+        return derive(load_config(["dry_run=true", *words])).recompute_activations
+
+    def sized(gigabytes: int) -> list[str]:
+        return ["experiment=cluster_64gpu_32b", f"trainer.gpu_memory_gigabytes={gigabytes}"]
+
+    assert [chosen(*sized(n)) for n in (141, 80, 40, 24)] == ["none", "selective", "full", "full"]
+    assert chosen(*sized(141), "trainer.recompute_activations=selective") == "selective"
+    assert chosen("experiment=node_8gpu_7b", "trainer.gpu_memory_gigabytes=null") == "none"
+    assert chosen("experiment=one_gpu") == "none"
+    assert chosen("experiment=one_gpu", "rollout.kv_cache_tokens=300000") == "selective"
+
+
+def test_all_that_is_on_a_gpu_is_counted():
+    """Promise: relays that use NCCL are counted beside their engine, with their staging; contexts and CUDA
+    graphs on a shared GPU, where the cure for the KV cache is enough too."""
+    nccl = load_config([*NODE, "relay.transport=nccl"])
+    host = load_config([*NODE, "relay.transport=host"])
+    relay = memory_need(nccl, derive(nccl)).rollout - memory_need(host, derive(host)).rollout
+    assert relay > 5 * (nccl.relay.chunk_megabytes << 20) and relay < 2e9
+    one = ["experiment=one_gpu", "dry_run=true", "trainer.recompute_activations=full"]
+    with pytest.raises(LaminarError, match="of CUDA's contexts and graphs") as error:
+        check(load_config([*one, "rollout.kv_cache_tokens=900000"]))
+    tokens = int(re.search(r" to ([0-9]+)", str(error.value)).group(1))
+    check(load_config([*one, f"rollout.kv_cache_tokens={tokens}"]))
+    with pytest.raises(LaminarError):
+        check(load_config([*one, f"rollout.kv_cache_tokens={tokens + 5000}"]))

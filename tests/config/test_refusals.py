@@ -14,7 +14,7 @@ from laminar_hpc.config.load import load_config, read_config
 from laminar_hpc.config.schema import RENAMED, RunConfig
 from laminar_hpc.emulation.constants import unknown_constants
 from laminar_hpc.engine.sglang.command_line import argument_names, unknown_arguments
-from laminar_hpc.simulator.constants import GPUS, MODELS
+from laminar_hpc.simulator.tables import GPUS, MODELS
 
 NOT_OURS = (
     "full_key",
@@ -66,7 +66,7 @@ VALUES = {
     "rollout.tensor_parallel=1,2": "must be a whole number, at least 1",
     "rollout.max_concurrent=null": "must be a whole number, at least 1",
     "sampling.temperature=0": "must be above 0",
-    "emulation.constants.train_mfu=high": "must be a number, at least 0",
+    "emulation.constants.prefill_mfu=high": "must be a number, at least 0",
     "algorithm.loss=clp": "use one of clip, gspo, cispo, aipo (did you mean clip?)",
     "algorithm.advantage=gae": "use one of grpo, rloo, reinforce_pp, reinforce_pp_baseline",
     "model.dtype=bf16": "use one of float32, bfloat16",
@@ -199,7 +199,7 @@ def test_tables_take_entries_as_written():
     words = [
         "rollout.engine_arguments.mem-fraction-static=0.30",
         "+rollout.engine_arguments.x={a: 1}",
-        "emulation.constants.train_mfu=0.4",
+        "emulation.constants.prefill_mfu=0.4",
     ]
     words += [
         "rollout={replicas: 2}",
@@ -209,7 +209,11 @@ def test_tables_take_entries_as_written():
     ]
     config = load_config(["experiment=one_gpu", *words])
     assert config.rollout.engine_arguments == {"mem-fraction-static": "0.30", "x": "{a: 1}"}
-    assert (config.emulation.constants, config.rollout.replicas, config.steps) == ({"train_mfu": 0.4}, 2, 3)
+    assert (config.emulation.constants, config.rollout.replicas, config.steps) == (
+        {"prefill_mfu": 0.4},
+        2,
+        3,
+    )
     assert config.trainer.devices == [1, 3]
     wrong = {
         "rollout={replicaz: 2}": "rollout.replicaz: no such key (did you mean rollout.replicas?)",
@@ -256,11 +260,10 @@ def test_every_number_has_bounds_and_every_default_keeps_them():
 
 
 def test_choices_that_other_files_decide():
-    """The emulation's choices of model and GPU are those that the simulator knows."""
+    """The emulation's choices of model and GPU are those of the simulator."""
     emulation = {key: allowed(field) for key, field in all_fields(RunConfig) if key.startswith("emulation.")}
-    assert set(emulation["emulation.model"].names) == set(MODELS) and set(
-        emulation["emulation.gpu"].names
-    ) == set(GPUS)
+    assert set(emulation["emulation.model"].names) == set(MODELS)
+    assert set(emulation["emulation.gpu"].names) == set(GPUS)
 
 
 def test_tables_of_sections_are_checked_too():

@@ -13,7 +13,6 @@ from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.messages.chain import EpochProposed, RelayHas
 from laminar_hpc.messages.data import Message, Partial, PromptGroup, ReplicaLoad, Sample, VersionSpan
-from laminar_hpc.messages.digest import sealed
 from laminar_hpc.messages.membership import Hello, Ping, Welcome
 from laminar_hpc.messages.moves import Import, Imported, MoveAbort, MoveCommit, Reserve, Reserved
 from laminar_hpc.messages.publication import NewWeightId, Published, WeightId
@@ -30,6 +29,7 @@ from laminar_hpc.messages.rollouts import (
     WeightsOpened,
 )
 from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
+from laminar_hpc.rollout.work import columns
 
 SECONDS = 40.0
 
@@ -186,8 +186,8 @@ class Rollout(Worker):
     def works(self, tokens: int) -> None:
         """Says that so many tokens of all that it generates are there, and that it drains."""
         for group, sample, grant in self.generating.values():
-            told, spans = [7] * tokens, [VersionSpan(grant.weight_id, 0, tokens)]
-            more = Increment(sample.trajectory_id, sample.attempt, 0, told, [-1.0] * tokens, spans, 1.0)
+            told, spans = columns([7] * tokens, [-1.0] * tokens), [VersionSpan(grant.weight_id, 0, tokens)]
+            more = Increment(sample.trajectory_id, sample.attempt, 0, *told, spans, 1.0)
             self.channel.send(more)
             assert group.samples
         self.drains()
@@ -203,9 +203,9 @@ class Rollout(Worker):
         """The last tokens of so many of its trajectories."""
         for i in list(self.generating)[:count]:
             group, sample, grant = self.generating.pop(i)
-            response = trajectory(group, sample, grant.weight_id, grant.weight_step)
+            response = trajectory(group, sample, grant.weight_id, grant.weight_step, self.folder)
             response.replica = self.index
-            self.channel.send(Generated(sealed(response)))
+            self.channel.send(Generated(response))
             self.scoring[i] = sample
         self.asks()
 

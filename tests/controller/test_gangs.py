@@ -222,7 +222,7 @@ def test_trainers_that_are_not_where_the_run_is_end_it(
     (checkpoint / "state.json").write_text("{}")
     continuation = Continuation(store, entry.shared.state, None)
     nothing = SimpleNamespace()
-    training = Training(entry.shared, nothing, None, nothing, store, None, continuation, nothing)
+    training = Training(entry.shared, nothing, None, nothing, store, None, continuation, nothing, None)
     with pytest.raises(LaminarError, match=f"trainer 0 {reason}"):
         say(training, entry.members.at("trainer"))
     store.close()

@@ -8,7 +8,6 @@ from reports import trajectory
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import Counts, TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages.wire import decode_trajectory
 from laminar_hpc.policies.sampling import GroupSize
 
 PAIR = GroupSize(2, 1, 2)
@@ -44,7 +43,7 @@ def test_a_group_of_equal_rewards_is_given_up_and_its_number_given_back(tmp_path
     assert (
         tracker.counted == 0
         and tracker.groups == {}
-        and tracker.views() == []
+        and len(tracker.live) == 0
         and tracker.filtered_in_a_row == 1
     )
     (other,) = draw(tracker)
@@ -62,7 +61,7 @@ def test_a_group_of_equal_rewards_is_given_up_and_its_number_given_back(tmp_path
         ("finished", None),
     ]
     kept = database.execute(
-        "SELECT state, COUNT(payload) FROM trajectories JOIN responses ON trajectory_id = id "
+        "SELECT state, COUNT(file) FROM trajectories JOIN responses ON trajectory_id = id "
         "WHERE group_id = 0 GROUP BY state"
     ).fetchall()
     assert kept == [("given_up", 2)]
@@ -81,7 +80,7 @@ def test_without_the_setting_equal_rewards_are_trained(tmp_path):
     assert (
         kept is not None
         and kept.finished
-        and [decode_trajectory(p).reward for p in tracker.consume([0], 0)] == [0.0, 0.0]
+        and [t.reward for sent in tracker.consume([0], 0) for t in sent.trajectories] == [0.0, 0.0]
     )
     store.close()
 
@@ -103,7 +102,7 @@ def test_a_group_that_is_all_wrong_gets_more_samples(tmp_path):
     (last,) = draw(tracker, quota=0, step=2)
     complete = score(tracker, last, [1.0], step=2)
     assert complete is not None and complete.finished and tracker.groups[0].view().weight_step == 0
-    batch = [decode_trajectory(payload) for payload in tracker.consume([0], 2)]
+    batch = [t for sent in tracker.consume([0], 2) for t in sent.trajectories]
     assert [t.reward for t in batch] == [0.0, 0.0, 0.0, 1.0] and [t.weight_step for t in batch] == [
         0,
         0,
@@ -150,25 +149,26 @@ def test_what_is_ready_for_a_replica(tmp_path):
     work are pending is known."""
     store, tracker = new_tracker(tmp_path, GroupSize(2, 1, 4))
     (group,) = draw(tracker)
-    assert tracker.ready(0) == (0.0, False)
+    assert tracker.open_in_groups == 0.0 and not tracker.holders.scores(0)
     first, second = group.samples
     tracker.generated(trajectory(group, first), 0)
     tracker.scored(first.trajectory_id, 0, 0.0, {}, "", 0.0)
     tracker.generated(trajectory(group, second), 0)
-    assert tracker.ready(0) == (0.0, True) and tracker.ready(1) == (0.0, False)
+    assert tracker.open_in_groups == 0.0 and tracker.holders.scores(0) and not tracker.holders.scores(1)
     tracker.scored(second.trajectory_id, 0, 0.0, {}, "", 0.0)
-    assert tracker.ready(0) == (0.5, False)
+    assert tracker.open_in_groups == 0.5 and not tracker.holders.scores(0)
     store.close()
 
 
 def test_a_local_batch_is_filled_by_samples(tmp_path):
-    """Later rounds take the place of new groups by their samples, and go only where `may_go_on` lets them."""
+    """Later rounds take the place of new groups by their samples, oldest groups first, and go only where
+    `may_go_on` lets them."""
     store, tracker = new_tracker(tmp_path, GroupSize(2, 1, 4))
     groups = draw(tracker, quota=3, most=3)
     for group in groups:
         score(tracker, group, [0.0, 0.0])
-    refused = draw(tracker, quota=0, most=2, may_go_on=lambda view: view.group_id == 2)
-    assert [g.group_id for g in refused] == [2]
+    refused = draw(tracker, quota=0, most=2, may_go_on=lambda view: view.group_id == 0)
+    assert [g.group_id for g in refused] == [0]
     batch = draw(tracker, quota=9, most=2)
-    assert [(g.group_id, len(g.samples)) for g in batch] == [(0, 1), (1, 1), (3, 2)]
+    assert [(g.group_id, len(g.samples)) for g in batch] == [(1, 1), (2, 1), (3, 2)]
     store.close()

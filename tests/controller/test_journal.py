@@ -18,7 +18,7 @@ from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.controller import journal, journal_watch, rebuild
 from laminar_hpc.controller.journal import take_snapshot
-from laminar_hpc.controller.journal_files import segments, snapshots
+from laminar_hpc.controller.journal_files import Position, segment_name, segments, snapshots
 from laminar_hpc.controller.journal_watch import JournalWatch
 from laminar_hpc.controller.recovery import identity, journal_id, retire, settle
 
@@ -318,6 +318,22 @@ def test_a_journal_that_has_grown_gets_a_snapshot_beside_the_loop(tmp_path, monk
     store.close()
     assert groups(place.rebuilt()) == list(range(number + 50)) and place.rebuilt() == tables(place.path())
     assert [p.name for p in place.folder.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_segment_that_begins_while_old_ones_are_removed_stays(tmp_path, monkeypatch):
+    """Promise: a snapshot's thread removes what is older, and nothing that the loop begins meanwhile."""
+    place = Place(tmp_path)
+    place.write(*range(3))
+    begun = place.folder / segment_name(Position(1, 999))
+
+    def looked_at(folder):
+        found = segments(folder)
+        begun.touch()
+        return found
+
+    monkeypatch.setattr(journal, "segments", looked_at)
+    take_snapshot(place.path(), place.folder, threading.Event(), 1)
+    assert begun.exists() and [file.number for file in snapshots(place.folder)] == [3]
 
 
 def test_a_snapshot_that_is_given_up_leaves_nothing(tmp_path):

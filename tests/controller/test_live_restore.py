@@ -81,7 +81,7 @@ class Life(RuleBasedStateMachine):
     @rule(ends=st.booleans())
     def train(self, ends: bool) -> None:
         """With `ends` False the batch goes out and the step is never done."""
-        chosen = admission.choose(self.step, self.tracker.views(), PER_STEP, None).group_ids
+        chosen = admission.choose(self.step, self.tracker.live, PER_STEP, None).group_ids
         payloads = self.tracker.consume(sorted(chosen), self.step)
         assert len(payloads) == 2 * PER_STEP, "a trajectory has lost its tokens"
         self.history[self.step] = sorted(chosen)

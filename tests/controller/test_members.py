@@ -34,6 +34,41 @@ def test_a_live_process_keeps_its_place(members):
     assert members.rival(hello(os.getpid(), life="b")) is None
 
 
+def test_silence_counts_only_while_all_were_heard(members):
+    """docs/architecture.md#turns: nobody is dead whose pings may wait to be read; who is stays so until it is
+    taken out; those that are dead come in the order of joining."""
+    for index in (1, 0):
+        members.join(f"trainer:{index}:a", Hello("trainer", index, "a", 7, "there"))
+    second, first = members.at("trainer", 1), members.at("trainer", 0)
+    members.listened_until(second.last_seen + 9.9)
+    assert members.dead() == []
+    members.listened_until(first.last_seen + 10.1)
+    assert members.dead() == members.dead() == [second, first]
+    first.last_seen += 1.0
+    members.leave(second)
+    assert members.dead() == []
+    members.listened_until(first.last_seen + 10.1)
+    assert members.dead() == [first]
+
+
+def test_a_death_on_this_machine_is_found_by_the_process(members):
+    """Of all members that it was, and again until they are taken out; who is asked for by role or machine is
+    no longer there."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    for index in (0, 1):
+        members.join(f"rollout:{index}:a", Hello("rollout", index, "a", process.pid, "here"))
+    members.join("rollout:2:a", Hello("rollout", 2, "a", process.pid, "there"))
+    assert members.dead() == []
+    process.kill()
+    process.wait()
+    dead = members.dead(look=True)
+    assert [member.hello.index for member in dead] == [0, 1] and members.dead() == dead
+    for member in dead:
+        members.leave(member)
+    assert members.dead() == [] and members.count("rollout") == 1
+    assert members.all("rollout") == members.on("there", "rollout") and members.on("here", "rollout") == []
+
+
 def test_elsewhere_only_a_fresh_ping_tells(members, monkeypatch):
     """Promise: a worker on another machine that is not heard may be replaced before it is declared dead."""
     members.join("trainer:0:a", hello(7, "there"))

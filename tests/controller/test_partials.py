@@ -3,11 +3,12 @@
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.messages.data import Partial, VersionSpan
 from laminar_hpc.messages.rollouts import Increment
+from laminar_hpc.rollout.work import columns, tokens_of
 
 
 def increment(attempt: int, start: int, tokens: list[int]) -> Increment:
     spans = [VersionSpan(4, start, start + len(tokens))]
-    return Increment(9, attempt, start, tokens, [-0.5] * len(tokens), spans, 1.0)
+    return Increment(9, attempt, start, *columns(tokens, [-0.5] * len(tokens)), spans, 1.0)
 
 
 def test_increments_follow_on_each_other():
@@ -17,7 +18,7 @@ def test_increments_follow_on_each_other():
     pool.add(increment(0, 2, [3]))
     pool.add(increment(0, 5, [9]))  # a gap: one was lost
     held = pool.get(9, 0)
-    assert held == Partial([1, 2, 3], [-0.5] * 3, [VersionSpan(4, 0, 3)], 1.0) and pool.tokens == 3
+    assert held == Partial(*columns([1, 2, 3], [-0.5] * 3), [VersionSpan(4, 0, 3)], 1.0) and pool.tokens == 3
     assert pool.get(9, 1) is None and pool.drop(9) == 3 and pool.tokens == 0 and len(pool) == 0
 
 
@@ -25,14 +26,14 @@ def test_a_newer_attempt_takes_the_place_of_an_older_one():
     """What an earlier owner sends late is left out."""
     pool = PartialPool()
     pool.add(increment(0, 0, [1, 2]))
-    pool.put(9, 1, Partial([1, 2], [-0.5] * 2, [VersionSpan(4, 0, 2)], 1.0, 1))  # it has moved
+    pool.put(9, 1, Partial(*columns([1, 2], [-0.5] * 2), [VersionSpan(4, 0, 2)], 1.0, 1))  # it has moved
     pool.add(increment(0, 2, [3]))  # late, of the source
     pool.add(increment(1, 2, [4]))
     assert pool.get(9, 0) is None
     held = pool.get(9, 1)
     assert (
         held is not None
-        and held.tokens == [1, 2, 4]
+        and tokens_of(held).tolist() == [1, 2, 4]
         and held.spans == [VersionSpan(4, 0, 3)]
         and held.moves == 1
     )

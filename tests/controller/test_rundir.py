@@ -304,8 +304,7 @@ def make_store(folder: Path, steps: int) -> Path:
     store = Store(folder)
     for step in range(steps):
         store.add_group(step, 0, step, step, step + 1, 0.0)
-        for sample in range(50):
-            store.add_trajectory(50 * step + sample, step, sample, 0, step, step)
+        store.add_trajectories(range(50 * step, 50 * step + 50), step, 0, 0, step, step)
         store.consume([step], step)
     store.close()
     return folder / "store.sqlite"
@@ -399,7 +398,7 @@ def test_a_replay_reads_the_store_of_a_live_run_without_touching_it(tmp_path):
     live.consume([0], 0)
     live.commit()
     replay = Store(tmp_path, read_only=True)
-    assert replay.consumed_groups(0) == [0] and replay.payloads([0]) == []
+    assert replay.consumed_groups(0) == [0] and replay.batch([0]) == []
     live.put("x", 1)
     live.commit()
     with pytest.raises(sqlite3.OperationalError, match="readonly"):

@@ -7,7 +7,6 @@ from reports import trajectory
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages.wire import decode_trajectory
 from laminar_hpc.policies.sampling import GroupSize
 
 
@@ -38,7 +37,7 @@ def test_a_group_is_finished_with_its_last_score_and_stamped_with_the_step(tmp_p
     tracker.generated(trajectory(group, second), 4)
     complete = tracker.scored(second.trajectory_id, 0, 0.0, {}, "", 3.0)
     assert complete is not None and complete.finished
-    batch = [decode_trajectory(payload) for payload in tracker.consume([group.group_id], 5)]
+    batch = [t for sent in tracker.consume([group.group_id], 5) for t in sent.trajectories]
     assert [t.step_finished for t in batch] == [3, 4] and [t.reward for t in batch] == [1.0, 0.0]
     assert tracker.groups == {}
     store.close()
@@ -48,7 +47,7 @@ def test_reports_of_old_attempts_are_refused(tmp_path):
     """docs/architecture.md#nothing-lost: a process that wakes up late can do no harm."""
     store, tracker = new_tracker(tmp_path)
     (group,) = tracker.draw(1, 5, replica=0, weight_id=0, weight_step=0, now=0.0)
-    gone = tracker.in_progress()[0]
+    gone = tracker.holders.generating(0)
     for _, trajectory_id, sample in gone:
         tracker.discard(trajectory_id, sample.attempt, tokens=3)
     assert len(gone) == 2 and tracker.counts.tokens_discarded == 6

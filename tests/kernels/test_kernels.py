@@ -25,18 +25,21 @@ PACK = {"BR": 1, "BC": 1024, "TILES": 16, "WIDE": False}
 
 
 @pytest.mark.timeout(900)
-def test_bit_exact_in_the_interpreter() -> None:
-    """Every case of interpreted_cases.py, in a process of its own: TRITON_INTERPRET acts when triton is
-    imported."""
+@pytest.mark.parametrize(
+    ("marked", "cases"), [("not slow", 70), pytest.param("slow", 10, marks=pytest.mark.slow)]
+)
+def test_bit_exact_in_the_interpreter(marked: str, cases: int) -> None:
+    """More than so many of interpreted_cases.py, in a process of its own, as TRITON_INTERPRET acts when
+    triton is imported."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", str(CASES), "-q", "-m", marked, "-p", "no:cacheprovider"],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=850,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 70 and "skipped" not in done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > cases and "skipped" not in done.stdout
 
 
 def compiled(

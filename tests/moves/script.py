@@ -2,6 +2,7 @@
 no clock but heartbeats."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.rundir import Start
 from laminar_hpc.messages.chain import RelayHas
-from laminar_hpc.messages.data import Message, Partial, ReplicaLoad, Trajectory, VersionSpan
-from laminar_hpc.messages.digest import sealed
+from laminar_hpc.messages.data import Message, Partial, ReplicaLoad, VersionSpan
 from laminar_hpc.messages.membership import Failure, Hello, Ping
 from laminar_hpc.messages.publication import NewWeightId
 from laminar_hpc.messages.rollouts import (
@@ -28,6 +28,8 @@ from laminar_hpc.messages.rollouts import (
 from laminar_hpc.messages.training import Batch, Restored, StepDone, TakeBatch
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
 from laminar_hpc.policies.metrics import batch_metrics
+from laminar_hpc.rollout.work import columns, tokens_of
+from made import Made, stored
 
 
 class Hub:
@@ -46,6 +48,7 @@ class Hub:
     def end(self, identity: str) -> None: ...
 
     def poll(self, seconds: float) -> list[tuple[str, AnyMessage]]:
+        self.heard_until = time.monotonic()
         arrived, self.arrived = self.arrived, []
         return [(identity, decode(encode(message))) for identity, message in arrived]
 
@@ -110,12 +113,11 @@ class Script:
     def works(self, index: int, grant: Grant, tokens: int, life: str = "") -> None:
         """It generates so many tokens more of all of a grant, and says so."""
         for sample in (sample for group in grant.groups for sample in group.samples):
-            start = (
-                len(grant.parts[sample.trajectory_id].tokens) if sample.trajectory_id in grant.parts else 0
-            )
+            start = grant.parts.get(sample.trajectory_id, Partial()).count
             new = [(sample.trajectory_id + place) % 50 for place in range(start, start + tokens)]
+            told = columns(new, [-1.0] * tokens)
             spans = [VersionSpan(grant.weight_id, start, start + tokens)]
-            more = Increment(sample.trajectory_id, sample.attempt, start, new, [-1.0] * tokens, spans, 1.0)
+            more = Increment(sample.trajectory_id, sample.attempt, start, *told, spans, 1.0)
             self.hear("rollout", index, more, life=life)
         load = ReplicaLoad(
             "draining", grant.weight_id, len(samples_of(grant)), 0, kv_capacity=10_000, kv_tokens=9_999
@@ -136,29 +138,23 @@ class Script:
         for group in grant.groups:
             for sample in group.samples:
                 part = grant.parts.get(sample.trajectory_id, Partial())
-                whole = part.tokens + [
-                    (sample.trajectory_id + place) % 50
-                    for place in range(len(part.tokens), len(part.tokens) + tokens)
+                whole = tokens_of(part).tolist() + [
+                    (sample.trajectory_id + place) % 50 for place in range(part.count, part.count + tokens)
                 ]
-                spans = [VersionSpan(grant.weight_id, 0, len(whole))]
-                trajectory = Trajectory(
+                response = Made(
                     sample.trajectory_id,
                     group.group_id,
-                    sample.attempt,
-                    index,
-                    grant.weight_id,
-                    grant.weight_step,
                     group.prompt_tokens,
                     whole,
                     [-1.0] * len(whole),
-                    [1] * len(whole),
-                    "stop",
-                    spans,
-                    1.0,
-                    2.0,
+                    attempt=sample.attempt,
+                    replica=index,
+                    weight_id=grant.weight_id,
+                    weight_step=grant.weight_step,
                     moves=part.moves,
                 )
-                self.hear("rollout", index, Generated(sealed(trajectory)), life=life)
+                trajectory = stored(Path(self.controller.config.run_dir), response)
+                self.hear("rollout", index, Generated(trajectory), life=life)
                 if scores:
                     reward = float(right(sample.trajectory_id))
                     self.scores(index, sample.trajectory_id, sample.attempt, life, reward)
@@ -180,7 +176,8 @@ class Script:
         self.hear("trainer", 0, TakeBatch(step))
         (batch,) = [m for m in self.hub.left["trainer:0:"] if isinstance(m, Batch) and m.step == step]
         times = {"wait_seconds": 0.1, "train_seconds": 0.1}
-        self.hear("trainer", 0, StepDone(step, batch_metrics(batch.trajectories, step) | times))
+        records = [t for group in batch.groups for t in group.trajectories]
+        self.hear("trainer", 0, StepDone(step, batch_metrics(records, 0, step) | times))
 
     def closes(self) -> None:
         """As a controller that ends in order."""

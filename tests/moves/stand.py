@@ -24,6 +24,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.rundir import prepare as prepare_run_dir
+from laminar_hpc.controller.stored import stored_trajectories
 from laminar_hpc.emulation import stage
 from laminar_hpc.emulation.fleet import NewWorker, Replica, new_worker
 from laminar_hpc.emulation.launch import prepare
@@ -31,13 +32,15 @@ from laminar_hpc.engine.emulated import responses
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.messages.membership import UNNUMBERED
-from laminar_hpc.messages.wire import decode_trajectory
+from laminar_hpc.payload.whole import Whole, wholes
+
+PROMPT_TOKENS = 10
 
 
 def small_config(folder: Path, replicas: int = 3, steps: int = 3, **pipeline: object) -> RunConfig:
     """Some seconds long: 16 x 4 trajectories per step of some hundred tokens, 20 times as fast as real
     engines."""
-    config = prepare(folder, prompts=64, prompt_tokens=10, max_response_tokens=1000)
+    config = prepare(folder, prompts=64, prompt_tokens=PROMPT_TOKENS, max_response_tokens=1000)
     config.steps = steps
     config.rollout.replicas, config.rollout.kv_cache_tokens, config.rollout.max_concurrent = (
         replicas,
@@ -79,7 +82,8 @@ class Shuffler:
         if now < self._next:
             return
         self._next = now + self.every
-        owned = controller.tracker.in_progress()
+        holders = controller.tracker.holders
+        owned = {replica: holders.generating(replica) for replica in holders.generating_counts()}
         moving = set(migration.moving)
         for _ in range(self.at_once - len(moving)):
             source, destination = (self.random.choice(sorted(owned)) for _ in range(2)) if owned else (0, 0)
@@ -184,18 +188,18 @@ class Stand:
         return engine
 
 
-def assert_is_whole(t: Trajectory, config: RunConfig) -> None:
+def assert_is_whole(whole: Whole, config: RunConfig) -> None:
     """Its tokens and log-probs are those of its number, none lost, doubled or misplaced by moves, and its
     spans cover it: one, unless new weights come into running trajectories."""
-    e, n = config.emulation, len(t.response_tokens)
+    t, response = whole.record, whole.response
+    e, n = config.emulation, len(response.tokens)
     group = t.trajectory_id // config.algorithm.samples_per_prompt
     most = config.sampling.max_response_tokens
     assert n == responses.response_length(t.trajectory_id, group, e.median_response_tokens, e.sigma, most)
-    assert t.response_tokens == responses.tokens(
-        t.trajectory_id, 0, n, model_config(config.model.path)["vocab_size"]
-    )
-    assert t.logprobs == responses.logprobs(t.trajectory_id, 0, n)
-    spans = t.version_spans
+    vocabulary = model_config(config.model.path)["vocab_size"]
+    assert response.tokens.tolist() == responses.tokens(t.trajectory_id, 0, n, vocabulary).tolist()
+    assert response.logprobs.tolist() == responses.logprobs(t.trajectory_id, 0, n).tolist()
+    spans = response.spans
     assert [s.start for s in spans] == [0, *(s.end for s in spans[:-1])] and spans[-1].end == n
     ids = [s.weight_id for s in spans]
     assert (
@@ -208,14 +212,14 @@ def assert_is_whole(t: Trajectory, config: RunConfig) -> None:
 def assert_every_one_ended_once(config: RunConfig) -> dict[int, Trajectory]:
     """All that was ever granted is finished or consumed, in whole; returns the trajectories by id."""
     database = sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True)
-    rows = database.execute(
-        "SELECT id, state, payload FROM trajectories LEFT JOIN responses ON trajectory_id = id"
-    ).fetchall()
+    rows = database.execute("SELECT id, state FROM trajectories").fetchall()
+    stored = stored_trajectories(database, [i for i, _ in rows])
     database.close()
-    assert {state for _, state, _ in rows} <= {"consumed", "finished"}, "a trajectory was lost"
+    assert {state for _, state in rows} <= {"consumed", "finished"}, "a trajectory was lost"
     wanted = config.steps * config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
-    assert len(rows) == len({i for i, _, _ in rows}) == wanted
-    found = {i: decode_trajectory(payload) for i, _, payload in rows}
-    for trajectory in found.values():
-        assert_is_whole(trajectory, config)
-    return found
+    assert len(rows) == len({i for i, _ in rows}) == wanted
+    found = {whole.record.trajectory_id: whole for whole in wholes(Path(config.run_dir), stored)}
+    assert found.keys() == {i for i, _ in rows}
+    for whole in found.values():
+        assert_is_whole(whole, config)
+    return {i: whole.record for i, whole in found.items()}

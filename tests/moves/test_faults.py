@@ -7,7 +7,7 @@ The run must end in time, with every trajectory in whole, once; what can strike 
 from collections import Counter
 
 import pytest
-from faults import FAULTS, Saboteur, sabotaged
+from sabotage import FAULTS, Saboteur, sabotaged
 from stand import Shuffler, Stand, assert_every_one_ended_once, small_config
 
 from laminar_hpc.controller import migration

@@ -29,7 +29,7 @@ def test_with_a_barrier_replicas_begin_together(tmp_path, bound):
     for number, spans in rounds.items():
         assert len({span.fields["weight_id"] for span in spans}) == 1
         assert number == 0 or min(s.t0 for s in spans) >= max(s.t1 for s in rounds[number - 1]) - 0.01
-    assert {len(t.version_spans) for t in found} == {1}
+    assert {t.policies for t in found} == {1}
 
 
 def test_a_stream_is_taken_in_mini_batches(tmp_path):
@@ -51,5 +51,5 @@ def test_new_weights_come_into_running_trajectories(tmp_path, keep_kv):
     """partial: nobody waits for a trajectory to end before it pulls; what ran then has several policies, and
     its spans say which."""
     _, found = run(tmp_path, refresh="interrupt", max_staleness=4, keep_kv=keep_kv)
-    assert max(len(t.version_spans) for t in found) > 1
+    assert max(t.policies for t in found) > 1
     assert max(t.staleness_training for t in rundata.load(tmp_path / "run").consumed) <= 4

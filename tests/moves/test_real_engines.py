@@ -13,20 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import Killer, Saboteur, sabotaged
+from sabotage import Killer, Saboteur, sabotaged
 from stand import Shuffler, Stand, small_config
 
 from engines import fill_slot, make_model, reference
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import migration
+from laminar_hpc.controller.stored import stored_trajectories
 from laminar_hpc.emulation import stage
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.messages.chain import RelayHas
-from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.messages.membership import Stop
-from laminar_hpc.messages.wire import decode_trajectory
+from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import migration as replica_migration
 from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout
@@ -66,47 +66,40 @@ def publish_real_sums(monkeypatch, config: RunConfig) -> None:
     monkeypatch.setattr(stage, "layout", with_sums)
 
 
-def assert_is_the_models(model: torch.nn.Module, t: Trajectory) -> None:
+def assert_is_the_models(model: torch.nn.Module, t: Whole) -> None:
     """Its log-probs are the model's for exactly its tokens, whatever engines they come from."""
     with torch.no_grad():
-        logits = (
-            model(torch.tensor([t.prompt_tokens + t.response_tokens]))
-            .logits[0, len(t.prompt_tokens) - 1 : -1]
-            .float()
-        )
-    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(t.response_tokens)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(t.logprobs), expected, atol=1e-4, rtol=0)
+        text = torch.tensor([t.prompt.tolist() + t.response.tokens.tolist()])
+        logits = model(text).logits[0, len(t.prompt) - 1 : -1].float()
+    expected = torch.log_softmax(logits, -1).gather(1, text[0, len(t.prompt) :, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(t.response.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def assert_every_one_ended_once(config: RunConfig) -> list[Trajectory]:
+def assert_every_one_ended_once(config: RunConfig) -> list[Whole]:
     """All that was ever granted is finished or consumed, in whole, under one policy."""
     with sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True) as database:
-        rows = database.execute(
-            "SELECT id, state, payload FROM trajectories LEFT JOIN responses ON trajectory_id = id"
-        ).fetchall()
-    assert {state for _, state, _ in rows} <= {"consumed", "finished"}, "a trajectory was lost"
+        rows = database.execute("SELECT id, state FROM trajectories").fetchall()
+        stored = stored_trajectories(database, [i for i, _ in rows])
+    assert {state for _, state in rows} <= {"consumed", "finished"}, "a trajectory was lost"
     wanted = config.steps * config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
-    assert len(rows) == len({i for i, _, _ in rows}) == wanted
-    found = [decode_trajectory(payload) for _, _, payload in rows]
+    assert len(rows) == len({i for i, _ in rows}) == wanted
+    found = wholes(Path(config.run_dir), stored)
+    assert len(found) == wanted
     for t in found:
-        n = len(t.response_tokens)
-        assert 0 < n == len(t.logprobs) <= config.sampling.max_response_tokens and t.finish_reason in (
-            "stop",
-            "length",
-        )
-        assert [(s.weight_id, s.start, s.end) for s in t.version_spans] == [(t.weight_id, 0, n)]
+        n = len(t.response.tokens)
+        assert 0 < n == t.record.length <= config.sampling.max_response_tokens
+        assert t.record.finish_reason in ("stop", "length")
+        assert [(s.weight_id, s.start, s.end) for s in t.response.spans] == [(t.record.weight_id, 0, n)]
     return found
 
 
-def run(
-    tmp_path, monkeypatch, steps: int, repack: str, saboteur: Saboteur
-) -> tuple[list[Trajectory], list[dict]]:
+def run(tmp_path, monkeypatch, steps: int, repack: str, saboteur: Saboteur) -> tuple[list[Whole], list[dict]]:
     """To its end; every trajectory, and every move."""
     config = real_config(tmp_path, steps, repack)
     publish_real_sums(monkeypatch, config)
     Stand(config, sabotaged(saboteur, Mortal), Shuffler(seed=1)).run(840)
     found, model = assert_every_one_ended_once(config), reference(config.model.path)
-    moved = [t for t in found if t.moves]
+    moved = [t for t in found if t.record.moves]
     for t in moved[:100]:
         assert_is_the_models(model, t)
     return found, rundata.load(tmp_path / "run").records.get("move", [])
@@ -131,7 +124,7 @@ def test_20_faults_on_real_engines(tmp_path, monkeypatch):
     found, _ = run(tmp_path, monkeypatch, 16, "kv", saboteur)
     where = {place for place, _ in saboteur.struck}
     assert saboteur.struck.total() == FAULTS and len(where) >= 8, saboteur.struck
-    assert any(t.moves for t in found)
+    assert any(t.record.moves for t in found)
 
 
 def relay_of(models: list[Path]):
@@ -170,7 +163,7 @@ def test_the_work_of_a_killed_engine_goes_on_with_older_weights(tmp_path, monkey
         lambda replica: stand.engine(replica).die(), most=2, tokens=800, every=5.0
     )
     stand.run(840)
-    found = {t.trajectory_id: t for t in assert_every_one_ended_once(config)}
+    found = {t.record.trajectory_id: t for t in assert_every_one_ended_once(config)}
     records, references = rundata.load(tmp_path / "run"), [reference(model) for model in models]
     moves = [move for move in records.records.get("move", []) if move["source"] is None]
     by_load = [move for move in moves if move["loaded"]]
@@ -185,20 +178,20 @@ def test_the_work_of_a_killed_engine_goes_on_with_older_weights(tmp_path, monkey
     whole = [
         found[move["trajectory_id"]]
         for move in by_load
-        if found[move["trajectory_id"]].weight_id == move["weight_id"]
+        if found[move["trajectory_id"]].record.weight_id == move["weight_id"]
     ]
     assert whole
     for t in whole:
-        assert t.attempt >= 1 and t.moves >= 1
-        assert_is_the_models(references[t.weight_id % 2], t)
+        assert t.record.attempt >= 1 and t.record.moves >= 1
+        assert_is_the_models(references[t.record.weight_id % 2], t)
     for t in list(found.values())[::10]:
-        assert_is_the_models(references[t.weight_id % 2], t)
+        assert_is_the_models(references[t.record.weight_id % 2], t)
     kept = {(move["trajectory_id"], move["weight_id"]) for move in moves}
     lost = [
         tokens
         for weight_id, known in killer.killed
         for i, tokens in known.items()
-        if (i, weight_id) not in kept and found[i].attempt
+        if (i, weight_id) not in kept and found[i].record.attempt
     ]
     assert figures["tokens_discarded"] >= sum(lost) and figures["max_versions_per_trajectory"] == 1
     for move in by_load:

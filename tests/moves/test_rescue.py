@@ -8,7 +8,7 @@ that.
 from collections import Counter
 
 import pytest
-from faults import Killer
+from sabotage import Killer
 from stand import Stand, assert_every_one_ended_once, small_config
 
 from laminar_hpc.report import rundata, summary

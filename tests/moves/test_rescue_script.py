@@ -7,8 +7,11 @@ from stand import small_config
 
 from laminar_hpc.controller import rescuer
 from laminar_hpc.messages.chain import RelayHas
+from laminar_hpc.messages.data import ReplicaLoad
+from laminar_hpc.messages.membership import Ping
+from laminar_hpc.messages.moves import Reserve
 from laminar_hpc.messages.rollouts import Grant, NotLoaded, RequestWork, WeightsOpened
-from laminar_hpc.messages.wire import decode_trajectory
+from laminar_hpc.rollout.work import tokens_of
 
 TOKENS = 100
 
@@ -46,7 +49,7 @@ def test_a_waiting_replica_loads_the_older_weights_and_every_trajectory_ends_onc
     rescue = script.granted(1)
     assert rescue is not None and (rescue.weight_id, rescue.weight_step) == (0, 0)
     assert samples_of(rescue) == {i: attempt + 1 for i, attempt in samples_of(first).items()}
-    assert {i: part.tokens for i, part in rescue.parts.items()} == {
+    assert {i: tokens_of(part).tolist() for i, part in rescue.parts.items()} == {
         i: [(i + k) % 50 for k in range(TOKENS)] for i in samples_of(first)
     }
     assert {part.moves for part in rescue.parts.values()} == {1} and {
@@ -60,11 +63,12 @@ def test_a_waiting_replica_loads_the_older_weights_and_every_trajectory_ends_onc
     script.ends(1, rescue, 200)
     assert script.controller.tracker.ready_groups == len(first.groups) and script.discarded == 0
     ended = [
-        decode_trajectory(blob)
-        for blob in script.controller.tracker.consume(list(script.controller.tracker.groups), 0)
+        trajectory
+        for group in script.controller.tracker.consume(list(script.controller.tracker.groups), 0)
+        for trajectory in group.trajectories
     ]
     assert sorted(t.trajectory_id for t in ended) == sorted(samples_of(first))
-    assert {(t.replica, t.weight_id, t.attempt, t.moves, len(t.response_tokens)) for t in ended} == {
+    assert {(t.replica, t.weight_id, t.attempt, t.moves, t.length) for t in ended} == {
         (1, 0, 1, 1, TOKENS + 200)
     }
 
@@ -155,7 +159,7 @@ def test_the_replica_dies_while_it_loads_and_one_that_is_starting_takes_over(tmp
     assert (
         second is not None
         and second.weight_id == 0
-        and {len(part.tokens) for part in second.parts.values()} == {TOKENS + 50}
+        and {part.count for part in second.parts.values()} == {TOKENS + 50}
     )
     assert samples_of(second) == {i: attempt + 2 for i, attempt in samples_of(first).items()}
     script.rollout(1, life="new")
@@ -187,6 +191,38 @@ def test_one_that_serves_the_weights_gets_its_batch_along_with_them(tmp_path):
     )
     script.ends(1, both, 5)
     assert script.controller.tracker.ready_groups == 4
+
+
+def test_what_waits_goes_on_where_a_report_tells_of_room(tmp_path):
+    """A report that comes after the death counts like one from before it, once: as many move there as it has
+    room for, and the others wait on."""
+    script = new(tmp_path)
+    script.publish(0, 0)
+    grants = {}
+    for index in (0, 1):
+        script.rollout(index)
+        script.asks(index, 0)
+        grants[index] = script.granted(index)
+    script.works(0, grants[0], TOKENS)
+    waiting = set(samples_of(grants[0]))
+
+    def asked() -> list[int]:
+        sent, script.hub.left["rollout:1:"] = script.hub.left["rollout:1:"], []
+        return [message.trajectory_id for message in sent if isinstance(message, Reserve)]
+
+    script.dies(0)
+    assert len(waiting) == 4 and asked() == []
+    prompt = len(grants[0].groups[0].prompt_tokens)
+    for _ in range(2):
+        room = 2 * (prompt + TOKENS) + 1
+        load = ReplicaLoad("draining", 0, 4, 0, kv_capacity=10_000, kv_tokens=10_000 - room)
+        script.hear("rollout", 1, Ping(load))
+        moved = asked()
+        assert len(moved) == 2 and waiting.issuperset(moved)
+        waiting.difference_update(moved)
+        script.hear("relay", 0, Ping())
+        assert asked() == []
+    assert not waiting and script.discarded == 0
 
 
 def test_after_some_tries_it_starts_again(tmp_path):

@@ -4,14 +4,19 @@ before its score comes; message by message."""
 import shutil
 from pathlib import Path
 
+import pytest
 from script import Script, samples_of
 from stand import small_config
 
 from audits import assert_clean
-from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages.data import Place, VersionSpan
 from laminar_hpc.messages.moves import MoveAbort
-from laminar_hpc.messages.rollouts import Generated, Grant, Increment
-from laminar_hpc.messages.wire import decode_trajectory
+from laminar_hpc.messages.rollouts import Generated, Grant, Increment, Lost
+from laminar_hpc.payload.reader import read
+from laminar_hpc.payload.whole import wholes
+from laminar_hpc.payload.writer import FOLDER
+from laminar_hpc.rollout.work import columns
 
 TOKENS = 40
 
@@ -44,8 +49,9 @@ def ends_clean(script: Script) -> None:
 def stored(script: Script) -> dict[int, list[int]]:
     """The response tokens of all groups that are finished."""
     groups = [group.group_id for group in script.controller.tracker.groups.values() if group.finished]
-    found = map(decode_trajectory, script.controller.store.payloads(groups))
-    return {t.trajectory_id: t.response_tokens for t in found}
+    store = script.controller.store
+    found = wholes(store.run_dir, store.batch(groups))
+    return {whole.record.trajectory_id: whole.response.tokens.tolist() for whole in found}
 
 
 def test_a_replica_dies_before_it_has_scored(tmp_path):
@@ -62,9 +68,9 @@ def test_a_replica_dies_before_it_has_scored(tmp_path):
     for index, each in orders.items():
         for order in each:
             i = order.trajectory_id
-            assert order.attempt == owned[i] and order.response_tokens == [
-                (i + k) % 50 for k in range(TOKENS)
-            ]
+            [response] = read(script.controller.store.run_dir, [(i, order.place)])
+            assert order.attempt == owned[i]
+            assert response.tokens.tolist() == [(i + k) % 50 for k in range(TOKENS)]
             (group,) = [g for g in first.groups if g.group_id == order.group.group_id]
             assert (order.group.prompt, order.group.row, order.group.samples) == (group.prompt, group.row, [])
             script.scores(index, i, order.attempt)
@@ -142,20 +148,19 @@ def test_the_controller_dies_before_the_score(tmp_path):
     ends_clean(script)
 
 
-def test_a_damaged_response_is_lost_with_a_reason_and_granted_again(tmp_path):
-    """Its digest is not that of its tokens: nothing is stored, and the replica's score of it counts for
-    nothing."""
+def test_a_response_without_a_place_is_lost_with_a_reason_and_granted_again(tmp_path):
+    """Nothing is stored of it, and the replica's score of it counts for nothing."""
     script = new(tmp_path)
     first, *_ = working(script)
     heard = script.hear
 
-    def damaging(role: str, index: int, *messages, life: str = "") -> None:
+    def astray(role: str, index: int, *messages, life: str = "") -> None:
         for message in messages:
             if isinstance(message, Generated):
-                message.trajectory.response_tokens[3] ^= 1
+                message.trajectory.place = Place("../../etc/passwd", 0, 100)
         heard(role, index, *messages, life=life)
 
-    script.hear = damaging
+    script.hear = astray
     script.ends(0, first, TOKENS)
     assert script.controller.tracker.ready_groups == 0
     script.asks(1, 0, newest_batch=1)
@@ -163,7 +168,42 @@ def test_a_damaged_response_is_lost_with_a_reason_and_granted_again(tmp_path):
     assert again is not None
     assert {i: samples_of(again).get(i) for i in samples_of(first)} == {i: 1 for i in samples_of(first)}
     text = Path(script.controller.config.run_dir, "metrics.jsonl").read_text()
-    assert text.count('"kind":"lost"') == len(samples_of(first)) and "has not the digest" in text
+    assert text.count('"kind":"lost"') == len(samples_of(first)) and "names no place" in text
+    ends_clean(script)
+
+
+@pytest.mark.parametrize("ends", ["scored", "granted", "lost"])
+def test_a_damaged_response_is_granted_again(tmp_path, ends):
+    """Whoever is to score it in the place of a dead replica finds that it is not what was generated. Whenever
+    the run ends, its records are clean."""
+    script = new(tmp_path)
+    first, *_ = working(script)
+    script.ends(0, first, TOKENS, scores=False)
+    script.dies(0)
+    orders = {index: script.ordered(index) for index in (1, 2)}
+    damaged = orders[1][0]
+    path = Path(script.controller.config.run_dir, FOLDER, damaged.place.file)
+    content = bytearray(path.read_bytes())
+    content[damaged.place.offset + 100] ^= 1
+    path.write_bytes(content)
+    i, attempt = damaged.trajectory_id, damaged.attempt
+    with pytest.raises(LaminarError, match=f"^the response of trajectory {i} is not in .* digest") as error:
+        read(script.controller.store.run_dir, [(i, damaged.place)])
+    script.hear("rollout", 1, Lost(i, attempt, str(error.value)))
+    if ends == "lost":
+        ends_clean(script)
+        return
+    for index, each in orders.items():
+        for order in each:
+            script.scores(index, order.trajectory_id, order.attempt)
+    script.asks(2, 0, newest_batch=2)
+    again = script.granted(2)
+    assert again is not None and samples_of(again).keys() & samples_of(first).keys() == {i}
+    if ends == "granted":
+        ends_clean(script)
+        return
+    script.ends(2, again, TOKENS)
+    assert stored(script).keys() >= samples_of(first).keys()
     ends_clean(script)
 
 
@@ -173,8 +213,8 @@ def test_a_response_that_ends_while_it_moves_is_not_generated_again(tmp_path):
     first, *_ = working(script)
     i, attempt = next(iter(samples_of(first).items()))
     spans = [VersionSpan(0, 0, 10)]
-    tokens = [(i + k) % 50 for k in range(10)]
-    script.hear("rollout", 0, Increment(i, attempt, 0, tokens, [-1.0] * 10, spans, 1.0))
+    told = columns([(i + k) % 50 for k in range(10)], [-1.0] * 10)
+    script.hear("rollout", 0, Increment(i, attempt, 0, *told, spans, 1.0))
     migration = script.controller.migration
     migration.begin(i, attempt, 0, 1, 0, 500, 0.0)
     script.ends(0, first, TOKENS, scores=False)

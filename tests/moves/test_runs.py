@@ -2,7 +2,7 @@
 change their replica."""
 
 import pytest
-from stand import Shuffler, Stand, assert_every_one_ended_once, small_config
+from stand import PROMPT_TOKENS, Shuffler, Stand, assert_every_one_ended_once, small_config
 
 from laminar_hpc.report import rundata
 
@@ -23,6 +23,6 @@ def test_trajectories_move_and_every_one_ends_once(tmp_path, how):
             t.replica == move["destination"]
             and t.moves == sum(m["trajectory_id"] == trajectory_id for m in moves) == t.attempt
         )
-        whole = move["tokens"] + len(t.prompt_tokens)
+        whole = move["tokens"] + PROMPT_TOKENS
         assert whole - 1 <= move["prefix_tokens"] <= whole if how == "kv" else move["prefix_tokens"] == 0
     assert {t.attempt for i, t in found.items() if i not in last} == {0}

@@ -9,36 +9,21 @@ from stand import small_config
 
 from audits import assert_clean
 from laminar_hpc.cluster import unsaid
-from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, Trajectory, VersionSpan
-from laminar_hpc.messages.digest import sealed
+from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
 from laminar_hpc.messages.membership import Goodbye
 from laminar_hpc.messages.rollouts import Generated, Increment, Leaving, Scored, Unfinished
 from laminar_hpc.messages.wire import encode
+from laminar_hpc.rollout.work import columns, tokens_of
+from made import Made, stored
 
 TOKENS = list(range(20))
 IDENTITY = "rollout:0:"  # as script.py names it
 
 
-def generated(group: PromptGroup, sample: Sample) -> Generated:
-    count = len(TOKENS)
-    spans = [VersionSpan(0, 0, count)]
-    trajectory = Trajectory(
-        sample.trajectory_id,
-        group.group_id,
-        sample.attempt,
-        0,
-        0,
-        0,
-        group.prompt_tokens,
-        list(TOKENS),
-        [-1.0] * count,
-        [1] * count,
-        "stop",
-        spans,
-        1.0,
-        2.0,
-    )
-    return Generated(sealed(trajectory))
+def generated(run_dir: Path, group: PromptGroup, sample: Sample) -> Generated:
+    whose = sample.trajectory_id, group.group_id, group.prompt_tokens
+    response = Made(*whose, list(TOKENS), [-1.0] * len(TOKENS), attempt=sample.attempt)
+    return Generated(stored(run_dir, response))
 
 
 class Ended:
@@ -59,13 +44,14 @@ class Ended:
         first, second, *_ = grant.groups
         self.done, self.unscored = first.samples
         self.part, _ = second.samples
-        so_far = Partial(TOKENS[:7], [-1.0] * 7, [VersionSpan(0, 0, 7)], 1.0)
+        so_far = Partial(*columns(TOKENS[:7], [-1.0] * 7), [VersionSpan(0, 0, 7)], 1.0)
+        told = columns(TOKENS[:3], [-1.0] * 3)
         self.words: list[Message] = [
             Leaving(),
-            Increment(self.part.trajectory_id, 0, 0, TOKENS[:3], [-1.0] * 3, [VersionSpan(0, 0, 3)], 1.0),
-            generated(first, self.done),
+            Increment(self.part.trajectory_id, 0, 0, *told, [VersionSpan(0, 0, 3)], 1.0),
+            generated(self.run_dir, first, self.done),
             Scored(self.done.trajectory_id, self.done.attempt, 1.0, {}, "", 3.0),
-            generated(first, self.unscored),
+            generated(self.run_dir, first, self.unscored),
             Unfinished(self.part.trajectory_id, self.part.attempt, so_far),
             Goodbye(),
         ]
@@ -94,7 +80,7 @@ def test_the_next_controller_takes_what_was_left(tmp_path: Path) -> None:
     script.rollout(0, life="next")
     assert ended.unscored.trajectory_id in script.controller.tracker.unscored, "its scorer is gone"
     part = script.controller.pool.get(ended.part.trajectory_id, ended.part.attempt)
-    assert part is not None and part.tokens == TOKENS[:7] and script.discarded == 0
+    assert part is not None and tokens_of(part).tolist() == TOKENS[:7] and script.discarded == 0
     script.closes()
     assert_clean(ended.run_dir)
 

@@ -16,10 +16,10 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages.data import ScorePart, Trajectory, VersionSpan
-from laminar_hpc.messages.digest import sealed
+from laminar_hpc.messages.data import ScorePart, VersionSpan
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace
+from made import Made, stored
 
 CHARACTERS = "0123456789+=;>"
 EPOCH = 1_800_000_000.0
@@ -227,11 +227,11 @@ def trajectory(
     versions: tuple[int, ...],
     replica: int = 0,
     end: float = EPOCH,
-) -> Trajectory:
+) -> Made:
     """A wrong answer, generated in equal parts with `versions` as weight ids and steps."""
     tokens = [CHARACTERS.index(c) for c in response]
     cuts = [len(tokens) * i // len(versions) for i in range(len(versions) + 1)]
-    return Trajectory(
+    return Made(
         trajectory_id=trajectory_id,
         group_id=group,
         attempt=1,
@@ -241,7 +241,6 @@ def trajectory(
         prompt_tokens=[CHARACTERS.index(c) for c in prompt],
         response_tokens=tokens,
         logprobs=[-0.1] * len(tokens),
-        loss_mask=[1] * len(tokens),
         finish_reason="stop",
         time_started=end - 0.8,
         time_finished=end,
@@ -254,7 +253,7 @@ def trajectory(
     )
 
 
-def make_rows(rng, batch, step, steps, samples, first_group, first_id, available) -> list[Trajectory]:
+def make_rows(rng, batch, step, steps, samples, first_group, first_id, available) -> list[Made]:
     """The trajectories of one batch: answers get better and shorter with `step`."""
     rows = []
     skill = 0.2 + 0.75 * step / max(1, steps)
@@ -291,14 +290,14 @@ def make_rows(rng, batch, step, steps, samples, first_group, first_id, available
     return rows
 
 
-def finish(store: Store, row: Trajectory, accuracy: float) -> None:
+def finish(store: Store, row: Made, accuracy: float) -> None:
     """Generated, then scored."""
     score = ScorePart(row.time_scored, row.reward, row.reward_parts, row.reward_error)
-    store.store_response(sealed(row))
+    store.store_response(stored(store.path.parent, row))
     store.finish_trajectory(row.trajectory_id, score, accuracy)
 
 
-def store_rows(store: Store, rows: list[Trajectory], consumed_step: int) -> None:
+def store_rows(store: Store, rows: list[Made], consumed_step: int) -> None:
     """Puts the trajectories into the store as the controller does: granted, finished, consumed with the
     weights of `consumed_step`."""
     groups = sorted({r.group_id for r in rows})
@@ -307,8 +306,10 @@ def store_rows(store: Store, rows: list[Trajectory], consumed_step: int) -> None
         store.add_group(
             group, 0, members[0].weight_id, members[0].weight_step, group, members[0].time_started
         )
+        store.add_prompt(group, members[0].prompt_tokens)
         for index, row in enumerate(members):
-            store.add_trajectory(row.trajectory_id, group, index, row.replica, row.weight_id, row.weight_step)
+            ids = range(row.trajectory_id, row.trajectory_id + 1)
+            store.add_trajectories(ids, group, index, row.replica, row.weight_id, row.weight_step)
             finish(store, row, row.reward_parts["accuracy"])
         store.finish_group(group, members[0].weight_step, group, members[0].time_scored)
     store.consume(groups, consumed_step)
@@ -321,7 +322,7 @@ def store_rows(store: Store, rows: list[Trajectory], consumed_step: int) -> None
     store.commit()
 
 
-def step_record(rows: list[Trajectory], step: int, wait: float, train: float, seconds: float) -> dict:
+def step_record(rows: list[Made], step: int, wait: float, train: float, seconds: float) -> dict:
     """The fields of a metrics line of kind step."""
     lengths = [len(r.response_tokens) for r in rows]
     generation = [r.step_finished - r.weight_step for r in rows]

@@ -1,6 +1,7 @@
 """The benches' own arithmetic, on synthetic runs; the benches themselves run the real system and are started
 by hand."""
 
+import ast
 import importlib
 import json
 import os
@@ -13,6 +14,8 @@ import pytest
 import synthetic
 
 from laminar_hpc.config.load import load_config
+from laminar_hpc.controller.store import Store
+from laminar_hpc.observability.trace import Span
 from laminar_hpc.report import rundata
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -156,3 +159,67 @@ def test_what_the_benches_set_is_in_the_configuration(load):
     for settings in (half_billion.SETTINGS, attribution.REAL | attribution.REAL_REPACK | repack):
         config = load_config(["experiment=demo", *(f"{key}={value}" for key, value in settings.items())])
         assert config.evaluation.files == []
+
+
+def test_every_kill_window_is_a_function_of_the_product(load):
+    """Promise: a function renamed does not leave a window in which nobody dies."""
+    package = BENCH.parent / "src"
+    for name, (_, module, function, _) in load("kill_windows").WINDOWS.items():
+        owner, _, last = function.rpartition(".")
+        body = ast.parse((package / "laminar_hpc" / f"{module.replace('.', '/')}.py").read_text()).body
+        if owner:
+            (body,) = (each.body for each in body if isinstance(each, ast.ClassDef) and each.name == owner)
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        assert any(isinstance(each, kinds) and each.name == last for each in body), name
+
+
+def test_faults_are_read(load):
+    """Promise: how, how long and whom a word names; what names none is refused with the word."""
+    read = load("faults").Fault.read
+    found = [read(word) for word in ("kill-relay", "stop-trainer", "stop60-engine")]
+    assert [(f.how, f.seconds, f.target) for f in found] == [
+        ("kill", 13.0, "relay"),
+        ("stop", 13.0, "trainer"),
+        ("stop", 60.0, "engine"),
+    ]
+    for word in ("kill5-relay", "stop-gang", "pause-relay"):
+        with pytest.raises(ValueError, match=word):
+            read(word)
+
+
+def test_what_the_others_do_meanwhile(load, tmp_path):
+    """Promise: shares are over the same activity before, and none is made up where nothing was measured."""
+    outages, start = load("outages"), synthetic.EPOCH
+    store = Store(tmp_path)
+    for group, granted in ((1, start), (2, start + 50)):
+        store.add_group(group, 0, 0, 0, group, granted)
+    store.commit()
+    store.close()
+    spans = {
+        "rollout0": [
+            Span("generate", start, start + 10, {"tokens": 100}),
+            Span("generate", start + 50, start + 70, {"tokens": 160}),
+        ],
+        "trainer0": [
+            Span("train", start + at, start + at + long, {"step": step})
+            for step, at, long in ((0, 20, 2), (1, 30, 2), (2, 61, 3))
+        ],
+    }
+    steps = [{"step": n, "prompt_tokens": 50, "response_tokens": 50, "time": start + n} for n in (1, 2, 3)]
+    config = {"algorithm": {"prompts_per_step": 4}, "pipeline": {"max_staleness": 1}}
+    run = rundata.Run(
+        tmp_path,
+        config,
+        [rundata.Launch(start, start, None, None, {}, steps=steps)],
+        [],
+        0,
+        {"pull": [{"time": start, "step": 0}]},
+        spans,
+        [],
+    )
+    assert outages.rollouts_share(run, start + 60, start + 90) == pytest.approx(0.8)
+    assert outages.rollouts_share(run, start + 20, start + 30) is None
+    assert outages.trainer_share(run, start + 60, start + 70) == pytest.approx(1.5)
+    assert outages.trainer_share(run, start + 90, start + 99) is None
+    assert outages.groups_left(run, start + 5, start + 40) == 4 * 2 - 1
+    assert outages.groups_left(run, start + 15, start + 40) is None

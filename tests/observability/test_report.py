@@ -11,6 +11,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.report import document, rundata, samples, timeline, trajectory_page
+from made import Made
 
 SECTIONS = [
     "Accuracy and reward",
@@ -35,7 +36,7 @@ def sections(page: str) -> list[str]:
 def first_prompts(run_dir) -> list[list[int]]:
     """The prompts' tokens of the first batch trained."""
     run = rundata.load(run_dir)
-    return [t.prompt_tokens for t in run.payloads([t.id for t in run.consumed if t.consumed_step == 0])]
+    return [t.prompt.tolist() for t in run.wholes([t.id for t in run.consumed if t.consumed_step == 0])]
 
 
 def check(page: str) -> None:
@@ -127,14 +128,15 @@ def test_a_trajectorys_page(finished):
     all from the run's files."""
     run = rundata.load(finished[0])
     row = samples.choose(run.consumed)[-2]
-    (stored,) = run.payloads([row.id])
+    (stored,) = run.wholes([row.id])
     run.records.setdefault("lost", []).append(
         {"trajectory_id": row.id, "attempt": 0, "reason": "the engine ended it with abort"}
     )
     run.records["logprob_mismatch"] = [
         {"replica": f"rollout{row.replica}", "weight_id": row.weight_id, "mean": 2.5e-6, "max": 1.5e-5}
     ]
-    stored.attempt, stored.moves, stored.reward_parts["format"] = 1, 2, 0.5
+    record = stored.record
+    record.attempt, record.moves, record.reward_parts["format"] = 1, 2, 0.5
     page = trajectory_page.page(
         row,
         stored,
@@ -144,7 +146,7 @@ def test_a_trajectorys_page(finished):
     ElementTree.fromstring(page)
     text = re.sub(r"<[^>]*>", " ", page)
     words = " ".join(text.split())
-    mean = sum(stored.logprobs) / len(stored.logprobs)
+    mean = stored.response.logprobs.mean()
     for part in (
         f"trajectory {row.id}: reward {row.reward:g}",
         "reward: accuracy",
@@ -168,16 +170,16 @@ def test_a_trajectorys_page(finished):
     for ahead, said in ((0, "ahead by nothing: the engine's weights"), (3, "ahead by 3 mini-batches")):
         facts.own_mismatches = {row.id: (2e-6, ahead)}
         assert said in html.unescape(trajectory_page.page(row, stored, facts, str))
-    for tokens in (stored.prompt_tokens, stored.response_tokens):
+    for tokens in (stored.prompt, stored.response.tokens):
         assert "".join(synthetic.CHARACTERS[t] for t in tokens) in html.unescape(page)
 
 
 def test_long_answers_are_cut_and_their_curve_is_thinned(finished):
     """Promise: an answer of 30,000 tokens does not make the page slow."""
     run = rundata.load(finished[0])
-    (stored,) = run.payloads([run.consumed[0].id])
+    (stored,) = run.wholes([run.consumed[0].id])
     n = 30_000
-    stored.response_tokens, stored.logprobs, stored.loss_mask = [1] * n, [-0.5] * (n - 1) + [-9.0], [1] * n
+    stored = Made(stored.record.trajectory_id, 0, [1], [1] * n, [-0.5] * (n - 1) + [-9.0]).whole
     page = trajectory_page.page(
         run.consumed[0], stored, trajectory_page.facts(run, []), lambda tokens: "1" * len(tokens)
     )

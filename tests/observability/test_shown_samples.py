@@ -4,13 +4,13 @@ from synthetic import CHARACTERS, finish, write_model
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.observability.shown_samples import ShownSamples, shown, spread
+from made import Made
 
 GROUPS, SAMPLES, STEP = 8, 4, 5
 
 
-def trajectory(number: int, **fields) -> Trajectory:
+def trajectory(number: int, **fields) -> Made:
     ids = {character: index for index, character in enumerate(CHARACTERS)}
     prompt, response = f"{number // SAMPLES}+1=", f">{number:02d}"
     values = {
@@ -22,25 +22,24 @@ def trajectory(number: int, **fields) -> Trajectory:
         "weight_step": 4,
         "prompt_tokens": [ids[c] for c in prompt],
         "response_tokens": [ids[c] for c in response],
-        "logprobs": [],
-        "loss_mask": [],
+        "logprobs": [-1.0] * len(response),
         "finish_reason": "stop",
-        "version_spans": [],
         "time_started": 0.0,
         "time_finished": 1.0,
         "reward": number % 2,
     }
-    return Trajectory(**{**values, **fields})
+    return Made(**{**values, **fields})
 
 
-def a_store(tmp_path, *, last: Trajectory | None = None) -> Store:
+def a_store(tmp_path, *, last: Made | None = None) -> Store:
     """With the groups that step STEP trained on."""
     store = Store(tmp_path)
     for group in range(GROUPS):
         store.add_group(group, group, 9, 4, group + 1, 0.0)
-        for index in range(SAMPLES):
-            number = group * SAMPLES + index
-            store.add_trajectory(number, group, index, 0, 9, 4)
+        numbers = range(group * SAMPLES, (group + 1) * SAMPLES)
+        store.add_prompt(group, trajectory(numbers[0]).prompt_tokens)
+        store.add_trajectories(numbers, group, 0, 0, 9, 4)
+        for number in numbers:
             is_last = last is not None and number == last.trajectory_id
             finish(store, last if is_last else trajectory(number), 1.0)
         store.finish_group(group, 4, group, 1.0)
@@ -48,7 +47,7 @@ def a_store(tmp_path, *, last: Trajectory | None = None) -> Store:
     return store
 
 
-def lines(tmp_path, number: int, step: int = STEP, last: Trajectory | None = None) -> list[str]:
+def lines(tmp_path, number: int, step: int = STEP, last: Made | None = None) -> list[str]:
     said: list[str] = []
     ShownSamples(write_model(tmp_path / "model"), number, said.append).show(
         step, a_store(tmp_path, last=last)

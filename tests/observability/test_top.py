@@ -81,6 +81,21 @@ def test_a_run_that_ended_and_one_without_a_status(finished, capsys):
         assert name in text
 
 
+def test_moves_from_the_living_and_the_dead(tmp_path, capsys):
+    """A rescue has no source: its replica was dead. `laminar top` shows it beside other moves."""
+    run_dir = tmp_path / "run"
+    synthetic.write(run_dir, steps=3, start=time.time() - 5, crash=True)
+    status.write(run_dir, now_status(time.time()))
+    metrics = jsonl.Appender(run_dir / "metrics.jsonl")
+    move = {"kind": "move", "time": time.time(), "trajectory_id": 5, "destination": 1, "weight_id": 7}
+    move |= {"tokens": 90, "prefix_tokens": 64, "seconds": 0.25}
+    metrics.write({**move, "source": 0})
+    assert "last 0 to 1 on id 7 in 0.25 s: 90 tokens, 64 of prefill saved" in frame(run_dir, capsys)[0]
+    metrics.write({**move, "source": None, "loaded": True})
+    text = frame(run_dir, capsys)[0]
+    assert "1 from dead replicas, 1 by loading their weights" in text and "last a dead one to 1" in text
+
+
 def test_a_run_that_died(tmp_path, capsys):
     """Promise: no end and no sign of life is said as such, with the cure, and gives exit code 1."""
     run_dir = tmp_path / "run"

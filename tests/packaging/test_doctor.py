@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from laminar_hpc import doctor
+from laminar_hpc.doctor import packages
 
 TOPICS = (
     "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|CUDA compiler|KV migration|apex|"
@@ -20,7 +20,7 @@ def test_every_line_says_how_it_stands_and_it_is_quick() -> None:
     """One line per topic, `ok|warn|FAIL  what: value  (cure)`, within 3 s: it reads metadata and imports
     nothing heavy."""
     start = time.monotonic()
-    program = "import sys; from laminar_hpc.doctor import main; sys.exit(main([]))"
+    program = "import sys; from laminar_hpc.doctor.command import main; sys.exit(main([]))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
     )
@@ -34,27 +34,27 @@ def test_a_missing_sglang_platform_is_a_failure_with_its_cure(monkeypatch: pytes
     """On the CPU SGLang runs only through our platform plugin; another one that is forced by the environment
     is named."""
     monkeypatch.setenv("SGLANG_PLATFORM", "other")
-    finding = doctor.sglang(has_gpu=False)
+    finding = packages.sglang(has_gpu=False)
     assert (finding.level, finding.cure) == ("FAIL", "unset SGLANG_PLATFORM")
 
 
 def test_the_compiler_for_engines_on_gpus_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """Promise: without nvcc, or with one of another release than torch's CUDA, an engine would die at its
     first start: the doctor says so first, with the cure."""
-    assert doctor.cuda_compiler(has_gpu=False).level == "ok"
-    monkeypatch.setattr(doctor.cuda_toolkit, "home", lambda: None)
-    found = doctor.cuda_compiler(has_gpu=True)
+    assert packages.cuda_compiler(has_gpu=False).level == "ok"
+    monkeypatch.setattr(packages.cuda_toolkit, "home", lambda: None)
+    found = packages.cuda_compiler(has_gpu=True)
     assert found.level == "FAIL" and "make setup CUDA=13" in found.cure
     nvcc = tmp_path / "bin/nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
     nvcc.chmod(0o755)
     (tmp_path / "bin/ninja").symlink_to(nvcc)
-    monkeypatch.setattr(doctor.cuda_toolkit, "home", lambda: tmp_path)
-    monkeypatch.setattr(doctor, "installed", lambda _: "13.0.96")
-    assert "while torch brings CUDA 13.0.96" in doctor.cuda_compiler(has_gpu=True).value
-    monkeypatch.setattr(doctor, "installed", lambda _: "12.9.79")
-    assert doctor.cuda_compiler(has_gpu=True).level == "ok"
+    monkeypatch.setattr(packages.cuda_toolkit, "home", lambda: tmp_path)
+    monkeypatch.setattr(packages, "installed", lambda _: "13.0.96")
+    assert "while torch brings CUDA 13.0.96" in packages.cuda_compiler(has_gpu=True).value
+    monkeypatch.setattr(packages, "installed", lambda _: "12.9.79")
+    assert packages.cuda_compiler(has_gpu=True).level == "ok"
 
 
 def test_an_apex_that_is_not_nvidias_is_told_apart(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,11 +62,12 @@ def test_an_apex_that_is_not_nvidias_is_told_apart(tmp_path, monkeypatch: pytest
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex/__init__.py").touch()
-    assert doctor.apex().level == "FAIL"
+    assert packages.apex().level == "FAIL"
     (tmp_path / "apex/optimizers").mkdir()
-    assert doctor.apex().level == "ok"
+    assert packages.apex().level == "ok"
 
 
+@pytest.mark.slow
 def test_transformers_imports_beside_a_cpu_torch() -> None:
     """torchvision's published wheel cannot load its compiled part here; after our declaration, made twice,
     all the rest imports."""

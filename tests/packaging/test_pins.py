@@ -95,7 +95,8 @@ def test_the_package_requires_what_it_imports() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 imported.add(node.module.split(".")[0])
     owners = importlib.metadata.packages_distributions()
-    foreign = imported - sys.stdlib_module_names - {"laminar_hpc", "sglang", "triton", "flashinfer"}
+    of_extras, of_type_checkers = {"sglang", "triton", "flashinfer"}, {"_typeshed"}
+    foreign = imported - sys.stdlib_module_names - of_extras - of_type_checkers - {"laminar_hpc"}
     needed = {canonicalize_name(owners[name][0]) for name in foreign}
     requirements = [
         line for line in importlib.metadata.requires("laminar_hpc") or [] if "extra ==" not in line

@@ -2,6 +2,7 @@
 cannot work."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -64,6 +65,53 @@ def test_setup_without_a_network_says_so(tree: Path) -> None:
         len(done.stderr.splitlines()) == 1 and "no package index that has it could be reached" in done.stderr
     )
     assert (tree / ".venv/setup.log").stat().st_size > 0
+
+
+PYTHON = """#!/bin/bash
+# a Python of a .venv whose packages are all there: pip has nothing to do
+echo "$*" >>"$CALLS"
+case "$*" in
+  "-m pip "*) ;;
+  "-m laminar_hpc.engine.sglang.plugin.compile_units") echo "norms: 9 s"; exit "$COMPILED" ;;
+  *) exec {python} "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "compiled", "words"),
+    [
+        (0, 0, "SGLang's kernels for this GPU .* [0-9]+ s"),
+        (0, 1, "not all; engines compile them"),
+        (1, 0, ""),
+    ],
+)
+def test_kernels_are_compiled_where_there_is_a_gpu(
+    tree: Path, tmp_path: Path, on_gpu: int, compiled: int, words: str
+) -> None:
+    """Promise: set-up for CUDA compiles SGLang's kernels on a machine whose driver names a GPU; what does not
+    compile is said in its line and ends no set-up, and a login node leaves it to the first start."""
+    for file, text in {
+        tree / ".venv/bin/python": PYTHON.replace("{python}", sys.executable),
+        tmp_path / "bin/nvidia-smi": f"#!/bin/bash\nexit {on_gpu}\n",
+    }.items():
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "CALLS": str(tmp_path / "calls"),
+        "COMPILED": str(compiled),
+    }
+    done = setup(tree, CUDA="13", TORCH_INDEX="", **environment)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text()
+    assert ("compile_units" in calls) == (not on_gpu) == ("SGLang's kernels" in done.stdout)
+    assert re.search(words, done.stdout) and "setup: ready in" in done.stdout
+    assert "requirements/cuda13.txt" in calls and (tree / ".venv/.laminar-setup").exists()
+    before = calls.count("\n")
+    assert setup(tree, CUDA="13", TORCH_INDEX="", **environment).stdout == ""
+    assert (tmp_path / "calls").read_text().count("\n") == before
 
 
 def test_the_wheel_holds_the_configuration_and_the_entry_points(tree: Path, tmp_path: Path) -> None:

@@ -2,11 +2,40 @@
 allows, and nobody starves."""
 
 import random
+from collections.abc import Iterable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.policies.admission import GroupView, choose, may_go_on, quota
+from laminar_hpc.policies.admission import choose, may_go_on, quota
+from laminar_hpc.policies.live_groups import GroupView, LiveGroups
+
+
+class Groups(dict[int, GroupView]):
+    """By id; `live` has the same."""
+
+    def __init__(self) -> None:
+        self.live = LiveGroups()
+
+    def __setitem__(self, group_id: int, view: GroupView) -> None:
+        super().__setitem__(group_id, view)
+        self.live.put(view)
+
+    def __delitem__(self, group_id: int) -> None:
+        super().__delitem__(group_id)
+        self.live.remove(group_id)
+
+    def pop(self, group_id: int) -> GroupView:
+        self.live.remove(group_id)
+        return super().pop(group_id)
+
+
+def live(groups: Iterable[GroupView]) -> LiveGroups:
+    """These, in this order."""
+    known = LiveGroups()
+    for group in groups:
+        known.put(group)
+    return known
 
 
 @settings(max_examples=300, deadline=None)
@@ -34,7 +63,7 @@ def test_bound_holds_for_any_order_of_events(
     batch: list[GroupView] = []  # what the step under way has taken
     counted = finish_order = next_id = 0
     weights = [0] * replicas
-    groups: dict[int, GroupView] = {}
+    groups = Groups()
     idle: dict[
         int, bool
         # unfinished groups whose samples are with nobody -> whether all of them are, so that the age may rise
@@ -43,11 +72,11 @@ def test_bound_holds_for_any_order_of_events(
     idle_turns = restores = 0
 
     def allowed(group, weight_step):
-        return may_go_on(group, weight_step, trained, groups.values(), groups_per_step, bound, len(batch))
+        return may_go_on(group, weight_step, trained, groups.live, groups_per_step, bound, len(batch))
 
     def next_part():
         size = next(end for end in ends if end > len(batch)) - len(batch)
-        return size, choose(trained, groups.values(), groups_per_step, bound, len(batch), size)
+        return size, choose(trained, groups.live, groups_per_step, bound, len(batch), size)
 
     def running():
         return [g for g in groups.values() if not g.finished and g.group_id not in idle]
@@ -124,9 +153,10 @@ def test_older_weights_only_where_the_bound_allows():
     """Bound 1, one group per step, trainer at step 3: where a group is due at step 3 already, a lost one may
     not become due then too."""
     lost, other = GroupView(1, 5, 3, finished=False), GroupView(2, 4, 2, finished=True)
-    assert may_go_on(lost, 3, 3, [lost, other], 1, 1) and may_go_on(lost, 4, 3, [lost, other], 1, 1)
-    assert not may_go_on(lost, 2, 3, [lost, other], 1, 1)
-    assert may_go_on(lost, 2, 3, [lost], 1, 1) and may_go_on(lost, 0, 3, [lost, other], 1, None)
+    both = live([lost, other])
+    assert may_go_on(lost, 3, 3, both, 1, 1) and may_go_on(lost, 4, 3, both, 1, 1)
+    assert not may_go_on(lost, 2, 3, both, 1, 1)
+    assert may_go_on(lost, 2, 3, live([lost]), 1, 1) and may_go_on(lost, 0, 3, both, 1, None)
 
 
 def test_grant_order_alone_would_break_the_bound():
@@ -134,8 +164,8 @@ def test_grant_order_alone_would_break_the_bound():
     the next step."""
     old = [GroupView(1, 2, 0, finished=False), GroupView(2, 3, 0, finished=False)]
     young = GroupView(3, 4, 1, finished=True, finish_order=2)
-    assert choose(1, [*old, young], 1, 2).group_ids == []
-    assert choose(1, [GroupView(1, 2, 0, True, 3), old[1], young], 1, 2).group_ids == [1]
+    assert choose(1, live([*old, young]), 1, 2).group_ids == []
+    assert choose(1, live([GroupView(1, 2, 0, True, 3), old[1], young]), 1, 2).group_ids == [1]
 
 
 def test_sync_grants_one_batch_per_version():
@@ -154,13 +184,14 @@ def test_no_more_groups_than_the_run_trains():
 def test_without_a_bound_first_finished_is_first_trained():
     """max_staleness=null takes groups in the order in which they finished."""
     groups = [GroupView(1, 1, 0, True, 7), GroupView(2, 2, 5, True, 3), GroupView(3, 3, 5, False)]
-    assert choose(6, groups, 1, None).group_ids == [2]
+    assert choose(6, live(groups), 1, None).group_ids == [2]
 
 
 def test_a_part_of_a_step_leaves_room_for_the_rest_of_it():
     """Two groups a step, bound 0, one group a part: what the first part leaves may be the second's, but not
     once that is taken as well."""
     young, old = GroupView(1, 1, 0, finished=True), GroupView(2, 2, 0, finished=False)
-    assert choose(0, [young, old], 2, 0).group_ids == []
-    assert choose(0, [young, old], 2, 0, taken=0, size=1).group_ids == [1]
-    assert choose(0, [young, old], 2, 0, taken=1, size=1).group_ids == []
+    both = live([young, old])
+    assert choose(0, both, 2, 0).group_ids == []
+    assert choose(0, both, 2, 0, taken=0, size=1).group_ids == [1]
+    assert choose(0, both, 2, 0, taken=1, size=1).group_ids == []

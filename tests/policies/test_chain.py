@@ -48,7 +48,7 @@ def test_order_after_deaths_and_for_newcomers():
 
 
 @given(
-    st.dictionaries(st.integers(0, 9), st.integers(-1, 3)),
+    st.dictionaries(st.integers(0, 9), st.integers(0, 3)),
     st.dictionaries(st.integers(0, 9), st.integers(0, 3)),
     st.sets(st.integers(0, 9)),
 )

@@ -5,7 +5,7 @@ from laminar_hpc.policies.metrics import reward_means
 
 
 def trajectory(**parts: float) -> Trajectory:
-    return Trajectory(0, 0, 0, 0, 0, 0, [1], [1], [0.0], [1], "stop", [], 0.0, 1.0, reward_parts=parts)
+    return Trajectory(0, 0, 0, 0, 0, 0, 1, 1, 1, "stop", 0.0, 1.0, reward_parts=parts)
 
 
 def test_means_are_over_those_that_have_one():

@@ -3,6 +3,7 @@ memory and pinned memory on its way from slot to slot."""
 
 from collections.abc import Iterator
 
+import changes
 import pytest
 import torch
 from passing import pass_on, publication
@@ -10,6 +11,8 @@ from passing import pass_on, publication
 from fake_device import FakeDevice, linked
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import LinkBroken
+from laminar_hpc.cluster.staging import RECEIVING, SENDING
+from laminar_hpc.relay import chain
 from laminar_hpc.relay.chain import Stream, receive_stream
 
 
@@ -51,6 +54,28 @@ def test_nothing_is_put_into_the_slot_before_its_copy_has_ended(
         receive_stream(link[1], stream)
     assert leaving and stream.there == 0 and not stream.data.any()
     assert devices[1].pairs[0].aborted
+
+
+def test_changes_arrive_while_earlier_ones_are_put_on_top(
+    devices: tuple[FakeDevice, FakeDevice], link: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: changes pass the same staging as full chunks: they are equal at the end, the next frame is
+    asked for before one is put on top of the base, and no memory of the device is taken for each."""
+    old, sent = changes.publication(0.01)
+    frames, link[0].weight_id, order = dict(sent.changes.frames), 4, list[str]()
+    post, put = link[1].post, chain.apply
+    monkeypatch.setattr(
+        link[1], "post", lambda target: (devices[1].holds(target) and order.append("ask"), post(target))[1]
+    )
+    monkeypatch.setattr(chain, "apply", lambda *words: (order.append("put"), put(*words))[1])
+    taken = [len(device._places) for device in devices]
+    _, base_id, received = changes.across(link, sent, old)
+    assert base_id == 4 and received.complete and torch.equal(received.data, sent.data)
+    assert order.count("ask") == order.count("put") == -(-len(old) // changes.CHUNK)
+    assert order[:5] == ["ask", "ask", "put", "ask", "put"]
+    assert [len(d._places) - before for d, before in zip(devices, taken, strict=True)] == [SENDING, RECEIVING]
+    for number, frame in received.changes.frames.items():
+        assert all(torch.equal(a, b) for a, b in zip(frame, frames[number], strict=True))
 
 
 def _in_device(device: FakeDevice, data: torch.Tensor, size: int) -> list[torch.Tensor]:

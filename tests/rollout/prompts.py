@@ -4,9 +4,16 @@ import asyncio
 import time
 
 from engines import EOS, Pair
-from laminar_hpc.engine.interface import Engine, sampling_parameters
+from laminar_hpc.engine.interface import Engine, Generation, sampling_parameters
+from laminar_hpc.messages.data import Partial
+from laminar_hpc.rollout.work import extended, objection
 
 PROMPTS = [[(7 * i + j * j) % 250 for j in range(3 + 5 * i)] for i in range(12)]
+
+
+def judged(generation: Generation, weight_id: int | None) -> str | None:
+    """What a replica objects to in a response that one request gave."""
+    return objection(extended(Partial(), generation), generation.finish_reason, weight_id)
 
 
 def sampling(pair: Pair, temperature: float, length: int, stop: list[int] | None = None) -> dict:

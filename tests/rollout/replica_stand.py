@@ -5,12 +5,14 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
 
 from engines import engine_config, fill_slot, make_model
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.in_order import InOrder
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.messages.data import Message, PromptGroup, Sample
 from laminar_hpc.messages.membership import Welcome
@@ -46,13 +48,20 @@ class Controller:
             queue.Queue()
         )  # they come before, among or after the scores of a batch
         self.callback: Callable | None = None
+        self._order = InOrder(self._arrived, self.tell)
         self.batches = 0
 
     def subscribe(self, callback: Callable) -> None:
         self.callback = callback
 
     def send(self, message: Message) -> None:
-        message = decode(encode(message))
+        self._order.add(encode(message))
+
+    def send_after(self, write: Future, message: Callable[..., Message]) -> None:
+        self._order.add_after(write, lambda given: encode(message(given)))
+
+    def _arrived(self, frame: bytes) -> None:
+        message = decode(frame)
         (self.requests if isinstance(message, RequestWork) else self.received).put(message)
 
     def tell(self, message: Message | Exception) -> None:

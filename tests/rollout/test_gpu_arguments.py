@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc.config.check import derive, memory_need
+from laminar_hpc.config.check import check, derive, memory_need
 from laminar_hpc.config.load import conf_directory, group_names, load_config
-from laminar_hpc.config.memory import shared_by_lists
+from laminar_hpc.config.memory import USABLE, shared_engines
 from laminar_hpc.config.models import known_models
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.sglang.command_line import arguments
@@ -92,8 +92,37 @@ def test_sglang_takes_every_experiment_on_every_gpu(tmp_path: Path) -> None:
         assert found["page_size"] == (64 if expected == "trtllm_mha" else 1), where
         assert not found["disable_overlap_schedule"] and found["graphs"] >= 32, where
         assert found["max_total_tokens"] == config.rollout.kv_cache_tokens, where
-        need = memory_need(config, derive(config))
-        # SGLang keeps back 1 - mem_fraction_static of what is free at its start; a trainer that starts at
-        # the same time takes its part before or after that
-        there = need.rollout + need.trainer * shared_by_lists(config)
-        assert there <= found["mem_fraction_static"] * GIGABYTES[gpu] * 1e9, where
+        share, size = found["mem_fraction_static"], GIGABYTES[gpu] * 1e9
+        assert all(room >= 0 for room in rooms(config, share, size)), where
+
+
+def rooms(config: RunConfig, share: float, size: float) -> list[float]:
+    """Bytes that are left over for the KV cache by SGLang's arithmetic (kv_cache_configurator.py,
+    `_profile_available_bytes`) when what shares the GPU comes before the engine, and while it loads."""
+    need = memory_need(config, derive(config))
+    engines = shared_engines(config)
+    others = need.trainer + (engines - 1) * need.rollout if engines else 0
+    before, meanwhile = size - others, size
+    return [size - others - need.rollout - (1 - share) * free for free in (before, meanwhile)]
+
+
+def test_a_shared_gpu_has_room_whichever_comes_first() -> None:
+    """Promise: an engine's share of a GPU that trainer and engines use holds its whole KV cache whether they
+    come before it or while it starts, by SGLang's arithmetic, also where they just fit; SGLang's own share
+    stands elsewhere, and rollout.engine_arguments has the last word."""
+
+    def share_of(config: RunConfig) -> str | None:
+        return value(words_of(config, Path("/m")), "mem-fraction-static")
+
+    small = [f"{role}.gpu_memory_gigabytes=22" for role in ("trainer", "rollout")]
+    two = ["rollout.replicas=2", "rollout.devices=[0,0]", "rollout.kv_cache_tokens=100000"]
+    for words in ([], small, two):
+        config = experiment("one_gpu", *words)
+        check(config)
+        share = float(share_of(config))
+        assert share <= USABLE
+        assert all(room >= 0 for room in rooms(config, share, config.rollout.gpu_memory_gigabytes * 1e9)), (
+            words
+        )
+    assert share_of(experiment("node_8gpu_7b")) is None
+    assert share_of(experiment("one_gpu", "rollout.engine_arguments.mem-fraction-static=0.3")) == "0.3"

@@ -27,6 +27,11 @@ NEEDED_FOR = {
         "Scheduler",
         "self.process_input_requests(recv_reqs)",
     ),
+    "SchedulerRequestReceiver._pull_raw_reqs": (
+        "sglang.srt.managers.scheduler_components.request_receiver",
+        "SchedulerRequestReceiver",
+        "recv_reqs = self._broadcast_reqs_across_ranks(recv_reqs, local_reqs)",
+    ),
     "Scheduler.flush_cache": (
         "sglang.srt.managers.scheduler",
         "Scheduler.flush_cache",
@@ -36,6 +41,16 @@ NEEDED_FOR = {
         "sglang.srt.managers.scheduler_components.invariant_checker",
         "SchedulerInvariantChecker._check_all_pools",
         "self._check_full_pool(ps, uncached=uncached)",
+    ),
+    "TokenizerManager.convert_logprob_style": (
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager.detokenize_logprob_tokens",
+        "(logprob, token_id, None)",
+    ),
+    "TokenizerManager.add_logprob_to_meta_info": (
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager._handle_abort_req",
+        "self.add_logprob_to_meta_info(",
     ),
     "shm_path_for": ("sglang.srt.managers.load_snapshot", "shm_path_for", '"/dev/shm/'),
     "_set_envs_and_config": (
@@ -92,6 +107,9 @@ READ_IN = {  # environment variables of the engine -> the module of SGLang that 
 }
 
 
+ALL_HOOKS = (*hooks.PORT_HOOKS, *hooks.REPLY_HOOKS, *hooks.cpu_hooks())
+
+
 def source_of(module: str, name: str) -> str:
     """The source of a definition, or of the whole module; nothing is imported but parent packages."""
     root, _, rest = module.partition(".")
@@ -107,13 +125,13 @@ def source_of(module: str, name: str) -> str:
 
 def test_every_hook_has_a_reason():
     """A hook that is added without a line in this file is not tested to be needed."""
-    assert {hook.name for hook in (*hooks.PORT_HOOKS, *hooks.cpu_hooks())} == NEEDED_FOR.keys()
+    assert {hook.name for hook in ALL_HOOKS} == NEEDED_FOR.keys()
 
 
 @pytest.mark.parametrize("name", NEEDED_FOR)
 def test_what_a_hook_is_for_still_stands(name):
     """The hook's target exists, and the source still does what the hook changes."""
-    hook = next(h for h in (*hooks.PORT_HOOKS, *hooks.cpu_hooks()) if h.name == name)
+    hook = next(h for h in ALL_HOOKS if h.name == name)
     assert source_of(hook.module, hook.name)
     module, where, piece = NEEDED_FOR[name]
     assert piece in source_of(module, where)
@@ -135,6 +153,7 @@ def test_every_setting_of_the_environment_is_read(tmp_path):
     assert {name for name in ours if name not in source_of(READ_IN[name], "")} == set()
 
 
+@pytest.mark.slow
 def test_torchvision_needs_its_schemas():
     """Beside this build of torch `import torchvision` fails exactly where compat/torchvision.py says so."""
     program = "import torch, torchvision"

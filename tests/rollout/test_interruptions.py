@@ -1,6 +1,7 @@
 """What moves, interruptions and the partial-response pool need of the real engine, on two SGLang servers."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,15 @@ from prompts import until_running
 from engines import LoopThread, engine_config, hf_logprobs, make_model, reference
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.messages.data import Partial
+from laminar_hpc.payload.layout import Logprobs, Tokens
 from laminar_hpc.policies.sizing import saturation_requests
-from laminar_hpc.rollout.work import extended
+from laminar_hpc.rollout.work import extended, logprobs_of, tokens_of
 
 PROMPT = [(7 * i) % 200 for i in range(40)]
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
 
 
-def assert_is_of(model: Path, tokens: list[int], logprobs: list[float], start: int = 0) -> None:
+def assert_is_of(model: Path, tokens: Sequence[int], logprobs: Sequence[float], start: int = 0) -> None:
     """The log-probs from `start` on are those of the model for exactly these tokens."""
     expected = hf_logprobs(reference(model), PROMPT, tokens)
     torch.testing.assert_close(torch.tensor(logprobs[start:]), expected[start:], atol=1e-4, rtol=0)
@@ -42,12 +44,12 @@ def test_a_stopped_request_goes_on_elsewhere(pair):
         first = await request
         assert first.finish_reason == "abort" and 0 < len(first.tokens) < 400
         left = {**SAMPLING, "max_new_tokens": 400 - len(first.tokens)}
-        second = await destination.generate(PROMPT + first.tokens, left, "run-1-1-0", "0")
+        second = await destination.generate([*PROMPT, *first.tokens], left, "run-1-1-0", "0")
         return extended(extended(Partial(), first), second)
 
     whole = pair.loop.run(move())
-    assert len(whole.tokens) == 400 and [(s.weight_id, s.start, s.end) for s in whole.spans] == [(0, 0, 400)]
-    assert_is_of(pair.models[0], whole.tokens, whole.logprobs)
+    assert whole.count == 400 and [(s.weight_id, s.start, s.end) for s in whole.spans] == [(0, 0, 400)]
+    assert_is_of(pair.models[0], tokens_of(whole), logprobs_of(whole))
 
 
 def test_a_paused_request_goes_on_with_other_weights(pair):
@@ -89,7 +91,7 @@ def test_increments_are_the_response(tmp_path):
     config.rollout.increment_tokens = 16
     engine, told = SglangServer(config, 0, tmp_path), ([], [])
 
-    def on_tokens(tokens: list[int], logprobs: list[float]) -> None:
+    def on_tokens(tokens: Tokens, logprobs: Logprobs) -> None:
         told[0].extend(tokens)
         told[1].extend(logprobs)
 
@@ -107,8 +109,6 @@ def test_increments_are_the_response(tmp_path):
     assert len(generation.tokens) == 100 and [(s.weight_id, s.start, s.end) for s in generation.spans] == [
         (0, 0, 100)
     ]
-    assert len(told[0]) >= 80 and told == (
-        generation.tokens[: len(told[0])],
-        generation.logprobs[: len(told[1])],
-    )
+    assert len(told[0]) >= 80 and told[0] == generation.tokens[: len(told[0])].tolist()
+    assert told[1] == generation.logprobs[: len(told[1])].tolist()
     assert_is_of(model, generation.tokens, generation.logprobs)

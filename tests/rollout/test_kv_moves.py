@@ -2,24 +2,21 @@
 move goes on where it is."""
 
 import asyncio
-import json
-import random
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from moving import decoding, greedy, moved, prompt_of, same_answers
 
-from engines import EOS, Pair
-from laminar_hpc.engine.interface import Generation, sampling_parameters
+from engines import Pair
+from laminar_hpc.engine.interface import Generation
 from laminar_hpc.engine.sglang import move_calls
 from laminar_hpc.engine.sglang.plugin.kv_cache import _objection, pool_of
-from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.kv import transfer
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header, Shape
 from laminar_hpc.kv.pool import Pool
-from laminar_hpc.rollout.work import objection
 
 CAPACITY = 16384
 
@@ -30,84 +27,6 @@ def logs(pair: Pair) -> list[int]:
     for number in range(len(pair.engines)):
         pair.loop.run(pair.load(number, 0))
     return [engine.log.stat().st_size for engine in pair.engines]
-
-
-def greedy(pair: Pair, length: int) -> dict:
-    return {
-        **sampling_parameters(pair.config.sampling, 0.0, length, [EOS]),
-        "ignore_eos": True,
-        "stop_token_ids": [],
-    }
-
-
-def prompt_of(number: int, length: int = 60) -> list[int]:
-    draw = random.Random(number)
-    return [draw.randrange(250) for _ in range(length)]
-
-
-async def decoding(
-    engine: SglangServer, name: str, move: str, address: str, call: asyncio.Task | None = None
-) -> bool:
-    """Sends the snapshot as soon as request `name` decodes, within 60 s; `address` is the destination's.
-    Returns False when `call`, the request's own, has ended before."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            await engine.kv_send(move, name, address)
-            return True
-        except KvRefused as error:
-            if "is decoding here" not in str(error) or time.monotonic() > deadline:
-                raise
-            if call is not None and call.done():
-                return False
-            await asyncio.sleep(0.005)
-
-
-async def moved(
-    pair: Pair, number: int, parameters: dict, pause: float, way: str = "shm", source: int = 0
-) -> tuple[Generation, Generation]:
-    """The two parts of an answer of which the second is drawn by the other engine, after at most `pause`
-    seconds: an answer that has ended by then is asked for again and moved earlier."""
-    ours, theirs = pair.engines[source], pair.engines[1 - source]
-    prompt, name, move = prompt_of(number), f"request-{number}", f"move-{number}"
-    call = asyncio.create_task(ours.generate(prompt, parameters, name, "0"))
-    await asyncio.sleep(pause)
-    address = await theirs.kv_reserve(move, 0, len(prompt) + parameters["max_new_tokens"])
-    if way == "tcp":
-        address = json.dumps(json.loads(address) | {"machine": "another"})
-    if not await decoding(ours, name, move, address, call):
-        await theirs.kv_abort(move)
-        return await moved(pair, number, parameters, pause / 4, way, source)
-    sent = await ours.kv_detach(move, name)
-    first = await call
-    assert first.finish_reason == "moved" and sent == len(prompt) + len(first.tokens) - 1
-    tokens = prompt + first.tokens
-    assert await theirs.kv_import(move, tokens) == sent
-    left = {**parameters, "max_new_tokens": parameters["max_new_tokens"] - len(first.tokens)}
-    second = await theirs.generate(tokens, left, name, "0")
-    await asyncio.gather(ours.kv_commit(move), theirs.kv_commit(move))
-    assert second.cached_tokens == sent
-    return [first, second]
-
-
-def used(pair: Pair, engine: int) -> int:
-    return pair.loop.run(pair.engines[engine].utilization()).kv_tokens
-
-
-async def same_answers(pair: Pair, numbers: range, length: int, way: str) -> None:
-    """Greedy answers, uninterrupted and moved."""
-    parameters, pauses, began = greedy(pair, length), random.Random(numbers.start), time.monotonic()
-    whole = await asyncio.gather(
-        *(pair.engines[n % 2].generate(prompt_of(n), parameters, f"whole-{n}", "0") for n in numbers)
-    )
-    early = (time.monotonic() - began) / 4  # the same answers take about as long again
-    parts = await asyncio.gather(
-        *(moved(pair, n, parameters, pauses.uniform(0, early), way, source=n % 2) for n in numbers)
-    )
-    for expected, (first, second) in zip(whole, parts, strict=True):
-        assert first.tokens + second.tokens == expected.tokens
-        assert first.logprobs + second.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-        assert not objection(second, 0) and [span.weight_id for span in first.spans] == [0]
 
 
 @pytest.mark.parametrize("way", ["shm", "tcp"])
@@ -135,7 +54,7 @@ def test_the_next_token_is_drawn_from_the_same_distribution(pair):
     async def both() -> list[dict]:
         first, _ = await moved(pair, 20, greedy(pair, 200), 0.2)
         payload = {
-            "input_ids": prompt_of(20) + first.tokens,
+            "input_ids": [*prompt_of(20), *first.tokens],
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
             "return_logprob": True,
             "top_logprobs_num": 400,
@@ -184,7 +103,7 @@ def test_refused_moves_leave_the_request_alone(pair):
         await refused(ours.kv_detach("few", "tried"), "nothing of few was sent from here")
         await refused(theirs.kv_import("few", prompt_of(30)), "few is not all here, only 0 tokens")
         await refused(theirs.kv_import("none", [1, 2]), "none is not reserved here")
-        assert (await call).tokens == expected.tokens
+        assert (await call).tokens.tolist() == expected.tokens.tolist()
         for engine in (ours, theirs):
             await engine.kv_abort("few")
             await engine.kv_abort("few")
@@ -206,15 +125,16 @@ def test_a_move_that_is_given_up_half_way(pair):
         await decoding(ours, "half", "half", address)
         sent = await ours.kv_detach("half", "half")
         first = await call
-        wrong = [*prompt_of(31), 1 + first.tokens[0], *first.tokens[1:]]
+        wrong = [*prompt_of(31), 1 + int(first.tokens[0]), *first.tokens[1:].tolist()]
         with pytest.raises(
             KvRefused, match=f"the {sent} tokens that came are no prefix of the {len(wrong)} expected"
         ):
             await theirs.kv_import("half", wrong)
         await asyncio.gather(ours.kv_abort("half"), theirs.kv_abort("half"))
         left = {**parameters, "max_new_tokens": 200 - len(first.tokens)}
-        second = await theirs.generate(prompt_of(31) + first.tokens, left, "half", "0")
-        assert second.cached_tokens < sent and first.tokens + second.tokens == expected.tokens
+        second = await theirs.generate([*prompt_of(31), *first.tokens], left, "half", "0")
+        assert second.cached_tokens < sent
+        assert [*first.tokens, *second.tokens] == expected.tokens.tolist()
 
     pair.loop.run(run())
 
@@ -257,9 +177,10 @@ def test_a_request_of_another_namespace_and_a_foreign_model(pair):
         address = await theirs.kv_reserve("named", 0, 300)
         with pytest.raises(KvRefused, match='extra_key "somebody\'s", which is no weight id'):
             await decoding(ours, "named", "named", address)
-        header = Header.of("a" * 64, 0, shape, list(range(50)), transfer.chunk_bytes(address, "x"))
+        inbox = transfer.of_rank(address, 0, 1)
+        header = Header.of("a" * 64, 0, shape, list(range(50)), transfer.chunk_bytes(inbox, "x"))
         send = asyncio.to_thread(
-            transfer.send_part, address, header, pool, torch.arange(50), machine="x", folder="/dev/shm"
+            transfer.send_part, inbox, header, pool, torch.arange(50), machine="x", folder="/dev/shm"
         )
         with pytest.raises(KvRefused, match="it is of model aaaaaaaaaaaa, this engine serves"):
             await send
@@ -286,7 +207,7 @@ def test_room_is_made_and_the_moved_prefix_is_kept(pair):
         call = asyncio.create_task(ours.generate(prompt_of(40), greedy(pair, 300), "kept", "0"))
         await decoding(ours, "kept", "kept", await theirs.kv_reserve("kept", 0, 400))
         sent = await ours.kv_detach("kept", "kept")
-        tokens = prompt_of(40) + (await call).tokens
+        tokens = prompt_of(40) + (await call).tokens.tolist()
         await theirs.kv_import("kept", tokens)
         await theirs.kv_reserve("rest", 0, CAPACITY - sent)
         with pytest.raises(KvRefused, match="1 tokens do not fit, 0 are free and 0 can be evicted"):

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from prompts import PROMPTS, generate_all, sampling, until_running
+from prompts import PROMPTS, generate_all, judged, sampling, until_running
 from safetensors.torch import load_file, save_file
 
 from engines import Pair, fill_slot, make_model
@@ -18,7 +18,6 @@ from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import EngineOverflows, SlotRefused, SumsDiffer, WeightLoader
-from laminar_hpc.rollout.work import objection
 from laminar_hpc.weights.manifest import WEIGHTS_FILE
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
@@ -81,7 +80,7 @@ def test_weights_with_which_the_engine_overflows_are_refused_at_once(pair, slots
     generation = generate_all(pair, sampling(pair, 1.0, 4), "6", engine=1)[0]
     assert (
         math.isnan(generation.logprobs[0])
-        and objection(generation, 6) == "the log-prob of response token 0 is not finite"
+        and judged(generation, 6) == "the log-prob of response token 0 is not finite"
     )
     fill_slot(slots, pair.models[0], 7, 5)
     assert pair.loop.run(made.pull()).weight_id == 7

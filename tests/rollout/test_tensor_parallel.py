@@ -1,6 +1,8 @@
 """One replica in two processes: its numbers are transformers', its shards' sums are the file's, and either
 process's death is its own."""
 
+import asyncio
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from moving import decoding
 from safetensors.torch import load_file, save_file
 
 from engines import LoopThread, ended, engine_config, file_sums, fill_slot, hf_logprobs, make_model, reference
@@ -36,7 +39,7 @@ class Split:
     def __init__(self, folder: Path) -> None:
         self.folder, self.loop = folder, LoopThread()
         self.models = [make_model(folder / f"model{seed}", seed) for seed in (0, 1)]
-        config = engine_config(self.models[0])
+        config = self.config = engine_config(self.models[0])
         config.rollout.tensor_parallel = 2
         self.sampling = sampling_parameters(config.sampling, 1.0, 12, [])
         self.engine = SglangServer(config, 0, folder)
@@ -66,17 +69,38 @@ def test_two_processes_compute_what_one_does(split):
     torch.testing.assert_close(torch.tensor(generation.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_an_engine_of_two_processes_takes_no_part_in_moves(split):
-    """Promise: one line says so on either side, and the engine goes on."""
+def test_kv_moves_rank_by_rank(split):
+    """Promise: a request goes on from the KV that both ranks have moved, here within one engine: same tokens
+    and log-probs, a hit on all of its prefix; nothing is lost of either pool. An engine that is divided in
+    another way is refused in one line."""
+    engine, prompt = split.engine, [7 * i % 250 for i in range(40)]
 
-    async def refused() -> None:
-        for call in (split.engine.kv_reserve("m", 0, 100), split.engine.kv_send("m", "a", "{}")):
-            with pytest.raises(KvRefused, match=r"rollout\.tensor_parallel above 1 takes no part"):
-                await call
-        await split.engine.kv_abort("m")
-        await split.engine.ping()
+    def greedy(length: int) -> dict:
+        return sampling_parameters(split.config.sampling, 0.0, length, []) | {"ignore_eos": True}
 
-    split.loop.run(refused())
+    async def run() -> None:
+        whole = await engine.generate(prompt, greedy(120), "whole", "0")
+        address = await engine.kv_reserve("in", 0, 160)
+        call = asyncio.create_task(engine.generate(prompt, greedy(120), "moved", "0"))
+        await decoding(engine, "moved", "out", address, call)
+        with pytest.raises(KvRefused, match="the destination has 1 tensor-parallel ranks, this engine 2"):
+            await engine.kv_send("other", "moved", json.dumps(json.loads(address)[:1]))
+        sent = await engine.kv_detach("out", "moved")
+        first = await call
+        assert first.finish_reason == "moved" and sent == len(prompt) + len(first.tokens) - 1
+        await engine.kv_commit("out")
+        for held in (160, 0):  # nothing else stays in the cache, so only moved KV can be hit
+            await engine.kv_reserve("all", 0, split.config.rollout.kv_cache_tokens - held)
+            await engine.kv_abort("all")
+            if held:
+                tokens = [*prompt, *first.tokens.tolist()]
+                assert await engine.kv_import("in", tokens) == sent
+                second = await engine.generate(tokens, greedy(120 - len(first.tokens)), "second", "0")
+                await engine.kv_commit("in")
+        assert second.cached_tokens == sent and [*first.tokens, *second.tokens] == whole.tokens.tolist()
+        assert [*first.logprobs, *second.logprobs] == pytest.approx(whole.logprobs, abs=1e-5)
+
+    split.loop.run(run())
 
 
 def test_a_pull_verifies_the_shards_of_both(split, tmp_path, monkeypatch):

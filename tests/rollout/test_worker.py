@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import signal
+import struct
 import sys
 from collections.abc import Callable, Iterator
 
@@ -18,8 +19,7 @@ from engines import ended, fill_slot, hf_logprobs, reference
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.messages.data import Partial, PromptGroup, Sample, VersionSpan
-from laminar_hpc.messages.digest import is_intact
+from laminar_hpc.messages.data import Partial, PromptGroup, Sample, Trajectory, VersionSpan
 from laminar_hpc.messages.rollouts import (
     Generated,
     Grant,
@@ -31,9 +31,12 @@ from laminar_hpc.messages.rollouts import (
     WeightsOpened,
 )
 from laminar_hpc.observability.trace import read_spans
+from laminar_hpc.payload.layout import Response
+from laminar_hpc.payload.reader import read
 from laminar_hpc.rollout import worker
-from laminar_hpc.rollout.work import Work, works
+from laminar_hpc.rollout.work import Work, columns, tokens_of, works
 from laminar_hpc.weights.probe import probe_sequences
+from made import Made, stored
 
 
 @pytest.fixture(scope="module")
@@ -67,42 +70,42 @@ def test_first_weights_are_verified_before_work_is_asked_for(replica):
     replica.controller.until_asked(0)
 
 
+def response_of(replica: Replica, trajectory: Trajectory) -> Response:
+    """Of its payload file."""
+    assert trajectory.place is not None
+    return read(replica.folder, [(trajectory.trajectory_id, trajectory.place)])[0]
+
+
 def test_a_local_batch(replica):
     """Every sample of a grant comes back once as Generated, with the engine's own log-probs and weight id,
     and once as Scored."""
     controller = replica.controller
-    grant = controller.grant(0, groups=6, length=9, temperature=0.8, evaluation="sampled")
+    grant = controller.grant(0, groups=6, length=9, temperature=0.8)
     messages = controller.collect(48, Generated, Scored)
     generated = {m.trajectory.trajectory_id: m.trajectory for m in messages if isinstance(m, Generated)}
     scored = {m.trajectory_id: m for m in messages if isinstance(m, Scored)}
     samples = {sample.trajectory_id: group for group in grant.groups for sample in group.samples}
     assert generated.keys() == scored.keys() == samples.keys()
-    assert {m.evaluation for m in messages} == {"sampled"}
-    model = reference(replica.models[0])
+    assert {m.evaluation for m in messages} == {""}
+    model, drawn = reference(replica.models[0]), set()
     for trajectory in generated.values():
-        group = samples[trajectory.trajectory_id]
-        n = len(trajectory.response_tokens)
-        assert (trajectory.group_id, trajectory.prompt_tokens, trajectory.weight_id) == (
-            group.group_id,
-            group.prompt_tokens,
-            0,
-        )
-        assert [(s.weight_id, s.start, s.end) for s in trajectory.version_spans] == [
-            (0, 0, n)
-        ] and trajectory.loss_mask == [1] * n
-        assert is_intact(trajectory)
+        group, response = samples[trajectory.trajectory_id], response_of(replica, trajectory)
+        tokens = response.tokens.tolist()
+        assert (trajectory.group_id, trajectory.weight_id) == (group.group_id, 0)
+        assert [(s.weight_id, s.start, s.end) for s in response.spans] == [(0, 0, len(tokens))]
+        assert response.loss_mask.all() and response.digest == trajectory.digest
+        assert trajectory.length == trajectory.trained == len(tokens) and trajectory.policies == 1
         assert trajectory.time_started < trajectory.time_finished and trajectory.finish_reason in (
             "stop",
             "length",
         )
-        expected = hf_logprobs(model, trajectory.prompt_tokens, trajectory.response_tokens, 0.8)
-        torch.testing.assert_close(torch.tensor(trajectory.logprobs), expected, atol=1e-4, rtol=0)
+        expected = hf_logprobs(model, group.prompt_tokens, tokens, 0.8)
+        torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=0)
         score = scored[trajectory.trajectory_id]
         assert score.error == "" and score.parts == {"accuracy": 1.0, "prompt": 1.0}
-        assert score.reward == len(replica.worker.scoring.decoder.text(trajectory.response_tokens))
-    assert (
-        len({tuple(t.response_tokens) for t in generated.values()}) > 12
-    )  # four samples of a prompt are four samples
+        assert score.reward == len(replica.worker.scoring.decoder.text(tokens))
+        drawn.add(tuple(tokens))
+    assert len(drawn) > 12  # four samples of a prompt are four samples
     controller.until_asked(0)
 
 
@@ -110,23 +113,32 @@ def test_a_response_of_another_replica_is_scored(replica):
     """docs/architecture.md#stored-when-generated: Scored with its id and attempt, by the same reward
     function; nothing is generated."""
     tokens = [5, 6, 7, 8]
-    row = {"kind": "plain", "prompt": "another's"}
-    replica.controller.tell(ScoreOrder(4711, 3, PromptGroup(9, [1, 2], "another's", row, []), tokens))
+    row, made = {"kind": "plain", "prompt": "another's"}, Made(4711, 9, [1, 2], tokens, [-1.0] * 4, attempt=3)
+    place, group = stored(replica.folder, made).place, PromptGroup(9, [1, 2], "another's", row, [])
+    replica.controller.tell(ScoreOrder(4711, 3, group, place))
     scored = replica.controller.get(Scored, Generated)
     assert isinstance(scored, Scored) and (scored.trajectory_id, scored.attempt) == (4711, 3)
     assert scored.error == "" and scored.parts == {"accuracy": 1.0, "prompt": 1.0}
     assert scored.reward == len(replica.worker.scoring.decoder.text(tokens))
 
 
-def test_greedy_evaluation(replica):
+def test_a_response_of_an_evaluation_is_in_no_file(replica):
+    """Only its length and its score count."""
+    replica.controller.grant(0, groups=1, evaluation="sampled")
+    messages = replica.controller.collect(8, Generated, Scored)
+    assert {m.evaluation for m in messages} == {"sampled"}
+    found = [m.trajectory for m in messages if isinstance(m, Generated)]
+    assert {t.place for t in found} == {None} and all(t.length for t in found)
+
+
+def test_greedy_responses(replica):
     """Temperature 0: the four samples of a prompt are the same response."""
-    grant = replica.controller.grant(0, groups=3, temperature=0.0, evaluation="greedy")
+    grant = replica.controller.grant(0, groups=3, temperature=0.0)
     by_group: dict[int, set] = {}
     for message in replica.controller.collect(24, Generated, Scored):
         if isinstance(message, Generated):
-            by_group.setdefault(message.trajectory.group_id, set()).add(
-                tuple(message.trajectory.response_tokens)
-            )
+            tokens = response_of(replica, message.trajectory).tokens.tolist()
+            by_group.setdefault(message.trajectory.group_id, set()).add(tuple(tokens))
     assert [len(by_group[group.group_id]) for group in grant.groups] == [1, 1, 1]
     replica.controller.until_asked(0)
 
@@ -172,8 +184,8 @@ def test_more_than_one_version_is_lost(replica, monkeypatch):
     the reason, and is never Generated."""
     from laminar_hpc.engine.sglang import server as sglang_server
 
-    def two_versions(reply: dict, parse=sglang_server.parse_generation):
-        generation = parse(reply)
+    def two_versions(replies: list, parse=sglang_server.parse_generation):
+        generation = parse(replies)
         if len(generation.tokens) > 1:
             generation.spans[:] = [VersionSpan(5, 0, 1), VersionSpan(6, 1, len(generation.tokens))]
         return generation
@@ -188,15 +200,16 @@ def test_more_than_one_version_is_lost(replica, monkeypatch):
 
 
 def spoil_logprobs(monkeypatch: pytest.MonkeyPatch, spoilt: Callable[[int], bool]) -> None:
-    """What SGLang writes for a log-prob that is not finite, in the replies whose numbers `spoilt` says."""
+    """The first log-prob is not a number in the replies whose numbers `spoilt` says."""
     from laminar_hpc.engine.sglang import server as sglang_server
 
     numbers = itertools.count()
 
-    def parse_spoilt(reply: dict, parse=sglang_server.parse_generation):
+    def parse_spoilt(replies: list, parse=sglang_server.parse_generation):
         if spoilt(next(numbers)):
-            reply["meta_info"]["output_token_logprobs"][0][0] = None
-        return parse(reply)
+            meta = replies[0].meta_info
+            meta.laminar_logprobs = struct.pack("<f", math.nan) + meta.laminar_logprobs[4:]
+        return parse(replies)
 
     monkeypatch.setattr(sglang_server, "parse_generation", parse_spoilt)
 
@@ -220,7 +233,7 @@ def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):
     groups = [PromptGroup(1, [1, 2], "", {}, [Sample(90, 0), Sample(91, 0)])]
 
     def overflow(work: Work) -> None:
-        work.partial = Partial([1, 2], [-0.5, math.nan], [VersionSpan(5, 0, 2)])
+        work.partial = Partial(*columns([1, 2], [-0.5, math.nan]), [VersionSpan(5, 0, 2)])
         idle._ended(work, "not finite")
 
     async def run(begin: list[Work]) -> None:
@@ -290,7 +303,7 @@ def orphans_of(replica, weight_id: int, model: torch.nn.Module, length: int) -> 
             tokens = [(7 * i + 3 * j) % 200 for j in range(5)]
             logprobs = hf_logprobs(model, group.prompt_tokens, tokens).tolist()
             grant.parts[group.samples[-1].trajectory_id] = Partial(
-                tokens, logprobs, [VersionSpan(weight_id, 0, 5)], 1.0, 1
+                *columns(tokens, logprobs), [VersionSpan(weight_id, 0, 5)], 1.0, 1
             )
     return grant
 
@@ -315,17 +328,14 @@ def test_it_goes_back_to_older_weights_for_trajectories_that_began_with_them(rep
     )
     torch.testing.assert_close(torch.tensor(opened.probe_logprobs), expected, atol=1e-4, rtol=0)
     for t in (message.trajectory for message in controller.collect(4, Generated)):
-        n = len(t.response_tokens)
-        assert (
-            t.response_tokens[:5] == grant.parts[t.trajectory_id].tokens
-            and 5 < n <= 12
-            and (t.moves, t.attempt) == (1, 1)
-        )
-        assert [(s.weight_id, s.start, s.end) for s in t.version_spans] == [
-            (5, 0, n)
-        ] and t.weight_id == t.weight_step == 5
-        expected = hf_logprobs(models[1], t.prompt_tokens, t.response_tokens)
-        torch.testing.assert_close(torch.tensor(t.logprobs), expected, atol=1e-4, rtol=0)
+        response, n = response_of(replica, t), t.length
+        tokens, before = response.tokens.tolist(), tokens_of(grant.parts[t.trajectory_id]).tolist()
+        assert tokens[:5] == before and 5 < n <= 12 and (t.moves, t.attempt) == (1, 1)
+        assert [(s.weight_id, s.start, s.end) for s in response.spans] == [(5, 0, n)]
+        assert t.weight_id == t.weight_step == 5
+        [prompt] = [group.prompt_tokens for group in grant.groups if group.group_id == t.group_id]
+        expected = hf_logprobs(models[1], prompt, tokens)
+        torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=0)
     again = controller.get(WeightsOpened)
     assert again.weight_id == 7
     controller.until_asked(7)

@@ -60,6 +60,7 @@ def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
         "gpus=[16,32]",
         "pipelines=[sync,stream,partial,laminar]",
         "trainer_share=0.5",
+        "draws=2",
     ]
     assert command.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -87,7 +88,7 @@ def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
         ([], "usage: laminar sim EXPERIMENT"),
         (["nope"], "no simulation 'nope': there are dora, laminar, mixed"),
         (["dora", "modle=32B"], "modle"),
-        (["dora", "model=33B"], "model=33B: use one of 7B, 32B, 72B"),
+        (["dora", "model=33B"], "model=33B: use one of 0.5B, 1.5B"),
         (["dora", "pipelines=[async]"], "pipelines=async: use one of sync"),
         (["dora", "engine=tgi"], "engine=tgi: use one of sglang, vllm"),
         (["dora", "constants.mfu=1"], "constants=mfu: use one of"),

@@ -5,6 +5,7 @@ import signal
 import subprocess
 
 import pytest
+import yaml
 
 from laminar_hpc import train_command
 from laminar_hpc.config.check import check
@@ -12,7 +13,6 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.memory import USABLE
 from laminar_hpc.simulator import plan, plan_command
-from laminar_hpc.simulator.constants import GPUS
 from laminar_hpc.simulator.plan import (
     Candidate,
     bound,
@@ -23,8 +23,9 @@ from laminar_hpc.simulator.plan import (
     search,
     trainer_settings,
 )
-from laminar_hpc.simulator.plan_files import rollout_machines, trainer_machines
+from laminar_hpc.simulator.plan_files import experiment, rollout_machines, trainer_machines
 from laminar_hpc.simulator.settings import load_plan
+from laminar_hpc.simulator.tables import GPUS
 from laminar_hpc.simulator.workload import Workload
 
 SMALL = [
@@ -100,6 +101,13 @@ def test_one_machine_is_divided(gpus, splits):
             match=r"fits on no division of 4 H100: it needs at least 4 H100 to train and 1 H100 beside",
         ):
             search(config)
+
+
+def test_a_plan_of_one_replica_moves_nothing():
+    """Promise: its experiment says repack: off, which YAML alone would read as false."""
+    config = load_plan("node", SMALL)
+    text = experiment(config, Candidate(0, 4, ((0, 4, 4),)), {"latency_max": 1.0, "step_seconds": 1.0})
+    assert yaml.safe_load(text)["pipeline"]["repack"] == "off"
 
 
 def test_all_processes_of_a_plan_are_started_once(tmp_path, monkeypatch):
@@ -221,10 +229,27 @@ def test_preemptible_gpus_never_train_and_the_cheapest_set_keeps_the_trainer_bus
         search(load_plan("cheapest", [*SMALL, "trainer_busy=1.0", "pools=[{gpu: H800, count: 24}]"]))
 
 
+def test_the_cheapest_that_is_fast_enough():
+    """Promise: objective=cost with least_throughput buys more GPUs where fewer are too slow, and refuses what
+    no candidate reaches."""
+    words = ["cheapest", *SMALL, "trainer_busy=0", "pools=[{gpu: H800, count: 32}]"]
+    cheap = search(load_plan(words[0], words[1:])).best
+    rate = cheap.figures["tokens_per_second"]
+    fast = search(load_plan(words[0], [*words[1:], f"least_throughput={1.02 * rate}"])).best
+    assert fast.figures["tokens_per_second"] >= 1.02 * rate and fast.price >= cheap.price
+    with pytest.raises(
+        LaminarError, match=r"reaches 1,000,000,000 tokens/s; lower trainer_busy or least_thr"
+    ):
+        search(load_plan(words[0], [*words[1:], "least_throughput=1e9"]))
+
+
 def test_a_model_that_fits_nowhere_is_refused():
     """A model that fits on no pool, or on preemptible ones only, is refused with what to add."""
+    small = ["model=72B", "pools=[{gpu: L40S, count: 2}]"]  # which would train on more of them
+    with pytest.raises(LaminarError, match=r"fits on no pool to generate \(2 L40S\); add GPUs"):
+        search(load_plan("mixed", small))
     with pytest.raises(LaminarError, match=r"fits on no pool to train or generate \(2 L40S\); add GPUs"):
-        search(load_plan("mixed", ["model=72B", "pools=[{gpu: L40S, count: 2}]"]))
+        search(load_plan("mixed", [*small, "workload.max_response_tokens=100000"]))
     with pytest.raises(LaminarError, match="fits on no pool that is not preemptible to train"):
         search(load_plan("node", ["pools=[{gpu: H100, count: 8, preemptible: true}]"]))
     assert Candidate(0, 8, ((0, 8, 4),)).replicas == 2

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS
+from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.replica import Replica
 from laminar_hpc.simulator.request import Admission, Request
@@ -16,6 +16,7 @@ from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.setup import Setup, setup
+from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.tracker import TrajectoryTracker
 from laminar_hpc.simulator.workload import Workload
 

@@ -24,8 +24,8 @@ def test_a_run_goes_on_when_store_dir_is_lost(tmp_path):
     shutil.rmtree(tmp_path / "a")
 
     run = Run(run_dir, *words, f"store_dir={tmp_path}/b")
-    run.read_until("going on from the checkpoint of step ")
     line = run.read_until(f"{tmp_path}/b/run/store.sqlite was rebuilt from {run_dir}/journal")
+    run.read_until("going on from the checkpoint of step ")
     assert "transaction " in line
     assert run.finish() == 0, run.lines
     batches = consumed(tmp_path / "b" / "run")

@@ -25,7 +25,7 @@ from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron import head
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
-from laminar_hpc.trainer.step.microbatch import Example, MicroBatch, make_microbatch, trained
+from laminar_hpc.trainer.step.microbatch import MicroBatch, make_microbatch
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import chunks
 
@@ -65,7 +65,8 @@ def train(
         checkpointer.load(first)
     before = read_logits(policy, texts)
     metrics = [
-        learner.train(tiny.make_batch(seed=100 + step), step, lambda: None) for step in range(first, last)
+        learner.train(tiny.step_batch(tiny.make_batch(seed=100 + step)), step, lambda: None)
+        for step in range(first, last)
     ]
     _, state_hash = checkpointer.save(last)
     names = [name for name, _ in policy.canonical_tensors()]
@@ -86,8 +87,13 @@ def gradients(model: str, settings: dict) -> dict[str, np.ndarray]:
     """The main gradients of one batch, by parameter."""
     config = tiny.make_config(Path(model), **settings, optimizer__lr=0.0)
     policy = MegatronPolicy(config)
-    Learner(config, policy).train(tiny.make_batch(seed=1), 0, lambda: None)
+    Learner(config, policy).train(tiny.step_batch(tiny.make_batch(seed=1)), 0, lambda: None)
     return {name: p.main_grad.numpy().copy() for name, p in policy.gpt.named_parameters()}
+
+
+def gradients_by_settings(model: str, settings: list[dict]) -> list[dict[str, np.ndarray]]:
+    """`gradients` for each of the settings, which have one layout."""
+    return [gradients(model, each) for each in settings]
 
 
 def elements_kept(model: str, settings: dict) -> int:
@@ -108,9 +114,7 @@ def elements_kept(model: str, settings: dict) -> int:
         return logprobs.sum(), torch.ones((), dtype=torch.int), torch.zeros(())
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        policy.accumulate(
-            [make_microbatch([Example(t, torch.ones(len(trained(t)))) for t in batch], policy.device)], loss
-        )
+        policy.accumulate([make_microbatch(tiny.examples(batch), policy.device)], loss)
     return seen[0]
 
 
@@ -164,7 +168,7 @@ def published(model: str, settings: dict, folder: str) -> int:
             publishing.linked(publisher)
         publisher.publish(step)
         expected = publishing.whole(policy)
-        learner.train(tiny.make_batch(seed=step), step, publisher.fence)
+        learner.train(tiny.step_batch(tiny.make_batch(seed=step)), step, publisher.fence)
         if lead and step >= 2:
             arrived += 1
             controller.wait_for(RelayHas, arrived)
@@ -194,7 +198,7 @@ def published_in_lanes(model: str, settings: dict, folder: str, steps: int = 2) 
     for step in range(steps):
         publisher.publish(step)
         expected, entries = publishing.whole(policy), [tensor_sums(t) for _, t in policy.canonical_tensors()]
-        learner.train(tiny.make_batch(seed=step), step, publisher.fence)
+        learner.train(tiny.step_batch(tiny.make_batch(seed=step)), step, publisher.fence)
         for machine in range(2 if rank == 0 else 0):
             slot = controller.wait_for_step(machine, step)
             assert slot.step == step and publishing.slot_bytes(slot) == expected
@@ -241,7 +245,7 @@ def in_chunks(model: str, settings: dict) -> dict[str, dict[str, object]]:
     """One micro-batch with all logits at once and, under a limit of some rows, in chunks: log-probs,
     entropies, gradients, and the elements of the largest tensor that any operation gave."""
     policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
-    batch = [Example(t, torch.ones(len(trained(t)))) for t in tiny.make_batch(seed=1)]
+    batch = tiny.examples(tiny.make_batch(seed=1))
     columns, gpt = policy.gpt.output_layer.output_size_per_partition, policy.gpt
     weight = gpt.shared_embedding_or_output_weight() if policy.shape.tied else gpt.output_layer.weight
     found: dict[str, dict[str, object]] = {}

@@ -8,8 +8,8 @@ import torch
 from tiny import token_logprobs
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.trainer.step.packing import split_minibatches
+from made import Made
 
 
 def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -17,7 +17,7 @@ def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch
     return {"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[estimator]
 
 
-def selected(values: torch.Tensor, t: Trajectory) -> torch.Tensor:
+def selected(values: torch.Tensor, t: Made) -> torch.Tensor:
     return values[torch.tensor(t.loss_mask, dtype=torch.bool)]
 
 
@@ -31,10 +31,10 @@ class PlainTrainer:
             model.parameters(), lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=0.0
         )
 
-    def logprobs(self, model: torch.nn.Module, t: Trajectory) -> torch.Tensor:
+    def logprobs(self, model: torch.nn.Module, t: Made) -> torch.Tensor:
         return selected(token_logprobs(model, t, self.config.sampling.temperature)[0], t)
 
-    def train(self, batch: list[Trajectory], step: int) -> tuple[list[float], list[float]]:
+    def train(self, batch: list[Made], step: int) -> tuple[list[float], list[float]]:
         """Losses and gradient norms of the mini-batches."""
         a = self.config.algorithm
         with torch.no_grad():
@@ -74,7 +74,7 @@ class PlainTrainer:
             losses.append(numerator.item())
         return losses, norms
 
-    def advantages(self, batch: list[Trajectory], penalty: list[torch.Tensor]) -> list[torch.Tensor]:
+    def advantages(self, batch: list[Made], penalty: list[torch.Tensor]) -> list[torch.Tensor]:
         """Per trained token."""
         a, longest = self.config.algorithm, self.config.sampling.max_response_tokens
         rewards = []

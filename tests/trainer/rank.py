@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 import tiny
 
+import made
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.digest import sealed
 from laminar_hpc.messages.membership import TrainerProgress, Welcome
 from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch, TrainersMeet
 from laminar_hpc.observability.trace import Trace
@@ -30,6 +30,7 @@ class ScriptedController:
 
     def __init__(self, job: dict, told: Path) -> None:
         self._job, self._told, self._answers = job, told, deque()
+        self._run_dir = told.parent
 
     def tell_progress(self, progress: TrainerProgress) -> None:
         """Nobody watches here."""
@@ -41,7 +42,7 @@ class ScriptedController:
             batch = tiny.make_batch(seed=100 + message.step, weight_step=message.step, **self._job["batch"])
             self._answers += [
                 NotYet(message.step, "scripted"),
-                Batch(message.step, [sealed(t) for t in batch], self._job["batch"]["samples"]),
+                Batch(message.step, made.groups(self._run_dir, batch), self._job["batch"]["samples"], ""),
             ]
         elif isinstance(message, StepDone):
             self._answers.append(

@@ -57,6 +57,7 @@ class Ranks:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
             "CUDA_VISIBLE_DEVICES": "",
             "GLOO_SOCKET_IFNAME": "lo",
         }

@@ -4,9 +4,12 @@ test_checkpoint.py, which watches or stops it."""
 import sys
 from pathlib import Path
 
-import tiny
 import torch.distributed as dist
 from megatron.core import parallel_state
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/made.py
+
+import tiny
 
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.trainer.checkpoint import Checkpointer

@@ -26,6 +26,11 @@ def double(values: list) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def flat(a: AlgorithmConfig, *arguments: object) -> torch.Tensor:
+    """Trajectory after trajectory."""
+    return torch.cat(token_advantages(a, *arguments))
+
+
 def test_grpo_advantages_are_the_groups_own_z_scores() -> None:
     """(r - mean) / (std + EPSILON), std with n - 1; a group of equal rewards gets exactly zero."""
     std = math.sqrt(4 * 0.25 / 3)
@@ -51,9 +56,7 @@ def test_reinforce_pp_is_whitened_over_the_tokens_of_the_batch() -> None:
     """Trajectories of 1 and 3 tokens with rewards 4 and 0: mean 1 and variance 3 over tokens, not over
     trajectories."""
     a = AlgorithmConfig(advantage="reinforce_pp", samples_per_prompt=2)
-    found = token_advantages(
-        a, double([4.0, 0.0]), [2], torch.tensor([1, 3]), torch.zeros(4, dtype=torch.float64)
-    )
+    found = flat(a, double([4.0, 0.0]), [2], torch.tensor([1, 3]), torch.zeros(4, dtype=torch.float64))
     scale = math.sqrt(3) + EPSILON
     assert torch.allclose(found, double([3 / scale, -1 / scale, -1 / scale, -1 / scale]), atol=1e-12)
 
@@ -61,14 +64,14 @@ def test_reinforce_pp_is_whitened_over_the_tokens_of_the_batch() -> None:
 def test_reinforce_pp_charges_a_token_for_the_kl_from_itself_on() -> None:
     """Rewards 1 and 2; penalties (0.1, 0.2) and (0.3): returns 0.7, 0.8 and 1.7 before whitening."""
     a = AlgorithmConfig(advantage="reinforce_pp", samples_per_prompt=2)
-    found = token_advantages(a, double([1.0, 2.0]), [2], torch.tensor([2, 1]), double([0.1, 0.2, 0.3]))
-    assert torch.allclose(found, whitened(double([0.7, 0.8, 1.7])), atol=1e-12)
+    found = flat(a, double([1.0, 2.0]), [2], torch.tensor([2, 1]), double([0.1, 0.2, 0.3]))
+    assert torch.allclose(found, whitened(double([0.7, 0.8, 1.7]), double([1, 1, 1])), atol=1e-12)
 
 
 def test_reinforce_pp_baseline_centres_the_group_first() -> None:
     """Two groups whose rewards differ by a constant get the same advantages."""
     a = AlgorithmConfig(advantage="reinforce_pp_baseline", samples_per_prompt=2)
-    found = token_advantages(
+    found = flat(
         a,
         double([1.0, 0.0, 6.0, 5.0]),
         [2, 2],
@@ -82,7 +85,7 @@ def test_reinforce_pp_baseline_centres_the_group_first() -> None:
 def test_kl_in_the_reward_is_that_of_the_whole_trajectory(advantage: str) -> None:
     """Rewards (1, 1) with penalties of 0.5 in all and of 0: as rewards (0.5, 1)."""
     a = AlgorithmConfig(advantage=advantage, normalize_std=False, samples_per_prompt=2)
-    found = token_advantages(a, double([1.0, 1.0]), [2], torch.tensor([2, 1]), double([0.4, 0.1, 0.0]))
+    found = flat(a, double([1.0, 1.0]), [2], torch.tensor([2, 1]), double([0.4, 0.1, 0.0]))
     size = 0.25 if advantage == "grpo" else 0.5
     assert torch.allclose(found, double([-size, -size, size]), atol=1e-12)
 
@@ -92,7 +95,7 @@ def test_kl_in_the_reward_is_that_of_the_whole_trajectory(advantage: str) -> Non
 def test_equal_rewards_teach_nothing(advantage: str, reward: float, lengths: list[int]) -> None:
     """Whatever the lengths of the trajectories, also with none trained."""
     a = AlgorithmConfig(advantage=advantage, samples_per_prompt=2)
-    found = token_advantages(
+    found = flat(
         a, double([reward] * 4), [4], torch.tensor(lengths), torch.zeros(sum(lengths), dtype=torch.float64)
     )
     assert len(found) == sum(lengths) and (found.abs() < 1e-8).all()
@@ -111,7 +114,7 @@ def test_group_baselines_sum_to_zero_and_ignore_a_shift(rewards: list[float], sh
 def test_a_reward_that_is_not_finite_is_refused(advantage: str) -> None:
     """A NaN would spread to its whole group or batch unseen."""
     with pytest.raises(ValueError, match="not finite"):
-        token_advantages(
+        flat(
             AlgorithmConfig(advantage=advantage, samples_per_prompt=2),
             double([1.0, math.nan]),
             [2],

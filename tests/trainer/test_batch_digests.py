@@ -1,16 +1,19 @@
 """docs/architecture.md#intact-responses: the trainer trains on nothing but what was generated."""
 
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny
 
+import made
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.digest import sealed
 from laminar_hpc.messages.training import Batch
+from laminar_hpc.payload.writer import FOLDER
 from laminar_hpc.trainer.inbox import Inbox
+from laminar_hpc.trainer.step.batch import StepBatch
 
 
 class Channel:
@@ -28,25 +31,36 @@ class Channel:
         return self._answers.popleft()
 
 
-def taken(batch: Batch) -> Batch | None:
+def taken(run_dir: Path, batch: Batch) -> StepBatch:
     cluster = SimpleNamespace(batch_timeout_seconds=10.0)
-    context = SimpleNamespace(channel=Channel(batch), config=SimpleNamespace(cluster=cluster))
+    config = SimpleNamespace(cluster=cluster)
+    context = SimpleNamespace(channel=Channel(batch), config=config, run_dir=run_dir)
     progress = SimpleNamespace(advance=lambda: None, enter=lambda phase: None)
-    return Inbox(context, progress).take(batch.step)
+    found = Inbox(context, progress).take(batch.step)
+    assert found is not None
+    return found
 
 
-@pytest.mark.parametrize("what", ["token", "log-prob", "digest"])
-def test_a_changed_response_ends_the_run_in_one_line(world, what):
-    """The line names the trajectory and the command that looks at the rest."""
-    batch = Batch(7, [sealed(t) for t in tiny.make_batch(0)], 4)
-    assert taken(batch) == batch
-    changed = batch.trajectories[5]
-    if what == "token":
-        changed.response_tokens[1] ^= 1
-    elif what == "log-prob":
-        changed.logprobs[0] += 1e-9
+@pytest.mark.parametrize("what", ["token", "log-prob", "mask", "record", "elsewhere"])
+def test_a_changed_response_ends_the_run_in_one_line(world, tmp_path, what):
+    """The line names the trajectory, the file where it lies, and the command that looks at the rest."""
+    batch = tiny.make_batch(0)
+    groups = made.groups(tmp_path, batch)
+    step = taken(tmp_path, Batch(7, groups, 4, ""))
+    for found, was in zip(step.read(step.planned), batch, strict=True):
+        assert found.tokens.tolist() == was.response_tokens and found.loss_mask.tolist() == was.loss_mask
+        assert found.logprobs.tolist() == was.response.logprobs.tolist()
+    changed = groups[1].trajectories[1]
+    assert changed.place is not None
+    path, last = tmp_path / FOLDER / changed.place.file, changed.place.offset + changed.place.size - 1
+    content = bytearray(path.read_bytes())
+    if what == "record":
+        changed.digest = "0" * 32
+    elif what == "elsewhere":
+        changed.place = groups[0].trajectories[0].place
     else:
-        changed.digest = ""
-    text = r"^trajectory 5 of step 7 has not the digest .* laminar audit RUN_DIR$"
-    with pytest.raises(LaminarError, match=text):
-        taken(batch)
+        content[{"token": last - 8 * changed.length, "log-prob": last - 8, "mask": last - 3}[what]] ^= 1
+    path.write_bytes(content)
+    step = taken(tmp_path, Batch(7, groups, 4, ""))
+    with pytest.raises(LaminarError, match=r"^the response of trajectory 5 .* laminar audit RUN_DIR$"):
+        step.read(step.planned)

@@ -62,6 +62,7 @@ def run(
     job["settings"] = {**SETTINGS, "trainer__data_parallel": ranks, **settings}
     (run_dir / "job.json").write_text(json.dumps(job))
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = str(HERE.parent)  # tests/made.py
     processes = [
         subprocess.Popen(
             [sys.executable, HERE / "rank.py", run_dir / "job.json"],
@@ -112,21 +113,26 @@ def one_rank(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Fini
     return run(tmp_path_factory.mktemp("one") / "run", tied_model, ranks=1)
 
 
-def test_two_ranks_train_what_one_trains(one_rank: Finished, tied_model: Path, tmp_path: Path) -> None:
-    """Losses, gradient norms and weights over 4 steps; and the role keeps to the protocol: batch, step,
-    checkpoints, done."""
-    two = run(tmp_path / "run", tied_model, ranks=2)
-    assert_same_training(one_rank, two)
+def assert_protocol(one: Finished, two: Finished, run_dir: Path) -> None:
+    """Batch, step, checkpoints, done, by one rank and by two."""
     step, saving = ["TakeBatch", "StepDone"], ["TakeBatch", "Checkpointed", "StepDone"]
-    assert one_rank.messages == ["Restored", *step, *saving, *step, *saving, "TrainerDone"]
-    assert two.messages == ["TrainersMeet", *one_rank.messages]
-    assert steps(tmp_path / "run") == [2, 4] and [c["step"] for c in two.checkpoints] == [2, 4]
+    assert one.messages == ["Restored", *step, *saving, *step, *saving, "TrainerDone"]
+    assert two.messages == ["TrainersMeet", *one.messages]
+    assert steps(run_dir) == [2, 4] and [c["step"] for c in two.checkpoints] == [2, 4]
     assert two.checkpoints[-1]["state_hash"] == two.hash
     assert all(
         m["train_seconds"] > 0 and m["seconds"] >= m["train_seconds"] + m["wait_seconds"] for m in two.metrics
     )
-    spans = read_spans(tmp_path / "run")
+    spans = read_spans(run_dir)
     assert {s.kind for s in spans["trainer1"]} == {"load", "publish", "wait", "train", "checkpoint"}
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_trains(one_rank: Finished, tied_model: Path, tmp_path: Path) -> None:
+    """Losses, gradient norms and weights over 4 steps, with the default algorithm."""
+    two = run(tmp_path / "run", tied_model, ranks=2)
+    assert_same_training(one_rank, two)
+    assert_protocol(one_rank, two, tmp_path / "run")
 
 
 CORRECTED = {
@@ -141,11 +147,13 @@ CORRECTED = {
 
 
 def test_two_ranks_recompute_normalise_and_divide_as_one(tied_model: Path, tmp_path: Path) -> None:
-    """Log-probs of the reference and at the start of a step, advantages over the whole batch, a mean over
-    trajectories: what any rank computes alone must be put together from all."""
+    """Losses, gradient norms and weights over 4 steps, with log-probs of the reference and at the start of a
+    step, advantages over the whole batch, a mean over trajectories: what any rank computes alone must be put
+    together from all. And the role keeps to the protocol."""
     one = run(tmp_path / "one", tied_model, ranks=1, **CORRECTED)
     two = run(tmp_path / "two", tied_model, ranks=2, trainer__distributed_optimizer=True, **CORRECTED)
     assert_same_training(one, two)
+    assert_protocol(one, two, tmp_path / "two")
     assert [m["kl"] for m in two.metrics] == pytest.approx([m["kl"] for m in one.metrics], rel=1e-3, abs=1e-6)
     assert one.metrics[-1]["kl"] > 0 and 0 < one.metrics[-1]["left_out_fraction"] < 1
 

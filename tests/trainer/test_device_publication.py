@@ -28,13 +28,14 @@ def test_weights_that_are_released_have_left(ranks: Ranks, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("transport", "delta", "crosses"),
-    [("auto", "off", "host"), ("host", "auto", "host"), ("nccl", "off", "nccl")],
+    [("auto", "off", "host"), ("host", "auto", "host"), ("nccl", "off", "nccl"), ("nccl", "auto", "nccl")],
 )
 def test_what_arrives_is_what_was_published(
     transport: str, delta: str, crosses: str, world: None, tmp_path: Path
 ) -> None:
     """From one device to another by each way, in several chunks, over and over:
-    through the memory of the devices, or through host memory that relays of the machine map."""
+    through the memory of the devices, or through host memory that relays of the machine map. What changes are
+    taken against is in host memory that the device knows, and no larger than the weights."""
     config = RunConfig()
     config.model.path = str(tmp_path)
     config.relay.transport, config.relay.delta, config.relay.chunk_megabytes = transport, delta, 1
@@ -56,6 +57,8 @@ def test_what_arrives_is_what_was_published(
             assert slot.step == step and slot_bytes(slot) == expected
         (lane,) = publisher.lanes.mine
         assert lane.link.transport == crosses
+        assert (lane.nbytes in trainer.registered) == (delta == "auto")
+        assert lane.bytes_changed[0] == (delta == "auto")
         assert bool(trainer.pairs) == bool(relay.pairs) == (crosses == "nccl")
         publisher.close()
         controller.stop()

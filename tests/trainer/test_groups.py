@@ -55,13 +55,20 @@ def test_an_update_on_groups_of_unlike_size_equals_plain_torch(untied_model: Pat
     loss = tiny.reference_loss(model, batch(), config)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    metrics = Learner(config, MegatronPolicy(config)).train(list(reversed(batch())), 0, lambda: None)
+    metrics = Learner(config, MegatronPolicy(config)).train(
+        tiny.step_batch(list(reversed(batch()))), 0, lambda: None
+    )
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5) and metrics["grad_norm"] == pytest.approx(
         norm.item(), rel=1e-4
     )
     assert metrics["trajectories"] == sum(SIZES)
     config.algorithm.minibatches_per_step = 2
-    assert Learner(config, MegatronPolicy(config)).train(batch(), 0, lambda: None)["skipped_updates"] == 0
+    assert (
+        Learner(config, MegatronPolicy(config)).train(tiny.step_batch(batch()), 0, lambda: None)[
+            "skipped_updates"
+        ]
+        == 0
+    )
 
 
 def test_equal_rewards_train_only_with_the_estimate(untied_model: Path, world: None) -> None:
@@ -71,8 +78,11 @@ def test_equal_rewards_train_only_with_the_estimate(untied_model: Path, world: N
     for choice in ("keep", "estimate"):
         config = tiny.make_config(untied_model, algorithm__first_samples=2, algorithm__zero_variance=choice)
         learner = Learner(config, MegatronPolicy(config))
-        norms[choice] = learner.train(equal, 0, lambda: None)["grad_norm"]
-        advantages = [float(example.advantages[0]) for example in learner._examples(equal, 0)]
+        norms[choice] = learner.train(tiny.step_batch(equal), 0, lambda: None)["grad_norm"]
+        batch_of_both = tiny.step_batch(equal)
+        _, shares = learner._plan(batch_of_both.planned, 1, 0)
+        examples = learner._examples(batch_of_both, shares, 0)
+        advantages = [float(example.advantages[0]) for example in examples.values()]
     assert norms["keep"] == 0.0 and norms["estimate"] > 0.01
     assert [a > 0 for a in advantages] == [t.group_id == 2 for t in equal]
 
@@ -83,4 +93,4 @@ def test_a_group_of_a_wrong_size_is_refused(untied_model: Path, world: None) -> 
     with pytest.raises(
         LaminarError, match=r"incomplete groups .group: trajectories. \{1: 2, 3: 2\}; 3 to 4 each are needed"
     ):
-        Learner(config, MegatronPolicy(config)).train(batch(), 0, lambda: None)
+        Learner(config, MegatronPolicy(config)).train(tiny.step_batch(batch()), 0, lambda: None)

@@ -61,7 +61,7 @@ def test_long_responses_do_not_bound_the_micro_batch() -> None:
     assert head_in_chunks(32768, columns, hidden, 2) and not head_in_chunks(2048, columns, hidden, 2)
 
     def estimate(tokens: int, vocabulary: int) -> int:
-        trainer = TrainerConfig(tokens_per_microbatch=tokens, recompute_activations=True)
+        trainer = TrainerConfig(tokens_per_microbatch=tokens, recompute_activations="full")
         return trainer_bytes({**model, "vocab_size": vocabulary}, 2, trainer)
 
     def of_head(tokens: int) -> int:

@@ -37,7 +37,7 @@ LAYOUTS = {
     "pp2-dp2-distributed": (1, 2, 2, True),
 }
 # Each family and each kind of layout once; all combinations are slow tests.
-FEW = [("qwen2-untied-gqa7", "tp2"), ("qwen3-tied", "pp2"), ("llama3-gqa8", "dp2-distributed")]
+FEW = [("qwen2-untied-gqa7", "tp2"), ("qwen3-tied", "pp2"), ("llama3-gqa8", "dp2")]
 
 
 def settings_of(layout: str, **more: object) -> dict[str, object]:
@@ -225,21 +225,34 @@ def test_what_is_not_trained_is_written_bit_for_bit(
 def test_recomputed_activations_give_the_same_gradients(ranks: Ranks, models) -> None:
     """trainer.recompute_activations keeps less for the backward pass, at two tensor-parallel ranks too, and
     changes no gradient."""
-    model, plain, recomputed = (
-        str(models["qwen3-untied"]),
-        settings_of("tp2"),
-        settings_of("tp2", trainer__recompute_activations=True),
-    )
-    del plain["optimizer__lr"], recomputed["optimizer__lr"]
-    for one, other in zip(
-        *(ranks.run(2, "cases:gradients", model=model, settings=s) for s in (plain, recomputed)), strict=True
-    ):
-        assert (
-            all(np.abs(one[n] - other[n]).max() < 1e-7 for n in one)
-            and max(np.abs(g).max() for g in one.values()) > 1e-3
-        )
-    kept = [ranks.run(2, "cases:elements_kept", model=model, settings=s)[0] for s in (plain, recomputed)]
-    assert kept[1] < 0.6 * kept[0]
+    model, kept, gradients = str(models["qwen3-untied"]), {}, {}
+    for choice in ("none", "selective", "full"):
+        settings = settings_of("tp2", trainer__recompute_activations=choice)
+        del settings["optimizer__lr"]
+        gradients[choice] = ranks.run(2, "cases:gradients", model=model, settings=settings)
+        kept[choice] = ranks.run(2, "cases:elements_kept", model=model, settings=settings)[0]
+    for choice in ("selective", "full"):
+        for one, other in zip(gradients["none"], gradients[choice], strict=True):
+            assert all(np.abs(one[n] - other[n]).max() < 1e-7 for n in one)
+            assert max(np.abs(g).max() for g in one.values()) > 1e-3
+    assert kept["full"] < kept["selective"] < 0.9 * kept["none"] and kept["full"] < 0.6 * kept["none"]
+
+
+def test_tensor_parallel_ranks_split_the_pack(ranks: Ranks, models) -> None:
+    """Promise: of all that a layer keeps for the backward pass each of two ranks has half; packs of any
+    number of tokens are split; a norm's gradient is that of all tokens, on both ranks."""
+    model = str(models["qwen3-untied"])
+    whole, halves = settings_of("tp1"), settings_of("tp2")
+    kept = [
+        ranks.run(n, "cases:elements_kept", model=model, settings=s) for n, s in ((1, whole), (2, halves))
+    ]
+    assert kept[1][0] == kept[1][1] < 0.6 * kept[0][0]
+    del whole["optimizer__lr"], halves["optimizer__lr"]
+    (one,) = ranks.run(1, "cases:gradients", model=model, settings=whole)
+    both = ranks.run(2, "cases:gradients", model=model, settings=halves)
+    norms = [name for name in one if "norm" in name]
+    assert len(norms) > 4 and all(np.array_equal(both[0][n], both[1][n]) for n in norms)
+    assert all(np.abs(both[0][n] - one[n]).max() < 1e-6 < 1e-4 < np.abs(one[n]).max() for n in norms)
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(ranks: Ranks, models) -> None:

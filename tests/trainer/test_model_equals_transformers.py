@@ -46,7 +46,7 @@ def test_logits_equal_transformers_both_ways(
     before = logits_by_megatron(policy, sequences())
     assert (before - logits_by_transformers(directory, sequences())).abs().max() < 1e-4
 
-    Learner(config, policy).train(tiny.make_batch(seed=1), 0, lambda: None)
+    Learner(config, policy).train(tiny.step_batch(tiny.make_batch(seed=1)), 0, lambda: None)
     policy.save_hf(tmp_path / "hf")
     after = logits_by_megatron(policy, sequences())
     assert (after - before).abs().max() > 1e-2, (

@@ -87,7 +87,7 @@ def test_two_steps_equal_plain_torch(name: str, untied_model: Path, world: None)
     for step in range(2):
         batch = tiny.make_batch(seed=20 + step)
         losses, norms = trainer.train(batch, step)
-        metrics = learner.train(batch, step, lambda: None)
+        metrics = learner.train(tiny.step_batch(batch), step, lambda: None)
         if (
             config.algorithm.loss_aggregation != "tokens"
         ):  # else the mini-batches' shares in the mean are uneven
@@ -138,7 +138,7 @@ def test_micro_batches_do_not_matter(name: str, tied_model: Path, world: None) -
             **settings(name),
         )
         policy = MegatronPolicy(config)
-        metrics = Learner(config, policy).train(tiny.make_batch(seed=30), 0, lambda: None)
+        metrics = Learner(config, policy).train(tiny.step_batch(tiny.make_batch(seed=30)), 0, lambda: None)
         found.append((metrics, torch.cat([t.flatten() for _, t in policy.canonical_tensors()])))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-4, abs=1e-5)
     assert (found[0][1] - found[1][1]).abs().max() < 1e-5
@@ -152,7 +152,7 @@ def test_the_reference_is_held_only_if_asked_for_and_never_moves(tied_model: Pat
     config = tiny.make_config(tied_model, algorithm__kl_coefficient=0.1, optimizer__lr=1e-2)
     policy = MegatronPolicy(config)
     learner, places = Learner(config, policy), [p.data_ptr() for p in policy.gpt.parameters()]
-    kl = [learner.train(tiny.make_batch(seed=s), s, lambda: None)["kl"] for s in range(3)]
+    kl = [learner.train(tiny.step_batch(tiny.make_batch(seed=s)), s, lambda: None)["kl"] for s in range(3)]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-3
     assert places == [p.data_ptr() for p in policy.gpt.parameters()]
     initial = torch.cat([t.flatten() for _, t in MegatronPolicy(config).canonical_tensors()])
@@ -173,7 +173,7 @@ def test_a_trajectory_left_out_cannot_spoil_the_update(tied_model: Path, world: 
     for largest, skipped in ((None, 1), (10.0, 0)):
         config = tiny.make_config(tied_model, algorithm__sequence_ratio_max=largest)
         policy = MegatronPolicy(config)
-        metrics = Learner(config, policy).train(batch, 0, lambda: None)
+        metrics = Learner(config, policy).train(tiny.step_batch(batch), 0, lambda: None)
         assert metrics["skipped_updates"] == skipped
         assert all(torch.isfinite(t).all() for _, t in policy.canonical_tensors())
     total = sum(sum(t.loss_mask) for t in batch)

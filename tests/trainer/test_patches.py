@@ -20,6 +20,8 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from laminar_hpc.cluster.checkpoints import Damaged
@@ -27,6 +29,7 @@ from laminar_hpc.trainer import checkpoint
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron import adam, building, cpu
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.megatron.residual import Norm
 from laminar_hpc.trainer.step.learner import Learner
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -38,7 +41,7 @@ def trained(model: Path, run_dir: Path, steps: int = 1, **settings: object) -> C
     policy = MegatronPolicy(tiny.make_config(model, **settings))
     learner = Learner(policy.config, policy)
     for step in range(steps):
-        learner.train(tiny.make_batch(seed=step), step, lambda: None)
+        learner.train(tiny.step_batch(tiny.make_batch(seed=step)), step, lambda: None)
     return Checkpointer(run_dir, policy, learner)
 
 
@@ -176,6 +179,15 @@ def test_megatrons_own_attention_takes_no_packs(tied_model: Path) -> None:
         megatrons(x, x, x, None, packed_seq_params=PackedSeqParams(qkv_format="thd"))
 
 
+def test_megatrons_own_norm_refuses_sequence_parallelism() -> None:
+    """residual.Norm: the one that Megatron's local layers have cannot be built with it."""
+    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "normalization": "RMSNorm"}
+    config = TransformerConfig(**shape, tensor_model_parallel_size=2, sequence_parallel=True)
+    with pytest.raises(AssertionError, match="sequence parallel not supported"):
+        WrappedTorchNorm(config, 8)
+    Norm(config, 8, 1e-6)
+
+
 def test_transformer_engine_gets_megatrons_fields_alone() -> None:
     """te_attention.TransformerEngineAttention: a PackLayout may be handed on as it is, because its own fields
     are left out."""
@@ -220,7 +232,7 @@ def test_megatron_calls_cuda(
     calls: list[str] = []
     replaced = tuple((module, each, counting(calls, each, value)) for module, each, value in cpu.REPLACED)
     monkeypatch.setattr(cpu, "REPLACED", replaced)
-    settings = {"trainer__distributed_optimizer": True, "trainer__recompute_activations": True}
+    settings = {"trainer__distributed_optimizer": True, "trainer__recompute_activations": "full"}
     checkpointer = trained(tied_model, tmp_path, **settings)
     checkpointer.save(1)
     checkpointer.load(1)

@@ -258,7 +258,7 @@ def test_200_steps_of_training_against_full_copies(rate: float, world: None, tmp
         for trajectory in batch:
             for tokens in (trajectory.prompt_tokens, trajectory.response_tokens):
                 tokens[:] = [token % policy.shape.vocab for token in tokens]
-        learner.train(batch, step, publisher.fence)
+        learner.train(tiny.step_batch(batch), step, publisher.fence)
     publisher.close()
     controller.stop()
     told = controller.all(Published)

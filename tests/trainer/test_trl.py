@@ -161,9 +161,8 @@ def here(**settings: object) -> tuple[torch.Tensor, float, torch.Tensor]:
     penalties = torch.zeros(sum(LENGTHS), dtype=torch.float64)
     if a.kl_in_reward:
         penalties = a.kl_coefficient * kl_estimate(flat(PROXIMAL), flat(REFERENCE), a.kl_estimator).double()
-    advantages = token_advantages(
-        a, REWARDS.double(), [SAMPLES] * (len(REWARDS) // SAMPLES), lengths, penalties
-    ).float()
+    sizes = [SAMPLES] * (len(REWARDS) // SAMPLES)
+    advantages = torch.cat(token_advantages(a, REWARDS.double(), sizes, lengths, penalties)).float()
     tokens = Tokens(
         behaviour=flat(BEHAVIOUR),
         proximal=flat(PROXIMAL if a.proximal == "recomputed" else BEHAVIOUR),

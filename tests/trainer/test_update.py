@@ -13,6 +13,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.policies.metrics import batch_metrics, merged
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step import learner
 from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.trainer.step.microbatch import make_microbatch
 
@@ -53,7 +54,7 @@ def test_one_update_equals_plain_torch(settings: dict, untied_model: Path, world
 
     policy = MegatronPolicy(config)
     before = weights(policy)
-    metrics = Learner(config, policy).train(list(reversed(batch)), 0, lambda: None)
+    metrics = Learner(config, policy).train(tiny.step_batch(list(reversed(batch))), 0, lambda: None)
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert (norm > c.clip_grad) == (settings.get("optimizer__clip_grad") is None), (
@@ -87,7 +88,7 @@ def test_metrics_of_a_step_are_those_of_the_whole_batch(tied_model: Path, world:
             ratios.append((logprobs - torch.tensor(t.logprobs)).exp()[mask])
             entropies.append(entropy[mask])
     ratio, entropy = torch.cat(ratios), torch.cat(entropies)
-    metrics = Learner(config, MegatronPolicy(config)).train(batch, 5, lambda: None)
+    metrics = Learner(config, MegatronPolicy(config)).train(tiny.step_batch(batch), 5, lambda: None)
     assert metrics["ratio_mean"] == pytest.approx(ratio.mean().item(), abs=1e-5)
     assert metrics["ratio_max"] == pytest.approx(ratio.max().item(), rel=1e-5)
     assert metrics["entropy"] == pytest.approx(entropy.mean().item(), abs=1e-5)
@@ -108,9 +109,24 @@ def test_order_of_arrival_does_not_matter(tied_model: Path, world: None) -> None
     config, found = tiny.make_config(tied_model, algorithm__minibatches_per_step=2), []
     for arrange in (list, lambda b: list(reversed(b))):
         policy = MegatronPolicy(config)
-        Learner(config, policy).train(arrange(tiny.make_batch(seed=5)), 0, lambda: None)
+        Learner(config, policy).train(tiny.step_batch(arrange(tiny.make_batch(seed=5))), 0, lambda: None)
         found.append(weights(policy))
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+
+
+def test_each_micro_batch_is_made_once(tied_model: Path, world: None, monkeypatch) -> None:
+    """Making one is work of the step, as long as its packs are large."""
+    made = []
+
+    def counted(examples: list, *others: object) -> object:
+        made.append([example.text.response.trajectory_id for example in examples])
+        return make_microbatch(examples, *others)
+
+    monkeypatch.setattr(learner, "make_microbatch", counted)
+    config, batch = tiny.make_config(tied_model), tiny.make_batch(seed=5)
+    Learner(config, MegatronPolicy(config)).train(tiny.step_batch(batch), 0, lambda: None)
+    assert len(made) > 1
+    assert sorted(i for one in made for i in one) == sorted(t.trajectory_id for t in batch)
 
 
 def test_the_fence_is_passed_once_before_the_weights_change(tied_model: Path, world: None) -> None:
@@ -118,7 +134,9 @@ def test_the_fence_is_passed_once_before_the_weights_change(tied_model: Path, wo
     config = tiny.make_config(tied_model, algorithm__minibatches_per_step=2)
     policy, fences = MegatronPolicy(config), []
     before = weights(policy)
-    Learner(config, policy).train(tiny.make_batch(seed=5), 0, lambda: fences.append(weights(policy)))
+    Learner(config, policy).train(
+        tiny.step_batch(tiny.make_batch(seed=5)), 0, lambda: fences.append(weights(policy))
+    )
     assert len(fences) == 1
     assert all(torch.equal(fences[0][n], before[n]) for n in before)
 
@@ -128,7 +146,7 @@ def test_shuffled_rewards_change_the_update_but_not_the_rewards_mean(tied_model:
     batch, metrics = tiny.make_batch(seed=6), []
     for shuffle in (False, True):
         config = tiny.make_config(tied_model, algorithm__shuffle_rewards=shuffle)
-        metrics.append(Learner(config, MegatronPolicy(config)).train(batch, 0, lambda: None))
+        metrics.append(Learner(config, MegatronPolicy(config)).train(tiny.step_batch(batch), 0, lambda: None))
     assert metrics[0]["reward_mean"] == metrics[1]["reward_mean"]
     assert abs(metrics[0]["grad_norm"] - metrics[1]["grad_norm"]) > 1e-3
 
@@ -144,17 +162,17 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_end_the_run(
     good, bad = tiny.make_batch(seed=7), tiny.make_batch(seed=7)
     bad[3] = copy.deepcopy(bad[3])
     bad[3].logprobs[0] = -math.inf
-    metrics = learner.train(bad, 0, lambda: None)
+    metrics = learner.train(tiny.step_batch(bad), 0, lambda: None)
     assert metrics["skipped_updates"] == 1 and all(map(math.isfinite, metrics.values()))
     assert all(torch.equal(t, before[n]) for n, t in weights(policy).items())
-    assert learner.train(good, 1, lambda: None)["skipped_updates"] == 0
+    assert learner.train(tiny.step_batch(good), 1, lambda: None)["skipped_updates"] == 0
     assert all(torch.isfinite(t).all() for t in weights(policy).values())
-    learner.train(bad, 2, lambda: None)
+    learner.train(tiny.step_batch(bad), 2, lambda: None)
     with pytest.raises(
         LaminarError,
         match="2 optimizer updates in a row had gradients that are not finite, the last at step 3",
     ):
-        learner.train(bad, 3, lambda: None)
+        learner.train(tiny.step_batch(bad), 3, lambda: None)
 
 
 def test_empty_micro_batches_and_untrained_trajectories_add_nothing(tied_model: Path, world: None) -> None:
@@ -183,7 +201,9 @@ def test_an_incomplete_group_is_refused(tied_model: Path, world: None) -> None:
     """A group's advantage needs all its samples."""
     config = tiny.make_config(tied_model)
     with pytest.raises(LaminarError, match=r"incomplete groups \(group: trajectories\) \{3: 3\}"):
-        Learner(config, MegatronPolicy(config)).train(tiny.make_batch(seed=8)[:-1], 0, lambda: None)
+        Learner(config, MegatronPolicy(config)).train(
+            tiny.step_batch(tiny.make_batch(seed=8)[:-1]), 0, lambda: None
+        )
 
 
 def test_warm_up_is_linear_and_in_trainer_steps(tied_model: Path, world: None) -> None:
@@ -193,7 +213,10 @@ def test_warm_up_is_linear_and_in_trainer_steps(tied_model: Path, world: None) -
         tied_model, optimizer__lr=7e-3, optimizer__warmup_steps=3, algorithm__minibatches_per_step=2
     )
     learner = Learner(config, MegatronPolicy(config))
-    rates = [learner.train(tiny.make_batch(seed=9), step, lambda: None)["learning_rate"] for step in range(5)]
+    rates = [
+        learner.train(tiny.step_batch(tiny.make_batch(seed=9)), step, lambda: None)["learning_rate"]
+        for step in range(5)
+    ]
     assert rates == pytest.approx([1e-3, 3e-3, 5e-3, 7e-3, 7e-3])
 
 
@@ -204,7 +227,7 @@ def test_staleness_by_hand() -> None:
         (4, 5),
         (6, 7),
     )
-    metrics = batch_metrics(batch, 7)
+    metrics = batch_metrics([made.record() for made in batch], 9, 7)
     assert (metrics["staleness_training_mean"], metrics["staleness_training_max"]) == (2.0, 3)
     assert (metrics["staleness_generation_mean"], metrics["staleness_generation_max"]) == (1.0, 1)
 
@@ -232,7 +255,7 @@ def test_each_trajectorys_gap_is_that_of_the_moment_it_was_trained(untied_model:
         MegatronPolicy(config),
     )
     learner = Learner(config, policy)
-    learner.train(batch, 3, lambda: None)
+    learner.train(tiny.step_batch(batch), 3, lambda: None)
     differ = 0
     for t in batch:
         gap, ahead = learner.mismatches[t.trajectory_id]

@@ -8,8 +8,10 @@ import torch
 
 import laminar_hpc.compat.torchvision  # noqa: F401 (before transformers)
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.data import Trajectory, VersionSpan
-from laminar_hpc.trainer.step.microbatch import Example
+from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.trainer.step.batch import StepBatch, in_memory
+from laminar_hpc.trainer.step.microbatch import Example, Text
+from made import Made
 
 VOCAB = 50  # no multiple of the padded vocabulary's granularity, so there is padding
 
@@ -119,7 +121,7 @@ def make_config(model: Path, **settings: object) -> RunConfig:
 
 def make_batch(
     seed: int, groups: int = 4, samples: int = 4, longest: int = 30, weight_step: int = 0
-) -> list[Trajectory]:
+) -> list[Made]:
     """Complete groups of trajectories of 2 to `longest` random tokens. Every third has a token in the middle
     that the environment gave."""
     draw, batch = random.Random(seed), []
@@ -130,7 +132,7 @@ def make_batch(
             number = group * samples + sample
             mask = [0 if number % 3 == 0 and i == n // 2 else 1 for i in range(n)]
             batch.append(
-                Trajectory(
+                Made(
                     trajectory_id=number,
                     group_id=group,
                     attempt=0,
@@ -152,15 +154,21 @@ def make_batch(
     return batch
 
 
-def examples(trajectories: list[Trajectory], advantages: list[float]) -> list[Example]:
-    """One advantage for all trained tokens of a trajectory."""
+def step_batch(batch: list[Made]) -> StepBatch:
+    """As the Learner takes it."""
+    return in_memory([made.whole for made in batch])
+
+
+def examples(batch: list[Made], advantages: list[float] | None = None) -> list[Example]:
+    """One advantage for all trained tokens of a trajectory, by default 1."""
     return [
-        Example(t, torch.full((sum(t.loss_mask),), a)) for t, a in zip(trajectories, advantages, strict=True)
+        Example(Text(t.whole.prompt, t.response), torch.full((sum(t.loss_mask),), a))
+        for t, a in zip(batch, advantages or [1.0] * len(batch), strict=True)
     ]
 
 
 def token_logprobs(
-    model: torch.nn.Module, trajectory: Trajectory, temperature: float = 1.0
+    model: torch.nn.Module, trajectory: Made, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """By transformers, one sequence at a time: log-probs [response] and entropies [response]."""
     tokens = torch.tensor([trajectory.prompt_tokens + trajectory.response_tokens])
@@ -171,7 +179,7 @@ def token_logprobs(
     )
 
 
-def reference_loss(model: torch.nn.Module, batch: list[Trajectory], config: RunConfig) -> torch.Tensor:
+def reference_loss(model: torch.nn.Module, batch: list[Made], config: RunConfig) -> torch.Tensor:
     """GRPO with clip-higher over the whole batch, written from the papers: mean over all trained tokens."""
     a, rewards = config.algorithm, {}
     for t in batch:

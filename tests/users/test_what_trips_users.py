@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_hpc import __main__ as rank_main
-from laminar_hpc import doctor, train_command
+from laminar_hpc import train_command
 from laminar_hpc.cluster.processes import oom_kills
 from laminar_hpc.config.check import check, pipeline_text
 from laminar_hpc.config.errors import LaminarError
@@ -29,6 +29,7 @@ from laminar_hpc.config.models import model_config
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.probes import Probes
 from laminar_hpc.data.prompts import Prompt
+from laminar_hpc.doctor import packages
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -114,9 +115,9 @@ def test_a_model_of_another_family_is_refused_by_name(tmp_path):
 
 def test_versions_that_do_not_fit_are_named_with_the_cure(monkeypatch):
     """Every package has one exact pin, and `laminar doctor` names what is installed instead of it."""
-    real = doctor.installed
-    monkeypatch.setattr(doctor, "installed", lambda name: "0.1.0" if name == "transformers" else real(name))
-    line = next(str(finding) for finding in doctor.engines() if finding.what == "transformers")
+    real = packages.installed
+    monkeypatch.setattr(packages, "installed", lambda name: "0.1.0" if name == "transformers" else real(name))
+    line = next(str(finding) for finding in packages.engines() if finding.what == "transformers")
     assert line.startswith("warn") and "0.1.0" in line and "tested with" in line and "make setup" in line
 
 

@@ -131,7 +131,7 @@ def test_units_of_a_mixed_layout() -> None:
 def test_the_image_of_a_publication() -> None:
     """An image is a base only for who has that very id, only when it is of one publication, and not when an
     anchor is due."""
-    image, held = Image(1000, 2, torch.device("cpu"), full_every=3), None
+    image, held = Image(torch.empty(1000, dtype=torch.uint8), 2, full_every=3), None
     weights, bases = torch.zeros(1000, dtype=torch.uint8), []
     for weight_id in range(7):
         base = image.begin(held)

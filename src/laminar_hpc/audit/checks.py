@@ -7,7 +7,7 @@ promise, None for each that keeps it.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from laminar_hpc.audit import origins, steps, trajectories
+from laminar_hpc.audit import archived, origins, steps, trajectories
 from laminar_hpc.audit.records import Records, StoreRecords
 
 SHOWN = 10  # culprits of one check
@@ -48,6 +48,7 @@ CHECKS: dict[str, Check] = {
     "weight ids have one step": origins.weight_ids_are_known,
     "attempts rise": origins.attempts_rise,
     "responses have their digests": origins.responses_are_intact,
+    "archived responses have theirs": archived.archived_are_intact,
 }
 
 

@@ -4,20 +4,29 @@ want them."""
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import yaml
 
 from laminar_hpc.cluster.checkpoints import checkpoint_path, steps
-from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.read_only import connect_read_only
 from laminar_hpc.controller.store_copy import readable_store
+from laminar_hpc.controller.store_layout import has_tables
+from laminar_hpc.messages.data import Place
 from laminar_hpc.observability import jsonl
+from laminar_hpc.payload.layout import Response
+from laminar_hpc.payload.reader import read as read_payloads
+from laminar_hpc.report.run_files import config_of, metrics_of
+
+_AT_ONCE = 256  # responses that are read together
 
 
 class GroupRow(msgspec.Struct):
+    """A row of the store's table `groups`."""
+
     id: int
     state: str
     weight_step: int
@@ -27,6 +36,8 @@ class GroupRow(msgspec.Struct):
 
 
 class TrajectoryRow(msgspec.Struct):
+    """A row of `trajectories`, and whether it has a score and a response."""
+
     id: int
     group_id: int
     sample_index: int
@@ -42,20 +53,12 @@ class TrajectoryRow(msgspec.Struct):
 
 
 class WeightsRow(msgspec.Struct):
+    """A row of `weights`."""
+
     id: int
     restore_epoch: int
     step: int
     published_at: float
-
-
-class Response(msgspec.Struct):
-    """Of a stored response what the checks need."""
-
-    trajectory_id: int
-    attempt: int
-    response_tokens: list[int]
-    logprobs: list[float]
-    digest: str = ""
 
 
 @dataclass
@@ -70,22 +73,37 @@ class Launch:
 
 @dataclass
 class StoreRecords:
+    """One snapshot of the store; responses are read when asked for."""
+
     meta: dict[str, str]
     weights: list[WeightsRow]
     groups: dict[int, GroupRow]
     trajectories: list[TrajectoryRow]
     connection: sqlite3.Connection
+    run_dir: Path  # where its payload files are
 
-    def responses(self) -> Iterator[tuple[int, Response | None]]:
-        """(trajectory id, its response); None for what is no response."""
-        decoder = msgspec.msgpack.Decoder(Response)
-        for trajectory_id, payload in self.connection.execute(
-            "SELECT trajectory_id, payload FROM responses ORDER BY trajectory_id"
-        ):
-            try:
-                yield trajectory_id, decoder.decode(payload)
-            except (msgspec.DecodeError, TypeError):
-                yield trajectory_id, None
+    def responses(self) -> Iterator[tuple[int, Response | str | None]]:
+        """(trajectory id, its response, or why it cannot be read); None where a live run has archived it."""
+        rows = self.connection.execute(
+            "SELECT trajectory_id, file, offset, size FROM responses ORDER BY file, offset"
+        )
+        while some := [(i, Place(*place)) for i, *place in rows.fetchmany(_AT_ONCE)]:
+            yield from zip((i for i, _ in some), self._read(some), strict=True)
+
+    def _read(self, some: list[tuple[int, Place]]) -> Sequence[Response | str | None]:
+        try:
+            return read_payloads(self.run_dir, some, late=0.0)
+        except LaminarError as error:
+            if len(some) == 1:
+                return [str(error) if self._has_place(some[0][0]) else None]
+            return [found for one in some for found in self._read([one])]
+
+    def _has_place(self, trajectory_id: int) -> bool:
+        """By the store of this moment."""
+        _, _, path = self.connection.execute("PRAGMA database_list").fetchone()
+        with contextlib.closing(connect_read_only(Path(path), 10.0)) as now:
+            sql = "SELECT 1 FROM responses WHERE trajectory_id = ?"
+            return now.execute(sql, (trajectory_id,)).fetchone() is not None
 
 
 @dataclass
@@ -128,31 +146,28 @@ class Records:
 def read(run_dir: Path) -> Iterator[Records]:
     """Metrics and checkpoints first, then the store: of a live run it knows all that the others know. Raises
     LaminarError when `run_dir` is no run."""
-    if not (run_dir / "metrics.jsonl").is_file():
-        raise LaminarError(
-            f"{run_dir} is no run: no metrics.jsonl there; name the run_dir of a `laminar train`"
-        )
-    launches, events = _metrics(run_dir)
-    config, checkpoints = _config(run_dir), {step: _state(run_dir, step) for step in steps(run_dir)}
+    launches, events = _metrics(metrics_of(run_dir))
+    config, checkpoints = config_of(run_dir), {step: _state(run_dir, step) for step in steps(run_dir)}
     records = Records(run_dir, config, launches, events, checkpoints, None)
     path = run_dir
     with contextlib.ExitStack() as at_the_end:
         try:
             store = readable_store(run_dir, config.get("store_dir"))
             path = store.path
-            connection = at_the_end.enter_context(contextlib.closing(_connect(path)))
-            records.store = _store(connection)
-        except Refused as error:
+            connection = at_the_end.enter_context(contextlib.closing(connect_read_only(path, 10.0)))
+            has_tables(connection, path)
+            records.store = _store(connection, run_dir)
+        except LaminarError as error:
             records.damage = str(error)
         except (sqlite3.Error, msgspec.ValidationError) as error:
             records.damage = f"{path} cannot be read ({error})"
         yield records
 
 
-def _metrics(run_dir: Path) -> tuple[list[Launch], dict[str, list[dict]]]:
+def _metrics(path: Path) -> tuple[list[Launch], dict[str, list[dict]]]:
     launches: list[Launch] = []
     events: dict[str, list[dict]] = {}
-    for record in jsonl.read(run_dir / "metrics.jsonl"):
+    for record in jsonl.read(path):
         kind = str(record.get("kind"))
         if kind in ("start", "restored") or not launches:
             restored = max(0, record.get("restored_step") or 0)
@@ -168,18 +183,6 @@ def _metrics(run_dir: Path) -> tuple[list[Launch], dict[str, list[dict]]]:
     return launches, events
 
 
-def _config(run_dir: Path) -> dict:
-    try:
-        return yaml.safe_load((run_dir / "config.yaml").read_text()) or {}
-    except FileNotFoundError:
-        return {}
-    except yaml.YAMLError as error:
-        text = str(error).splitlines()[0]
-        raise LaminarError(
-            f"{run_dir / 'config.yaml'} is not YAML ({text}); restore it from the run"
-        ) from None
-
-
 def _state(run_dir: Path, step: int) -> dict | None:
     """None where it cannot be read."""
     try:
@@ -189,13 +192,7 @@ def _state(run_dir: Path, step: int) -> dict | None:
     return state if isinstance(state, dict) else None
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    # without a write-ahead log SQLite need not create files of its own to read
-    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
-    return sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, timeout=10.0, isolation_level=None)
-
-
-def _store(connection: sqlite3.Connection) -> StoreRecords:
+def _store(connection: sqlite3.Connection, run_dir: Path) -> StoreRecords:
     """All but the responses, which follow from the same snapshot."""
     connection.execute("BEGIN")
     rows = connection.execute(
@@ -213,6 +210,7 @@ def _store(connection: sqlite3.Connection) -> StoreRecords:
         {row["id"]: msgspec.convert(row, GroupRow) for row in _named(groups)},
         trajectories,
         connection,
+        run_dir,
     )
 
 

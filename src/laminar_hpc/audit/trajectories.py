@@ -34,15 +34,19 @@ def all_on_record(_: Records, store: StoreRecords) -> Iterator[str | None]:
 def one_state_each(_: Records, store: StoreRecords) -> Iterator[str | None]:
     """Trained, waiting, without a score, in progress or given up; its response, score and step say the
     same."""
+    archived = int(store.meta.get("archived_steps", 0))
     for t in store.trajectories:
-        yield _state_wrong(t)
+        yield _state_wrong(t, archived)
 
 
-def _state_wrong(t: TrajectoryRow) -> str | None:
+def _state_wrong(t: TrajectoryRow, archived: int) -> str | None:
+    """Of the first `archived` steps the archive has the responses; of groups that are given up nobody."""
     if t.state not in _STATES:
         return f"trajectory {t.id}: '{t.state}' is no state"
     response, score, _ = _STATES[t.state]
-    if bool(t.stored) != response:
+    response = response and not (t.consumed_step is not None and t.consumed_step < archived)
+    let_go = t.state == "given_up" and archived > 0
+    if bool(t.stored) != response and not let_go:
         return f"trajectory {t.id}: {t.state}, {'without a' if response else 'with a'} response"
     if bool(t.scored) != score:
         return f"trajectory {t.id}: {t.state}, {'without a' if score else 'with a'} score"
@@ -89,6 +93,7 @@ def _group_wrong(group: GroupRow, members: list[TrajectoryRow], sizes: tuple[int
 
 
 def given_up_for_a_reason(_: Records, store: StoreRecords) -> Iterator[str | None]:
+    """A group is not given up without one."""
     for group in store.groups.values():
         if group.state == "given_up":
             yield None if group.reason else f"group {group.id}: given up without a reason"

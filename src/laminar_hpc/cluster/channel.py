@@ -7,7 +7,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 from laminar_hpc.cluster.endings import (
     RUN_FAILED,
@@ -18,10 +20,11 @@ from laminar_hpc.cluster.endings import (
     StopReceived,
     Terminated,
 )
+from laminar_hpc.cluster.in_order import InOrder
 from laminar_hpc.cluster.worker_line import WorkerLine
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Message, ReplicaLoad
-from laminar_hpc.messages.membership import Goodbye, Hello, Ping, TrainerProgress, Welcome
+from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, TrainerProgress, Welcome
 from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.messages.wire import encode
 
@@ -38,6 +41,8 @@ __all__ = [
 
 _LOOK_SECONDS = 0.2  # between two looks whether a controller is there
 _FLUSH_SECONDS = 0.05  # between two looks whether all has arrived
+_WRITE_SECONDS = 2.0  # for writes under way when the channel closes
+T = TypeVar("T")
 
 
 class Channel:
@@ -67,6 +72,7 @@ class Channel:
         # called in the I/O thread when this rank's gang has ended: its main thread may be stuck
         self.when_replaced: Callable[[GangReplaced], None] | None = None
         self._line = WorkerLine(run_dir, hello, heartbeat_seconds, patience_seconds, launch, self._deliver)
+        self._order = InOrder(self._line.put, self._deliver)
         self.welcome = self._line.join(join_seconds)
         self._hello = hello.numbered(self.welcome.index)
         self._line.start()
@@ -109,14 +115,20 @@ class Channel:
         if isinstance(message, Ping):
             self._line.ping()
         elif not (isinstance(message, Increment) and self._line.spooling):  # the response's end has it all
-            self._line.put(encode(message))
+            put = self._line.put if isinstance(message, Failure) else self._order.add
+            put(encode(message))
+
+    def send_after(self, write: "Future[T]", message: Callable[[T], Message]) -> None:
+        """Sends `message(what the write gives)` once it is done, and behind it what is sent meanwhile. A
+        write that fails ends the role: of that nothing is sent but a Failure."""
+        self._order.add_after(write, lambda given: encode(message(given)))
 
     def interrupt(self, error: Exception) -> None:
         """Raises `error` in whoever waits for a message, now or next."""
         self._deliver(error)
 
     def end_within(self, seconds: float, leaves_unsaid: bool = False) -> None:
-        """This process was told to end: so long it waits for another controller, if there is none.
+        """This process was told to end: for how long it waits for another controller, if there is none.
         `leaves_unsaid`: what none has taken by then is left in the run directory for the next."""
         self._line.watch.end_within(seconds)
         self._line.leaves_unsaid = leaves_unsaid and self._line.watch.patience > 0
@@ -194,7 +206,7 @@ class Channel:
         """Until the controller has acknowledged all that was sent, or says Stop. Raises ControllerLost when
         there is none for too long, or what else came in place of a message."""
         with contextlib.suppress(StopReceived):
-            while not self._line.idle:
+            while not (self._order.idle and self._line.idle):
                 self.wait(timeout=_FLUSH_SECONDS)
 
     def subscribe(self, callback: Callable[[Message | Exception], None]) -> None:
@@ -206,6 +218,12 @@ class Channel:
                 callback(item)
             self._inbox.clear()
 
+    @property
+    def has_said_all(self) -> bool:
+        """It was closed, and whatever was sent is on record, or left in the run directory for the next
+        controller."""
+        return self._closing and self._order.idle and self._line.has_said_all
+
     def close(self, goodbye: bool = True) -> None:
         """Says Goodbye, waits some seconds for what is queued to be acknowledged, and ends the thread."""
         if self._closing:
@@ -213,6 +231,7 @@ class Channel:
         self._closing = True
         with self._arrived:
             self._callback = None  # the role has ended
+        self._order.drain(_WRITE_SECONDS)
         if goodbye:
             self._line.put(encode(Goodbye()))
         self._line.close()

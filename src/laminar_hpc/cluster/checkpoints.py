@@ -91,6 +91,8 @@ def damage(checkpoint: Path, share: int = 0, of: int = 1) -> str:
     for name in largest_first[share::of]:
         if wrong := durable.difference(checkpoint / name, files[name]):
             return f"{name} {wrong}"
+    if STATE_FILE not in files or len(files) != state.get("files", 0) + 1:
+        return f"{LIST_FILE} has {len(files)} names, not {STATE_FILE} and {state.get('files', 0)} more"
     return ""
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class RoleContext:
+    """What a rank knows when its role begins."""
+
     config: RunConfig
     role: str  # trainer | relay | rollout | controller
     index: int  # within the role, from 0

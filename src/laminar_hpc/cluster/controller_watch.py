@@ -17,7 +17,7 @@ from laminar_hpc.messages.membership import Hello
 
 log = logging.getLogger(__name__)
 _ASLEEP_SECONDS = 5.0  # between two looks: this process stood still, not the controller
-_LOOK_SECONDS = 3.0  # silent for so long: controller.json may name another controller
+_LOOK_SECONDS = 3.0  # after this silence controller.json may name another controller
 _BETWEEN_LOOKS_SECONDS = 0.25  # into controller.json, which may lie on a file system of all machines
 
 

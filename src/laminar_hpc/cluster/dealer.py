@@ -5,7 +5,7 @@ import zmq
 from laminar_hpc.cluster.address import ControllerAddress
 
 PING_SECONDS = 1.0
-_RECONNECT_SECONDS = 3.0  # a connection that carries nothing for so long is made anew
+_RECONNECT_SECONDS = 3.0  # a connection that carries nothing for this long is made anew
 _HANDSHAKE_SECONDS = 5.0  # the controller's loop takes part in it
 _QUEUE_MESSAGES = 4096  # above the window of cluster/delivery.py, so that a send never waits for room
 

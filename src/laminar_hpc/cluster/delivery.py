@@ -41,6 +41,7 @@ _decoder = msgspec.msgpack.Decoder(Header)
 
 
 def encode_header(header: Header) -> bytes:
+    """The first frame of a message."""
     return _encoder.encode(header)
 
 
@@ -158,8 +159,8 @@ class Receiver:
         return True
 
     def misses(self, sent: int, now: float) -> bool:
-        """Whether to ask for all behind `received` once more: the sender has put `sent` on the wire, and on a
-        wire nothing overtakes."""
+        """Whether to ask for all behind `received` once more: the sender has put `sent` on the wire, and a
+        wire keeps the order."""
         if sent <= self.received:
             return False
         due = self.received + 1

@@ -33,6 +33,11 @@ def present() -> list[str]:
     return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
 
 
+def is_slice(name: str) -> bool:
+    """Whether a name of `present` is that of a part of a GPU (MIG)."""
+    return name.startswith("MIG-")
+
+
 def check_present(config: RunConfig) -> None:
     """Raises LaminarError for a configuration that is for GPUs on a machine that shows none."""
     if present() or config.role in ("controller", "relay"):
@@ -121,5 +126,11 @@ def use_devices(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank)
     check_present(config)
     names = present()
     chosen = devices_of(config, here, mine, len(names))
+    slices = [names[index] for index in chosen if is_slice(names[index])] if names else []
+    if slices and config.relay.transport == "nccl" and mine.role in ("trainer", "relay"):
+        raise LaminarError(
+            f"relay.transport=nccl: {mine.role} {mine.index} uses {slices[0]}, a slice of a GPU, and NCCL "
+            "takes all slices of one for the same device; use relay.transport=auto or host"
+        )
     if names:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[index] for index in chosen)

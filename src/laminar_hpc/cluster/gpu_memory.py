@@ -11,7 +11,7 @@ from laminar_hpc.cluster.devices import devices_of, present
 from laminar_hpc.cluster.roles import RoleOfRank
 from laminar_hpc.config.check import Derived, memory_need
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.memory import USABLE, Need, check_memory, shared_misfit
+from laminar_hpc.config.memory import USABLE, Need, check_memory, shared_bytes, shared_misfit
 from laminar_hpc.config.schema import RunConfig
 
 _SMI_SECONDS = 20.0  # without a persistent driver nvidia-smi wakes up all GPUs first
@@ -79,9 +79,9 @@ def check_gpus(
             )
     for device, size in enumerate(sizes):
         on_it = Need(need.trainer * trainers[device], need.rollout)
-        if on_it.trainer + engines[device] * on_it.rollout <= USABLE * size * 1e9:
-            continue
         if (trainers[device] and engines[device]) or engines[device] > 1:
+            if shared_bytes(on_it, engines[device]) <= USABLE * size * 1e9:
+                continue
             raise LaminarError(f"GPU {device}: {shared_misfit(config, on_it, engines[device], size)}")
         check_memory(config, Need(on_it.trainer, engines[device] * on_it.rollout), size, found_counts=True)
 

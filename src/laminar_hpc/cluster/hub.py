@@ -1,4 +1,4 @@
-"""The controller's end of all channels: one encrypted ROUTER socket that lets in only who holds the run's
+"""The controller's end of all channels: one encrypted ROUTER socket that admits only holders of the run's
 client key.
 
 Not a thread: the controller's loop polls it, commits, and then says `committed`, which acknowledges what had
@@ -29,7 +29,9 @@ from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.membership import Hello, Ping, Pong, Rejoin, StopRequest, Welcome
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
 
-_FRAMES_AT_ONCE = 100  # between two looks at who wants to be let in
+_FRAMES_AT_ONCE = 100  # between two looks at who asks for admission
+# that a turn takes, behind which no ping waits longer than it takes to store so much; one frame may be larger
+_BYTES_AT_ONCE = 4 << 20
 _QUEUE_MESSAGES = 4096  # above the window of cluster/delivery.py; what the socket drops is sent again
 
 
@@ -88,6 +90,10 @@ class Hub:
         self._received: dict[str, int] = {}  # by identity, what the committed store knows
         self._uncommitted: dict[str, int] = {}
         self._answers_due: dict[str, bool] = {}  # identity -> whether to ask for what is missing
+        self._frames = self._bytes = 0  # taken so far
+        # until then (monotonic seconds) everything that had come was taken; since when and frame the next
+        # such moment is worked at
+        self.heard_until, self._hearing = time.monotonic(), (time.monotonic(), 0)
 
     @property
     def address(self) -> ControllerAddress:
@@ -104,28 +110,40 @@ class Hub:
 
     def poll(self, seconds: float, limit: int = 1000) -> Arrived:
         """What has come, as (sender's identity, message): waits up to `seconds` for the first, then takes at
-        most about `limit` frames that are there."""
+        most about `limit` frames that are there, and about _BYTES_AT_ONCE."""
         messages: Arrived = []
-        timeout, frames = int(seconds * 1000), 0
-        while frames < limit:
+        timeout, taken, size = int(seconds * 1000), self._frames, self._bytes
+        while self._frames - taken < limit and self._bytes - size < _BYTES_AT_ONCE:
             events = dict(self._poller.poll(timeout))
             if not events:
-                break
+                self._note_heard(all_of_it=True)
+                return messages
             if self._zap in events:
                 self._admit()
             if self._router in events:
-                frames += self._take_waiting(messages)
+                self._take_waiting(messages, size + _BYTES_AT_ONCE)
                 timeout = 0
+        self._note_heard(all_of_it=False)
         return messages
 
-    def _take_waiting(self, messages: Arrived) -> int:
-        """How many frames were there."""
+    def _note_heard(self, all_of_it: bool) -> None:
+        """The socket takes one message from each peer in turn, so that after as many as there are peers each
+        of them was heard that had anything to say."""
+        now, (since, frame) = time.monotonic(), self._hearing
+        if all_of_it:
+            self.heard_until, self._hearing = now, (now, self._frames)
+        elif self._frames - frame >= len(self._sessions) + len(self._receivers):
+            self.heard_until, self._hearing = since, (now, self._frames)
+
+    def _take_waiting(self, messages: Arrived, bytes_max: int) -> None:
         now = time.monotonic()
-        for count in range(_FRAMES_AT_ONCE):
+        for _ in range(_FRAMES_AT_ONCE):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return count
+                return
+            self._frames += 1
+            self._bytes += sum(map(len, frames))
             name = identity.decode(errors="backslashreplace")
             try:
                 message = self._take(name, frames, now)
@@ -134,7 +152,8 @@ class Hub:
                 continue
             if message is not None:
                 messages.append((name, message))
-        return _FRAMES_AT_ONCE
+            if self._bytes >= bytes_max:
+                return
 
     def _take(self, name: str, frames: list[bytes], now: float) -> AnyMessage | None:
         if len(frames) != 2:

@@ -33,7 +33,7 @@ _REFUSED = f"{_ERROR} refused:"  # an error seen before anything began
 GO_ON = ", then go on with the same command and resume=auto"
 REFUSED, PERMANENT = 2, 3  # exit codes of a rank: before the run began; failed, and would fail again
 JOINED_AS = "laminar: joined as"  # ROLE INDEX, by a process that did not know its number when it started
-REPEAT_SECONDS = 2.0  # `timeout` and some terminals deliver one wish twice at once
+REPEAT_SECONDS = 2.0  # `timeout` and some terminals send the same signal twice at once
 GONE_SECONDS = 20.0  # a session that was told to end is gone after this
 
 
@@ -168,18 +168,18 @@ class Launch:
                 with open(logs / "torchrun.log", "a") as file:
                     file.writelines(self._chatter)
 
-    def _root_cause(self, _: int) -> tuple[int, int]:
-        """The rank that ended first, and its exit code, by torchrun's report; (-1, 1) where that has none."""
+    def _root_cause(self, _: int) -> tuple[int | None, int]:
+        """The rank that ended first, and its exit code, by torchrun's report; (None, 1) without one."""
         text = "".join(self._chatter)
         root = text[text.find("Root Cause") :] if "Root Cause" in text else text
         rank, code = re.search(r"rank\s*:\s*(\d+)", root), re.search(r"exitcode\s*:\s*(-?\d+)", root)
-        return (int(rank.group(1)), int(code.group(1))) if rank and code else (-1, 1)
+        return (int(rank.group(1)), int(code.group(1))) if rank and code else (None, 1)
 
-    def _explain(self, rank: int, number: int) -> str:
+    def _explain(self, rank: int | None, number: int) -> str:
         """Which rank died first, and how; empty where nobody needs to be told."""
         logs = Path(self._config.run_dir) / "logs"
-        if rank < 0:
-            return f"the job ended without a word; see {logs}"
+        if rank is None:
+            return f"the job ended without an error message; see {logs}"
         derived = derive(self._config)
         lanes = self._config.relay.lanes
         role = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, self._world, lanes)[rank]

@@ -3,8 +3,8 @@ rollouts a plain process per replica, so that the death of one ends no other.
 
     python -m laminar_hpc.cluster.launch_role ROLE PROCESSES run_dir=... [overrides]
 
-A launch.Launch whose last word differs: a death is one line that says who died, how, and what starting it
-again can do. Controller and trainers are started again here while the run goes on, as policies/restarts.py
+Differs from launch.Launch in what it says at the end: a death is one line on who died, how, and what starting
+it again can do. Controller and trainers are started again here while the run goes on, as policies/restarts.py
 says. torchrun's chatter goes to RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the run
 cannot do without its controller and trainer, so theirs become `laminar stop`; relays and rollouts are told to
 leave, the run goes on, and the exit code is theirs. A second one ends them at once.
@@ -101,15 +101,15 @@ class RoleLaunch(Launch):
         run_is_over = read_address(Path(self._config.run_dir)) is None
         return bool(self._stops) or self.is_permanent or run_is_over
 
-    def _explain(self, rank: int, number: int) -> str:
+    def _explain(self, rank: int | None, number: int) -> str:
         """Who died and how. "" where nobody needs to be told: the user ended it, or what failed has said so
         here."""
         logs = Path(self._config.run_dir) / "logs"
         again = AGAIN[self._role]
         if self._stops:
             return ""
-        if rank < 0:
-            return f"the torchrun of {self._role} ended without a word; see {logs}; {again}"
+        if rank is None:
+            return f"the torchrun of {self._role} ended without an error message; see {logs}; {again}"
         name = self._name(rank)
         if number == terminal.FAILED_ELSEWHERE:
             return (
@@ -149,7 +149,7 @@ class ReplicaLaunch(RoleLaunch):
     def _log_name(self) -> str:
         return "launch-rollout.log"
 
-    def _root_cause(self, code: int) -> tuple[int, int]:
+    def _root_cause(self, code: int) -> tuple[int | None, int]:
         return self._place, code
 
     def _name(self, rank: int) -> str:

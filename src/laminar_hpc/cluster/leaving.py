@@ -15,13 +15,14 @@ from laminar_hpc.cluster.channel import Channel, GangReplaced, Terminated
 
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
 LEAVES = ("relay", "rollout")  # roles without which the run goes on; one world ends as a whole
-DRAIN_SECONDS = 14.0  # so long of these a rollout without a controller waits for one that takes what it has
-ONE_WISH_SECONDS = 3.0  # Slurm, torchrun and the launch script may all pass on the same one
+DRAIN_SECONDS = 14.0  # of these, how long a rollout without a controller waits for one that takes what it has
+ONE_SIGNAL_SECONDS = 3.0  # Slurm, torchrun and the launch script may all pass on the same signal
 
 
 def watch_signals(role: str) -> list[Channel]:
     """TERM and INT: the controller ends the run in order, or a role of LEAVES leaves it, which meets
-    Terminated; if that takes too long, or at a second signal, this process ends by itself.
+    Terminated; if that takes too long, or at a second signal, this process ends by itself. Its exit code is 0
+    if it had said all and only its own end took too long.
 
     A thread reads the interpreter's wake-up pipe, because a Python handler would not run while the main
     thread waits in a collective. The caller puts its channel into the returned list when it has joined the
@@ -44,16 +45,17 @@ def watch_signals(role: str) -> list[Channel]:
             channel.end_within(DRAIN_SECONDS if drains else 0.0, drains)
             if leaves:
                 channel.interrupt(Terminated())
-            time.sleep(ONE_WISH_SECONDS)
+            time.sleep(ONE_SIGNAL_SECONDS)
             os.set_blocking(read_end, False)
             with contextlib.suppress(BlockingIOError):
                 os.read(read_end, 4096)
-            again, _, _ = select.select([read_end], [], [], LEAVE_SECONDS - ONE_WISH_SECONDS)
+            again, _, _ = select.select([read_end], [], [], LEAVE_SECONDS - ONE_SIGNAL_SECONDS)
             if not again:
                 print(
                     f"not gone {LEAVE_SECONDS:g} s after it was told to end; it stands at:", file=sys.stderr
                 )
                 faulthandler.dump_traceback(all_threads=True)
+                os._exit(0 if channel.has_said_all else 1)
         os._exit(1)
 
     threading.Thread(target=leave, name="signals", daemon=True).start()

@@ -26,12 +26,13 @@ from laminar_hpc.config.errors import LaminarError
 
 _PROBE_BYTES = 1 << 20
 _WATCH_SECONDS = 0.1
+_BYTES_MAX = 1 << 28  # of one message: layouts and sums
 _NEVER_SENT = 1  # a tag under which nothing is ever sent
 
 
 @dataclass
 class _Placed:
-    """A chunk in the sender's window: where it is, and the receiver's word that it has been copied."""
+    """A chunk in the sender's window: where it is, and the receiver's message that it has been copied."""
 
     note: torch.Tensor  # int64 [2]: first byte, number of bytes
     noted: dist.Work
@@ -213,14 +214,13 @@ class Link:
         ):
             self._finish(self._start(True, tensor), tensor)
 
-    def receive_bytes(self, max_length: int = 1 << 28, idle_seconds: float | None = None) -> bytes:
-        """What `send_bytes` sent, which is waited for `idle_seconds`; a length beyond `max_length` is
-        refused."""
+    def receive_bytes(self, idle_seconds: float | None = None) -> bytes:
+        """What `send_bytes` sent, which is waited for `idle_seconds`; more than _BYTES_MAX is refused."""
         head = torch.zeros(1, dtype=torch.int64)
         self._finish(self._start(False, head), head, idle_seconds)
         length = int(head.item())
-        if not 0 <= length <= max_length:
-            raise LinkBroken(f"{self.peer} announced {length} bytes; at most {max_length} are taken")
+        if not 0 <= length <= _BYTES_MAX:
+            raise LinkBroken(f"{self.peer} announced {length} bytes; at most {_BYTES_MAX} are taken")
         body = torch.zeros(max(1, length), dtype=torch.uint8)
         self._finish(self._start(False, body), body)
         return bytes(body[:length].numpy())

@@ -8,14 +8,14 @@ import resource
 
 from laminar_hpc.config.errors import LaminarError
 
-_OWN = 256  # files, pipes and libraries of a process that knows nobody
+_OWN = 256  # files, pipes and libraries of a process without connections
 _MESHES = 8  # groups of a trainer rank that are meshes: ours, Megatron's of the data-parallel ranks
 _FEWEST = 3  # of them, those over all ranks
 
 
 def allow_connections(others: int, meshes: bool) -> None:
-    """For connections to so many processes, for `meshes` several to each: raises this process's limit where
-    it is too low. Raises LaminarError where the system does not let it."""
+    """Raises this process's limit where it is too low for connections to `others` processes, with `meshes`
+    several to each. Raises LaminarError where the system does not let it."""
     wanted, needed = _OWN + others * (_MESHES if meshes else 1), _OWN + others * (_FEWEST if meshes else 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

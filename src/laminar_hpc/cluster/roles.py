@@ -18,6 +18,8 @@ from laminar_hpc.config.errors import LaminarError
 
 @dataclass(frozen=True)
 class RoleOfRank:
+    """A rank's role, and its number within the role."""
+
     role: str
     index: int
 

@@ -14,7 +14,7 @@ _LENGTH = 8
 
 
 class SpoolFull(LaminarError):
-    """More waits than may: the other side has taken nothing for too long."""
+    """More waits than is allowed: the other side has taken nothing for too long."""
 
 
 class Spool:

@@ -54,12 +54,12 @@ def left_request(run_dir: Path, store_id: str) -> str:
 
 
 def request_is_left(run_dir: Path) -> bool:
-    """For whichever store."""
+    """For any store."""
     return (run_dir / _LEFT).exists()
 
 
 def forget_request(run_dir: Path) -> None:
-    """It was taken up, or is of a run that is no more."""
+    """It was taken up, or its run is gone."""
     (run_dir / _LEFT).unlink(missing_ok=True)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from laminar_hpc.cluster.devices import is_slice, present
 from laminar_hpc.config.errors import PermanentFailure
 
 NCCL, HOST = "nccl", "host"
@@ -22,7 +23,10 @@ class End(msgspec.Struct, frozen=True):
 
 
 def end_here(device: str) -> End:
-    """This process, with `device`."""
+    """This process, with `device`. A slice of a GPU (MIG) is none to NCCL, which knows all slices of a GPU by
+    one name."""
+    if present() and is_slice(present()[0]):
+        device = ""
     return End(Path("/proc/sys/kernel/random/boot_id").read_text().strip(), device)
 
 

@@ -1,5 +1,5 @@
-"""Memory of one process that another one of the same machine maps, so that a chunk crosses a link as its
-place and is copied once.
+"""Memory of one process that another one of the same machine maps, so that only a chunk's place crosses the
+link, and its bytes are copied once.
 
 It has no name in any folder and ends with its owner. Whoever is given its ticket finds it through the owner's
 process, and knows by the secret at its end that it is the one: on another machine, or in another container,

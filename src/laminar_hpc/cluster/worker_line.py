@@ -78,7 +78,7 @@ class WorkerLine:
         self._joining = False  # from a Rejoin or a new controller to its Welcome
         self._said_hello = self._pinged = 0.0
         self._ended = self._stuck = False
-        self.leaves_unsaid = False  # at its end, for the next controller
+        self.leaves_unsaid = self._is_left = False  # at its end, for the next controller
         self._close_by: float | None = None
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
 
@@ -86,8 +86,13 @@ class WorkerLine:
 
     @property
     def spooling(self) -> bool:
-        """So much waits that it goes to the disk."""
+        """So much waits that frames go to the disk."""
         return self._spool.on_disk
+
+    @property
+    def has_said_all(self) -> bool:
+        """All that was put is on record, or left for the next controller."""
+        return self._is_left or self._sender.acked >= self._puts
 
     @property
     def idle(self) -> bool:
@@ -183,6 +188,7 @@ class WorkerLine:
         head = unsaid.Head(identity, self._hello.index, self.watch.store_id, first)
         try:
             path = unsaid.leave(self._run_dir, head, self._sender.unacknowledged())
+            self._is_left = True
             log.info("what no controller has taken is left in %s", path)
         except OSError as error:
             log.error("what no controller has taken is lost: %s", error)

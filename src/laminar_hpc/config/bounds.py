@@ -13,7 +13,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -67,7 +67,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Choices:
-    names: tuple[str, ...]
+    names: Collection[str]
 
     def words(self) -> str:
         return ", ".join(self.names)
@@ -109,6 +109,11 @@ def choice(*names: str, default: str = "") -> str:
 
 def choices(*names: str) -> dict[str, Choices]:
     """Metadata of a dataclass field that holds some of `names`."""
+    return {_NAME: Choices(names)}
+
+
+def choices_of(names: Collection[str]) -> dict[str, Choices]:
+    """Metadata of a field that holds some of `names`, a table that may grow before a value is checked."""
     return {_NAME: Choices(names)}
 
 

@@ -18,7 +18,15 @@ from pathlib import Path
 
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.config.memory import Need, check_memory
+from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
+from laminar_hpc.config.memory import (
+    Need,
+    check_memory,
+    recompute_that_fits,
+    relay_bytes,
+    shared_bytes,
+    shared_engines,
+)
 from laminar_hpc.config.models import (
     count_parameters,
     is_downloaded,
@@ -42,18 +50,6 @@ _NEEDED = (
     "vocab_size",
 )
 _LONGEST_PER_MEAN = 8  # a response's greatest length is rarely less than so many times the mean
-_NETWORK_FILE_SYSTEMS = {
-    "nfs",
-    "nfs4",
-    "lustre",
-    "beegfs",
-    "gpfs",
-    "cifs",
-    "ceph",
-    "fuse.sshfs",
-    "9p",
-    "smb3",
-}
 
 
 @dataclass(frozen=True)
@@ -72,6 +68,7 @@ class Derived:
     publish_bytes: int
     slot_bytes: int  # all slots of a machine
     delta_image_bytes: int  # in host memory of the trainer ranks that send, together
+    recompute_activations: str  # none, selective or full
     trainer_gpu_memory_bytes: int  # estimates, see models.py
     rollout_gpu_memory_bytes: int
     kv_cache_tokens: int  # per replica
@@ -93,6 +90,12 @@ def derive(config: RunConfig) -> Derived:
     groups = config.pipeline.local_batch_groups or math.ceil(
         config.algorithm.prompts_per_step / max(1, rollouts)
     )
+    engine = 0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens)
+    staging = 0 if replay else _staging_bytes(config, trainers, publish)
+    engines = 0 if r.engine == "emulated" else shared_engines(config)
+    beside = shared_bytes(Need(0, engine + relay_bytes(config)), engines)
+    recompute = recompute_that_fits(config, model, width, staging + beside)
+    trainer = dataclasses.replace(t, recompute_activations=recompute)
     return Derived(
         trainer_ranks=trainers,
         rollout_ranks=rollouts,
@@ -106,11 +109,9 @@ def derive(config: RunConfig) -> Derived:
         publish_bytes=publish,
         slot_bytes=0 if replay else publish * config.relay.slots,
         delta_image_bytes=publish if config.relay.delta == "auto" and not replay else 0,
-        trainer_gpu_memory_bytes=trainer_bytes(model, width, t)
-        + (0 if replay else _staging_bytes(config, trainers, publish)),
-        rollout_gpu_memory_bytes=0
-        if replay
-        else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens),
+        recompute_activations=recompute,
+        trainer_gpu_memory_bytes=trainer_bytes(model, width, trainer) + staging,
+        rollout_gpu_memory_bytes=engine,
         kv_cache_tokens=r.kv_cache_tokens,
         responses_in_kv_cache=r.kv_cache_tokens // max(1, config.sampling.max_response_tokens),
         max_staleness=config.pipeline.max_staleness,
@@ -215,9 +216,11 @@ def check(config: RunConfig) -> Derived:
 
 
 def memory_need(config: RunConfig, derived: Derived) -> Need:
-    """What is held against the GPUs' memory; an emulated engine needs none."""
+    """What is held against the GPUs' memory, that of relays with the engine beside them; an emulated engine
+    needs none."""
     emulated = config.rollout.engine == "emulated"
-    return Need(derived.trainer_gpu_memory_bytes, 0 if emulated else derived.rollout_gpu_memory_bytes)
+    engine = derived.rollout_gpu_memory_bytes + relay_bytes(config)
+    return Need(derived.trainer_gpu_memory_bytes, 0 if emulated else engine)
 
 
 def supported_model(config: RunConfig) -> dict:
@@ -321,20 +324,12 @@ def check_machine(config: RunConfig, derived: Derived) -> None:
             ) from None
 
 
-def file_system(path: Path) -> str:
-    """The type of the file system that holds `path`, by /proc/mounts."""
-    path = path.resolve()
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    holding = [(point, kind) for point, kind in mounts if path == Path(point) or Path(point) in path.parents]
-    return max(holding, key=lambda m: len(m[0]))[1] if holding else "unknown"
-
-
 def check_store_directory(directory: Path) -> None:
     """SQLite's write-ahead log needs shared memory between processes, which network file systems do not
     give."""
     kind = file_system(directory)
     _refuse(
-        kind in _NETWORK_FILE_SYSTEMS,
+        kind in NETWORK_FILE_SYSTEMS,
         f"{directory} is on {kind}: the store must not be on a network file system; "
         "set store_dir to a local folder of the controller's machine",
     )

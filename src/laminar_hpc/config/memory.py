@@ -19,7 +19,13 @@ from laminar_hpc.config.models import (
 )
 from laminar_hpc.config.schema import RunConfig
 
-USABLE = 0.95  # of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation take the rest
+USABLE = 0.95  # of a GPU's memory; a process's CUDA context and fragmentation take the rest
+_CONTEXT_BYTES = 500_000_000  # of each process more than one on a GPU
+_GRAPH_BYTES = (
+    1_000_000_000  # an engine's CUDA graphs and activations, which only a shared GPU has no room for
+)
+_NCCL_BYTES = 250_000_000  # buffers of a relay's link to another machine
+_CHOSEN = 0.85  # the share that a choice of ours fills: one that is wrong ends the run out of memory
 _WIDTH = {"float32": 4, "bfloat16": 2}
 
 
@@ -29,6 +35,29 @@ class Need:
 
     trainer: int
     rollout: int
+
+
+def relay_bytes(config: RunConfig) -> int:
+    """What the relays on an engine's GPU take there where weights cross between machines by NCCL: a context,
+    and for each of two links NCCL's buffers and its staging (cluster/staging.py: three chunks that arrive,
+    two that leave). 0 where they go through host memory."""
+    relay, rollout = config.relay, config.rollout
+    if relay.transport == "host" or config.source.startswith("replay:"):
+        return 0
+    each = _CONTEXT_BYTES + 2 * _NCCL_BYTES + 5 * (relay.chunk_megabytes << 20)
+    return math.ceil(relay.lanes / (rollout.replicas * rollout.tensor_parallel)) * each
+
+
+def shared_bytes(need: Need, engines: int) -> int:
+    """Of a GPU with a trainer rank, if need.trainer is above 0, and `engines` replicas."""
+    beside = max(0, engines + bool(need.trainer) - 1) * _CONTEXT_BYTES
+    return need.trainer + engines * (need.rollout + _GRAPH_BYTES) + beside
+
+
+def shared_engines(config: RunConfig) -> int:
+    """The most replicas that rollout.devices puts on a GPU that trainer.devices names too."""
+    devices = config.rollout.devices or []
+    return max((devices.count(device) for device in config.trainer.devices or []), default=0)
 
 
 def check_memory(
@@ -60,26 +89,38 @@ def check_memory(
             f"{_misfit('rollout', need.rollout, rollout)}: {_rollout_cure(config, USABLE * rollout * 1e9)}"
         )
     both = min((size for size in (trainer, rollout) if size), default=None)
-    if not wrong and both and shared_by_lists(config) and need.trainer + need.rollout > USABLE * both * 1e9:
-        wrong.append(shared_misfit(config, need, 1, both))
+    engines = shared_engines(config)
+    if not wrong and both and engines and shared_bytes(need, engines) > USABLE * both * 1e9:
+        wrong.append(shared_misfit(config, need, engines, both))
     if wrong:
         raise LaminarError("; ".join(wrong))
 
 
-def shared_by_lists(config: RunConfig) -> bool:
-    """Whether trainer.devices and rollout.devices name a GPU that both use."""
-    return bool(set(config.trainer.devices or ()) & set(config.rollout.devices or ()))
+def recompute_that_fits(config: RunConfig, model: dict, width: int, beside: float) -> str:
+    """What trainer.recompute_activations stands for. For auto: the least that fits into
+    trainer.gpu_memory_gigabytes beside so many bytes, full if nothing does, none where that key is null."""
+    t = config.trainer
+    if t.recompute_activations != "auto":
+        return t.recompute_activations
+    if t.gpu_memory_gigabytes is None:
+        return "none"
+    budget = _CHOSEN * t.gpu_memory_gigabytes * 1e9 - beside
+    for choice in ("none", "selective"):
+        if trainer_bytes(model, width, replace(t, recompute_activations=choice)) <= budget:
+            return choice
+    return "full"
 
 
 def shared_misfit(config: RunConfig, need: Need, engines: int, gigabytes: float) -> str:
     """What a GPU that a trainer rank shares with `engines` replicas lacks, and the cure."""
-    total, usable = need.trainer + engines * need.rollout, USABLE * gigabytes * 1e9
-    trainer = _trainer_cure(config, usable - engines * need.rollout) if need.trainer else ""
-    rollout = _rollout_cure(config, (usable - need.trainer) / engines) if engines else ""
+    total, usable = shared_bytes(need, engines), USABLE * gigabytes * 1e9
+    more = total - need.trainer - engines * need.rollout
+    trainer = _trainer_cure(config, usable - total + need.trainer) if need.trainer else ""
+    rollout = _rollout_cure(config, need.rollout - (total - usable) / engines) if engines else ""
     return (
-        f"a GPU shared by trainer and rollouts needs {total / 1e9:.1f} GB "
-        f"({need.trainer / 1e9:.1f} + {engines} x {need.rollout / 1e9:.1f}), of {gigabytes:g} "
-        f"GB {USABLE:.0%} can be used: {', or '.join(filter(None, (trainer, rollout)))}"
+        f"a GPU shared by trainer and rollouts needs {total / 1e9:.1f} GB ({need.trainer / 1e9:.1f} + "
+        f"{engines} x {need.rollout / 1e9:.1f}, and {more / 1e9:.1f} of CUDA's contexts and graphs), of "
+        f"{gigabytes:g} GB {USABLE:.0%} can be used: {', or '.join(filter(None, (trainer, rollout)))}"
     )
 
 
@@ -94,8 +135,10 @@ def _trainer_cure(config: RunConfig, budget: float) -> str:
     changes: list[tuple[str, dict]] = []
     if t.data_parallel > 1 and not t.distributed_optimizer:
         changes.append(("trainer.distributed_optimizer=true", {"distributed_optimizer": True}))
-    if not t.recompute_activations:
-        changes.append(("trainer.recompute_activations=true", {"recompute_activations": True}))
+    choices = ("none", "selective", "full")
+    least = choices.index("none" if t.recompute_activations == "auto" else t.recompute_activations) + 1
+    more = () if t.recompute_activations == "auto" and t.gpu_memory_gigabytes else choices[least:]
+    changes += [(f"trainer.recompute_activations={c}", {"recompute_activations": c}) for c in more]
     for text, change in changes:
         if trainer_bytes(model, width, replace(t, **change)) <= budget:
             return f"set {text}"
@@ -115,11 +158,15 @@ def _trainer_cure(config: RunConfig, budget: float) -> str:
 
 
 def _rollout_cure(config: RunConfig, gpu: float) -> str:
-    """The KV cache that fits into `gpu` bytes, if any."""
+    """The KV cache that fits into `gpu` bytes beside the relays, if any."""
     width, tensor = _WIDTH.get(config.model.dtype, 4), config.rollout.tensor_parallel
     model = model_config(config.model.path, config.dry_run)
     tokens = kv_tokens_that_fit(
-        count_parameters(model) * width, kv_bytes_per_token(model, width), kv_heads(model), tensor, gpu
+        count_parameters(model) * width,
+        kv_bytes_per_token(model, width),
+        kv_heads(model),
+        tensor,
+        gpu - relay_bytes(config),
     )
     if tokens > config.sampling.max_response_tokens:
         return (

@@ -158,14 +158,16 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     State, per parameter: the weight, a float32 gradient, Adam's two float32 moments, and a float32 copy
     unless the weight is float32.
 
-    Activations, per token and layer, after Korthikanti et al., arXiv 2205.05198, equation 2, without sequence
-    parallelism and with attention that keeps no scores. Whole on every tensor-parallel rank: the residual
-    before each of the two norms, in float32 (trainer/megatron/residual.py), and the output of each norm.
-    Split over the tensor-parallel ranks: queries, keys and values repeated to as many heads, and attention's
-    output; and four values of the feed-forward width. With recomputation only the float32 input of a layer
-    stays. Either way one more layer is on the GPU: recomputed, or as the gradients of the backward pass. The
+    Activations, per token and layer, after Korthikanti et al., arXiv 2205.05198, equation 4 (with sequence
+    parallelism), with attention that keeps no scores. All are split over the tensor-parallel ranks: the
+    residual before each of the two norms, in float32 (trainer/megatron/residual.py), and the output of each
+    norm; queries, keys and values repeated to as many heads, and attention's output; and four values of the
+    feed-forward width, which selective recomputation leaves out. With full recomputation only the float32
+    input of a layer stays. Either way one more layer is on the GPU, recomputed, or as the gradients of the
+    backward pass; and one whole pack of a layer's input, gathered from the ranks, with its gradient. The
     first of p pipeline stages keeps p micro-batches, so stages don't make activations fewer. The last stage
-    has the logits and their gradient in float32, all at once or in chunks, whichever is less.
+    has the last hidden states of the whole pack, and the logits and their gradient in float32, all at once or
+    in chunks, whichever is less. `recompute_activations=auto` counts as none.
 
     These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need
     less.
@@ -174,11 +176,13 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     ranks = trainer.data_parallel if trainer.distributed_optimizer else 1
     state = state_bytes(_stage_parameters(model, stages) / tensor, width + 4, 8 if width == 4 else 12, ranks)
     hidden, queries = model["hidden_size"], model["num_attention_heads"] * head_size(model)
-    residual = 4 * hidden
-    layer = 2 * residual + width * (2 * hidden + (4 * queries + 4 * model["intermediate_size"]) / tensor)
-    kept = model["num_hidden_layers"] * (residual if trainer.recompute_activations else layer)
-    head = _head_bytes(tokens, math.ceil(model["vocab_size"] / tensor), hidden, width)
-    return int(state + tokens * layer + max(tokens * kept, tokens * kept / stages + head))
+    residual, feed_forward = 4 * hidden / tensor, 4 * width * model["intermediate_size"] / tensor
+    layer = 2 * residual + width * (2 * hidden + 4 * queries) / tensor + feed_forward
+    gathered = 2 * width * hidden if tensor > 1 else 0
+    stays = {"full": residual, "selective": layer - feed_forward}.get(trainer.recompute_activations, layer)
+    kept = model["num_hidden_layers"] * stays
+    head = _head_bytes(tokens, math.ceil(model["vocab_size"] / tensor), hidden, width) + tokens * gathered
+    return int(state + tokens * (layer + gathered) + max(tokens * kept, tokens * kept / stages + head))
 
 
 def rollout_bytes(model: dict, width: int, tensor: int, kv_tokens: int) -> int:

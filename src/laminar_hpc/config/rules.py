@@ -6,6 +6,7 @@ values are within their bounds.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
     """One line per broken rule; without a model those that need its numbers are left out."""
     rules: list[Rule] = [
         *_source(config),
+        *_archive(config),
         *_devices(config),
         *_sampling(config),
         *_rollout(config),
@@ -54,14 +56,23 @@ def _source(config: RunConfig) -> Iterator[Rule]:
     )
 
 
+def _archive(config: RunConfig) -> Iterator[Rule]:
+    yield (
+        not re.fullmatch(r"all|(last|every):[1-9]\d{0,8}", config.archive),
+        f"archive={config.archive}: use all, last:N or every:N, where N counts trainer steps",
+    )
+
+
 def _devices(config: RunConfig) -> Iterator[Rule]:
-    for key, devices in (
-        ("trainer.devices", config.trainer.devices),
-        ("rollout.devices", config.rollout.devices),
+    size = max(1, config.rollout.tensor_parallel)
+    for key, devices, of_one, whom in (
+        ("trainer.devices", config.trainer.devices, len(config.trainer.devices or []), ""),
+        ("rollout.devices", config.rollout.devices, size, " for a replica"),  # several may share a GPU
     ):
+        parts = [devices[i : i + of_one] for i in range(0, len(devices), of_one)] if devices else []
         yield (
-            devices is not None and (not devices or len(set(devices)) != len(devices)),
-            f"{key}={devices}: name each GPU once, by its index from 0, or leave it at null",
+            devices is not None and (not devices or any(len(set(part)) != len(part) for part in parts)),
+            f"{key}={devices}: name each GPU once{whom}, by its index from 0, or leave it at null",
         )
 
 

@@ -220,6 +220,8 @@ class RunConfig:
     store_dir: str = ""
     """of the SQLite store, on a local disk of the controller's machine; its journal is in run_dir; empty = no
     journal, and the store is in run_dir"""
+    archive: str = "all"
+    """which trained steps keep their responses, as a Parquet file each: all, last:N or every:N"""
     role: str = choice("all", "trainer", "relay", "rollout", "controller")
     """what this torchrun starts"""
     first_index: int = number(0, at_least=0, at_most=RANKS_MAX)

@@ -25,8 +25,10 @@ class TrainerConfig:
     """Megatron's distributed optimizer; its state is split over the data-parallel ranks"""
     devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
     """GPUs of each machine that trainer ranks use, one each in order; null = the first ones"""
-    recompute_activations: bool = False
-    """keep each layer's input only and compute the layer anew in the backward pass: less memory"""
+    recompute_activations: str = choice("auto", "none", "selective", "full")
+    """what is computed anew in the backward pass instead of kept: selective, each layer's feed-forward part;
+    full, each layer; auto: the least with which the memory estimate fits the GPU, none where its memory is
+    unknown"""
     threads: int = number(1, at_least=1, at_most=THREADS_MAX)
     """CPU threads per rank"""
     gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
@@ -98,9 +100,28 @@ class EmulationConfig:
 
     time_scale: float = number(1.0, above=0)
     """emulated seconds per second"""
-    model: str = choice("7B", "32B", "72B", default="32B")
-    """whose costs, by simulator/constants.py"""
-    gpu: str = choice("H800", "H100", "H20", "A100", "L40S")
+    model: str = choice(
+        "0.5B",
+        "1.5B",
+        "3B",
+        "7B",
+        "14B",
+        "32B",
+        "72B",
+        "Qwen3-8B",
+        "Qwen3-14B",
+        "Qwen3-32B",
+        "Qwen3-30B-A3B",
+        "Qwen3-235B-A22B",
+        "Llama-3.1-8B",
+        "Llama-3.1-70B",
+        "Llama-3.1-405B",
+        "DeepSeek-V3",
+        "Kimi-K2",
+        default="32B",
+    )
+    """whose costs, by conf/simulation/tables and simulator/constants.py"""
+    gpu: str = choice("H800", "A100", "H100", "H20", "H200", "B200", "GB200", "L40S", "MI300X")
     """the same"""
     median_response_tokens: float = number(1097.0, at_least=1)
     """lengths are log-normal, similar inside a group, at most sampling.max_response_tokens"""

@@ -43,6 +43,7 @@ class Continuation:
         self._batch: _Batch | None = None
         self._ends = False  # the trainers were done, or told to stop, when this controller started
         self._written = store.get_text(_KEY)
+        self._noted: _UnderWay | None = None  # what was written last, here
 
     def recall(self, shares: int) -> None:
         """Sets `state` and `evaluations` to what the store knows, if trainers had said where they start.
@@ -88,6 +89,9 @@ class Continuation:
                 if e.weight_id is not None and e.weight_step is not None
             ],
         )
+        if now == self._noted:
+            return
+        self._noted = now
         text = msgspec.json.encode(now).decode()
         if text != self._written:
             self._store.put_text(_KEY, text)
@@ -101,6 +105,7 @@ class Continuation:
 
     def over(self) -> None:
         """The run has ended in order: nothing is under way."""
+        self._noted = None
         self._store.put_text(_KEY, "")
 
     # ---- the newest batch ----------------------------------------------------------------------------------

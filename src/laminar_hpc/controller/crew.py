@@ -16,13 +16,15 @@ from laminar_hpc.controller.shared import Shared
 
 
 class Crew:
-    """`awaited`: replicas that may have outlived the last controller; whoever hears of one takes it out."""
+    """`awaited`: replicas that may have outlived the last controller; one that is heard of is taken out."""
 
     def __init__(self, shared: Shared, replicas: Replicas, awaited: set[int]) -> None:
         config = shared.config
         self._members: Members = shared.members
         self._replicas, self._awaited = replicas, awaited
-        self._starting: set[int] = set()  # with the run, and without weights so far
+        self._starting: set[int] = set()  # there since the run began, without weights yet
+        self._known, self._known_at = frozenset[int](), (-1, 0, 0)
+        self._joins = 0  # changes of `_starting`
         self._local_batch, self._groups = (
             config.pipeline.local_batch_groups,
             config.algorithm.prompts_per_step,
@@ -33,26 +35,33 @@ class Crew:
     # ---- what happens --------------------------------------------------------------------------------------
 
     def joined(self, replica: int) -> None:
-        """It was no member just now."""
+        """It is a new member."""
+        self._joins += 1
         if not self._replicas.served():
             self._starting.add(replica)
-        if len(self._members.all("rollout")) >= self._minimum:
+        if self._members.count("rollout") >= self._minimum:
             self._minimum = 1
 
     def opened(self, replica: int) -> None:
         """It serves weights."""
+        self._joins += replica in self._starting
         self._starting.discard(replica)
 
     def lost(self, replica: int) -> None:
+        self._joins += replica in self._starting
         self._starting.discard(replica)
 
     # ---- what follows --------------------------------------------------------------------------------------
 
-    def replicas(self) -> set[int]:
+    def replicas(self) -> frozenset[int]:
         """Their numbers."""
-        rows = self._replicas.rows()
-        serving = {index for index, row in rows.items() if row.weight_id is not None}
-        return (serving | self._starting | self._awaited) - set(self._replicas.leaving())
+        now = (self._replicas.changes, self._joins, len(self._awaited))  # which nobody is added to
+        if now != self._known_at:
+            rows = self._replicas.rows()
+            serving = {index for index, row in rows.items() if row.weight_id is not None}
+            there = (serving | self._starting | self._awaited) - set(self._replicas.leaving())
+            self._known, self._known_at = frozenset(there), now
+        return self._known
 
     @property
     def minimum(self) -> int:

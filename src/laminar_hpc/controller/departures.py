@@ -24,6 +24,8 @@ from laminar_hpc.policies.moves import room
 
 
 class Departures:
+    """Called for Leaving and Unfinished, and at each tick; see the top of this file."""
+
     def __init__(
         self,
         shared: Shared,
@@ -42,7 +44,7 @@ class Departures:
         if replica in self._replicas.leaving():
             return
         self._replicas.leaves(replica)
-        running = len(self._tracker.in_progress().get(replica, []))
+        running = len(self._tracker.holders.generating(replica))
         self._shared.say(f"{member.name} was told to end and leaves; {running} responses move to others")
         self._shared.metrics.write("leaving", replica=replica, trajectories=running)
 
@@ -58,18 +60,19 @@ class Departures:
         if not leaving:
             self._tried.clear()
             return
-        in_progress, now = self._tracker.in_progress(), time.monotonic()
+        now, rooms = time.monotonic(), self._rescuer.rooms()
         for source in leaving:
             row = self._replicas.at(source)
             if row.report is None or row.weight_id is None:
                 continue
+            generating = self._tracker.holders.generating(source)
             views = {
                 i: failover.Orphan(i, row.weight_id, self._tokens(i, row.report), 0)
-                for _, i, _ in in_progress.get(source, [])
+                for _, i, _ in generating
                 if i not in self._migration.moving
             }
-            attempts = {i: sample.attempt for _, i, sample in in_progress.get(source, [])}
-            for i, destination in failover.redirect(list(views.values()), self._rescuer.rooms()).items():
+            attempts = {i: sample.attempt for _, i, sample in generating}
+            for i, destination in failover.redirect(list(views.values()), rooms).items():
                 if (i, destination) not in self._tried:
                     self._tried.add((i, destination))
                     ends = (source, destination)

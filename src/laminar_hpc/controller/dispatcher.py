@@ -19,11 +19,15 @@ from laminar_hpc.messages.data import Partial, PromptGroup
 from laminar_hpc.messages.rollouts import Grant, RequestWork, WeightsOpened
 from laminar_hpc.observability import console
 from laminar_hpc.policies import admission
+from laminar_hpc.policies.live_groups import GroupView
 from laminar_hpc.policies.rounds import Rounds
 from laminar_hpc.policies.sampling import worth_a_batch
+from laminar_hpc.policies.waiting_line import Kind
 
 
 class Dispatcher:
+    """Called when weights are opened, when work is asked for, and at each tick."""
+
     def __init__(
         self,
         shared: Shared,
@@ -43,16 +47,18 @@ class Dispatcher:
         barrier = self._config.pipeline.refresh == "barrier"
         self._rounds = Rounds() if barrier else None
         self._next_batch, self._local_batch = first_batch, 1
+        self._asked: set[int] = set()  # replicas whose newest request was not looked at yet
+        self._looked: tuple[object, ...] = ()  # what the last look for a round saw
 
     # ---- what replicas say ---------------------------------------------------------------------------------
 
     def on_weights_opened(self, member: Member, opened: WeightsOpened) -> None:
         replica, weight_id = member.hello.index, opened.weight_id
-        row = self._replicas.at(replica)
-        if row.weight_id is None:
+        if self._replicas.at(replica).weight_id is None:
             text = f"replica {replica} serves weight id {weight_id}"
             self._shared.say(console.setup_line(text, self._state.seconds))
-        row.weight_id, self._replicas.pull_seconds = weight_id, opened.seconds
+        self._replicas.serves(replica, weight_id)
+        self._replicas.pull_seconds = opened.seconds
         self._crew.opened(replica)
         self._rescuer.opened(replica, weight_id)
         fields = {"replica": replica, "weight_id": weight_id, "step": opened.weight_step}
@@ -61,6 +67,7 @@ class Dispatcher:
 
     def on_request_work(self, member: Member, request: RequestWork) -> None:
         self._replicas.asks(member.hello.index, request)
+        self._asked.add(member.hello.index)
 
     def replica_lost(self, replica: int) -> None:
         if self._rounds:
@@ -69,26 +76,52 @@ class Dispatcher:
     # ---- what they get -------------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
+        """Costs as much as there are grants, kinds of waiting replicas and events since the last time."""
         if self._evaluations and (served := self._replicas.served()):
             self._evaluations.reset_stranded(served)
         if self._state.stops_here:
             return
         self._local_batch = self._crew.local_batch_groups
+        self._look_for_a_round()
         if not self._state.trainer_done:
             while (rescue := self._rescuer.next_rescue(self._next_batch)) is not None:
                 self._grant(rescue.replica, self._rescue_grant(rescue))
-        for replica, request in list(self._replicas.waiting.items()):
-            member = self._shared.members.at("rollout", replica)
-            step = self._weights.steps.get(request.weight_id)
-            if member is None or step is None:
+        self._update_line()
+        line, steps = self._replicas.waiting, self._weights.steps
+        for replica in line.in_turn(self._has_work):
+            weight_id = line.weight_id(replica)
+            if weight_id is None or self._shared.members.at("rollout", replica) is None:
                 continue
-            if not self._weights.is_newest_on(member.hello.machine, request.weight_id):
-                del self._replicas.waiting[replica]  # it knows of newer weights: it pulls and asks again
-                continue
-            grant = self._evaluation_grant(replica, request.weight_id, step)
-            grant = grant or self._training_grant(replica, request.weight_id, step)
+            grant = self._evaluation_grant(replica, weight_id, steps[weight_id])
+            grant = grant or self._training_grant(replica, weight_id, steps[weight_id])
             if grant is not None:
                 self._grant(replica, grant)
+
+    def _update_line(self) -> None:
+        """Takes out who knows of newer weights: it pulls and asks again."""
+        line, holders, members = self._replicas.waiting, self._tracker.holders, self._shared.members
+        for replica in holders.take_turned() | self._asked:
+            line.scores(replica, holders.scores(replica))
+        told = {m.hello.index for place in self._weights.take_news() for m in members.on(place, "rollout")}
+        look_at, self._asked = told | self._asked, set()
+        for replica in look_at:
+            member, weight_id = members.at("rollout", replica), line.weight_id(replica)
+            if weight_id is None:
+                continue
+            if member is None or weight_id not in self._weights.steps:
+                self._asked.add(replica)  # it gets nothing before they are known
+            elif not self._weights.is_newest_on(member.hello.machine, weight_id):
+                line.leave(replica)
+
+    def _has_work(self, kind: Kind) -> bool:
+        """Whether a replica of that kind may get any."""
+        weight_id, scores = kind
+        step = self._weights.steps.get(weight_id)
+        if step is None:
+            return False
+        if self._evaluations is not None and self._evaluations.has_work(weight_id, step):
+            return True
+        return self._may_train(step, scores)
 
     def _grant(self, replica: int, grant: Grant) -> None:
         self._next_batch = grant.batch_id + 1
@@ -96,7 +129,7 @@ class Dispatcher:
         self._shared.outbox.send(self._shared.members.at("rollout", replica), grant)
 
     def _rescue_grant(self, rescue: Rescue) -> Grant:
-        """What is rescued, and along with it what admission gives to a replica that need not load first."""
+        """What is rescued; a replica that need not load weights first also gets what admission allows."""
         step, groups = self._weights.steps[rescue.weight_id], rescue.groups
         if self._replicas.at(rescue.replica).weight_id == rescue.weight_id:
             more = self._training_grant(rescue.replica, rescue.weight_id, step)
@@ -114,30 +147,55 @@ class Dispatcher:
             return None
         return self._evaluations.grant(replica, weight_id, step, self._next_batch, time.time())
 
+    def _quota(self, step: int) -> int:
+        """New groups that a replica on weights of trainer step `step` may have."""
+        config = self._config
+        size, bound = config.algorithm.prompts_per_step, config.pipeline.max_staleness
+        return admission.quota(step, self._tracker.counted, size, config.steps, bound)
+
+    def _may_go_on(self, group: GroupView, step: int) -> bool:
+        """Whether samples of a group may be generated with weights of trainer step `step`."""
+        config, state, live = self._config, self._state, self._tracker.live
+        size, bound = config.algorithm.prompts_per_step, config.pipeline.max_staleness
+        return admission.may_go_on(group, step, state.trainer_step, live, size, bound, state.groups_taken)
+
+    def _may_train(self, step: int, scores: bool) -> bool:
+        """Whether admission and the pipeline's rounds leave anything for replicas on weights of trainer step
+        `step`, some of whose responses are not scored yet if it `scores`."""
+        if self._state.trainer_done or (self._rounds is not None and not self._rounds.is_open):
+            return False
+        quota, tracker = self._quota(step), self._tracker
+        if not worth_a_batch(
+            quota + tracker.open_in_groups, self._local_batch, scores and tracker.may_change
+        ):
+            return False
+        oldest = tracker.oldest_open()
+        return quota > 0 or (oldest is not None and self._may_go_on(oldest, step))
+
     def _training_grant(self, replica: int, weight_id: int, step: int) -> Grant | None:
         """What admission and the pipeline's rounds allow a replica on weights of trainer step `step`."""
-        if self._state.trainer_done or not self._round_is_open(replica):
+        tracker = self._tracker
+        if not self._may_train(step, tracker.holders.scores(replica)):
             return None
-        config, tracker, local_batch = self._config, self._tracker, self._local_batch
-        size, bound = config.algorithm.prompts_per_step, config.pipeline.max_staleness
-        quota = admission.quota(step, tracker.counted, size, config.steps, bound)
-        waiting, scoring = tracker.ready(replica)
-        if not worth_a_batch(quota + waiting, local_batch, scoring and tracker.may_change):
+        if self._rounds is not None and not self._rounds.may_begin(replica):
             return None
-
-        def may_go_on(group: admission.GroupView) -> bool:
-            trainer_step, taken = self._state.trainer_step, self._state.groups_taken
-            return admission.may_go_on(group, step, trainer_step, tracker.views(), size, bound, taken)
-
-        if self._rounds:
+        where, now = (replica, weight_id, step), time.time()
+        groups = tracker.draw(
+            self._local_batch, self._quota(step), *where, now, lambda group: self._may_go_on(group, step)
+        )
+        if self._rounds is not None and groups:
             self._rounds.took(replica)
-        groups = tracker.draw(local_batch, quota, replica, weight_id, step, time.time(), may_go_on)
         return self._sampled(weight_id, step, groups, {}) if groups else None
 
-    def _round_is_open(self, replica: int) -> bool:
-        newest, crew = self._weights.newest, self._crew
-        if self._rounds is None:
-            return True
-        return newest is not None and self._rounds.may_begin(
-            replica, self._replicas.waiting_on(), newest.weight_id, crew.replicas(), crew.minimum
-        )
+    def _look_for_a_round(self) -> None:
+        """Opens the next one when all are ready, if anything has changed since the last look."""
+        newest, crew, line = self._weights.newest, self._crew, self._replicas.waiting
+        if self._rounds is None or newest is None:
+            return
+        replicas = crew.replicas()
+        now = (newest.weight_id, line.changes, crew.minimum, replicas)
+        if now == self._looked or line.count(newest.weight_id) < len(replicas):
+            return
+        self._looked = now
+        idle = {replica: line.weight_id(replica) for replica in line}
+        self._rounds.look(idle, newest.weight_id, replicas, crew.minimum)

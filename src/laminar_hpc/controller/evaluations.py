@@ -6,7 +6,9 @@ are judged on the same weights.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from laminar_hpc.controller.store import Store
 from laminar_hpc.data.prompts import Prompt
@@ -21,7 +23,7 @@ class Share:
     """The part of an evaluation that one replica does at a time: the responses to problems `first` up to
     `last`, `samples` to each.
 
-    A response is known by its number: problem * samples + which of them.
+    A response is known by its number: problem * samples + sample.
     """
 
     first: int
@@ -33,11 +35,13 @@ class Share:
     lengths: dict[int, int] = field(default_factory=dict)
 
     @property
+    def free(self) -> bool:
+        """It is to be done, and by nobody so far."""
+        return self.replica is None and not self.done
+
+    @property
     def done(self) -> bool:
         return len(self.scores) == (self.last - self.first) * self.samples
-
-    def holds(self, number: int) -> bool:
-        return self.first <= number // self.samples < self.last
 
 
 @dataclass
@@ -54,26 +58,63 @@ class Evaluation:
     weight_id: int | None = None
     weight_step: int | None = None
     started: float = 0.0
+    scored: int = 0
+    _busy: set[int] = field(default_factory=set)  # shares that a replica has and that are not done
+    _free: list[int] = field(default_factory=list)  # a heap with all shares that are free, and some that were
+
+    def __post_init__(self) -> None:
+        self._free = list(range(len(self.shares)))
 
     @property
     def responses(self) -> int:
         return self.shares[-1].last * self.samples
 
     @property
-    def scored(self) -> int:
-        return sum(len(p.scores) for p in self.shares)
+    def idle(self) -> bool:
+        """Nobody is at work on it."""
+        return not self._busy
+
+    def first_free(self) -> Share | None:
+        while self._free and not self.shares[self._free[0]].free:
+            heappop(self._free)
+        return self.shares[self._free[0]] if self._free else None
+
+    def _place(self, share: Share) -> int:
+        """All shares but the last are of one size."""
+        return share.first // self.shares[0].last
+
+    def share_of(self, number: int) -> Share | None:
+        """That holds the response of this number."""
+        if not 0 <= number < self.responses:
+            return None
+        return self.shares[number // self.samples // self.shares[0].last]
+
+    def takes(self, share: Share, replica: int | None) -> None:
+        """`replica` does this share from here on; None: nobody."""
+        share.replica = replica
+        (self._busy.discard if replica is None or share.done else self._busy.add)(self._place(share))
+        if share.free:
+            heappush(self._free, self._place(share))
+
+    def score(self, share: Share, number: int, score: float) -> None:
+        self.scored += number not in share.scores
+        share.scores[number] = score
+        if share.done:
+            self._busy.discard(self._place(share))
 
     @property
     def key(self) -> str:
         return f"{self.label}-{self.name}-{self.min_step}"
 
     def start_again(self) -> None:
-        """On other weights. What is reported of the old ones counts no more."""
+        """Starts anew on other weights; reports on the old ones no longer count."""
         self.weight_id = self.weight_step = None
         for share in self.shares:
             share.scores.clear()
             share.lengths.clear()
             share.replica, share.attempt = None, 0
+        self.scored, self._free = 0, list(range(len(self.shares)))
+        self._busy.clear()
 
 
 class Evaluations:
@@ -104,7 +145,7 @@ class Evaluations:
         self._attempts = first_attempt
 
     def add(self, label: str, min_step: int, shares: int, only: str = "") -> None:
-        """A greedy evaluation and, if there shall be samples, a sampled one, each in so many shares; or the
+        """A greedy evaluation and, if samples are configured, a sampled one, each in so many shares; or the
         one of the name `only`."""
         size = math.ceil(len(self._prompts) / max(1, shares))
         for name, temperature, samples in (("greedy", 0.0, 1), ("sampled", self._temperature, self._samples)):
@@ -120,31 +161,39 @@ class Evaluations:
             return
         evaluation.weight_id, evaluation.weight_step, evaluation.started = weight_id, weight_step, started
         for number, score, length in self._store.evaluated(key, weight_id):
-            if share := next((each for each in evaluation.shares if each.holds(number)), None):
-                share.scores[number], share.lengths[number] = score, length
+            if share := evaluation.share_of(number):
+                evaluation.score(share, number, score)
+                share.lengths[number] = length
 
     def grant(
         self, replica: int, weight_id: int, weight_step: int, batch_id: int, now: float
     ) -> Grant | None:
         """A share for an idle replica with these weights, or None when there is nothing for it."""
+        evaluation, share = self._next_share(weight_id, weight_step)
+        if evaluation is None or share is None:
+            return None
+        if evaluation.weight_id is None:
+            evaluation.weight_id, evaluation.weight_step, evaluation.started = weight_id, weight_step, now
+        evaluation.takes(share, replica)
+        self._attempts += 1
+        share.attempt = self._attempts
+        sampling = (evaluation.temperature, self._max_tokens)
+        return Grant(batch_id, weight_id, weight_step, self._groups(share), *sampling, evaluation.key)
+
+    def has_work(self, weight_id: int, weight_step: int) -> bool:
+        """Whether `grant` would give a share to a replica with these weights."""
+        return self._next_share(weight_id, weight_step) != (None, None)
+
+    def _next_share(self, weight_id: int, weight_step: int) -> tuple[Evaluation, Share] | tuple[None, None]:
         for evaluation in self.queue:
             fits = (
                 weight_step >= evaluation.min_step and weight_id >= self.first_id
                 if evaluation.weight_id is None
                 else weight_id == evaluation.weight_id
             )
-            share = next((p for p in evaluation.shares if p.replica is None and not p.done), None)
-            if not fits or share is None:
-                continue
-            if evaluation.weight_id is None:
-                evaluation.weight_id, evaluation.weight_step, evaluation.started = weight_id, weight_step, now
-            share.replica = replica
-            self._attempts += 1
-            share.attempt = self._attempts
-            sampling = (evaluation.temperature, self._max_tokens)
-            groups = self._groups(share)
-            return Grant(batch_id, weight_id, weight_step, groups, *sampling, evaluation.key)
-        return None
+            if fits and (share := evaluation.first_free()):
+                return evaluation, share
+        return None, None
 
     def _groups(self, share: Share) -> list[PromptGroup]:
         """Its problems with the samples that have no score yet."""
@@ -159,16 +208,16 @@ class Evaluations:
 
     def _share(self, key: str, number: int, attempt: int) -> tuple[Evaluation, Share] | tuple[None, None]:
         for evaluation in self.queue:
-            for share in evaluation.shares:
-                if evaluation.key == key and share.holds(number) and share.attempt == attempt:
-                    return evaluation, share
+            share = evaluation.share_of(number) if evaluation.key == key else None
+            if share is not None and share.attempt == attempt:
+                return evaluation, share
         return None, None
 
     def generated(self, message: Generated) -> None:
         trajectory = message.trajectory
         _, share = self._share(message.evaluation, trajectory.trajectory_id, trajectory.attempt)
         if share is not None:
-            share.lengths[trajectory.trajectory_id] = len(trajectory.response_tokens)
+            share.lengths[trajectory.trajectory_id] = trajectory.length
 
     def scored(self, message: Scored) -> Evaluation | None:
         """Returns the evaluation when this was its last score."""
@@ -176,7 +225,7 @@ class Evaluations:
         if evaluation is None or share is None:
             return None
         number, score = message.trajectory_id, message.parts.get("accuracy", float(message.reward > 0))
-        share.scores[number] = score
+        evaluation.score(share, number, score)
         if evaluation.scored < evaluation.responses:
             if self._store is not None and evaluation.weight_id is not None:
                 length = share.lengths.get(number, 0)
@@ -188,9 +237,9 @@ class Evaluations:
         return evaluation
 
     def lost(self, message: Lost) -> None:
-        _, share = self._share(message.evaluation, message.trajectory_id, message.attempt)
-        if share is not None:
-            share.replica = None
+        evaluation, share = self._share(message.evaluation, message.trajectory_id, message.attempt)
+        if evaluation is not None and share is not None:
+            evaluation.takes(share, None)
 
     def replica_lost(self, replica: int) -> None:
         """Its shares go to another replica on the same id; one that nobody serves any more starts again on a
@@ -198,13 +247,12 @@ class Evaluations:
         for evaluation in self.queue:
             for share in evaluation.shares:
                 if share.replica == replica and not share.done:
-                    share.replica = None
+                    evaluation.takes(share, None)
 
-    def reset_stranded(self, served: set[int]) -> None:
+    def reset_stranded(self, served: Collection[int]) -> None:
         """An evaluation whose id no replica serves any more starts again on the newest."""
         for evaluation in self.queue:
-            idle = all(p.replica is None or p.done for p in evaluation.shares)
-            if evaluation.weight_id is not None and evaluation.weight_id not in served and idle:
+            if evaluation.weight_id is not None and evaluation.weight_id not in served and evaluation.idle:
                 evaluation.start_again()
 
     def restore(self, step: int, first_id: int) -> None:

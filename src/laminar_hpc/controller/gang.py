@@ -1,4 +1,4 @@
-"""The trainers as one: a gang is all trainer ranks of one life, and goes as a whole when one of them does.
+"""The trainers as one: a gang is all trainer ranks of one life, and ends as a whole when one of them does.
 
     Hello -> admit -> of the present gang -> Restored, steps, ...
     a rank dies, fails or stands still -> end -> GangEnded to the others; the next Hellos make the next gang
@@ -32,6 +32,7 @@ from laminar_hpc.policies.restarts import Restarts
 log = logging.getLogger(__name__)
 _FAILURES_PER_HOUR = 10  # of gangs, by an error of their own
 _MEETING = "trainers_meet"  # in the store: gang, address, port
+_LOOK_SECONDS = 1.0  # between two looks whether a rank is stuck, of which none can be within a second
 _LEAVE_SECONDS = 5.0  # a rank here that was told to leave and is still alive then is stopped or stuck
 _DOES = {
     "load": "loads",
@@ -51,7 +52,7 @@ class _Leaving(NamedTuple):
 
 
 class Gang:
-    """`forget()`: the parts of the controller let go of what they had with the gang that has ended."""
+    """`forget()`: the parts of the controller drop what they had with the gang that has ended."""
 
     def __init__(self, shared: Shared, store: Store, forget: Callable[[], None]) -> None:
         self._shared, self._members, self._store, self._forget = shared, shared.members, store, forget
@@ -59,6 +60,7 @@ class Gang:
         self._awaited_until: float | None = None  # while the run waits for another gang
         self._failures = Restarts(_FAILURES_PER_HOUR)
         self._leaving: list[_Leaving] = []
+        self._looked = 0.0  # whether a rank is stuck
         self._started: dict[int, str] = {}  # by pid, of processes on this machine
         self._watch = HangWatch(
             _floors(shared.config.cluster, shared.config.relay),
@@ -90,7 +92,7 @@ class Gang:
             rank = f"gang_rank {hello.index}"
             if self.number and self._store.get(rank, 0) == self.number:
                 cause = f"trainer {hello.index} has started again"
-                (self.end if self._members.all("trainer") else self._end_ranks)(cause)
+                (self.end if self._members.count("trainer") else self._end_ranks)(cause)
             elif self.number == 0:
                 self._rise()
             self._store.put(f"gang {identity}", self.number)
@@ -102,7 +104,7 @@ class Gang:
         """One more rank is in, and learns where to meet the others."""
         if self._meeting is not None:
             self._shared.outbox.send_to(identity, self._meeting)
-        if len(self._members.all("trainer")) == self._shared.derived.trainer_ranks:
+        if self._members.count("trainer") == self._shared.derived.trainer_ranks:
             self._awaited_until = None
 
     def _known_meeting(self) -> TrainersMeet | None:
@@ -171,12 +173,15 @@ class Gang:
         if state.trainer_done or state.ending:
             return
         if self._awaited_until is not None and now > self._awaited_until:
-            missing = derived.trainer_ranks - len(self._members.all("trainer"))
+            missing = derived.trainer_ranks - self._members.count("trainer")
             raise LaminarError(
                 f"waited {self._shared.config.cluster.join_timeout_seconds:.0f} s for trainers to start "
                 f"again (cluster.join_timeout_seconds); {missing} of {derived.trainer_ranks} are missing; "
                 "start all roles again with resume=auto: the run goes on from its newest checkpoint"
             )
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
         if (stuck := self._watch.look(now)) is None:
             return
         normal = "" if stuck.longest is None else f" (at most {stuck.longest:.1f} s before)"

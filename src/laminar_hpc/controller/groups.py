@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from laminar_hpc.policies.admission import GroupView
+from laminar_hpc.policies.live_groups import GroupView
 
 
 @dataclass
@@ -13,7 +13,7 @@ class SampleState:
     attempt: int
     weight_step: int
     replica: int | None  # its owner; of a complete response the one that scores it
-    held: bool = False  # without an owner, and not to be given out: it shall go on at another replica
+    held: bool = False  # without an owner, and not to be given out: another replica will go on with it
     finished: bool = False
     generated: bool = False  # complete and stored, not yet scored; it is never generated again
     reward: float = 0.0

@@ -70,8 +70,8 @@ class Journal:
         self._watch = JournalWatch(folder, say)
 
     def append(self, db: RecordedConnection) -> None:
-        """The open transaction is on the disk when this returns, under its number, which it then carries
-        itself. Raises OSError when it cannot be written, and from then on."""
+        """When this returns the open transaction is on the disk, and its number is part of it. Raises OSError
+        when it cannot be written, and from then on."""
         if not db.written:
             return
         if self._failure:
@@ -104,7 +104,7 @@ class Journal:
         self._position = Position(self._era, before.number + 1, checksum)
 
     def _index(self, sql: str, new: list[str]) -> int:
-        """Of the statement in this segment, which has its text once."""
+        """The statement's number in this segment, which holds each text once."""
         if sql not in self._statements:
             self._statements[sql] = len(self._statements)
             new.append(sql)
@@ -119,7 +119,7 @@ class Journal:
         self._bytes += len(data)
 
     def _begin_segment(self, db: sqlite3.Connection) -> None:
-        """The next segment, seen only with its header."""
+        """The next segment; nobody sees it without its header."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -143,7 +143,7 @@ class Journal:
         return self._bytes > max(_SNAPSHOT_BYTES, self._snapshot_bytes)
 
     def _begin_snapshot(self) -> None:
-        """What is committed by now is in it, so no segment before the present one is needed after it."""
+        """It holds what is committed by now, so no segment before the present one is needed any more."""
         self._bytes = 0
         self._snapshot = threading.Thread(target=self._take_snapshot, name="snapshot", daemon=True)
         self._snapshot.start()
@@ -241,8 +241,9 @@ def file_digest(file: Any) -> str:
 
 def _remove_before(folder: Path, position: Position) -> None:
     """What a rebuild from the newest snapshot, which is at `position`, does not read."""
-    needed = {file.path for file in since(segments(folder), position)}
-    for file in (*segments(folder), *snapshots(folder)[:-1]):
+    found = segments(folder)  # looked at once: a segment that begins meanwhile is in neither list
+    needed = {file.path for file in since(found, position)}
+    for file in (*found, *snapshots(folder)[:-1]):
         if file.path not in needed:
             file.path.unlink(missing_ok=True)
     sync_folder(folder)

@@ -177,10 +177,12 @@ class Segment:
 
 
 def segment_name(position: Position) -> str:
+    """Of the segment that begins after `position`."""
     return f"segment_{position.era:06d}_{position.number:012d}.log"
 
 
 def snapshot_name(position: Position, digest: str) -> str:
+    """Of the snapshot at `position`; `digest` is of its content."""
     return f"snapshot_{position.era:06d}_{position.number:012d}_{digest}.sqlite"
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from laminar_hpc.observability import console
 
-_STUCK_SECONDS = 10.0  # one write that takes longer is said while it waits
+_STUCK_SECONDS = 10.0  # a write that takes longer is reported while it waits
 _SLOW_SECONDS = 0.1  # the moving average of writes: the turn of a controller that is busy takes less
 _SMOOTHING = 0.02  # about the last fifty
 _LOOK_SECONDS = 1.0

@@ -25,6 +25,7 @@ from laminar_hpc.cluster.hub import Hub, UnreadableMessage
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.crew import Crew
 from laminar_hpc.controller.departures import Departures
@@ -139,8 +140,17 @@ class Controller:
         )
         self.scorers = Scorers(shared, tracker, self.replicas)
         self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer, self.scorers)
+        self.archiving = None if replay else Archiving(shared, store)
         self.training = Training(
-            shared, tracker, evaluations, self.weights, store, replay, self.continuation, self.crew
+            shared,
+            tracker,
+            evaluations,
+            self.weights,
+            store,
+            replay,
+            self.continuation,
+            self.crew,
+            self.archiving,
         )
         if shared.roles_apart:
             take_up(Path(config.run_dir), store, tracker, self.pool, self.reports)
@@ -197,6 +207,7 @@ class Controller:
 
     def turn(self) -> None:
         arrived = self.hub.poll(_TICK_SECONDS)
+        self.members.listened_until(self.hub.heard_until)
         begun = time.time()
         try:
             for identity, message in arrived:
@@ -260,12 +271,15 @@ class Controller:
         self.rescuer.place_orphans()
         self.repacker.tick(now)
         self.reports.show_progress()
+        if self.archiving:
+            self.archiving.tick()
 
     # ---- what concerns several parts -----------------------------------------------------------------------
 
     def on_ping(self, member: Member, ping: Ping) -> None:
         if ping.load is not None:
             self.replicas.reported(member.hello.index, ping.load)
+            self.rescuer.reported(member.hello.index)
         if ping.progress is not None and member.hello.role == "trainer":
             self.gang.on_progress(member, ping.progress)
         self.outbox.send(member, Pong())

@@ -44,8 +44,8 @@ _MEMORY_CURES = {
 
 
 class Membership:
-    """`forget(member)` gives what a lost member had in hand to others; `came(member)` is called for each
-    worker that was no member before."""
+    """`forget(member)` gives what a lost member had in hand to others; `came(member)` is called for each new
+    member."""
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections import deque
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.partials import PartialPool
@@ -64,6 +65,7 @@ class Migration:
         self._moves: dict[str, _Progress] = {}  # under way, and the last of those that are over
         self._over: deque[str] = deque()
         self.moving: dict[int, str] = {}  # trajectory -> its move under way
+        self._late_at: list[tuple[float, str]] = []  # a heap: when a move under way is late, or later
         self._numbers = itertools.count(first_number)
         self.orphans: list[tuple[int, int]] = []  # (trajectory, attempt)
 
@@ -91,6 +93,7 @@ class Migration:
         move = Move(move_id, trajectory_id, attempt, source, destination, weight_id, deadline)
         self._moves[move_id] = _Progress(move, now, partial)
         self.moving[trajectory_id] = move_id
+        heappush(self._late_at, (deadline, move_id))
         group, step = self._tracker.bare_group(trajectory_id), self._steps[weight_id]
         config = self._shared.config
         kv = config.pipeline.repack == "kv" and source is not None
@@ -103,11 +106,17 @@ class Migration:
             self._shared.outbox.send(self._shared.members.at("rollout", replica), message)
 
     def call_off_late(self, now: float) -> None:
-        for progress in [self._moves[move_id] for move_id in self.moving.values()]:
+        while self._late_at and self._late_at[0][0] < now:
+            _, move_id = heappop(self._late_at)
+            progress = self._moves.get(move_id)
+            if progress is None or progress.move.over:
+                continue
             move = progress.move
             if now > move.deadline:
                 reason = f"{move.phase.value} took longer than {PHASE_SECONDS:g} s"
                 self._act(progress, move.call_off(reason))
+            else:  # it has come to its next phase meanwhile
+                heappush(self._late_at, (move.deadline, move_id))
 
     def trajectory_ended(self, trajectory_id: int) -> None:
         """It has its last token, or was lost at its owner."""
@@ -139,7 +148,10 @@ class Migration:
 
     def _recorded(self, replica: int, move_id: str, said: type[Message]) -> MoveCommit | MoveAbort:
         """How a move ended that an earlier controller had begun: the owner of its trajectory tells."""
-        trajectory_id, attempt = attempt_of(move_id)
+        named = attempt_of(move_id)
+        if named is None:
+            return MoveAbort(move_id, "it is not known here")
+        trajectory_id, attempt = named
         owner, present = self._tracker.owner(trajectory_id)
         has_come = said is Imported and owner == replica and present == attempt + 1
         has_gone = said is MoveReady and present > attempt
@@ -218,13 +230,13 @@ class Migration:
             source=move.source,
             destination=move.destination,
             weight_id=move.weight_id,
-            tokens=len(partial.tokens),
+            tokens=partial.count,
             prefix_tokens=progress.prefix_tokens,
             seconds=now - progress.began,
         )
 
     def _forget(self, progress: _Progress) -> None:
-        """All but the outcome, and in time that as well."""
+        """Keeps the outcome only, and that only of the newest moves."""
         move = progress.move
         del self.moving[move.trajectory_id]
         progress.partial = None
@@ -238,12 +250,12 @@ def moved(partial: Partial) -> Partial:
     return Partial(partial.tokens, partial.logprobs, partial.spans, partial.time_started, partial.moves + 1)
 
 
-def attempt_of(move_id: str) -> tuple[int, int]:
-    """(trajectory, attempt) that the move takes along; (-1, 0) for what is no move."""
+def attempt_of(move_id: str) -> tuple[int, int] | None:
+    """(trajectory, attempt) that the move takes along; None for what is no move."""
     parts = move_id.split("-")
     if len(move_id) < 64 and len(parts) == 3 and all(part.isascii() and part.isdecimal() for part in parts):
         return int(parts[0]), int(parts[1])
-    return -1, 0
+    return None
 
 
 def _outcome(move: Move) -> MoveCommit | MoveAbort:

@@ -10,6 +10,8 @@ from laminar_hpc.messages.rollouts import Increment
 
 
 class PartialPool:
+    """By trajectory, in memory; see the top of this file."""
+
     def __init__(self) -> None:
         self._held: dict[int, tuple[int, Partial]] = {}  # trajectory -> (attempt, response so far)
         self.tokens = 0
@@ -22,10 +24,10 @@ class PartialPool:
                 return
             self.drop(more.trajectory_id)
             partial = Partial()
-        if more.start != len(partial.tokens):
+        if more.start != partial.count:
             return
-        partial.tokens.extend(more.tokens)
-        partial.logprobs.extend(more.logprobs)
+        partial.tokens += more.tokens
+        partial.logprobs += more.logprobs
         for span in more.spans:
             if partial.spans and partial.spans[-1].weight_id == span.weight_id:
                 partial.spans[-1].end = span.end
@@ -33,13 +35,13 @@ class PartialPool:
                 partial.spans.append(span)
         partial.time_started = more.time_started
         self._held[more.trajectory_id] = (more.attempt, partial)
-        self.tokens += len(more.tokens)
+        self.tokens += more.count
 
     def put(self, trajectory_id: int, attempt: int, partial: Partial) -> None:
         """All of a response so far, as it moves."""
         self.drop(trajectory_id)
         self._held[trajectory_id] = (attempt, partial)
-        self.tokens += len(partial.tokens)
+        self.tokens += partial.count
 
     def get(self, trajectory_id: int, attempt: int) -> Partial | None:
         """What is known of this very attempt."""
@@ -49,7 +51,7 @@ class PartialPool:
     def drop(self, trajectory_id: int) -> int:
         """It has ended or starts again; returns how many tokens were held."""
         _, partial = self._held.pop(trajectory_id, (None, None))
-        tokens = len(partial.tokens) if partial else 0
+        tokens = partial.count if partial else 0
         self.tokens -= tokens
         return tokens
 

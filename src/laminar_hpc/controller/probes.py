@@ -8,7 +8,7 @@ from collections.abc import Callable
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 
-# The mean |engine - trainer| log-prob on the probe that is still rounding. That of bfloat16 (8 bits) grows
+# The mean |engine - trainer| log-prob on the probe that rounding explains. That of bfloat16 (8 bits) grows
 # with how far logits are apart, and with depth: two sides that round at other places differ by 1 to 2 units
 # of spread / 256 at 3 layers, by 6 at 48.
 _FLOAT32_LIMIT = 1e-3

@@ -77,13 +77,14 @@ class Reattachment:
     def on_holds(self, member: Member, holds: Holds) -> None:
         replica = member.hello.index
         row = self._replicas.at(replica)
-        row.rejoins, row.weight_id, row.newest_batch = False, holds.weight_id, holds.newest_batch
+        row.rejoins, row.newest_batch = False, holds.newest_batch
+        self._replicas.serves(replica, holds.weight_id)
         held = {sample.trajectory_id: sample.attempt for sample in holds.generating}
         for trajectory_id, attempt in held.items():
             self._tracker.adopt(trajectory_id, attempt, replica)
-        owned = {i: sample.attempt for _, i, sample in self._tracker.in_progress().get(replica, [])}
+        owned = {i: sample.attempt for _, i, sample in self._tracker.holders.generating(replica)}
         drop = [Sample(i, attempt) for i, attempt in held.items() if owned.get(i) != attempt]
-        coming = {i: attempt + 1 for i, attempt in map(attempt_of, holds.moves)}
+        coming = {i: attempt + 1 for i, attempt in filter(None, map(attempt_of, holds.moves))}
         gone = [(i, a) for i, a in owned.items() if held.get(i) != a and coming.get(i) != a]
         if drop:
             self._shared.outbox.send(member, Drop(drop))

@@ -30,6 +30,7 @@ from laminar_hpc.controller.journal import (
     take_snapshot,
 )
 from laminar_hpc.controller.journal_files import Damaged, OtherHistory, Position
+from laminar_hpc.controller.read_only import connect_read_only
 from laminar_hpc.controller.rebuild import build, refusal, replay
 from laminar_hpc.observability import console
 
@@ -44,8 +45,8 @@ class Found:
 
 
 def settle(folder: Path, store: Path, say: Callable[[str], None], damage: str = "") -> None:
-    """After it, the store is at the end of the journal, or neither holds anything. `damage`: what is known to
-    be wrong with the store. Raises Refused, with nothing changed, when they do not belong together or the
+    """Afterwards the store is at the end of the journal, or neither holds anything. `damage`: what is known
+    to be wrong with the store. Raises Refused, with nothing changed, when they do not belong together or the
     journal cannot be read."""
     known, found = journal_id(folder), None if damage else identity(store)
     if not known:
@@ -125,10 +126,8 @@ def identity(store: Path) -> Found | None:
     """None where there is no database of a run: no file, an empty one, or a damaged one. Changes nothing."""
     if not store.is_file() or store.stat().st_size == 0:
         return None
-    # without a write-ahead log SQLite need not create files of its own to read
-    how = "mode=ro" if store.with_name(f"{store.name}-wal").exists() else "immutable=1"
     try:
-        db = sqlite3.connect(f"{store.resolve().as_uri()}?{how}", uri=True)
+        db = connect_read_only(store)
         try:
             if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
                 return None

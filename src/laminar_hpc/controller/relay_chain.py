@@ -32,6 +32,8 @@ Orders = list[tuple[Place, Message]]
 
 @dataclass
 class ChainLink:
+    """A link of the chain, as its two ends were told."""
+
     epoch: int
     upstream: Place
     downstream: int
@@ -63,7 +65,7 @@ class Chain:
     _exiled: dict[int, float] = field(default_factory=dict)  # until when
 
     def __post_init__(self) -> None:
-        self.epoch = self.first_epoch * self.lanes + self.lane  # on in steps of `lanes`: it tells its lane
+        self.epoch = self.first_epoch * self.lanes + self.lane  # grows by `lanes`, so it tells its lane
 
     # ---- what happens --------------------------------------------------------------------------------------
 
@@ -84,7 +86,7 @@ class Chain:
         return [order for link in heads for order in self._cut(link)]
 
     def _cut(self, link: ChainLink | None) -> Orders:
-        """Whoever sends over it is not the one before that relay any more, and nobody else is."""
+        """Its sender no longer stands before that relay, and nobody else does."""
         if link is None:
             return []
         self._drop(link)
@@ -125,13 +127,13 @@ class Chain:
     def relay_has(self, index: int, weight_id: int, passed_on: int | None) -> None:
         """`passed_on` tells whether the next relay gets them as well: its link may have come after they began
         to arrive here."""
-        self.has[index] = max(weight_id, self.has.get(index, -1))
+        self.has[index] = max(weight_id, self.has.get(index, weight_id))
         self._strikes.pop(index, None)
         behind = next((link for link in self.links.values() if link.upstream == index), None)
         if (
             behind is not None
             and behind.epoch != passed_on
-            and self.coming.get(behind.downstream, -1) <= weight_id
+            and self.coming.get(behind.downstream, weight_id) <= weight_id
         ):
             self._not_coming(behind.downstream)
 
@@ -165,9 +167,12 @@ class Chain:
     def _form(self, fit: list[int], trainer: bool) -> Orders:
         """A link between any two neighbours that have none; none to the first relay without a trainer."""
         if set(self.order) != set(fit):
-            self.order = chain_order(
-                self.order, fit, {i: max(self.has.get(i, -1), self.coming.get(i, -1)) for i in fit}
-            )
+            will_have = {
+                i: max(ids)
+                for i in fit
+                if (ids := [held[i] for held in (self.has, self.coming) if i in held])
+            }
+            self.order = chain_order(self.order, fit, will_have)
         order = self.order
         orders: Orders = []
         for place, (upstream, downstream) in enumerate(zip([TRAINER, *order], order, strict=False)):
@@ -180,8 +185,8 @@ class Chain:
             self.epoch += self.lanes
             self._not_coming(downstream)
             self.links[downstream] = ChainLink(self.epoch, upstream, downstream)
-            held = max(self.has.get(i, -1) for i in order)
-            resend = self.issued is not None and held < self.issued
+            issued = self.issued
+            resend = issued is not None and all(self.has[i] < issued for i in order if i in self.has)
             orders.append((upstream, EpochProposed(self.epoch, order[place:], resend)))
         return orders
 

@@ -28,6 +28,8 @@ class _Seen:
 
 
 class Repacker:
+    """Called at each tick; begins moves and keeps what it saw at its last planning."""
+
     def __init__(
         self,
         shared: Shared,
@@ -79,8 +81,8 @@ class Repacker:
             )
 
     def _compared(self, replica: int, report: ReplicaLoad) -> _Seen:
-        """A fall shows between two plannings at a replica that drained at both. A ping may repeat a report,
-        and planning may come before the next one: the same report is no new one."""
+        """KV use falls if it is lower than at the planning before, and the replica drained at both. The same
+        report at two plannings tells nothing: a ping may repeat it, or the next one is not here yet."""
         earlier = self._seen.get(replica)
         if earlier is None:
             return _Seen(report, 0.0)
@@ -95,7 +97,7 @@ class Repacker:
 
         Some of a report's requests may have ended since: the tracker's count is the newer one, and never the
         larger."""
-        busy, count = self._migration.busy_replicas(), self._tracker.in_progress_counts()
+        busy, count = self._migration.busy_replicas(), self._tracker.holders.generating_counts()
         return {
             replica: seen
             for replica, seen in self._seen.items()
@@ -120,7 +122,7 @@ class Repacker:
         """Moves whatever the source has in progress; returns how many trajectories that is."""
         assert report.weight_id is not None  # as of all candidates
         begun = 0
-        for group, trajectory_id, sample in self._tracker.in_progress().get(merge.source, []):
+        for group, trajectory_id, sample in self._tracker.holders.generating(merge.source):
             if trajectory_id not in self._migration.moving:
                 prompt = len(self._tracker.prompt_of(group).tokens)
                 response_max = self._config.sampling.max_response_tokens

@@ -1,9 +1,12 @@
 """What the controller knows of each replica, beside its membership."""
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from laminar_hpc.messages.data import ReplicaLoad
 from laminar_hpc.messages.rollouts import RequestWork
+from laminar_hpc.policies.waiting_line import WaitingLine
 
 
 @dataclass
@@ -23,12 +26,17 @@ class Replica:
 
 
 class Replicas:
-    """By index. A row begins with the first message of a replica's life and ends with `forget`."""
+    """By index. A row begins with the first message of a replica's life and ends with `forget`. Who serves
+    and who leaves is changed by the methods below alone: it is counted."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Replica] = {}
-        self.waiting: dict[int, RequestWork] = {}  # without work, in the order in which they asked
+        self.waiting = WaitingLine()  # those without work
         self.pull_seconds = 0.0  # of the newest pull
+        self.changes = 0  # rises when one begins or ceases to serve weights or to leave
+        self._served = Counter[int]()  # by weight id, how many serve it
+        self._leaving: dict[int, None] = {}
+        self._starting: set[int] = set()  # without verified weights, by their reports
 
     def at(self, index: int) -> Replica:
         return self._rows.setdefault(index, Replica())
@@ -36,41 +44,67 @@ class Replicas:
     def rows(self) -> dict[int, Replica]:
         return self._rows
 
+    # ---- what happens --------------------------------------------------------------------------------------
+
     def reported(self, index: int, report: ReplicaLoad) -> None:
         row = self.at(index)
         row.report, row.report_is_outdated = report, False
+        (self._starting.add if report.phase == "unverified" else self._starting.discard)(index)
+
+    def serves(self, index: int, weight_id: int | None) -> None:
+        """From here on; None: no verified weights."""
+        row = self.at(index)
+        before, row.weight_id = row.weight_id, weight_id
+        if before == weight_id:
+            return
+        self.changes += before is None or weight_id is None
+        if weight_id is not None:
+            self._served[weight_id] += 1
+        if before is not None:
+            self._served[before] -= 1
+            if not self._served[before]:
+                del self._served[before]
 
     def asks(self, index: int, request: RequestWork) -> None:
         """A request that a grant crossed on its way is void; the weights that it names are served."""
         row = self.at(index)
         if row.rejoins:
             return
-        row.weight_id = request.weight_id  # known anew of a replica that was taken for dead
+        self.serves(index, request.weight_id)  # known anew of a replica that was taken for dead
         crossed = row.newest_batch is not None and request.newest_batch != row.newest_batch
         if not crossed and not row.leaving:
-            self.waiting[index] = request
+            self.waiting.ask(index, request.weight_id)
 
     def granted(self, index: int, batch_id: int) -> None:
         self.at(index).newest_batch = batch_id
-        self.waiting.pop(index, None)
+        self.waiting.leave(index)
 
     def leaves(self, index: int) -> None:
         """It gets nothing new from here on."""
         self.at(index).leaving = True
-        self.waiting.pop(index, None)
+        self._leaving[index] = None
+        self.changes += 1
+        self.waiting.leave(index)
+
+    def forget(self, index: int) -> None:
+        if index in self._rows:
+            self.serves(index, None)
+            self.changes += index in self._leaving
+            del self._rows[index]
+        self._leaving.pop(index, None)
+        self._starting.discard(index)
+        self.waiting.leave(index)
+
+    # ---- what is known -------------------------------------------------------------------------------------
 
     def leaving(self) -> list[int]:
         """Those that leave and have not left yet."""
-        return [index for index, row in self._rows.items() if row.leaving]
+        return list(self._leaving)
 
-    def forget(self, index: int) -> None:
-        self._rows.pop(index, None)
-        self.waiting.pop(index, None)
+    def without_work(self) -> list[int]:
+        """Those that ask for work, and those that are starting; ascending."""
+        return sorted(self._starting.union(self.waiting))
 
-    def served(self) -> set[int]:
+    def served(self) -> Collection[int]:
         """The ids of all weights that some replica serves."""
-        return {row.weight_id for row in self._rows.values() if row.weight_id is not None}
-
-    def waiting_on(self) -> dict[int, int]:
-        """The weight id that each replica without work serves."""
-        return {index: request.weight_id for index, request in self.waiting.items()}
+        return self._served.keys()

@@ -14,9 +14,9 @@ from laminar_hpc.controller.rewards import RewardErrors
 from laminar_hpc.controller.scorers import Scorers
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.messages.digest import is_intact
 from laminar_hpc.messages.rollouts import Generated, Increment, Lost, Scored
 from laminar_hpc.observability import console
+from laminar_hpc.payload.reader import is_sound
 from laminar_hpc.policies import filtering
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ _PROGRESS_SECONDS = 5.0
 
 
 class TrajectoryReports:
+    """The handlers of Generated, Increment, Scored and Lost."""
+
     def __init__(
         self,
         shared: Shared,
@@ -42,8 +44,8 @@ class TrajectoryReports:
         trajectory = generated.trajectory
         if generated.evaluation and self._evaluations:
             self._evaluations.generated(generated)
-        elif not is_intact(trajectory):
-            reason = f"the response of {member.name} has not the digest that it was generated with"
+        elif not is_sound(trajectory.place) or not trajectory.digest or trajectory.length < 1:
+            reason = f"{member.name} names no place where its response is"
             self.on_lost(member, Lost(trajectory.trajectory_id, trajectory.attempt, reason))
         else:
             trajectory.replica = member.hello.index  # who is to score it
@@ -59,6 +61,7 @@ class TrajectoryReports:
         if lost.evaluation and self._evaluations:
             self._evaluations.lost(lost)
             return
+        self._scorers.scored(lost.trajectory_id)
         if self._tracker.lost(lost.trajectory_id, lost.attempt):
             self._tracker.counts.tokens_discarded += self._rescuer.trajectory_ended(lost.trajectory_id)
         fields = {"trajectory_id": lost.trajectory_id, "attempt": lost.attempt, "reason": lost.reason}

@@ -2,7 +2,8 @@
 partial-response pool holds, or start again from their prompts.
 
     replica lost -> [failover.redirect] -> a move without a source (controller/migration.py)
-                 -> nobody generates with these weights: they wait
+                 -> nobody is known to have room on these weights: they wait
+    Ping with a report of such room -> a move without a source
     `next_rescue`, called by the dispatcher -> [failover.plan_reloads] -> Grant with parts
         -> WeightsOpened: they go on there
         -> NotLoaded: the next replica, or back to the prompt
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.migration import Migration, moved
 from laminar_hpc.controller.partials import PartialPool
-from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.replicas import Replica, Replicas
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
@@ -50,6 +51,8 @@ class Rescue:
 
 
 class Rescuer:
+    """Called when a replica is lost, by the dispatcher, and after each message and tick."""
+
     def __init__(
         self,
         shared: Shared,
@@ -77,12 +80,12 @@ class Rescuer:
         return tokens
 
     def replica_lost(self, replica: int) -> int:
-        """Its work goes on elsewhere or starts again; complete responses are not among it. Returns how many
+        """Its work goes on elsewhere or starts again; complete responses are not included. Returns how many
         trajectories it had."""
         self._loading.pop(replica, None)
         self._migration.replica_lost(replica)
         self.place_orphans()
-        left = self._tracker.in_progress().get(replica, [])
+        left = self._tracker.holders.generating(replica)
         moving = self._migration.moving
         for _, trajectory_id, _ in left:
             if trajectory_id in moving:  # its move goes on without its source
@@ -98,7 +101,7 @@ class Rescuer:
         """Its replica cannot go on with it: it goes on elsewhere from `partial`, or from what is known here
         if that is more. What a move has brought to its destination goes on there."""
         known = self._pool.get(trajectory_id, attempt)
-        if len(partial.tokens) > (len(known.tokens) if known else 0):
+        if partial.count > (known.count if known else 0):
             self._pool.put(trajectory_id, attempt, partial)
         self._migration.source_gives_up(trajectory_id, replica)
         if trajectory_id in self._migration.moving:
@@ -108,8 +111,8 @@ class Rescuer:
 
     def on_engine_hung(self, member: Member, hung: EngineHung) -> None:
         """Nothing goes there before it has opened weights again."""
-        row = self._replicas.at(member.hello.index)
-        row.weight_id, row.report_is_outdated = None, True
+        self._replicas.at(member.hello.index).report_is_outdated = True
+        self._replicas.serves(member.hello.index, None)
         self._shared.say(
             f"{member.name}: {hung.reason}: it is started again; what it generated goes on elsewhere"
         )
@@ -147,7 +150,7 @@ class Rescuer:
         """To replicas on the same weights from what the pool holds, now or when one without work has loaded
         them, else back to the prompt. With refresh=interrupt a response may go on with newer weights."""
         refresh, rooms = self._shared.config.pipeline.refresh, self.rooms()
-        newest = max((room.weight_id for room in rooms), default=-1) if refresh == "interrupt" else -1
+        newest = max((room.weight_id for room in rooms), default=None) if refresh == "interrupt" else None
         known = {
             i: part
             for i, attempt in orphans
@@ -164,32 +167,46 @@ class Rescuer:
                 continue
             self._tries[trajectory_id] = self._tries.get(trajectory_id, 0) + 1
             self._tracker.hold(trajectory_id)
-            now = time.monotonic()
             if destination is None:
-                self._waiting[trajectory_id] = (attempt, now)
-                continue
-            part, weight_id = known[trajectory_id], wanted[trajectory_id].weight_id
-            tokens = len(part.tokens)
-            self._migration.begin(trajectory_id, attempt, None, destination, weight_id, tokens, now, part)
+                self._waiting[trajectory_id] = (attempt, time.monotonic())
+            else:
+                self._begin(wanted[trajectory_id], attempt, destination, known[trajectory_id])
+
+    def _begin(self, orphan: failover.Orphan, attempt: int, destination: int, part: Partial) -> None:
+        """A move without a source."""
+        where = (None, destination, orphan.weight_id, part.count)
+        self._migration.begin(orphan.trajectory_id, attempt, *where, time.monotonic(), part)
+
+    def reported(self, replica: int) -> None:
+        """What waits goes on there if the newest report has room for it; a report is looked at once, as what
+        is placed by it is not in it."""
+        if not self._waiting or (room := self._room(replica, self._replicas.at(replica))) is None:
+            return
+        known = {i: part for i, (attempt, _) in self._waiting.items() if (part := self._pool.get(i, attempt))}
+        views = {i: self._view(i, part) for i, part in known.items()}
+        for trajectory_id in failover.redirect(list(views.values()), [room]):
+            attempt, _ = self._waiting.pop(trajectory_id)
+            self._begin(views[trajectory_id], attempt, replica, known[trajectory_id])
 
     def rooms(self) -> list[failover.Room]:
         """Replicas that generate: they can take more of their weights. Their last report may be older than
         what they serve by now."""
-        return [
-            failover.Room(replica, report.weight_id, float(report.kv_capacity - report.kv_tokens))
-            for replica, row in self._replicas.rows().items()
-            if (report := row.current_report) is not None
-            and report.weight_id is not None
-            and report.phase == "draining"
-            and report.weight_id == row.weight_id
-            and replica not in self._replicas.waiting
-            and not row.leaving
-        ]
+        found = (self._room(replica, row) for replica, row in self._replicas.rows().items())
+        return [room for room in found if room is not None]
 
-    def _view(self, trajectory_id: int, part: Partial, newest: int = -1) -> failover.Orphan:
+    def _room(self, replica: int, row: Replica) -> failover.Room | None:
+        report = row.current_report
+        if report is None or report.phase != "draining" or row.leaving or replica in self._replicas.waiting:
+            return None
+        if report.weight_id is None or report.weight_id != row.weight_id:
+            return None
+        return failover.Room(replica, report.weight_id, float(report.kv_capacity - report.kv_tokens))
+
+    def _view(self, trajectory_id: int, part: Partial, newest: int | None = None) -> failover.Orphan:
         """To go on with its own weights, or with those of the id `newest` if they are newer."""
-        prompt, response = len(self._tracker.bare_group(trajectory_id).prompt_tokens), len(part.tokens)
-        weight_id = max(newest, part.spans[-1].weight_id)
+        prompt, response = len(self._tracker.bare_group(trajectory_id).prompt_tokens), part.count
+        own = part.spans[-1].weight_id
+        weight_id = own if newest is None else max(newest, own)
         return failover.Orphan(trajectory_id, weight_id, prompt + response, response)
 
     def _start_again(self, trajectory_id: int, attempt: int) -> None:
@@ -202,14 +219,14 @@ class Rescuer:
     def next_rescue(self, batch_id: int) -> Rescue | None:
         """What a replica without work goes on with, as batch `batch_id`; None when there is nothing, or
         nobody. Called until it returns None: each rescue leaves less that can be loaded."""
-        if not self._waiting:
+        if not self._waiting or not (idle := self._idle()):
             return None
         orphans = [
             self._view(i, part)
             for i, (attempt, _) in self._waiting.items()
             if (part := self._pool.get(i, attempt))
         ]
-        reloads, again = failover.plan_reloads(orphans, self._idle())
+        reloads, again = failover.plan_reloads(orphans, idle)
         if reloads:
             return self._regrant(reloads[0], batch_id)
         for trajectory_id in again:
@@ -220,16 +237,20 @@ class Rescuer:
     def _idle(self) -> list[failover.Idle]:
         """Replicas that ask for work, but for those that will pull first, and those that are starting and
         have been given nothing yet."""
-        rows, requests, idle = self._replicas.rows(), self._replicas.waiting, []
+        without_work, idle = self._replicas.without_work(), list[failover.Idle]()
+        if not without_work:
+            return idle
+        rows = self._replicas.rows()
         speeds = [row.report.tokens_per_second for row in rows.values() if row.report is not None]
         tokens_per_reload = self._replicas.pull_seconds * max(speeds, default=0.0)
-        for member in self._shared.members.all("rollout"):
-            replica, machine = member.hello.index, member.hello.machine
-            row, request = self._replicas.at(replica), requests.get(replica)
-            if row.rejoins or row.leaving:
+        for replica in without_work:
+            row, asks_on = rows[replica], self._replicas.waiting.weight_id(replica)
+            member = self._shared.members.at("rollout", replica)
+            if member is None or row.rejoins or row.leaving:
                 continue
-            if request is not None and self._weights.is_newest_on(machine, request.weight_id):
-                serves: int | None = request.weight_id
+            machine = member.hello.machine
+            if asks_on is not None and self._weights.is_newest_on(machine, asks_on):
+                serves: int | None = asks_on
             elif row.report is not None and row.report.phase == "unverified" and row.newest_batch is None:
                 serves = None
             else:
@@ -252,7 +273,7 @@ class Rescuer:
         rescue = Rescue(batch_id, replica, weight_id, member.hello.machine, groups, {}, {})
         for i, attempt in rescue.attempts():
             rescue.parts[i] = moved(known[i])
-            rescue.resumed[i] = len(known[i].tokens), now - waited[i][1]
+            rescue.resumed[i] = known[i].count, now - waited[i][1]
             self._pool.put(i, attempt, rescue.parts[i])
         log.info("%d trajectories go on at replica %d on weight id %d", len(rescue.parts), replica, weight_id)
         if self._replicas.at(replica).weight_id == weight_id:

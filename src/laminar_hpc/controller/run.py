@@ -290,7 +290,7 @@ def loop(controller: Controller, received: list[str], lock: RunLock, watch: Loop
                     f"{state.stopping}: the trainer did not finish step {state.trainer_step + 1} and its "
                     f"checkpoint within {cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
                 )
-        missing = {role: number - len(members.all(role)) for role, number in wanted.items()}
+        missing = {} if joined else {role: n - members.count(role) for role, n in wanted.items()}
         joined = joined or not any(number > 0 for number in missing.values())
         if not joined and time.monotonic() > joining_until:
             ranks = ", ".join(f"{number} {role}" for role, number in missing.items() if number > 0)
@@ -313,11 +313,14 @@ def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:
     if controller is not None:
         controller.tell_all_to_leave(RUN_FAILED if not controller.state.finished else "done")
         controller.send_all()
-        for part in (controller.store, controller.metrics, controller.trace):
+        closes = [controller.store.close, controller.metrics.close, controller.trace.close]
+        if controller.archiving:
+            closes.insert(0, controller.archiving.close)
+        for close_part in closes:
             try:
-                part.close()
+                close_part()
             except (OSError, sqlite3.Error):  # a full disk: the others are closed all the same
-                log.exception("%s could not be closed", type(part).__name__)
+                log.exception("%s could not be done", close_part.__qualname__)
     hub.close()
     now = read_address(run_dir)
     if now is not None and now.run_id == hub.address.run_id:  # another's stays

@@ -136,6 +136,7 @@ def store_directory(config: RunConfig) -> Path:
 
 
 def store_path(config: RunConfig) -> Path:
+    """The store's file."""
     return store_directory(config) / _STORE
 
 

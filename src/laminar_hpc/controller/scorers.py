@@ -8,6 +8,8 @@ counts once (controller/tracker.py). Without a replica that serves weights they 
 
 import logging
 from collections import Counter
+from heapq import heapify, heapreplace
+from itertools import islice
 
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
@@ -18,13 +20,15 @@ _AT_ONCE = 64  # asked of one replica; more would keep its own responses waiting
 
 
 class Scorers:
+    """Called when a replica is lost, for each score, and at each tick."""
+
     def __init__(self, shared: Shared, tracker: TrajectoryTracker, replicas: Replicas) -> None:
         self._shared, self._tracker, self._replicas = shared, tracker, replicas
         self._asked: dict[int, int] = {}  # trajectory -> replica
 
     def replica_lost(self, replica: int) -> int:
         """What it was to score is scored by others. Returns how many responses that is."""
-        left = self._tracker.scored_by(replica)
+        left = self._tracker.holders.scoring(replica)
         for trajectory_id in left:
             self._asked.pop(trajectory_id, None)
             self._tracker.scorer_lost(trajectory_id)
@@ -35,17 +39,18 @@ class Scorers:
 
     def assign(self) -> None:
         """Asks the replicas that have least to score; those that serve weights have their reward workers."""
-        rows, members = self._replicas.rows(), self._shared.members
-        serving = [i for i, row in rows.items() if row.weight_id is not None and not row.leaving]
-        ready = [i for i in serving if members.at("rollout", i)]
-        if not self._tracker.unscored or not ready:
+        if not self._tracker.unscored:
             return
-        asked, sent = Counter(self._asked.values()), Counter[int]()
-        for trajectory_id in list(self._tracker.unscored):
-            replica = min(ready, key=lambda i: (asked[i], i))
-            if asked[replica] >= _AT_ONCE:
+        rows, members, counts = self._replicas.rows(), self._shared.members, Counter(self._asked.values())
+        serving = [i for i, row in rows.items() if row.weight_id is not None and not row.leaving]
+        ready = [(counts[i], i) for i in serving if members.at("rollout", i)]  # fewest first
+        heapify(ready)
+        sent = Counter[int]()
+        for trajectory_id in list(islice(self._tracker.unscored, _AT_ONCE * len(ready))):
+            asked, replica = ready[0]
+            if asked >= _AT_ONCE:
                 break
-            asked[replica] += 1
+            heapreplace(ready, (asked + 1, replica))
             sent[replica] += 1
             self._asked[trajectory_id] = replica
             order = self._tracker.score_at(trajectory_id, replica)

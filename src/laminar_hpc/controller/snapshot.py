@@ -12,13 +12,6 @@ from laminar_hpc.observability.status import Queues, Rank, Status
 def status(controller: Controller) -> Status:
     """The run at this moment, for status.json; called at every write of it."""
     c = controller
-    samples = [
-        sample
-        for group in c.tracker.groups.values()
-        if not group.finished
-        for sample in group.samples.values()
-    ]
-    finished = sum(group.finished for group in c.tracker.groups.values())
     return Status(
         time=time.time(),
         pid=os.getpid(),
@@ -34,9 +27,9 @@ def status(controller: Controller) -> Status:
             for member in sorted(c.members.by_place.values(), key=lambda m: (m.hello.role, m.hello.index))
         ],
         queues=Queues(
-            generating=len(c.tracker.groups) - finished,
-            ready=finished,
-            unscored=sum(sample.generated for sample in samples),
+            generating=len(c.tracker.live) - c.tracker.ready_groups,
+            ready=c.tracker.ready_groups,
+            unscored=c.tracker.holders.unscored,
             evaluations=len(c.evaluations.queue) if c.evaluations else 0,
             replicas_waiting=len(c.replicas.waiting),
             trainer_waits=c.training.waits_for,

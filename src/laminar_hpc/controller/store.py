@@ -1,66 +1,45 @@
-"""The experience buffer and the run's memory: one SQLite file, written by the controller only.
+"""What the experience buffer holds, and the run's memory: one SQLite file, written by the controller only.
 
 WAL with synchronous=FULL: what is committed survives a power cut. The loop commits once per turn, before it
 sends anything. With `store_dir` the journal has it first and is what survives, also the loss of the machine;
 the store's own file then syncs at its checkpoints only.
 States of a trajectory: granted -> generated -> finished -> consumed(step), or given_up(reason). A response is
-written once, when it is generated; its score and states are rows of their own and small. Nothing is deleted,
-so a run can be replayed.
+in a payload file (payload/), and only its place is here; when the archive has it, not even that. Of all else
+nothing is deleted.
 """
 
 import secrets
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.check import check_store_directory
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.journal import Journal
+from laminar_hpc.controller.journal import RUN_DIR, Journal
 from laminar_hpc.controller.recorded import RecordedConnection
-from laminar_hpc.messages.data import ScorePart, Trajectory
-from laminar_hpc.messages.wire import encode, with_score
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS weights(
-  id INTEGER PRIMARY KEY, restore_epoch INTEGER, step INTEGER, published_at REAL);
-CREATE TABLE IF NOT EXISTS groups(
-  id INTEGER PRIMARY KEY, prompt_index INTEGER, state TEXT,
-  weight_id INTEGER, weight_step INTEGER, number INTEGER,
-  granted_at REAL, finished_at REAL, finish_order INTEGER,
-  consumed_step INTEGER, reason TEXT);
-CREATE TABLE IF NOT EXISTS trajectories(
-  id INTEGER PRIMARY KEY, group_id INTEGER, sample_index INTEGER, attempt INTEGER, state TEXT,
-  replica INTEGER, weight_id INTEGER, weight_step INTEGER, step_finished INTEGER, consumed_step INTEGER,
-  response_length INTEGER, reward REAL, accuracy REAL, finish_reason TEXT, reward_error TEXT,
-  time_started REAL, time_finished REAL, time_scored REAL,
-  digest TEXT, score BLOB);
-CREATE TABLE IF NOT EXISTS responses(trajectory_id INTEGER PRIMARY KEY, payload BLOB);
-CREATE TABLE IF NOT EXISTS mismatches(
-  trajectory_id INTEGER PRIMARY KEY, mean REAL, minibatches_ahead INTEGER);
-CREATE TABLE IF NOT EXISTS evaluated(
-  evaluation TEXT, response INTEGER, weight_id INTEGER, score REAL, length INTEGER,
-  PRIMARY KEY(evaluation, response)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS received(identity TEXT PRIMARY KEY, seq INTEGER) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories(group_id);
-CREATE INDEX IF NOT EXISTS groups_by_state ON groups(state);
-"""
+from laminar_hpc.controller.store_layout import LAYOUT, SCHEMA, has_tables
+from laminar_hpc.controller.stored import stored_groups
+from laminar_hpc.messages.data import Place, ScorePart, Trajectory
+from laminar_hpc.messages.training import BatchGroup
+from laminar_hpc.messages.wire import encode
+from laminar_hpc.payload.layout import tokens_array
+from laminar_hpc.payload.writer import FOLDER as PAYLOADS
 
 
 class Store:
     """All SQL of the controller. Every method works inside the open transaction; `commit` ends it."""
 
     def __init__(self, directory: Path, read_only: bool = False, journal: Journal | None = None) -> None:
-        """`read_only`: that of another run, which may be a live one, for a replay; only `payloads` and
-        `consumed_groups` work. `journal`: gets each transaction before it is committed."""
+        """`read_only`: that of another run, which may be a live one, for a replay; only `batch`,
+        `consumed_groups`, `archived_steps` and `run_dir` work. `journal`: gets each transaction first."""
         self.path, self._journal = directory / "store.sqlite", journal
         try:
             if read_only:
                 uri = f"{self.path.resolve().as_uri()}?mode=ro"
                 self._db = sqlite3.connect(uri, uri=True, isolation_level=None)
                 self._db.execute("SELECT 1 FROM groups LIMIT 1").fetchone()
-                self._refuse_older()
+                self._refuse_other_layouts()
                 return
             directory.mkdir(parents=True, exist_ok=True)
             check_store_directory(directory)
@@ -69,10 +48,11 @@ class Store:
             self._db.execute("PRAGMA journal_mode=WAL")
             # what a power cut takes from the store is in the journal
             self._db.execute(f"PRAGMA synchronous={'NORMAL' if journal else 'FULL'}")
-            self._refuse_older()
+            self._refuse_other_layouts()
             self._db.execute("BEGIN IMMEDIATE")
-            for statement in _SCHEMA.split(";"):
+            for statement in SCHEMA.split(";"):
                 self._db.execute(statement)
+            self._db.execute("INSERT OR IGNORE INTO meta VALUES('layout', ?)", (LAYOUT,))
             self.store_id = self._own_id()
         except sqlite3.DatabaseError as error:
             if is_full_disk(error):
@@ -80,13 +60,19 @@ class Store:
             cure = "restore it from a copy" if read_only else "move it away or choose another run_dir"
             raise LaminarError(f"{self.path} cannot be used as the store ({error}); {cure}") from None
 
-    def _refuse_older(self) -> None:
-        """Raises LaminarError for a store in which responses have no digests."""
-        columns = {row[1] for row in self._db.execute("PRAGMA table_info(trajectories)")}
-        if columns and "digest" not in columns:
+    def _refuse_other_layouts(self) -> None:
+        """Raises LaminarError for a store whose tables mean something else."""
+        try:
+            has_tables(self._db, self.path)
+        except LaminarError:
             self._db.close()
-            cure = "use it with that version, or choose another run_dir"
-            raise LaminarError(f"{self.path} was written by an older version of laminar_hpc; {cure}")
+            raise
+
+    @property
+    def run_dir(self) -> Path:
+        """Whose payload files hold the responses: where the store lies, or with `store_dir` the run's own."""
+        here = self.path.resolve().parent
+        return here if (here / PAYLOADS).is_dir() else Path(self.get_text(RUN_DIR) or here)
 
     def _own_id(self) -> str:
         """Random, made with the store: tells it from every other one."""
@@ -205,20 +191,20 @@ class Store:
             (group_id, prompt_index, weight_id, weight_step, number, time),
         )
 
-    def add_trajectory(
+    def add_trajectories(
         self,
-        trajectory_id: int,
+        ids: range,
         group_id: int,
-        sample_index: int,
+        first_sample: int,
         replica: int | None,
         weight_id: int,
         weight_step: int,
     ) -> None:
-        """`replica` None: nobody has it yet."""
-        self._db.execute(
+        """More samples of a group, from `first_sample` on. `replica` None: nobody has them yet."""
+        self._db.executemany(
             "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, "
             "replica, weight_id, weight_step) VALUES(?, ?, ?, 0, 'granted', ?, ?, ?)",
-            (trajectory_id, group_id, sample_index, replica, weight_id, weight_step),
+            [(i, group_id, n, replica, weight_id, weight_step) for n, i in enumerate(ids, first_sample)],
         )
 
     def grant_again(
@@ -230,25 +216,37 @@ class Store:
             (attempt, replica, weight_id, weight_step, trajectory_id),
         )
 
+    def add_prompt(self, group_id: int, tokens: Sequence[int]) -> None:
+        """The group's prompt, as it goes out with every batch."""
+        data = tokens_array(tokens).tobytes()
+        self._db.execute("INSERT OR REPLACE INTO prompts VALUES(?, ?)", (group_id, data))
+
     def set_group_weights(self, group_id: int, weight_step: int) -> None:
         self._db.execute("UPDATE groups SET weight_step = ? WHERE id = ?", (weight_step, group_id))
 
     def store_response(self, t: Trajectory) -> None:
-        """It has its last token, and no score yet."""
-        origin = (t.attempt, t.replica, t.weight_id, t.weight_step, t.step_finished)
-        outcome = (len(t.response_tokens), t.finish_reason, t.digest, t.time_started, t.time_finished)
+        """It has its last token, a place in a payload file, and no score yet."""
+        assert t.place is not None
+        origin = (t.attempt, t.replica, t.weight_id, t.weight_step, t.step_finished, t.moves)
+        outcome = (t.length, t.trained, t.policies, t.finish_reason, t.digest)
         self._db.execute(
             "UPDATE trajectories SET state = 'generated', attempt = ?, replica = ?, "
-            "weight_id = ?, weight_step = ?, step_finished = ?, response_length = ?, "
-            "finish_reason = ?, digest = ?, time_started = ?, time_finished = ? WHERE id = ?",
-            (*origin, *outcome, t.trajectory_id),
+            "weight_id = ?, weight_step = ?, step_finished = ?, moves = ?, response_length = ?, "
+            "trained = ?, policies = ?, finish_reason = ?, digest = ?, "
+            "time_started = ?, time_finished = ? WHERE id = ?",
+            (*origin, *outcome, t.time_started, t.time_finished, t.trajectory_id),
         )
-        self._db.execute("INSERT OR REPLACE INTO responses VALUES(?, ?)", (t.trajectory_id, encode(t)))
+        self.put_back(t.trajectory_id, t.place)
 
-    def response(self, trajectory_id: int) -> bytes:
-        """A stored response without its score, encoded."""
-        sql = "SELECT payload FROM responses WHERE trajectory_id = ?"
-        return self._db.execute(sql, (trajectory_id,)).fetchone()[0]
+    def lose_response(self, trajectory_id: int) -> None:
+        """It cannot be read; the trajectory is to be granted again."""
+        self._db.execute("UPDATE trajectories SET state = 'granted' WHERE id = ?", (trajectory_id,))
+        self._db.execute("DELETE FROM responses WHERE trajectory_id = ?", (trajectory_id,))
+
+    def place(self, trajectory_id: int) -> Place:
+        """Of a stored response."""
+        sql = "SELECT file, offset, size FROM responses WHERE trajectory_id = ?"
+        return Place(*self._db.execute(sql, (trajectory_id,)).fetchone())
 
     def finish_trajectory(self, trajectory_id: int, score: ScorePart, accuracy: float) -> None:
         self._db.execute(
@@ -273,14 +271,10 @@ class Store:
         self._db.execute("UPDATE trajectories SET state = 'given_up' WHERE group_id = ?", (group_id,))
 
     def consume(self, group_ids: Iterable[int], step: int) -> None:
-        for group_id in group_ids:
-            self._db.execute(
-                "UPDATE groups SET state = 'consumed', consumed_step = ? WHERE id = ?", (step, group_id)
-            )
-            self._db.execute(
-                "UPDATE trajectories SET state = 'consumed', consumed_step = ? WHERE group_id = ?",
-                (step, group_id),
-            )
+        rows = [(step, group_id) for group_id in group_ids]
+        for table, key in (("groups", "id"), ("trajectories", "group_id")):
+            text = f"UPDATE {table} SET state = 'consumed', consumed_step = ? WHERE {key} = ?"
+            self._db.executemany(text, rows)
 
     def note_mismatches(self, mismatches: dict[int, tuple[float, int]]) -> None:
         """See messages.StepDone; a step that is trained again after a restore replaces what the first time
@@ -289,17 +283,33 @@ class Store:
             "INSERT OR REPLACE INTO mismatches VALUES (?, ?, ?)", [(i, *m) for i, m in mismatches.items()]
         )
 
-    def payloads(self, group_ids: Iterable[int]) -> list[bytes]:
-        """The scored trajectories of these groups, encoded, group by group, in sample order."""
-        payloads: list[bytes] = []
-        for group_id in group_ids:
-            rows = self._db.execute(
-                "SELECT payload, score FROM trajectories JOIN responses ON trajectory_id = id "
-                "WHERE group_id = ? AND score IS NOT NULL ORDER BY sample_index",
-                (group_id,),
-            )
-            payloads += [with_score(response, score) for response, score in rows]
-        return payloads
+    def batch(self, group_ids: Iterable[int]) -> list[BatchGroup]:
+        """The scored trajectories of these groups, in sample order."""
+        return stored_groups(self._db, group_ids)
+
+    # ---- archive -------------------------------------------------------------------------------------------
+
+    @property
+    def archived_steps(self) -> int:
+        """So many steps, from the first one on, have left the payload files."""
+        return self.get("archived_steps", 0)
+
+    @archived_steps.setter
+    def archived_steps(self, steps: int) -> None:
+        self.put("archived_steps", steps)
+
+    def forget_responses(self, trajectories: Iterable[int], groups: Iterable[int]) -> None:
+        """Places and prompts; what the run needs to know of the trajectories stays."""
+        for table, key, ids in (
+            ("responses", "trajectory_id", trajectories),
+            ("prompts", "group_id", groups),
+        ):
+            self._db.executemany(f"DELETE FROM {table} WHERE {key} = ?", [(i,) for i in ids])
+
+    def put_back(self, trajectory_id: int, place: Place) -> None:
+        """Its response is in a payload file again."""
+        row = (trajectory_id, place.file, place.offset, place.size)
+        self._db.execute("INSERT OR REPLACE INTO responses VALUES(?, ?, ?, ?)", row)
 
     # ---- restore and replay --------------------------------------------------------------------------------
 
@@ -309,11 +319,11 @@ class Store:
 
         A step's number is that of the version before it.
         """
-        later = "state = 'consumed' AND consumed_step >= ?"
-        groups = self._db.execute(f"SELECT id FROM groups WHERE {later} ORDER BY id", (step,)).fetchall()
-        for table in ("trajectories", "groups"):
-            text = f"UPDATE {table} SET state = 'finished', consumed_step = NULL WHERE {later}"
-            self._db.execute(text, (step,))
+        later = "SELECT id FROM groups WHERE state = 'consumed' AND consumed_step >= ? ORDER BY id"
+        groups = self._db.execute(later, (step,)).fetchall()
+        for table, key in (("groups", "id"), ("trajectories", "group_id")):
+            text = f"UPDATE {table} SET state = 'finished', consumed_step = NULL WHERE {key} = ?"
+            self._db.executemany(text, groups)
         return [group for (group,) in groups]
 
     def live_groups(self, ids: Iterable[int] | None = None) -> list[tuple[int, int, str, int, int, int]]:
@@ -342,7 +352,8 @@ class Store:
         yet."""
         return self._db.execute(
             "SELECT id, replica, weight_step FROM trajectories "
-            "WHERE state IN ('granted', 'generated') AND replica IS NOT NULL ORDER BY id"
+            "WHERE state IN ('granted', 'generated') AND replica IS NOT NULL "
+            "AND group_id IN (SELECT id FROM groups WHERE state = 'granted') ORDER BY id"
         ).fetchall()
 
     def counted_groups(self) -> int:

@@ -12,6 +12,7 @@ from laminar_hpc.cluster.checkpoints import checkpoint_path, store_id
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.controller.journal import store_id_of
+from laminar_hpc.controller.read_only import connect_read_only
 
 
 def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, seconds: float) -> None:
@@ -47,9 +48,7 @@ def damage_of(path: Path, seconds: float) -> str:
 def _read(path: Path, seconds: float) -> tuple[str, int, str]:
     """(damage, the last step whose batch is on record, store id)."""
     try:
-        # without a write-ahead log SQLite need not create files of its own to read
-        how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, check_same_thread=False)
+        connection = connect_read_only(path)
         try:
             damage = _quick_check(connection, seconds) if seconds else ""
             return (damage, 0, "") if damage else ("", _last_step(connection), _store_id(connection))

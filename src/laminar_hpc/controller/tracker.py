@@ -12,13 +12,14 @@ import logging
 from collections.abc import Callable
 
 from laminar_hpc.controller.groups import Counts, Group, SampleState
+from laminar_hpc.controller.holders import Holders
 from laminar_hpc.controller.store import Store
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages.data import PromptGroup, Sample, ScorePart, Trajectory
 from laminar_hpc.messages.rollouts import ScoreOrder
-from laminar_hpc.messages.wire import decode_tokens
+from laminar_hpc.messages.training import BatchGroup
 from laminar_hpc.policies import filtering
-from laminar_hpc.policies.admission import GroupView
+from laminar_hpc.policies.live_groups import GroupView, LiveGroups
 from laminar_hpc.policies.sampling import GroupSize
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,10 @@ class TrajectoryTracker:
         self._finished_count = store.get("groups_finished", 0)
         self.counted = store.counted_groups()
         self.groups: dict[int, Group] = {}
+        self.live = LiveGroups()  # the same, as the policies see them
+        self.holders = Holders()
         self._group_of: dict[int, int] = {}
         self.unscored: dict[int, None] = {}  # complete, and nobody is asked for their scores; oldest first
-        self.ready_groups = 0  # finished, not consumed
         self.filtered_in_a_row = 0
         self.counts = Counts()
         # a score can make room for other groups, or for more samples
@@ -63,6 +65,8 @@ class TrajectoryTracker:
             sample = self.groups[self._group_of[trajectory_id]].samples[trajectory_id]
             sample.replica, sample.weight_step = replica, weight_step
             self.unscored.pop(trajectory_id, None)
+            self._changed(trajectory_id)
+            self.live.put(self.groups[self._group_of[trajectory_id]].view())
         return {replica for _, replica, _ in owners}
 
     def restore(self, step: int) -> int:
@@ -88,32 +92,19 @@ class TrajectoryTracker:
                 group.samples[trajectory_id] = SampleState(attempt, step, None, False, *outcome)
                 if generated:
                     self.unscored[trajectory_id] = None
-                self._group_of[trajectory_id] = group_id
-            self.groups[group_id] = group
-            self.ready_groups += group.finished
+            self._add(group)
 
     # ---- giving out ----------------------------------------------------------------------------------------
 
-    def _open_samples(self) -> list[tuple[Group, list[int]]]:
-        """Samples with nobody: lost ones, and those that a group got later; by the weights of their groups,
-        oldest first."""
-        by_group = [
-            (group, [i for i, sample in group.samples.items() if sample.is_open])
-            for group in self.groups.values()
-            if not group.finished
-        ]
-        return sorted(
-            ((group, ids) for group, ids in by_group if ids),
-            key=lambda pair: (pair[0].view().weight_step, pair[0].group_id),
-        )
+    @property
+    def open_in_groups(self) -> float:
+        """Samples with nobody, counted as groups of their first samples."""
+        return self.holders.open_samples / self._size.first
 
-    def ready(self, replica: int) -> tuple[float, bool]:
-        """(samples with nobody, in groups; whether some of what `replica` generated is not scored yet)."""
-        samples = sum(len(ids) for _, ids in self._open_samples())
-        scoring = any(
-            s.generated and s.replica == replica for g in self.groups.values() for s in g.samples.values()
-        )
-        return samples / self._size.first, scoring
+    def oldest_open(self) -> GroupView | None:
+        """The first group of which `draw` gives out samples."""
+        group_id = self.holders.oldest_open()
+        return None if group_id is None else self.groups[group_id].view()
 
     def draw(
         self,
@@ -126,26 +117,30 @@ class TrajectoryTracker:
         may_go_on: Callable[[GroupView], bool] = lambda _: True,
     ) -> list[PromptGroup]:
         """A local batch for `replica`: samples that are with nobody first, of groups that `may_go_on`, then
-        at most `quota` new groups.
+        at most `quota` new groups. Groups on older weights come first; one that may not go on ends that, as
+        admission.may_go_on refuses all younger ones too.
 
         It ends with the group that brings it to the samples of `groups_max` new groups.
         """
         batch, room = [], groups_max * self._size.first
-        for group, ids in self._open_samples():
-            if room <= 0:
-                break
+        while room > 0 and (group_id := self.holders.oldest_open()) is not None:
+            group, ids = self.groups[group_id], self.holders.open_of(group_id)
             if not may_go_on(group.view()):
-                continue
+                break
             room -= len(ids)
             for trajectory_id in ids:
                 sample = group.samples[trajectory_id]
                 sample.owned_by(replica)
                 sample.weight_step = weight_step
                 self._store.grant_again(trajectory_id, sample.attempt, replica, weight_id, weight_step)
+                self.holders.note(group, trajectory_id)
+            self.live.put(group.view())
             self._store.set_group_weights(group.group_id, group.view().weight_step)
             batch.append(self._message(group, ids))
-        for _ in range(min(-(-room // self._size.first), quota)):
-            batch.append(self._new_group(replica, weight_id, weight_step, now))
+        new = range(min(-(-room // self._size.first), quota))
+        batch += [self._new_group(replica, weight_id, weight_step, now) for _ in new]
+        if new:
+            self._store.put("prompts_drawn", self._draws)
         return batch
 
     def _new_group(self, replica: int, weight_id: int, weight_step: int, now: float) -> PromptGroup:
@@ -153,22 +148,20 @@ class TrajectoryTracker:
         group = Group(self._next_group, self._prompt_of_draw(self._draws), self.counted)
         self._next_group += 1
         self._draws += 1
-        self._store.put("prompts_drawn", self._draws)
         self._store.add_group(group.group_id, group.prompt_index, weight_id, weight_step, group.number, now)
+        self._store.add_prompt(group.group_id, self._prompts[group.prompt_index].tokens)
         self._add_samples(group, self._size.first, replica, weight_id, weight_step)
-        self.groups[group.group_id] = group
+        self._add(group)
         return self._message(group, list(group.samples))
 
     def _add_samples(
         self, group: Group, count: int, replica: int | None, weight_id: int, weight_step: int
     ) -> None:
-        for _ in range(count):
-            self._store.add_trajectory(
-                self._next_trajectory, group.group_id, len(group.samples), replica, weight_id, weight_step
-            )
-            group.samples[self._next_trajectory] = SampleState(0, weight_step, replica)
-            self._group_of[self._next_trajectory] = group.group_id
-            self._next_trajectory += 1
+        ids = range(self._next_trajectory, self._next_trajectory + count)
+        self._next_trajectory += count
+        where = (replica, weight_id, weight_step)
+        self._store.add_trajectories(ids, group.group_id, len(group.samples), *where)
+        group.samples.update({i: SampleState(0, weight_step, replica) for i in ids})
 
     def _message(self, group: Group, ids: list[int]) -> PromptGroup:
         prompt = self._prompts[group.prompt_index]
@@ -207,7 +200,8 @@ class TrajectoryTracker:
         trajectory.step_finished, trajectory.weight_step = trainer_step, sample.weight_step
         self._store.store_response(trajectory)
         sample.generated, sample.replica, sample.held = True, trajectory.replica, False
-        sample.length, sample.weight_id = len(trajectory.response_tokens), trajectory.weight_id
+        sample.length, sample.weight_id = trajectory.length, trajectory.weight_id
+        self._changed(trajectory.trajectory_id)
         return True
 
     def scored(
@@ -228,11 +222,13 @@ class TrajectoryTracker:
         self._store.finish_trajectory(trajectory_id, ScorePart(time, reward, parts, error), sample.accuracy)
         sample.finished, sample.generated = True, False
         self.unscored.pop(trajectory_id, None)
+        self._changed(trajectory_id)
         if not all(s.finished for s in group.samples.values()):
             return None
         more = self._size.granted_next([s.accuracy for s in group.samples.values()])
         if more:
             self._add_samples(group, more, None, sample.weight_id, group.view().weight_step)
+            self._add(group)
             return None
         self._complete(group, time)
         return group
@@ -255,25 +251,43 @@ class TrajectoryTracker:
         self.filtered_in_a_row = 0
         self._finished_count += 1
         group.finished, group.finish_order = True, self._finished_count
-        self.ready_groups += 1
+        self.live.put(group.view())
         self._store.put("groups_finished", self._finished_count)
         self._store.finish_group(group.group_id, group.view().weight_step, self._finished_count, time)
 
+    # ---- what is kept beside the groups --------------------------------------------------------------------
+
+    @property
+    def ready_groups(self) -> int:
+        """Finished, not consumed."""
+        return self.live.finished
+
+    def _add(self, group: Group) -> None:
+        """A group, or more of its samples."""
+        self.groups[group.group_id] = group
+        self.live.put(group.view())
+        for trajectory_id in group.samples:
+            self._group_of[trajectory_id] = group.group_id
+            self.holders.note(group, trajectory_id)
+
+    def _changed(self, trajectory_id: int) -> None:
+        """The state or the owner of a sample."""
+        self.holders.note(self.groups[self._group_of[trajectory_id]], trajectory_id)
+
     def _forget(self, group_id: int) -> None:
-        for trajectory_id in self.groups.pop(group_id).samples:
+        group = self.groups.pop(group_id)
+        self.live.remove(group_id)
+        self.holders.forget(group)
+        for trajectory_id in group.samples:
             del self._group_of[trajectory_id]
 
     # ---- scores by others ----------------------------------------------------------------------------------
-
-    def scored_by(self, replica: int) -> list[int]:
-        """The complete responses that this replica is to score."""
-        groups = [group for group in self.groups.values() if not group.finished]
-        return [i for g in groups for i, s in g.samples.items() if s.generated and s.replica == replica]
 
     def scorer_lost(self, trajectory_id: int) -> None:
         """The replica that was to score it is gone."""
         self.groups[self._group_of[trajectory_id]].samples[trajectory_id].replica = None
         self.unscored[trajectory_id] = None
+        self._changed(trajectory_id)
 
     def scores(self, replica: int, scoring: list[Sample]) -> None:
         """`replica` scores these; what else it was to score is for others."""
@@ -282,34 +296,22 @@ class TrajectoryTracker:
             if sample is not None and sample.generated:
                 sample.replica = replica
                 self.unscored.pop(scored.trajectory_id, None)
+                self._changed(scored.trajectory_id)
         known = {sample.trajectory_id for sample in scoring}
-        for trajectory_id in set(self.scored_by(replica)) - known:
-            self.scorer_lost(trajectory_id)
+        for trajectory_id in self.holders.scoring(replica):
+            if trajectory_id not in known:
+                self.scorer_lost(trajectory_id)
 
     def score_at(self, trajectory_id: int, replica: int) -> ScoreOrder:
         """`replica` is to score an unscored response from here on; what to tell it."""
         del self.unscored[trajectory_id]
         sample = self.groups[self._group_of[trajectory_id]].samples[trajectory_id]
         sample.replica = replica
-        tokens = decode_tokens(self._store.response(trajectory_id))
-        return ScoreOrder(trajectory_id, sample.attempt, self.bare_group(trajectory_id), tokens)
+        self._changed(trajectory_id)
+        place = self._store.place(trajectory_id)
+        return ScoreOrder(trajectory_id, sample.attempt, self.bare_group(trajectory_id), place)
 
     # ---- moves ---------------------------------------------------------------------------------------------
-
-    def in_progress(self) -> dict[int, list[tuple[Group, int, SampleState]]]:
-        """By replica what it has of trajectories without their last token."""
-        owned: dict[int, list[tuple[Group, int, SampleState]]] = {}
-        for group in self.groups.values():
-            if group.finished:
-                continue
-            for trajectory_id, sample in group.samples.items():
-                complete = sample.finished or sample.generated
-                if not complete and sample.replica is not None:
-                    owned.setdefault(sample.replica, []).append((group, trajectory_id, sample))
-        return owned
-
-    def in_progress_counts(self) -> dict[int, int]:
-        return {replica: len(owned) for replica, owned in self.in_progress().items()}
 
     def prompt_of(self, group: Group) -> Prompt:
         return self._prompts[group.prompt_index]
@@ -325,6 +327,7 @@ class TrajectoryTracker:
         if sample is None or sample.generated:
             return False
         sample.owned_by(replica)
+        self._changed(trajectory_id)
         self._store.grant_again(trajectory_id, sample.attempt, replica, weight_id, sample.weight_step)
         return True
 
@@ -352,6 +355,7 @@ class TrajectoryTracker:
         if sample is None or not sample.is_open:
             return False
         sample.replica = replica
+        self._changed(trajectory_id)
         return True
 
     def hold(self, trajectory_id: int) -> None:
@@ -359,6 +363,7 @@ class TrajectoryTracker:
         `discard`."""
         sample = self.groups[self._group_of[trajectory_id]].samples[trajectory_id]
         sample.replica, sample.held = None, True
+        self._changed(trajectory_id)
 
     def discard(self, trajectory_id: int, attempt: int, tokens: int) -> None:
         """It starts again from its prompt; `tokens` of it that were known are thrown away."""
@@ -366,29 +371,31 @@ class TrajectoryTracker:
         if sample is not None and not sample.generated:
             self.counts.tokens_discarded += tokens
             sample.replica, sample.held = None, False
+            self._changed(trajectory_id)
 
     def lost(self, trajectory_id: int, attempt: int) -> bool:
-        """The sample is given out again at the next grant. Whether the report counts."""
+        """The sample is given out again at the next grant, also one whose response is complete and cannot be
+        read. Whether the report counts."""
         sample = self._reported(trajectory_id, attempt)
-        if sample is None or sample.generated:
+        if sample is None:
             return False
-        sample.replica, sample.held = None, False
+        if sample.generated:
+            self.unscored.pop(trajectory_id, None)
+            self._store.lose_response(trajectory_id)
+        sample.replica, sample.held, sample.generated = None, False, False
+        self._changed(trajectory_id)
         return True
 
     # ---- training ------------------------------------------------------------------------------------------
-
-    def views(self) -> list[GroupView]:
-        return [g.view() for g in self.groups.values()]
 
     def take_counts(self) -> Counts:
         taken, self.counts = self.counts, Counts()
         return taken
 
-    def consume(self, group_ids: list[int], step: int) -> list[bytes]:
-        """Takes groups out for step `step`; they are in the store as consumed before the batch is sent. Their
-        trajectories, encoded."""
+    def consume(self, group_ids: list[int], step: int) -> list[BatchGroup]:
+        """Takes groups out for step `step`; they are in the store as consumed before the batch is sent. What
+        goes out of them."""
         self._store.consume(group_ids, step)
-        self.ready_groups -= len(group_ids)
         for group_id in group_ids:
             self._forget(group_id)
-        return self._store.payloads(group_ids)
+        return self._store.batch(group_ids)

@@ -14,11 +14,12 @@ import logging
 import time
 from pathlib import Path
 
-import msgspec
-
+from laminar_hpc.archive import files
 from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller import put_back
+from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.crew import Crew
 from laminar_hpc.controller.evaluations import Evaluations
@@ -28,18 +29,20 @@ from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.messages.training import (
+    Batch,
+    BatchGroup,
     Checkpointed,
     Continue,
     Leave,
     NotYet,
     Restored,
     StepDone,
-    StoredBatch,
     TakeBatch,
     TrainerDone,
 )
 from laminar_hpc.observability import console
 from laminar_hpc.observability.shown_samples import ShownSamples
+from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.policies import admission
 
 log = logging.getLogger(__name__)
@@ -59,10 +62,13 @@ class Training:
         replay: Store | None,
         continuation: Continuation,
         crew: Crew,
+        archiving: Archiving | None,
     ) -> None:
         self._shared, self._config, self._state = shared, shared.config, shared.state
         self._tracker, self._evaluations, self._weights = tracker, evaluations, weights
         self._store, self._replay, self._continuation, self._crew = store, replay, continuation, crew
+        self._archiving = archiving
+        self._writer: PayloadWriter | None = None  # of a replay's steps that come from an archive
         config = shared.config
         self._samples = ShownSamples(Path(config.model.path), config.observability.show_samples, shared.say)
         self._evaluated_before = False
@@ -90,6 +96,8 @@ class Training:
         state.gang, self._request = member.identity, None
         state.trainer_step, state.groups_taken, state.trainer_done = step, 0, False
         self._continuation.trainers_start()
+        if self._archiving:
+            self._archiving.put_back(step)
         groups = self._tracker.restore(step)
         first_id = self._weights.restored(step)
         if self._evaluations:
@@ -142,13 +150,14 @@ class Training:
         if groups is None:
             return False
         if request.step == self._state.trainer_step:  # else its step is done by now
-            self._send_batch(member, request, self._store.payloads(groups))
+            self._send_batch(member, request, self._store.batch(groups))
         return True
 
-    def _send_batch(self, trainer: Member, request: TakeBatch, payloads: list[bytes]) -> None:
-        batch = [msgspec.Raw(payload) for payload in payloads]
+    def _send_batch(self, trainer: Member, request: TakeBatch, groups: list[BatchGroup]) -> None:
         samples = self._config.algorithm.samples_per_prompt
-        self._shared.outbox.send(trainer, StoredBatch(request.step, batch, samples, request.part))
+        replay = self._replay
+        run_dir = str(replay.run_dir) if replay and request.step >= replay.archived_steps else ""
+        self._shared.outbox.send(trainer, Batch(request.step, groups, samples, run_dir, request.part))
 
     def answer_trainer(self) -> None:
         trainer = self._shared.members.at("trainer")
@@ -162,30 +171,31 @@ class Training:
             self._request = None
             self._shared.outbox.send(trainer, Leave(self._state.stopping))
             return
-        payloads, reason = self._replayed(self._replay, step) if self._replay else self._take(request, size)
-        if payloads:
+        groups, reason = self._replayed(self._replay, step) if self._replay else self._take(request, size)
+        if groups:
             self._request = None
             self._state.groups_taken = (request.part + 1) * size
-            self._send_batch(trainer, request, payloads)
+            self._send_batch(trainer, request, groups)
         elif time.time() - self._last_not_yet > _NOT_YET_SECONDS:
             self._last_not_yet, self._wait_reason = time.time(), reason
             self._shared.outbox.send(trainer, NotYet(step, reason))
 
-    def _replayed(self, replay: Store, step: int) -> tuple[list[bytes], str]:
-        payloads = replay.payloads(replay.consumed_groups(step))
-        if not payloads:
+    def _replayed(self, replay: Store, step: int) -> tuple[list[BatchGroup], str]:
+        groups = replay.batch(replay.consumed_groups(step))
+        if not groups and step < replay.archived_steps:
+            if self._writer is None:
+                self._writer = PayloadWriter(self._store.run_dir, put_back.WRITER)
+            groups = put_back.batch_of(self._writer, files.path_of(replay.run_dir, step + 1))
+        if not groups:
             raise LaminarError(f"{self._config.source} holds no batch of step {step}; set steps={step}")
-        return payloads, ""
+        return groups, ""
 
-    def _take(self, request: TakeBatch, size: int) -> tuple[list[bytes], str]:
-        """The trajectories of `size` groups, encoded, which count as consumed from here on; else none, and
+    def _take(self, request: TakeBatch, size: int) -> tuple[list[BatchGroup], str]:
+        """`size` groups, which count as consumed from here on; else none, and
         the reason to wait."""
-        ready = self._tracker.ready_groups
-        if ready < size:  # no need to look at them all, turn after turn
-            return [], f"{ready} of {size} groups are finished"
         whole, bound = self._config.algorithm.prompts_per_step, self._config.pipeline.max_staleness
         step, taken = request.step, self._state.groups_taken
-        choice = admission.choose(step, self._tracker.views(), whole, bound, taken, size)
+        choice = admission.choose(step, self._tracker.live, whole, bound, taken, size)
         if not choice.group_ids:
             return [], choice.reason
         groups = sorted(choice.group_ids)
@@ -233,6 +243,8 @@ class Training:
         self._shared.metrics.write(
             "checkpoint", step=saved.step, path=saved.path, seconds=saved.seconds, state_hash=saved.state_hash
         )
+        if self._archiving:
+            self._archiving.checkpointed()
         log.info("checkpoint of step %d in %.1f s: %s", saved.step, saved.seconds, saved.path)
 
     def on_trainer_done(self, _: Member, __: TrainerDone) -> None:

@@ -66,5 +66,5 @@ def _take(
         reports.on_increment(member, message)
     elif isinstance(message, Unfinished) and tracker.counts_as(message.trajectory_id, message.attempt):
         known = pool.get(message.trajectory_id, message.attempt)
-        if known is None or len(message.partial.tokens) > len(known.tokens):
+        if known is None or message.partial.count > known.count:
             pool.put(message.trajectory_id, message.attempt, message.partial)

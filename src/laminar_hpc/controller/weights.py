@@ -21,6 +21,7 @@ from laminar_hpc.messages.rollouts import WeightsAvailable
 from laminar_hpc.observability import console
 
 log = logging.getLogger(__name__)
+_LOOK_SECONDS = 0.1  # between two looks at the chains while nothing happens to them
 
 
 class Version(NamedTuple):
@@ -45,11 +46,13 @@ class Weights:
         self.newest: Version | None = None  # that some relay holds
         self.steps = self._steps_so_far()  # by id
         self._newest_on: dict[str, Version] = {}  # by machine
+        self._looked: float | None = None  # at the chains; None: something has happened to them since
+        self._news: set[str] = set()  # machines that were told of weights since `take_news`
         # by machine, oldest first: what its slots hold, if the oldest has not just been given up
         self._held: dict[str, list[int]] = {}
 
     def _steps_so_far(self) -> dict[int, int]:
-        """Of the ids of earlier controllers, as they would have it."""
+        """By id, of earlier controllers. Where trainers have started again since, as in `restored`."""
         steps = self._store.weight_steps()
         for first_id, step in self._store.starts_of_trainers():
             steps.update({i: step for i, later in steps.items() if i < first_id and later > step})
@@ -57,30 +60,33 @@ class Weights:
 
     # ---- chains --------------------------------------------------------------------------------------------
 
-    def chain_of(self, number: int) -> Chain:
-        """By the index of a relay or an epoch."""
+    def _touch(self, number: int) -> Chain:
+        """By the index of a relay or an epoch, the chain to which something happens now."""
+        self._looked = None
         return self.chains[number % len(self.chains)]
 
     def relay_joined(self, index: int, machine: str) -> None:
         """It begins with empty slots."""
-        self.chain_of(index).joined(index, time.monotonic())
+        self._touch(index).joined(index, time.monotonic())
         self._held[machine] = []
 
     def relay_lost(self, index: int) -> None:
         """Its neighbours are joined."""
-        self.chain_of(index).left(index)
+        self._touch(index).left(index)
 
     def update_chains(self) -> None:
         """Links relays that have come, around those that have left or are silent, and has the newest weights
-        sent to who misses them."""
-        for chain in self.chains:
+        sent to who misses them: when something has happened to a chain, else every _LOOK_SECONDS."""
+        now = time.monotonic()
+        if self._looked is not None and now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        seen: list[dict[int, float]] = [{} for _ in self.chains]
+        for relay in self._members.all("relay"):
+            seen[relay.hello.index % len(self.chains)][relay.hello.index] = relay.last_seen
+        for chain, relays in zip(self.chains, seen, strict=True):
             before = chain.order
-            relays = {
-                each.hello.index: each.last_seen
-                for each in self._members.all("relay")
-                if self.chain_of(each.hello.index) is chain
-            }
-            self._send(chain, chain.update(relays, self._sender_of(chain) is not None, time.monotonic()))
+            self._send(chain, chain.update(relays, self._sender_of(chain) is not None, now))
             if chain.order == before:
                 continue
             name = "the chain of relays" if len(self.chains) == 1 else f"lane {chain.lane}'s chain of relays"
@@ -95,7 +101,7 @@ class Weights:
                 self._warn(f"{text}; the others go on")
 
     def _warn(self, text: str) -> None:
-        """The user, of what a run with a torchrun per role survives."""
+        """Tells the user what a run with a torchrun per role survives."""
         if self._shared.roles_apart and not self._shared.state.ending:
             self._shared.say(console.line("warning", text))
 
@@ -108,26 +114,27 @@ class Weights:
             self._outbox.send(member, message)
 
     def on_lane_senders(self, _: Member, senders: LaneSenders) -> None:
-        self._senders = senders.ranks
+        self._senders, self._looked = senders.ranks, None
 
     def gang_ended(self) -> None:
         """The relays are cut off from those who sent to them; the next gang says who sends which lane."""
+        self._looked = None
         for chain in self.chains:
             self._send(chain, chain.sender_left())
         self._senders = [0] if len(self.chains) == 1 else []
 
     def on_store_opened(self, member: Member, opened: StoreOpened) -> None:
-        chain = self.chain_of(opened.epoch)
+        chain = self._touch(opened.epoch)
         self._send(chain, chain.store_opened(opened, _place(member)))
 
     def on_link_down(self, member: Member, down: LinkDown) -> None:
-        link = self.chain_of(down.epoch).link_down(down.epoch, _place(member), time.monotonic())
+        link = self._touch(down.epoch).link_down(down.epoch, _place(member), time.monotonic())
         if link is not None:
             text = f"{member.name}: {down.text}; linking again"
             log.warning(text)
             is_done = link.upstream is TRAINER and self._shared.state.trainer_done
-            if (
-                not is_done and not self._members.dead()
+            if not is_done and not self._members.dead(
+                look=True
             ):  # a death has a line of its own; in one torchrun it ends the run
                 self._warn(text)
 
@@ -142,15 +149,17 @@ class Weights:
         self._store.add_weights(weight_id, self._epoch, request.step, time.time())
         self.steps[weight_id] = request.step
         relays = max(chain.publication(weight_id) for chain in self.chains)
+        self._looked = None
         self._answered = member.identity, WeightId(weight_id, request.step, relays, request.request)
         self._outbox.send(member, self._answered[1])
 
     def restored(self, step: int) -> int:
-        """The trainers start again on the weights of step `step`. Weights of later steps lead nowhere now:
-        what is granted on them from here on counts as of step `step`, where the ways part. The first id of
-        what is published from here on."""
+        """The trainers start again on the weights of step `step`. Nothing follows on weights of
+        later steps now: what is granted on them from here on counts as of step `step`, the last one that both
+        histories share. Returns the first id that is published from here on."""
         self.steps.update({i: step for i, later in self.steps.items() if later > step})
         self._store.note_start_of_trainers(self._next_id, step)
+        self._looked = None
         return self._next_id
 
     def on_published(self, _: Member, p: Published) -> None:
@@ -174,7 +183,7 @@ class Weights:
         if has.bytes:  # else it is what a relay that was taken for dead still holds
             fields = {"index": index, **version._asdict(), "seconds": has.seconds, "bytes": has.bytes}
             self._shared.metrics.write("relay", **fields)
-        self.chain_of(index).relay_has(index, version.weight_id, has.passed_on)
+        self._touch(index).relay_has(index, version.weight_id, has.passed_on)
         if not has.complete:
             return False
         newer = self.newest is None or version > self.newest
@@ -183,10 +192,15 @@ class Weights:
         slots = self._shared.config.relay.slots
         held = [i for i in self._held.get(machine, []) if i != version.weight_id]
         self._held[machine] = [*held[1 - slots :], version.weight_id]
-        for rollout in self._members.all("rollout"):
-            if rollout.hello.machine == machine:
-                self._outbox.send(rollout, WeightsAvailable(*version))
+        self._news.add(machine)
+        for rollout in self._members.on(machine, "rollout"):
+            self._outbox.send(rollout, WeightsAvailable(*version))
         return newer
+
+    def take_news(self) -> set[str]:
+        """The machines whose rollouts were told of weights since the last call."""
+        news, self._news = self._news, set()
+        return news
 
     def newest_on(self, machine: str) -> Version | None:
         """What the rollouts of a machine were told of last."""

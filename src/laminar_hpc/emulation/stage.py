@@ -21,7 +21,7 @@ from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.emulated.weights import weights_file
 from laminar_hpc.messages.chain import EpochProposed, RelayHas
-from laminar_hpc.messages.data import Message, Trajectory
+from laminar_hpc.messages.data import TOKEN_BYTES, Message, Trajectory
 from laminar_hpc.messages.membership import Hello, Ping, Stop
 from laminar_hpc.messages.publication import NewWeightId, Published, WeightId
 from laminar_hpc.messages.training import (
@@ -101,7 +101,7 @@ def train(
         _publish(channel, step, handed)
         while step < config.steps:
             asked, waited = time.time(), 0.0
-            trajectories: list[Trajectory] = []
+            trajectories, prompt_tokens = list[Trajectory](), 0
             stream = config.pipeline.consumption == "stream"
             for minibatch in range(config.algorithm.minibatches_per_step if stream else 1):
                 begun = time.time()
@@ -110,13 +110,16 @@ def train(
                 if batch is None:
                     break
                 waited += time.time() - begun
-                tokens = sum(len(t.prompt_tokens) + len(t.response_tokens) for t in batch.trajectories)
+                new = [t for group in batch.groups for t in group.trajectories]
+                prompts = sum(len(g.prompt_tokens) // TOKEN_BYTES * len(g.trajectories) for g in batch.groups)
+                tokens = prompts + sum(t.length for t in new)
                 time.sleep(tokens * seconds_per_token / config.emulation.time_scale)
-                trajectories += batch.trajectories
+                trajectories, prompt_tokens = trajectories + new, prompt_tokens + prompts
             if not trajectories:
                 break
             trained = time.time()
-            metrics = batch_metrics(trajectories, step) | reward_means(trajectories, config.reward.functions)
+            metrics = batch_metrics(trajectories, prompt_tokens, step)
+            metrics |= reward_means(trajectories, config.reward.functions)
             step += 1
             _publish(channel, step, handed)
             channel.send(

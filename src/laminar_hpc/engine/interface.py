@@ -4,17 +4,19 @@ emulated/engine.py, and chosen in factory.py; no role names an implementation.
 All methods run in the rollout worker's event loop. Every wait is bounded. A dead engine raises EngineDied.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Protocol, TypeAlias, TypedDict
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import SamplingConfig
 from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.payload.layout import Logprobs, Tokens
 
 Sums = dict[str, tuple[int, int]]  # Hugging Face name -> (sum_words, sum_indexed), see kernels/sums.py
-OnTokens = Callable[[list[int], list[float]], None]  # tokens and their log-probs, as they are generated
+Prompt: TypeAlias = Sequence[int] | Tokens
+OnTokens = Callable[[Tokens, Logprobs], None]  # tokens and their log-probs, as they are generated
 UNKNOWN_WEIGHTS = -1  # weight id, in a message, of a span that the engine drew on weights without an id
 
 
@@ -62,13 +64,13 @@ def sampling_parameters(
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Generation:
-    """One response: tokens with the end-of-sequence token, the log-probs of exactly these tokens (NaN where
-    the engine gives none that is finite), and which weights drew them."""
+    """One response: tokens with the end-of-sequence token, the log-probs of exactly these tokens (perhaps not
+    finite), and which weights drew them. Who gets the arrays must not write to them."""
 
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: Tokens
+    logprobs: Logprobs
     finish_reason: str  # stop | length | abort | moved
     spans: list[VersionSpan]  # weight_id is UNKNOWN_WEIGHTS where the engine names no weight id
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
@@ -115,7 +117,7 @@ class Engine(Protocol):
 
     async def generate(
         self,
-        prompt_tokens: list[int],
+        prompt_tokens: Prompt,
         sampling: SamplingParameters,
         request_id: str,
         namespace: str,

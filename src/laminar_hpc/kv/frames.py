@@ -102,9 +102,11 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return np.frombuffer(self.token_ids, dtype="<i4").tolist()
 
 
-def model_fingerprint(config: Mapping[str, object]) -> str:
-    """Of a model's config.json: equal for models whose KV caches mean the same under equal weights."""
-    chosen = {key: config.get(key) for key in _MODEL_KEYS}
+def model_fingerprint(config: Mapping[str, object], rank: int = 0, ranks: int = 1) -> str:
+    """Of a model's config.json and a tensor-parallel rank: equal where KV caches mean the same under equal
+    weights."""
+    chosen: dict[str, object] = {key: config.get(key) for key in _MODEL_KEYS}
+    chosen |= {"rank": rank, "ranks": ranks}
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
 

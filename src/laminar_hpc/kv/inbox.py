@@ -4,7 +4,7 @@ Protocol: transfer.py."""
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import msgspec
@@ -58,18 +58,19 @@ class Inbox:
     `complete` after the last part.
 
     A part that was refused ends the move: what follows is refused too, as its chunks could be mistaken for
-    those of the next part. `close` ends the thread; the slots may be given back once `ended()`, not before.
+    those of the next part. `close` ends the thread; the slots may be given back once `left` is done, not
+    before.
     """
 
     expected: Expected
     host: str
     machine: str
-    wake: Callable[[], None] = lambda: None  # called in the thread at its end
     tokens: list[int] = field(default_factory=list)
     complete: bool = False
 
     def __post_init__(self) -> None:
-        self._closing, self._left = False, threading.Event()
+        self._closing = False
+        self.left: Future[None] = Future()
         self._taken: Taken | None = None
         self._part: _Part | None = None
         self._refused = ""
@@ -110,7 +111,8 @@ class Inbox:
             taken.refuse()  # the source leaves then, which ends the wait for its next chunk
 
     def ended(self, seconds: float = 0.0) -> bool:
-        return self._left.wait(seconds)
+        """Waits for the thread's end, at most so long."""
+        return bool(wait([self.left], seconds).done)
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -127,8 +129,7 @@ class Inbox:
             self._router.close()
             self._zap.close(0)
             self._context.term()
-            self._left.set()
-            self.wake()
+            self.left.set_result(None)
 
     def _admit(self) -> None:
         frames = self._zap.recv_multipart()

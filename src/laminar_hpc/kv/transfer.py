@@ -20,6 +20,8 @@ holds the address may send, and nobody else.
 
 import logging
 import time
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -33,6 +35,7 @@ from laminar_hpc.kv.pool import NATIVE_PLAN, Pool, aligned
 from laminar_hpc.kv.shm import CHUNK_BYTES, WAIT_SECONDS, Offer
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 # TCP connections of a move; one seldom fills a fast network, and each is encrypted by another thread
 STREAMS = 4
 TCP_CHUNK_BYTES = 1 << 19  # a message's overhead is small beside it
@@ -53,8 +56,29 @@ class Place(msgspec.Struct, frozen=True):
 
 def decode_address(address: str) -> Place:
     """What an engine's address says. Raises KvRefused for any other text."""
+    return _decoded(address, Place)
+
+
+def of_all_ranks(addresses: Sequence[str]) -> str:
+    """An engine's address: those of its tensor-parallel ranks' inboxes, in the order of the ranks."""
+    return msgspec.json.encode([msgspec.Raw(address.encode()) for address in addresses]).decode()
+
+
+def of_rank(address: str, rank: int, ranks: int) -> str:
+    """The inbox that rank `rank` of a source with `ranks` sends to: that of the same rank. Raises KvRefused
+    where the destination is divided in another way."""
+    inboxes = _decoded(address, list[msgspec.Raw])
+    if len(inboxes) != ranks:
+        raise KvRefused(
+            f"KV move refused: the destination has {len(inboxes)} tensor-parallel ranks, this engine "
+            f"{ranks}; give all replicas the same rollout.tensor_parallel"
+        )
+    return bytes(inboxes[rank]).decode()
+
+
+def _decoded(address: str, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(address, type=Place)
+        return msgspec.json.decode(address, type=kind)
     except msgspec.DecodeError as error:
         raise KvRefused(
             f"KV move refused: {address[:40]!r} is not an address of a reserved engine ({error})"

@@ -3,6 +3,8 @@ since the Unix epoch."""
 
 import msgspec
 
+TOKEN_BYTES = 4  # of a token as well as of a log-prob
+
 
 class Message(msgspec.Struct, tag=True, omit_defaults=True):
     """Base of everything that crosses between processes."""
@@ -35,21 +37,32 @@ class VersionSpan(msgspec.Struct):
 
 
 class Partial(msgspec.Struct):
-    """A response so far: what a replica needs to go on with it. Tokens and their log-probs, one each; moves
-    that it has made."""
+    """A response so far: what a replica needs to go on with it. `tokens` are int32 and `logprobs` float32,
+    little-endian, one of each per token; moves that it has made."""
 
-    tokens: list[int] = []
-    logprobs: list[float] = []
+    tokens: bytes = b""
+    logprobs: bytes = b""
     spans: list[VersionSpan] = []
     time_started: float = 0.0
     moves: int = 0
 
+    @property
+    def count(self) -> int:
+        """How many tokens it has."""
+        return len(self.tokens) // TOKEN_BYTES
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a response lies (payload/layout.py): `size` bytes from `offset` in a file of RUN_DIR/payloads."""
+
+    file: str
+    offset: int
+    size: int
+
 
 class Trajectory(msgspec.Struct, omit_defaults=True):
-    """A generated response, and with the fields of ScorePart a scored one, as trained on.
-
-    `logprobs` are the engine's behaviour log-probs, one per response token. `digest`: see messages/digest.py.
-    """
+    """What is known of a complete response beside its columns, and with the fields of ScorePart of a scored
+    one. Its tokens and log-probs are at `place`; `digest` is theirs. One of an evaluation has no place."""
 
     trajectory_id: int
     group_id: int
@@ -57,12 +70,10 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     replica: int
     weight_id: int
     weight_step: int
-    prompt_tokens: list[int]
-    response_tokens: list[int]
-    logprobs: list[float]
-    loss_mask: list[int]  # one per response token; 0 = given by the environment, not by the policy
+    length: int  # response tokens
+    trained: int  # of them, those whose loss mask is 1: drawn by the policy, not given by the environment
+    policies: int  # weight ids that drew its tokens, by the engine's own report
     finish_reason: str  # stop | length
-    version_spans: list[VersionSpan]
     time_started: float
     time_finished: float
     step_finished: int = -1  # trainer step when the last token was generated, stamped by the controller
@@ -73,11 +84,11 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     turns: int = 1
     moves: int = 0
     digest: str = ""
+    place: Place | None = None
 
 
 class ScorePart(msgspec.Struct, omit_defaults=True):
-    """What the score of a response adds to its Trajectory; stored apart, so that the response is written
-    once."""
+    """What the score of a response adds to its Trajectory."""
 
     time_scored: float
     reward: float

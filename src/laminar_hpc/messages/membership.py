@@ -82,7 +82,7 @@ class Ping(Message):
 
 
 class Pong(Message):
-    pass
+    """Answer to Ping: the controller's sign of life."""
 
 
 class Failure(Message):

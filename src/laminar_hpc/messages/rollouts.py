@@ -2,7 +2,16 @@
 
 import msgspec
 
-from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.messages.data import (
+    TOKEN_BYTES,
+    Message,
+    Partial,
+    Place,
+    PromptGroup,
+    Sample,
+    Trajectory,
+    VersionSpan,
+)
 
 
 class WeightsOpened(Message):
@@ -54,14 +63,16 @@ class NotLoaded(Message):
 
 
 class Generated(Message):
-    """The last token of a trajectory was generated. The controller stores the response, which is never
-    generated again; its score follows in Scored."""
+    """The last token of a trajectory was generated, and its response is in a payload file, on the disk: it is
+    never generated again. Its score follows in Scored."""
 
     trajectory: Trajectory
     evaluation: str = ""
 
 
 class Scored(Message):
+    """The reward of a response, by whoever computed it; `parts` by name."""
+
     trajectory_id: int
     attempt: int
     reward: float
@@ -73,17 +84,18 @@ class Scored(Message):
 
 class ScoreOrder(Message):
     """Controller to a replica: score this response, whose own replica has died before its score came. `group`
-    is without samples. Answer: Scored; the first that comes counts."""
+    is without samples. Answer: Scored; the first that comes counts. Or Lost, where `place` does not hold the
+    response any more."""
 
     trajectory_id: int
     attempt: int
     group: PromptGroup
-    response_tokens: list[int]
+    place: Place
 
 
 class Lost(Message):
-    """This attempt came to nothing (engine error, mixed versions); the controller gives the sample out
-    again."""
+    """This attempt came to nothing (engine error, mixed versions, a damaged payload); the controller gives
+    the sample out again."""
 
     trajectory_id: int
     attempt: int
@@ -113,15 +125,20 @@ class Unfinished(Message):
 
 
 class Increment(Message):
-    """More of a response, for the partial-response pool: its tokens from `start` on."""
+    """More of a response, for the partial-response pool: its tokens from `start` on, as in Partial."""
 
     trajectory_id: int
     attempt: int
     start: int
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: bytes
+    logprobs: bytes
     spans: list[VersionSpan]  # of these tokens; places count from the beginning of the response
     time_started: float
+
+    @property
+    def count(self) -> int:
+        """How many tokens it brings."""
+        return len(self.tokens) // TOKEN_BYTES
 
 
 class Holds(Message):

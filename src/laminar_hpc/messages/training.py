@@ -31,22 +31,22 @@ class TakeBatch(Message):
     part: int = 0
 
 
-class Batch(Message):
-    """Answer to the TakeBatch of the same step and part; the same one however often it is asked for."""
+class BatchGroup(msgspec.Struct):
+    """A prompt of a batch (`prompt_tokens`: int32, little-endian) and its scored trajectories."""
 
-    step: int
+    group_id: int
+    prompt_tokens: bytes
     trajectories: list[Trajectory]
-    samples_per_prompt: int
-    part: int = 0
 
 
-class StoredBatch(Message, tag="Batch"):
-    """What the controller sends as Batch: trajectories as they are in the store, not decoded and encoded
-    again."""
+class Batch(Message):
+    """Answer to the TakeBatch of the same step and part; the same one however often it is asked for. A plan:
+    each rank reads the responses that it trains from their places in `run_dir`, "" for the run's own."""
 
     step: int
-    trajectories: list[msgspec.Raw]
+    groups: list[BatchGroup]
     samples_per_prompt: int
+    run_dir: str
     part: int = 0
 
 
@@ -84,6 +84,8 @@ class Leave(Message):
 
 
 class Checkpointed(Message):
+    """The checkpoint of `step` is on the disk; `seconds`: that it took."""
+
     step: int
     path: str
     seconds: float
@@ -91,4 +93,6 @@ class Checkpointed(Message):
 
 
 class TrainerDone(Message):
+    """The last message of the trainers: the checkpoint of `step` is on the disk, and they leave."""
+
     step: int

@@ -12,7 +12,7 @@ from laminar_hpc.messages.chain import (
     SendAgain,
     StoreOpened,
 )
-from laminar_hpc.messages.data import Message, ScorePart, Trajectory
+from laminar_hpc.messages.data import Message, ScorePart
 from laminar_hpc.messages.membership import (
     Failure,
     GangEnded,
@@ -127,20 +127,11 @@ AnyMessage = (
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
-_trajectory_decoder = msgspec.msgpack.Decoder(Trajectory)
+_score_decoder = msgspec.msgpack.Decoder(ScorePart)
 
 
-class _Tokens(msgspec.Struct):
-    """Of a stored trajectory only this is decoded."""
-
-    response_tokens: list[int]
-
-
-_tokens_decoder = msgspec.msgpack.Decoder(_Tokens)
-
-
-def encode(value: Message | Trajectory | ScorePart) -> bytes:
-    """A message, or a part of a stored trajectory, as MessagePack."""
+def encode(value: Message | ScorePart) -> bytes:
+    """A message, or a score for the store, as MessagePack."""
     return _encoder.encode(value)
 
 
@@ -153,23 +144,6 @@ def decode(frame: bytes) -> AnyMessage:
         raise msgspec.DecodeError(str(error)) from None
 
 
-def decode_trajectory(blob: bytes) -> Trajectory:
-    """A trajectory, encoded. Raises msgspec.DecodeError on anything else."""
-    return _trajectory_decoder.decode(blob)
-
-
-def decode_tokens(blob: bytes) -> list[int]:
-    """The response tokens of an encoded trajectory."""
-    return _tokens_decoder.decode(blob).response_tokens
-
-
-def with_score(response: bytes, score: bytes) -> bytes:
-    """One encoded trajectory of a Trajectory without a score and a ScorePart, both encoded: the entries of
-    both MessagePack maps under one header. Nothing is decoded."""
-    (first, begin), (second, from_here) = _map_header(response), _map_header(score)
-    return b"\xde" + (first + second).to_bytes(2, "big") + response[begin:] + score[from_here:]
-
-
-def _map_header(blob: bytes) -> tuple[int, int]:
-    """(entries of a MessagePack map of less than 65,536, bytes before the first)."""
-    return (blob[0] & 0x0F, 1) if blob[0] >> 4 == 0x8 else (int.from_bytes(blob[1:3], "big"), 3)
+def decode_score(blob: bytes) -> ScorePart:
+    """A score of the store. Raises msgspec.DecodeError on anything else."""
+    return _score_decoder.decode(blob)

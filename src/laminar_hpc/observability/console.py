@@ -62,13 +62,13 @@ def line(label: str, text: str) -> str:
     return f"{label:<{LABEL_WIDTH}} {text}"
 
 
-def derived_block(derived: Mapping[str, object], title: str = "this run") -> list[str]:
+def derived_block(derived: Mapping[str, object]) -> list[str]:
     """The derived quantities printed before a run starts: one per line, names aligned, bytes and seconds by
     their name's ending."""
     names = {name: _words(name) for name in derived}
     width = max((len(name) for name in names.values()), default=0)
     return [
-        title,
+        "this run",
         *(f"  {names[name]:<{width}}  {value_text(name, value)}" for name, value in derived.items()),
     ]
 

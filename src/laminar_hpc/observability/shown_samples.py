@@ -12,9 +12,10 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from laminar_hpc.messages.data import Trajectory
-from laminar_hpc.messages.wire import decode_trajectory
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages.training import BatchGroup
 from laminar_hpc.observability.console import line
+from laminar_hpc.payload.whole import Whole, wholes
 
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 120, 320
 
@@ -24,7 +25,10 @@ class Trained(Protocol):
 
     def consumed_groups(self, step: int) -> list[int]: ...
 
-    def payloads(self, group_ids: list[int]) -> list[bytes]: ...
+    def batch(self, group_ids: list[int]) -> list[BatchGroup]: ...
+
+    @property
+    def run_dir(self) -> Path: ...
 
 
 class ShownSamples:
@@ -37,9 +41,16 @@ class ShownSamples:
         if self._tokenizer is None:
             return
         for pick, group_id in enumerate(spread(store.consumed_groups(step), self._number, step)):
-            members = [decode_trajectory(blob) for blob in store.payloads([group_id])]
-            if members:
-                self._say(sample_line(members[(step + pick) % len(members)], step, self._tokenizer))
+            for group in store.batch([group_id]):
+                group.trajectories = [group.trajectories[(step + pick) % len(group.trajectories)]]
+                self._show(store.run_dir, group, step, self._tokenizer)
+
+    def _show(self, run_dir: Path, group: BatchGroup, step: int, tokenizer: Tokenizer) -> None:
+        try:
+            [whole] = wholes(run_dir, [group], late=0.0)
+            self._say(sample_line(whole, step, tokenizer))
+        except LaminarError as error:  # the trainers say it where it matters
+            self._say(line("warning", str(error)))
 
 
 def spread(group_ids: Sequence[int], number: int, step: int) -> list[int]:
@@ -48,10 +59,11 @@ def spread(group_ids: Sequence[int], number: int, step: int) -> list[int]:
     return [group_ids[(step + place * size // number) % size] for place in range(number)]
 
 
-def sample_line(trajectory: Trajectory, step: int, tokenizer: Tokenizer) -> str:
+def sample_line(whole: Whole, step: int, tokenizer: Tokenizer) -> str:
     """`step`: that trained it, counted from 0."""
-    prompt = tokenizer.decode(trajectory.prompt_tokens, skip_special_tokens=False)
-    response = tokenizer.decode(trajectory.response_tokens, skip_special_tokens=True)
+    trajectory = whole.record
+    prompt = tokenizer.decode(whole.prompt.tolist(), skip_special_tokens=False)
+    response = tokenizer.decode(whole.response.tokens.tolist(), skip_special_tokens=True)
     reward = f"reward {trajectory.reward:5.2f}" + (
         " (its function failed)" if trajectory.reward_error else ""
     )

@@ -43,20 +43,9 @@ step 1 that finishes first and is trained at step 1; then two groups are due at 
 late. Hence the check of all t above.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class GroupView:
-    """What the rules see of a granted, untrained group. `weight_step` is the oldest among its
-    trajectories."""
-
-    group_id: int
-    number: int  # at its grant
-    weight_step: int
-    finished: bool
-    finish_order: int = 0  # a counter of finished groups; used without a bound
+from laminar_hpc.policies.live_groups import GroupView, LiveGroups
 
 
 @dataclass(frozen=True)
@@ -83,25 +72,31 @@ def may_go_on(
     group: GroupView,
     weight_step: int,
     step: int,
-    groups: Iterable[GroupView],
+    groups: LiveGroups,
     groups_per_step: int,
     bound: int | None,
     taken: int = 0,
 ) -> bool:
     """Whether samples of a granted group may be generated with weights of step `weight_step` while the
-    trainer is at step `step`, of which `taken` groups are trained."""
+    trainer is at step `step`, of which `taken` groups are trained. What is refused to one group is refused to
+    all that are due later."""
     if bound is None or weight_step >= group.weight_step:
         return True
-    others = [g.weight_step + bound for g in groups if g.group_id != group.group_id]
-    return all(
-        1 + sum(due <= t for due in others) <= groups_per_step * (t - step + 1) - taken
-        for t in range(weight_step + bound, group.weight_step + bound)
-    )
+    # `group` itself is due behind all t below, so it is not among those that are counted
+    rows, due_by_t = groups.by_step(), 0
+    row = next(rows, None)
+    for t in range(weight_step + bound, group.weight_step + bound):
+        while row is not None and row[0] + bound <= t:
+            due_by_t += row[1]
+            row = next(rows, None)
+        if 1 + due_by_t > groups_per_step * (t - step + 1) - taken:
+            return False
+    return True
 
 
 def choose(
     step: int,
-    groups: Iterable[GroupView],
+    groups: LiveGroups,
     groups_per_step: int,
     max_staleness: int | None,
     taken: int = 0,
@@ -113,25 +108,19 @@ def choose(
     With mini-batches (consumption as a stream) the invariant reads due(t) <= G * (t - s + 1) - taken, and the
     rest may fill what remains of step s as well.
     """
-    groups = list(groups)
     size = groups_per_step if size is None else size
-    left = groups_per_step - taken - size
-    finished = [g for g in groups if g.finished]
-    if len(finished) < size:
-        return Choice([], f"{len(finished)} of {size} groups are finished")
+    if groups.finished < size:
+        return Choice([], f"{groups.finished} of {size} groups are finished")
     if max_staleness is None:
-        return Choice([g.group_id for g in sorted(finished, key=lambda g: g.finish_order)[:size]])
-    finished.sort(key=lambda g: (g.weight_step, g.number))
-    chosen = {g.group_id for g in finished[:size]}
-    rest = sorted((g for g in groups if g.group_id not in chosen), key=lambda g: g.weight_step)
-    unfinished = 0
-    for position, group in enumerate(rest):
-        unfinished += not group.finished
-        due = group.weight_step + max_staleness
-        if position + 1 > groups_per_step * (due - step) + left and unfinished:
-            return Choice(
-                [],
-                f"{unfinished} unfinished groups of weight step "
-                f"{group.weight_step} or older are needed by step {due}",
-            )
-    return Choice([g.group_id for g in finished[:size]])
+        return Choice(groups.first(size))
+    left, rest, unfinished, to_choose = groups_per_step - taken - size, 0, 0, size
+    for weight_step, count, finished in groups.by_step():
+        chosen = min(finished, to_choose)
+        to_choose -= chosen
+        rest += count - chosen
+        unfinished += count - finished
+        due = weight_step + max_staleness
+        if rest > groups_per_step * (due - step) + left and unfinished:
+            which = f"{unfinished} unfinished groups of weight step {weight_step} or older"
+            return Choice([], f"{which} are needed by step {due}")
+    return Choice(groups.oldest(size))

@@ -38,7 +38,8 @@ def chain_order(before: Sequence[int], fit: Sequence[int], has: Mapping[int, int
     next one the master.
     """
     stay = [index for index in before if index in fit]
-    return sorted([*stay, *sorted(set(fit) - set(stay))], key=lambda index: -has.get(index, -1))
+    order = [*stay, *sorted(set(fit) - set(stay))]
+    return sorted(order, key=lambda index: (index not in has, -has.get(index, 0)))
 
 
 def missing(
@@ -47,9 +48,17 @@ def missing(
     """The first stretch [begin, end) of the chain that misses the newest weights held in it, to be served by
     the member before it; None when nobody does, or when they are on their way to those who do (`coming`: the
     newest id of which that is known)."""
-    newest = max((has.get(index, -1) for index in order), default=-1)
-    begin = next((place for place, index in enumerate(order) if has.get(index, -1) < newest), 0)
+    held = [has[index] for index in order if index in has]
+    if not held:
+        return None
+    newest = max(held)
+    current = [has.get(index) == newest for index in order]
+    begin = next((place for place, is_current in enumerate(current) if not is_current), 0)
     end = begin
-    while begin and end < len(order) and max(has.get(order[end], -1), coming.get(order[end], -1)) < newest:
+    while begin and end < len(order) and not current[end] and not _reaches(coming.get(order[end]), newest):
         end += 1
     return (begin, end) if end > begin else None
+
+
+def _reaches(weight_id: int | None, newest: int) -> bool:
+    return weight_id is not None and weight_id >= newest

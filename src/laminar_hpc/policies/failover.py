@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Orphan:
+    """A trajectory whose replica is dead; its weights are those that it must go on with."""
+
     trajectory_id: int
     weight_id: int
     tokens: int  # prompt and response so far

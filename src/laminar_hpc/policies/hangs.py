@@ -1,4 +1,4 @@
-"""When a rank that is heard and does not get on counts as stuck. Pure.
+"""When a rank that pings but makes no progress counts as stuck. Pure.
 
 The limit of a phase is FACTOR times the longest time between two signs of progress that any rank has needed
 in it so far, and never below the phase's floor. A phase of which no end has been seen has the `first` limit.

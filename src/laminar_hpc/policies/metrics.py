@@ -9,10 +9,10 @@ _COUNTS = frozenset(
 )
 
 
-def batch_metrics(trajectories: list[Trajectory], step: int) -> dict[str, float]:
-    """What can be said of a batch without the policy. Staleness is in trainer steps: at generation, finished
-    minus weights; at training, `step` minus weights."""
-    n, lengths = len(trajectories), [len(t.response_tokens) for t in trajectories]
+def batch_metrics(trajectories: list[Trajectory], prompt_tokens: int, step: int) -> dict[str, float]:
+    """What can be said of a batch without the policy; `prompt_tokens`: of all its trajectories. Staleness is
+    in trainer steps: at generation, finished minus weights; at training, `step` minus weights."""
+    n, lengths = len(trajectories), [t.length for t in trajectories]
     generation = [t.step_finished - t.weight_step for t in trajectories]
     training = [step - t.weight_step for t in trajectories]
     return {
@@ -21,7 +21,7 @@ def batch_metrics(trajectories: list[Trajectory], step: int) -> dict[str, float]
         "accuracy_mean": sum(t.reward_parts.get("accuracy", float(t.reward > 0)) for t in trajectories) / n,
         "reward_error_count": sum(bool(t.reward_error) for t in trajectories),
         "truncated_fraction": sum(t.finish_reason == "length" for t in trajectories) / n,
-        "prompt_tokens": sum(len(t.prompt_tokens) for t in trajectories),
+        "prompt_tokens": prompt_tokens,
         "response_tokens": sum(lengths),
         "response_length_mean": sum(lengths) / n,
         "response_length_max": max(lengths),
@@ -29,7 +29,7 @@ def batch_metrics(trajectories: list[Trajectory], step: int) -> dict[str, float]
         "staleness_generation_max": max(generation),
         "staleness_training_mean": sum(training) / n,
         "staleness_training_max": max(training),
-        "versions_per_trajectory_max": max(len({s.weight_id for s in t.version_spans}) for t in trajectories),
+        "versions_per_trajectory_max": max(t.policies for t in trajectories),
     }
 
 

@@ -26,6 +26,8 @@ MORE_THAN_MEAN, DECODED_MEANWHILE = 1.25, 512
 
 
 class Phase(Enum):
+    """How far a move is."""
+
     RESERVE = "reserve"
     DETACH = "detach"
     IMPORT = "import"
@@ -34,6 +36,8 @@ class Phase(Enum):
 
 
 class Action(Enum):
+    """What the controller does next."""
+
     ORDER = "order"  # the source: send, stop, say what there is
     IMPORT = "import"  # the destination: this is the response so far
     CHANGE_OWNER = "change owner"  # in the store; then tell both sides

@@ -34,10 +34,10 @@ class Merge:
     destination: int
 
 
-def saturation_batch(flops: float, memory_bytes_per_second: float, bytes_per_parameter: float = 2.0) -> int:
+def saturation_batch(flops: float, memory_bytes_per_second: float) -> int:
     """B: tokens per decode step at which reading the weights and computing take equally long (roofline; 295
-    on an H800 in bf16)."""
-    return int(flops * bytes_per_parameter / (2.0 * memory_bytes_per_second))
+    on an H800). In bf16 a parameter has 2 bytes, and a token costs 2 FLOPs of it."""
+    return int(flops / memory_bytes_per_second)
 
 
 def plan(replicas: Iterable[ReplicaView], kv_tokens_max: float, requests_max: int) -> list[Merge]:

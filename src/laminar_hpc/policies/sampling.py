@@ -26,7 +26,7 @@ def prompt_index(draw: int, rows: int, seed: int, shuffle: bool) -> int:
 
 
 def worth_a_batch(groups_ready: float, local_batch_groups: int, being_scored: bool) -> bool:
-    """Whether an idle replica shall start on what is ready for it. While its last local batch is being
+    """Whether an idle replica should start on what is ready for it. While its last local batch is being
     scored, filtering and later rounds may make more ready any moment; less than half a batch waits for that,
     since a small batch takes about as long as a large one."""
     return groups_ready > 0 and (not being_scored or 2 * groups_ready >= local_batch_groups)

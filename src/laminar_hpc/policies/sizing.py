@@ -1,17 +1,8 @@
-"""How large things should be: splits of GPUs that are worth trying (the simulator or a short run tells which
-is best), and the batch that saturates an engine. Pure."""
+"""The batch that saturates an engine. Pure."""
 
 from collections.abc import Sequence
 
 SLOWER = 1.5  # a decode step of a batch over that of one request at which the engine counts as saturated
-_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
-
-
-def trainer_splits(gpus: int, multiple: int) -> list[int]:
-    """Trainer GPUs at every eighth of `gpus`, as multiples of `multiple`, at least one multiple left to
-    either side; ascending."""
-    splits = {round(gpus * share / multiple) * multiple for share in _SHARES}
-    return sorted(n for n in splits if multiple <= n <= gpus - multiple)
 
 
 def saturation_requests(curve: Sequence[tuple[int, float]]) -> int:

@@ -1,4 +1,4 @@
-"""From `model.path` to a folder on this machine: the door of the room, without a word of the hub's
+"""From `model.path` to a folder on this machine: the door of the room; imports nothing of the hub's
 library."""
 
 import os

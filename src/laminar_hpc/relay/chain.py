@@ -25,7 +25,8 @@ from laminar_hpc.cluster.staging import RECEIVING, SENDING
 from laminar_hpc.cluster.streams import Event
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import add_sums, tensor_sums
-from laminar_hpc.weights.delta import FULL, Frame, FrameWrong, apply, payload_bytes, unit_bytes
+from laminar_hpc.relay.frames import arriving_frames
+from laminar_hpc.weights.delta import FULL, Frame, FrameWrong, apply, unit_bytes
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.stream import encode_header, encode_sums, take_sums
 
@@ -212,30 +213,24 @@ def _through_device(link: Link, device: DeviceEnd, stream: Stream) -> Iterator[i
 
 
 def _changed(link: Link, stream: Stream, changes: Changes) -> Iterator[int]:
-    """The same of frames, put on top of the base as they come; kept for the next relay. A full one comes
-    straight into the slot."""
-    size, width, head = stream.data.numel(), unit_bytes(stream.manifest), torch.zeros(2, dtype=torch.int64)
-    for number, first in enumerate(range(0, size, stream.chunk)):
-        part = stream.data[first : first + stream.chunk]
-        kind, changed = link.receive(head).tolist()
-        in_place = kind == FULL and link.device_end is None
-        try:
-            length = payload_bytes(kind, changed, part.numel() // width, width)
-            payload = link.receive(part if in_place else link.memory(length))
-            frame = Frame(head.clone(), payload.cpu())
-            if not in_place:
+    """The same of frames, put on top of the base as they come; kept for the next relay."""
+    parts, bases = stream.data.split(stream.chunk), changes.base.split(stream.chunk)
+    width, keeps = unit_bytes(stream.manifest), stream.passed_on is not None
+    try:
+        for number, (frame, placed) in enumerate(arriving_frames(link, parts, width, keeps)):
+            if not placed:
                 with stream.writing():
-                    apply(frame, changes.base[first : first + stream.chunk], part, width)
-        except FrameWrong as error:
-            raise SumsDiffer(f"weight id {stream.manifest.weight_id} from {link.peer}: {error}") from None
-        if stream.passed_on is not None and kind != FULL:
-            changes.frames[number] = frame
-        yield first + part.numel()
+                    apply(frame, bases[number], parts[number], width)
+            if keeps and int(frame.head[0]) != FULL:
+                changes.frames[number] = frame
+            yield stream.there + parts[number].numel()
+    except FrameWrong as error:
+        raise SumsDiffer(f"weight id {stream.manifest.weight_id} from {link.peer}: {error}") from None
 
 
 class _Giver:
-    """Sends the chunks of a slot, of `size` bytes at most. Over NCCL the host puts one into pinned memory
-    while the one before is copied to the device and leaves it."""
+    """Sends the chunks of a slot, or changes to them, of `size` bytes at most. Over NCCL the host puts one
+    into pinned memory while the one before is copied to the device and leaves it."""
 
     def __init__(self, link: Link, size: int) -> None:
         self._link, self._number = link, 0
@@ -280,8 +275,7 @@ def send_stream(link: Link, stream: Stream) -> None:
         if as_changes:
             head, payload = frame or Frame(torch.tensor([FULL, 0]), part)
             link.send(head)
-            there = payload if link.device_end is None else link.memory(payload.numel()).copy_(payload)
-            link.send(there)
+            give.chunk(payload)
         else:
             give.chunk(part)
     give.end()

@@ -15,7 +15,7 @@ from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.policies.chain import chunk_bytes
 from laminar_hpc.relay.chain import Stream, send_stream
 
-MakeLink = Callable[[Callable[[], bool]], Link]  # from what tells whether it is no longer wanted
+MakeLink = Callable[[Callable[[], bool]], Link]  # its argument tells whether the link is no longer wanted
 Down = Callable[[int, str], None]
 Failed = Callable[[Exception], None]
 

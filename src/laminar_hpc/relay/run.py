@@ -83,8 +83,8 @@ def run(context: RoleContext) -> None:
 
 
 class Relay:
-    """Its two links at most, and the slot writer. Never waits but for the controller: all else is done by the
-    links' threads."""
+    """At most two links, and the slot writer. Waits for nobody but the controller: the links' threads do
+    everything else."""
 
     def __init__(self, context: RoleContext, writer: SlotWriter) -> None:
         self._context, self._writer = context, writer

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability import status
 from laminar_hpc.observability.status import Status
+from laminar_hpc.report.run_files import metrics_of
 
 FRESH_SECONDS = 5.0  # a controller writes its status once a second; a busy one may miss a few
 RECENT_STEPS = 60
@@ -59,12 +59,8 @@ class Follower:
 
     def __init__(self, run_dir: Path) -> None:
         self.view = View(Path(run_dir))
-        self._metrics = self.view.run_dir / "metrics.jsonl"
+        self._metrics = metrics_of(self.view.run_dir)
         self._offset = 0
-        if not self._metrics.is_file():
-            raise LaminarError(
-                f"{run_dir} is no run: no metrics.jsonl there; name the run_dir of a `laminar train`"
-            )
 
     def look(self) -> View:
         """The run now."""

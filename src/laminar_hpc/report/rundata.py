@@ -9,20 +9,24 @@ or copied folder reads alike. A launch that restored step s abandons the steps >
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import yaml
 
+from laminar_hpc.archive import files
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.read_only import connect_read_only
 from laminar_hpc.controller.store_copy import ReadableStore, readable_store
-from laminar_hpc.messages.data import Trajectory, VersionSpan
-from laminar_hpc.messages.wire import decode_trajectory, with_score
+from laminar_hpc.controller.store_layout import has_tables
+from laminar_hpc.controller.stored import stored_trajectories
+from laminar_hpc.messages.training import BatchGroup
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Span, read_spans
-
-_WITH_RESPONSES = "trajectories JOIN responses ON trajectory_id = id"
+from laminar_hpc.payload.layout import Damaged
+from laminar_hpc.payload.whole import Whole, wholes
+from laminar_hpc.report.run_files import config_of, metrics_of
 
 
 class Consumed(msgspec.Struct):
@@ -54,12 +58,6 @@ class Consumed(msgspec.Struct):
     def staleness_training(self) -> int:
         """Trainer steps between its weights and the weights that it was trained with."""
         return self.consumed_step - self.weight_step
-
-
-class _Spans(msgspec.Struct):
-    """Of a stored trajectory only this is decoded."""
-
-    version_spans: list[VersionSpan]
 
 
 @dataclass
@@ -102,15 +100,27 @@ class Run:
 
     def versions(self) -> Iterator[int]:
         """How many weight ids each trained trajectory was generated with, by the engine's own report."""
-        decoder = msgspec.msgpack.Decoder(_Spans)
-        for (payload,) in _select(self.store, "payload", "state = 'consumed'", _WITH_RESPONSES):
-            yield len({span.weight_id for span in decoder.decode(payload).version_spans})
+        for (policies,) in _select(self.store, "policies", "state = 'consumed' AND policies NOT NULL"):
+            yield policies
 
-    def payloads(self, ids: list[int]) -> list[Trajectory]:
-        """The scored trajectories with these ids, prompt and response included, in order of the ids."""
-        where = f"score IS NOT NULL AND id IN ({','.join(str(int(i)) for i in ids)}) ORDER BY id"
-        rows = _select(self.store, "payload, score", where, _WITH_RESPONSES)
-        return [decode_trajectory(with_score(response, score)) for response, score in rows]
+    def wholes(self, ids: list[int]) -> list[Whole]:
+        """The scored trajectories with these ids, prompt and response included, in order of the ids; without
+        those of which neither payload files nor archive have a response that can be read."""
+        found = list[Whole]()
+        for group in self._stored(ids):
+            with suppress(LaminarError):
+                found += wholes(self.directory, [group], late=0.0)
+        missing = set(ids) - {whole.record.trajectory_id for whole in found}
+        for step in {t.consumed_step + 1 for t in self.consumed if t.id in missing}:
+            with suppress(OSError, Damaged):
+                found += files.read(files.path_of(self.directory, step), missing)
+        return sorted(found, key=lambda whole: whole.record.trajectory_id)
+
+    def _stored(self, ids: list[int]) -> list[BatchGroup]:
+        if not self.store.is_file():
+            return []
+        with closing(connect_read_only(self.store, 10.0)) as connection:
+            return stored_trajectories(connection, ids)
 
     def mismatches(self, ids: list[int]) -> dict[int, tuple[float, int]]:
         """Trajectory id -> its mismatch when it was trained, as in messages.StepDone; without those of which
@@ -136,15 +146,12 @@ class Run:
 def load(run_dir: Path) -> Run:
     """Raises LaminarError when `run_dir` is no run."""
     run_dir = Path(run_dir)
-    if not (run_dir / "metrics.jsonl").is_file():
-        raise LaminarError(
-            f"{run_dir} is no run: no metrics.jsonl there; name the run_dir of a `laminar train`"
-        )
+    metrics = metrics_of(run_dir)
     launches: list[Launch] = []
     evaluations: list[dict] = []
     abandoned = 0
     records: dict[str, list[dict]] = defaultdict(list)
-    for record in jsonl.read(run_dir / "metrics.jsonl"):
+    for record in jsonl.read(metrics):
         kind, time = record.get("kind"), record.get("time", 0.0)
         if kind == "start" or not launches:
             restored = record.get("restored_step")
@@ -163,7 +170,7 @@ def load(run_dir: Path) -> Run:
             launches[-1].reason = record.get("reason", "")
         elif kind != "start":
             records[str(kind)].append(record)
-    config, spans = _config(run_dir), _spans(run_dir)
+    config, spans = config_of(run_dir), _spans(run_dir)
     store = readable_store(run_dir, config.get("store_dir"))
     run = Run(run_dir, config, launches, evaluations, abandoned, dict(records), spans, [], store)
     run.consumed = _consumed(run)
@@ -179,19 +186,6 @@ def _abandon(launches: list[Launch], evaluations: list[dict], restored: int) -> 
         launch.steps = kept
     evaluations[:] = [evaluation for evaluation in evaluations if evaluation["step"] <= restored]
     return dropped
-
-
-def _config(run_dir: Path) -> dict:
-    """The resolved configuration; empty where the run has none."""
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        return {}
-    try:
-        return yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise LaminarError(
-            f"{path} is not YAML ({str(error).splitlines()[0]}); restore it from the run"
-        ) from None
 
 
 def _spans(run_dir: Path) -> dict[str, list[Span]]:
@@ -226,12 +220,9 @@ def _select(path: Path, columns: str, where: str, table: str = "trajectories") -
     if not path.is_file():
         return
     try:
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)
-        try:
-            if connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+        with closing(connect_read_only(path, 10.0)) as connection:
+            if has_tables(connection, path):
                 yield from connection.execute(f"SELECT {columns} FROM {table} WHERE {where}")
-        finally:
-            connection.close()
     except sqlite3.Error as error:
         raise LaminarError(
             f"{path} cannot be read ({error}); copy the run again, with store.sqlite-wal if there is one"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.payload.whole import Whole
 from laminar_hpc.report import trajectory_page
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.svg import tag, text
@@ -30,7 +30,7 @@ def pages(run: Run) -> str:
     if not run.consumed:
         return ""
     chosen = choose(run.consumed)
-    stored = {t.trajectory_id: t for t in run.payloads([t.id for t in chosen])}
+    stored = {t.record.trajectory_id: t for t in run.wholes([t.id for t in chosen])}
     decode = _decoder(run)
     known = [row for row in chosen if row.id in stored]
     head = tag("tr", "".join(tag("th", name) for name in COLUMNS))
@@ -79,8 +79,8 @@ def _decoder(run: Run) -> Callable[[list[int]], str]:
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def _row(row: Consumed, trajectory: Trajectory, decode: Callable[[list[int]], str]) -> str:
-    response = trajectory_page.shortened(decode(trajectory.response_tokens), MAX_CHARACTERS)
+def _row(row: Consumed, whole: Whole, decode: Callable[[list[int]], str]) -> str:
+    response = trajectory_page.shortened(decode(whole.response.tokens.tolist()), MAX_CHARACTERS)
     good = "good" if row.accuracy > 0 else "bad"
     reward = f"{row.reward:g}" + (" (scoring failed)" if row.reward_error else "")
     cells = [
@@ -88,7 +88,7 @@ def _row(row: Consumed, trajectory: Trajectory, decode: Callable[[list[int]], st
         tag("td", str(row.consumed_step + 1)),
         tag(
             "td",
-            tag("code", text(trajectory_page.shortened(decode(trajectory.prompt_tokens), MAX_CHARACTERS))),
+            tag("code", text(trajectory_page.shortened(decode(whole.prompt.tolist()), MAX_CHARACTERS))),
         ),
         tag(
             "td",

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 # margins around the plot, for tick labels and the name of the x axis
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
+_BINS = 28  # of a histogram of lengths
 
 # what may be closed at once; HTML's elements may not
 SHAPES = frozenset({"rect", "line", "circle", "polyline", "use"})
@@ -272,9 +273,9 @@ def share_bars(
     return figure(width, height, body, x_name)
 
 
-def length_edges(longest: int, bins: int = 28) -> list[int]:
+def length_edges(longest: int) -> list[int]:
     """Whole-numbered bin edges from 1 to beyond `longest`, about evenly spaced on a log axis."""
-    return sorted({round((longest + 1) ** (i / bins)) for i in range(bins + 1)} | {1, longest + 1})
+    return sorted({round((longest + 1) ** (i / _BINS)) for i in range(_BINS + 1)} | {1, longest + 1})
 
 
 def shares(values: Sequence[int], edges: Sequence[int]) -> list[float]:

@@ -24,8 +24,8 @@ _RANK_ORDER = ("trainer", "controller", "relay", "rollout")
 
 
 def main(argv: list[str]) -> int:
-    """The exit code: 0, or 1 for `--once` on a run that died, 2 for wrong words. Raises LaminarError for what
-    is no run."""
+    """The exit code: 0, or 1 for `--once` on a run that died, 2 for wrong arguments. Raises LaminarError for
+    what is no run."""
     words = [word for word in argv if word != "--once"]
     if len(words) != 1 or words[0].startswith("-"):
         print("usage: laminar top RUN_DIR [--once]", file=sys.stderr)
@@ -209,7 +209,7 @@ def _moves(view: View) -> Text | None:
             if rescued
             else []
         ),
-        f"last {'a dead one' if move['source'] < 0 else move['source']} to "
+        f"last {'a dead one' if move['source'] is None else move['source']} to "
         f"{move['destination']} on id {move['weight_id']} in {move['seconds']:.2f} s: "
         f"{move['tokens']} tokens, {move['prefix_tokens']} of prefill saved",
     ]

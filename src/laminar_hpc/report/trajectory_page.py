@@ -7,12 +7,15 @@ trained on it, with weights that had moved on by so many mini-batches.
 """
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.observability.console import duration
+from laminar_hpc.payload.layout import Response
+from laminar_hpc.payload.whole import Whole
 from laminar_hpc.report import svg
 from laminar_hpc.report.page import keys
 from laminar_hpc.report.rundata import Consumed, Run
@@ -62,24 +65,26 @@ def shortened(value: str, characters: int) -> str:
     return f"{value[:half]} … {len(value) - 2 * half} characters … {value[-half:]}"
 
 
-def page(row: Consumed, trajectory: Trajectory, known: Facts, decode: Callable[[list[int]], str]) -> str:
+def page(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]], str]) -> str:
     """A card that opens on a click."""
     title = (
         f"trajectory {row.id}: reward {row.reward:g}, "
         f"{row.response_length} tokens, trained in step {row.consumed_step + 1}"
     )
     body = tag("h3", "prompt") + tag(
-        "p", tag("code", text(shortened(decode(trajectory.prompt_tokens), MAX_CHARACTERS)))
+        "p", tag("code", text(shortened(decode(whole.prompt.tolist()), MAX_CHARACTERS)))
     )
     body += tag("h3", "answer") + tag(
-        "p", tag("code", text(shortened(decode(trajectory.response_tokens), MAX_CHARACTERS)))
+        "p", tag("code", text(shortened(decode(whole.response.tokens.tolist()), MAX_CHARACTERS)))
     )
     figures = (
-        _reward(row, trajectory) | _log_probs(row, trajectory, known, decode) | _where(row, trajectory, known)
+        _reward(row, whole.record)
+        | _log_probs(row, whole.response, known, decode)
+        | _where(row, whole, known)
     )
     body += keys(figures)
     curve = svg.lines(
-        [Series("log-prob", "var(--generate)", _curve(trajectory.logprobs))],
+        [Series("log-prob", "var(--generate)", _curve(whole.response.logprobs.tolist()))],
         "token of the answer",
         width=560,
         height=150,
@@ -99,19 +104,15 @@ def _reward(row: Consumed, trajectory: Trajectory) -> dict[str, object]:
 
 
 def _log_probs(
-    row: Consumed, trajectory: Trajectory, known: Facts, decode: Callable[[list[int]], str]
+    row: Consumed, response: Response, known: Facts, decode: Callable[[list[int]], str]
 ) -> dict[str, object]:
-    own = [
-        (value, token)
-        for value, token, mask in zip(
-            trajectory.logprobs, trajectory.response_tokens, trajectory.loss_mask, strict=True
-        )
-        if mask
-    ]
+    mask = response.loss_mask
+    logprobs, tokens = response.logprobs[mask], response.tokens[mask]
     shown: dict[str, object] = {}
-    if own:
-        mean = statistics.fmean(value for value, _ in own)
-        rare = ", ".join(f"{decode([token])!r} {value:.2f}" for value, token in sorted(own)[:SHOWN_TOKENS])
+    if len(tokens):
+        mean = float(logprobs.mean(dtype=np.float64))
+        least = np.lexsort((tokens, logprobs))[:SHOWN_TOKENS]
+        rare = ", ".join(f"{decode([int(tokens[i])])!r} {logprobs[i]:.2f}" for i in least)
         shown |= {
             "mean log-prob (engine)": f"{mean:.4f}",
             "perplexity": f"{math.exp(-mean):.3f}",
@@ -133,13 +134,14 @@ def _log_probs(
     return shown
 
 
-def _where(row: Consumed, trajectory: Trajectory, known: Facts) -> dict[str, object]:
+def _where(row: Consumed, whole: Whole, known: Facts) -> dict[str, object]:
     reasons = "; ".join(
         f"attempt {r.get('attempt', 0) + 1}: {r.get('reason', '')}" for r in known.lost.get(row.id, [])
     )
     spans = ", ".join(
-        f"{span.weight_id} (tokens {span.start} to {span.end})" for span in trajectory.version_spans
+        f"{span.weight_id} (tokens {span.start} to {span.end})" for span in whole.response.spans
     )
+    trajectory = whole.record
     return {
         "replica": f"rollout {row.replica}",
         "weight ids, by the engine": spans,

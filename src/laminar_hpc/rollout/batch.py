@@ -18,14 +18,17 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.engine.interface import Generation, RequestFailed, sampling_parameters
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.messages.moves import MoveFailed
 from laminar_hpc.messages.rollouts import Increment
+from laminar_hpc.payload.layout import Damaged, Logprobs, Tokens
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.state import ReplicaState
-from laminar_hpc.rollout.work import Work, extended, objection
+from laminar_hpc.rollout.work import Work, columns, extended, objection, tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,11 @@ class LocalBatch:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._over = None
+
+    @property
+    def under_way(self) -> bool:
+        """It is being generated, so that somebody awaits what is added."""
+        return self._over is not None and not self._over.done()
 
     def add(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs it as a task of this batch, which is not over before it ends."""
@@ -156,7 +163,10 @@ class LocalBatch:
                 if not self._generating:
                     self._quiet.set()
             work.cached_tokens = work.cached_tokens or generation.cached_tokens
-            work.partial, work.of_request = extended(work.partial, generation), None
+            try:
+                work.partial, work.of_request = extended(work.partial, generation), None
+            except Damaged as error:
+                return Outcome(lost=str(error))
             self.progress += 1
             work.finish_reason = generation.finish_reason
             if work.is_dropped() and work.order is None:
@@ -186,33 +196,31 @@ class LocalBatch:
             return
         for work in self.works.values():
             known = work.so_far
-            if known.tokens and not work.evaluation:
+            if known.count and not work.evaluation:
                 told = (work.trajectory_id, work.attempt, 0, known.tokens, known.logprobs, known.spans)
                 self.context.channel.send(Increment(*told, known.time_started))
 
     def _judged(self, work: Work) -> Outcome:
-        whole = Generation(work.partial.tokens, work.partial.logprobs, work.finish_reason, work.partial.spans)
-        return Outcome(lost=objection(whole, work.weight_id if self.one_policy else None))
+        weight_id = work.weight_id if self.one_policy else None
+        return Outcome(lost=objection(work.partial, work.finish_reason, weight_id))
 
     async def _request(self, work: Work, request_id: str) -> Generation:
         """One request to the engine for all the tokens that are left. Increments go to the controller."""
         sampling = sampling_parameters(self.config.sampling, work.temperature, work.room, self.stop_ids)
-        weight_id, start = self.state.weight_id, len(work.partial.tokens)
+        weight_id, start = self.state.weight_id, work.partial.count
         assert weight_id is not None
 
-        def send_increment(tokens: list[int], logprobs: list[float]) -> None:
+        def send_increment(tokens: Tokens, logprobs: Logprobs) -> None:
             nonlocal start
             self.progress += 1
-            spans = [VersionSpan(weight_id, start, start + len(tokens))]
-            begun = work.partial.time_started
-            self.context.channel.send(
-                Increment(work.trajectory_id, work.attempt, start, tokens, logprobs, spans, begun)
-            )
-            start += len(tokens)
-            work.streamed(weight_id, tokens, logprobs)
+            end, told = start + len(tokens), columns(tokens, logprobs)
+            spans, begun = [VersionSpan(weight_id, start, end)], work.partial.time_started
+            self.context.channel.send(Increment(work.trajectory_id, work.attempt, start, *told, spans, begun))
+            start = end
+            work.streamed(weight_id, *told)
 
         wanted = 0 < self.config.rollout.increment_tokens < work.room and not work.evaluation
-        prompt = work.group.prompt_tokens + work.partial.tokens
+        prompt = np.concatenate((np.array(work.group.prompt_tokens, np.int32), tokens_of(work.partial)))
         return await self.engines.current.generate(
             prompt, sampling, request_id, str(weight_id), send_increment if wanted else None
         )
@@ -228,7 +236,9 @@ class LocalBatch:
         self._quiet.clear()
         await self.engines.current.abort()
         if self._generating:
-            await asyncio.wait_for(self._quiet.wait(), self.config.rollout.request_timeout_seconds)
+            # wait_for of Python 3.11 may swallow a cancellation
+            async with asyncio.timeout(self.config.rollout.request_timeout_seconds):
+                await self._quiet.wait()
 
     async def break_off(self, seconds: float) -> list[Work]:
         """Every request ends where it is, for good; returns what has no last token. What the engine does not

@@ -36,7 +36,7 @@ class BatchHealth:
 
     def lost(self, work: Work) -> None:
         """A response is lost."""
-        if first_not_finite(work.partial.logprobs) is None:
+        if first_not_finite(work.partial) is None:
             return
         key = (work.evaluation, work.trajectory_id)
         self._overflowed += 1

@@ -33,7 +33,7 @@ from laminar_hpc.messages.moves import (
 )
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.state import ReplicaState, WrongState
-from laminar_hpc.rollout.work import Work
+from laminar_hpc.rollout.work import Work, tokens_of
 
 logger = logging.getLogger(__name__)
 AGAIN_SECONDS = 2.0
@@ -69,7 +69,8 @@ class ReplicaMigration:
         self.context.channel.send(message)
         while True:
             try:
-                answer = await asyncio.wait_for(mail.get(), AGAIN_SECONDS)
+                async with asyncio.timeout(AGAIN_SECONDS):  # wait_for of 3.11 may swallow a cancellation
+                    answer = await mail.get()
             except TimeoutError:
                 self.context.channel.send(message)
                 continue
@@ -115,7 +116,7 @@ class ReplicaMigration:
         gone = isinstance(outcome, MoveCommit)
         if order.address:
             await (self._engine.kv_commit(order.move_id) if gone else self._engine.kv_abort(order.move_id))
-        tokens = len(work.partial.tokens)
+        tokens = work.partial.count
         self.context.trace.record(
             "move", t0, time.time(), trajectory_id=work.trajectory_id, gone=gone, tokens=tokens
         )
@@ -125,6 +126,9 @@ class ReplicaMigration:
 
     def _reserve(self, reserve: Reserve) -> None:
         if reserve.move_id in self._mail:
+            return
+        if not self.batch.under_way:  # it was broken off
+            self.context.channel.send(MoveFailed(reserve.move_id, "no local batch is being generated here"))
             return
         try:
             self.state.reserve(reserve.weight_id)
@@ -181,7 +185,7 @@ class ReplicaMigration:
         if address:
             try:
                 prefix = await self._engine.kv_import(
-                    reserve.move_id, reserve.group.prompt_tokens + partial.tokens
+                    reserve.move_id, reserve.group.prompt_tokens + tokens_of(partial).tolist()
                 )
             except (KvRefused, RequestFailed) as error:
                 logger.warning("trajectory %d is prefilled again: %s", reserve.trajectory_id, error)

@@ -2,14 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import PromptGroup, Sample
-from laminar_hpc.messages.rollouts import Scored, ScoreOrder
+from laminar_hpc.messages.rollouts import Lost, Scored, ScoreOrder
+from laminar_hpc.payload.layout import Tokens
+from laminar_hpc.payload.reader import read
 from laminar_hpc.rollout.tokens import TextDecoder
+from laminar_hpc.rollout.work import Work, tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +40,22 @@ class Scoring:
         """Those of them that are for training."""
         return [sample for evaluation, sample in self._tasks.values() if not evaluation]
 
-    def begin(
-        self, evaluation: str, group: PromptGroup, trajectory_id: int, attempt: int, tokens: list[int]
-    ) -> None:
-        """Scored is sent when the reward is there. `tokens`: the whole response."""
-        task = asyncio.create_task(self._score(evaluation, group, trajectory_id, attempt, tokens))
-        self._tasks[task] = evaluation, Sample(trajectory_id, attempt)
-        task.add_done_callback(self._done)
+    def begin(self, work: Work) -> None:
+        """Of a complete response that was generated here. Scored is sent when the reward is there."""
+        sample = Sample(work.trajectory_id, work.attempt)
+        self._add(
+            work.evaluation, sample, self._score(work.evaluation, work.group, sample, tokens_of(work.partial))
+        )
 
     def begin_ordered(self, order: ScoreOrder) -> None:
         """Of a response that another replica has generated."""
-        self.begin("", order.group, order.trajectory_id, order.attempt, order.response_tokens)
+        sample = Sample(order.trajectory_id, order.attempt)
+        self._add("", sample, self._score_ordered(order, sample))
+
+    def _add(self, evaluation: str, sample: Sample, scoring: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(scoring)
+        self._tasks[task] = evaluation, sample
+        task.add_done_callback(self._done)
 
     async def settle(self, seconds: float) -> None:
         """Before the replica leaves: waits for the last rewards, at most so long. Others score the rest, or
@@ -58,22 +68,22 @@ class Scoring:
                     "%d scores were not there after %.1f s and are left to others", len(late), limit
                 )
 
-    async def _score(
-        self, evaluation: str, group: PromptGroup, trajectory_id: int, attempt: int, tokens: list[int]
-    ) -> None:
+    async def _score_ordered(self, order: ScoreOrder, sample: Sample) -> None:
+        wanted = [(order.trajectory_id, order.place)]
+        try:
+            [response] = await asyncio.to_thread(read, self.context.run_dir, wanted)
+        except LaminarError as error:
+            self.context.channel.send(Lost(order.trajectory_id, order.attempt, str(error)))
+            return
+        await self._score("", order.group, sample, response.tokens)
+
+    async def _score(self, evaluation: str, group: PromptGroup, sample: Sample, response: Tokens) -> None:
+        tokens = response.tolist()
         score = await self.pool.score(group.prompt, self.decoder.text(tokens), group.row, tokens)
+        trajectory_id, attempt = sample.trajectory_id, sample.attempt
         self.context.trace.record("score", score.t0, score.t1, trajectory_id=trajectory_id)
-        self.context.channel.send(
-            Scored(
-                trajectory_id,
-                attempt,
-                score.reward,
-                score.parts,
-                score.error,
-                score.t1,
-                evaluation,
-            )
-        )
+        outcome = score.reward, score.parts, score.error, score.t1
+        self.context.channel.send(Scored(trajectory_id, attempt, *outcome, evaluation))
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)

@@ -2,16 +2,26 @@
 pure functions, used by batch.py, migration.py and worker.py."""
 
 import asyncio
-import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from laminar_hpc.engine.interface import Generation
 from laminar_hpc.messages.data import Partial, PromptGroup, Sample, Trajectory, VersionSpan
-from laminar_hpc.messages.digest import sealed
 from laminar_hpc.messages.moves import MoveOrder
 from laminar_hpc.messages.rollouts import Grant
+from laminar_hpc.payload.layout import (
+    Logprobs,
+    Response,
+    Tokens,
+    all_trained,
+    logprobs_array,
+    pack,
+    packed_digest,
+    tokens_array,
+)
 
 
 @dataclass
@@ -32,19 +42,21 @@ class Work:
     cached_tokens: int = 0  # of its first prefill here, taken from the prefix cache
     order: MoveOrder | None = None  # the move that takes it away
     dropped: bool = False  # the controller has given it to others
-    of_request: Generation | None = None  # the increments of its present request
+    of_request: Partial | None = None  # the increments of its present request
     sent: asyncio.Event = field(default_factory=asyncio.Event)  # the source's part of the order is done
 
     @property
     def room(self) -> int:
         """Response tokens that it may still get."""
-        return self.max_response_tokens - len(self.partial.tokens)
+        return self.max_response_tokens - self.partial.count
 
-    def streamed(self, weight_id: int, tokens: list[int], logprobs: list[float]) -> None:
-        """An increment of its present request."""
-        before = self.of_request or Generation([], [], "", [])
+    def streamed(self, weight_id: int, tokens: bytes, logprobs: bytes) -> None:
+        """An increment of its present request, as columns."""
+        before = self.of_request or Partial()
         tokens, logprobs = before.tokens + tokens, before.logprobs + logprobs
-        self.of_request = Generation(tokens, logprobs, "", [VersionSpan(weight_id, 0, len(tokens))])
+        so_far = Partial(tokens, logprobs)
+        so_far.spans = [VersionSpan(weight_id, 0, so_far.count)]
+        self.of_request = so_far
 
     def is_dropped(self) -> bool:
         return self.dropped
@@ -52,7 +64,7 @@ class Work:
     @property
     def so_far(self) -> Partial:
         """With the increments of its present request."""
-        return extended(self.partial, self.of_request) if self.of_request else self.partial
+        return _joined(self.partial, self.of_request) if self.of_request else self.partial
 
 
 def works(grant: Grant) -> list[Work]:
@@ -74,24 +86,45 @@ def works(grant: Grant) -> list[Work]:
     return [work(group, sample) for group in grant.groups for sample in group.samples]
 
 
+def columns(tokens: ArrayLike, logprobs: ArrayLike) -> tuple[bytes, bytes]:
+    """As messages carry them. Raises Damaged for what are no token ids."""
+    return tokens_array(tokens).tobytes(), logprobs_array(logprobs).tobytes()
+
+
+def tokens_of(partial: Partial) -> Tokens:
+    """A read-only view of its bytes."""
+    return np.frombuffer(partial.tokens, "<i4")
+
+
+def logprobs_of(partial: Partial) -> Logprobs:
+    """A read-only view of its bytes; not all need be finite."""
+    return np.frombuffer(partial.logprobs, "<f4")
+
+
 def extended(partial: Partial, generation: Generation) -> Partial:
-    """`partial` with the tokens of one more request; adjacent spans of the same weights become one."""
-    offset, spans = len(partial.tokens), list(partial.spans)
-    for span in generation.spans:
+    """`partial` with the tokens of one more request. Raises Damaged for what are no token ids."""
+    return _joined(partial, Partial(*columns(generation.tokens, generation.logprobs), generation.spans))
+
+
+def _joined(partial: Partial, more: Partial) -> Partial:
+    """Adjacent spans of the same weights become one."""
+    offset, spans = partial.count, list(partial.spans)
+    for span in more.spans:
         if spans and spans[-1].weight_id == span.weight_id and spans[-1].end == offset + span.start:
             spans[-1] = VersionSpan(span.weight_id, spans[-1].start, offset + span.end)
         else:
             spans.append(VersionSpan(span.weight_id, offset + span.start, offset + span.end))
-    tokens, logprobs = partial.tokens + generation.tokens, partial.logprobs + generation.logprobs
+    tokens, logprobs = partial.tokens + more.tokens, partial.logprobs + more.logprobs
     return Partial(tokens, logprobs, spans, partial.time_started, partial.moves)
 
 
-def first_not_finite(logprobs: Sequence[float]) -> int | None:
+def first_not_finite(partial: Partial) -> int | None:
     """Place of the first log-prob that is NaN or infinite."""
-    return next((i for i, value in enumerate(logprobs) if not math.isfinite(value)), None)
+    wrong = np.flatnonzero(~np.isfinite(logprobs_of(partial)))
+    return int(wrong[0]) if len(wrong) else None
 
 
-def objection(generation: Generation, weight_id: int | None) -> str | None:
+def objection(partial: Partial, finish_reason: str, weight_id: int | None) -> str | None:
     """Why this response must not be trained on; None when it may be. One trajectory, one policy, by the
     engine's own report (docs/architecture.md#one-policy); with `weight_id` None several are allowed.
 
@@ -99,36 +132,41 @@ def objection(generation: Generation, weight_id: int | None) -> str | None:
     arithmetic overflowed. That may be chance, so the trajectory alone is lost and generated again; health.py
     says when it is no chance.
     """
-    if generation.finish_reason not in ("stop", "length"):
-        return f"the engine ended it with {generation.finish_reason}"
-    if not generation.tokens:
+    if finish_reason not in ("stop", "length"):
+        return f"the engine ended it with {finish_reason}"
+    if not partial.count:
         return "the engine returned no token"
-    ids = [span.weight_id for span in generation.spans]
+    ids = [span.weight_id for span in partial.spans]
     if weight_id is not None and ids != [weight_id]:
         return f"generated with weight ids {ids} instead of {weight_id}"
-    if (place := first_not_finite(generation.logprobs)) is not None:
+    if (place := first_not_finite(partial)) is not None:
         return f"the log-prob of response token {place} is not finite"
     return None
 
 
-def trajectory(work: Work, replica: int) -> Trajectory:
-    """The message for a finished one, as of now."""
+def packed(work: Work) -> bytes:
+    """The whole response of a finished one, as it goes into a payload file."""
     partial = work.partial
-    generated = Trajectory(
+    whole = tokens_of(partial), logprobs_of(partial), partial.spans, all_trained(partial.count)
+    return pack(Response(work.trajectory_id, work.attempt, *whole))
+
+
+def trajectory(work: Work, replica: int, response: bytes) -> Trajectory:
+    """What is said of a finished one, as of now; `response`: packed."""
+    partial = work.partial
+    return Trajectory(
         trajectory_id=work.trajectory_id,
         group_id=work.group.group_id,
         attempt=work.attempt,
         replica=replica,
         weight_id=work.weight_id,
         weight_step=work.weight_step,
-        prompt_tokens=work.group.prompt_tokens,
-        response_tokens=partial.tokens,
-        logprobs=partial.logprobs,
-        loss_mask=[1] * len(partial.tokens),
+        length=partial.count,
+        trained=partial.count,
+        policies=len({span.weight_id for span in partial.spans}),
         finish_reason=work.finish_reason,
-        version_spans=partial.spans,
         time_started=partial.time_started,
         time_finished=time.time(),
         moves=partial.moves,
+        digest=packed_digest(response),
     )
-    return sealed(generated)

@@ -4,8 +4,8 @@
     forever: a newer slot is there -> pull, verify, WeightsOpened
                                       (refresh=interrupt: also in the middle of a local batch)
              RequestWork           -> wait for a Grant, or for newer weights (then pull and ask again)
-             Grant                 -> all its requests at once; Generated as each ends; scores go out behind
-                                      and delay nothing
+             Grant                 -> all its requests at once; as each ends its response goes into a payload
+                                      file, then Generated; scores go out behind and delay nothing
              Grant with parts      -> the same, of trajectories whose replica has died; on their weights,
                                       which are pulled from an older slot
 
@@ -21,6 +21,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.interface import EngineFactory, EngineHangs
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages.data import Message, Sample
+from laminar_hpc.messages.data import Message, Place, Sample, Trajectory
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.messages.rollouts import (
     Drop,
@@ -45,6 +46,7 @@ from laminar_hpc.messages.rollouts import (
     WeightsAvailable,
     WeightsOpened,
 )
+from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.departure import SETTLE_SECONDS, Departure
 from laminar_hpc.rollout.engine_lives import EngineLives
@@ -55,7 +57,7 @@ from laminar_hpc.rollout.scoring import Scoring
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.tokens import model_config, stop_token_ids
 from laminar_hpc.rollout.weight_loader import WeightLoader
-from laminar_hpc.rollout.work import Work, trajectory, works
+from laminar_hpc.rollout.work import Work, packed, trajectory, works
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
@@ -80,6 +82,7 @@ class RolloutWorker:
         probe = probe_sequences(model_config(model)["vocab_size"])
         self.weight_loader = WeightLoader(self.reader, probe, context.trace, self.engines)
         self.scoring = Scoring(context, self.pool, self._leave)
+        self.payloads = PayloadWriter(context.run_dir, f"rollout{context.index}")
         self.health = BatchHealth(context.index, self.state, self.engines)
         self.batch = LocalBatch(context, self.engines, self.state, stop_token_ids(model), self._ended)
         self.reporter = UtilizationReporter(
@@ -115,7 +118,7 @@ class RolloutWorker:
             loop.call_soon_threadsafe(self._arrived, item)
 
         self.context.channel.subscribe(deliver)
-        reporting = asyncio.create_task(self.reporter.run())
+        reporting, last_words = asyncio.create_task(self.reporter.run()), None
         try:
             await self._guarded(self._start())
             while True:
@@ -124,6 +127,8 @@ class RolloutWorker:
             logger.info("rollout %d leaves: %s", self.context.index, stop.reason)
             half = self.config.cluster.stop_timeout_seconds / 2
             await self.scoring.settle(SETTLE_SECONDS if self.departure.begun else half)
+            if self.departure.begun:  # on a busy machine the engine's end takes long
+                last_words = asyncio.create_task(asyncio.to_thread(self._last_words))
         finally:
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
@@ -131,6 +136,11 @@ class RolloutWorker:
                 await self.pool.close()
             self.weight_loader.let_go()
             await self.engines.current.stop()
+            await (last_words or asyncio.to_thread(self.payloads.close))
+
+    def _last_words(self) -> None:
+        self.payloads.close()  # responses are said when they are written
+        self.context.channel.close()
 
     def _arrived(self, item: Message | Exception) -> None:
         if isinstance(item, Terminated):
@@ -387,14 +397,22 @@ class RolloutWorker:
             self.health.lost(work)
             self._lost(work, lost)
             return
-        finished = trajectory(work, self.context.index)
-        tokens = len(finished.response_tokens)
-        self.health.finished(tokens)
-        self.reporter.finished(tokens)
-        self.context.channel.send(Generated(finished, work.evaluation))
-        whose = finished.trajectory_id, finished.attempt
-        self.scoring.begin(work.evaluation, work.group, *whose, finished.response_tokens)
+        self.health.finished(work.partial.count)
+        self.reporter.finished(work.partial.count)
+        response = packed(work)
+        finished = trajectory(work, self.context.index, response)
+        if work.evaluation:
+            self.context.channel.send(Generated(finished, work.evaluation))
+        else:
+            self.context.channel.send_after(self.payloads.append(response), partial(_generated, finished))
+        self.scoring.begin(work)
 
     def _lost(self, work: Work, reason: str) -> None:
         logger.warning("trajectory %d (attempt %d) is lost: %s", work.trajectory_id, work.attempt, reason)
         self.context.channel.send(Lost(work.trajectory_id, work.attempt, reason, work.evaluation))
+
+
+def _generated(finished: Trajectory, place: Place) -> Generated:
+    """Its response is on the disk."""
+    finished.place = place
+    return Generated(finished)

@@ -15,8 +15,8 @@ def main(arguments: list[str]) -> int:
     """`laminar sim EXPERIMENT`: simulates, writes the page and result.json, prints the table. Returns 0."""
     name, overrides, as_json = take_apart(arguments, "sim", "experiment", experiments())
     config = load_simulation(name, overrides)
-    rows = sweep(config, lambda line: print(line, file=sys.stderr, flush=True))
     folder = Path(config.out_dir or f"runs/sim-{config.name}")
+    rows = sweep(config, lambda line: print(line, file=sys.stderr, flush=True), folder / "ranges.json")
     report.write(folder / "report.html", config.name, dataclasses.asdict(config), rows)
     result = json.dumps({"settings": dataclasses.asdict(config), "rows": report.as_json(rows)}, indent=1)
     (folder / "result.json").write_text(result + "\n")

@@ -1,95 +1,54 @@
 """Every number that the simulator takes from outside, each with its source. Nothing else in this folder holds
 one.
 
-"Laminar" is arXiv 2510.12633, "DORA" is arXiv 2604.26256. Three constants are FITTED, on one row of one
-table: DORA's synchronous run at 64 GPUs (22.91 min per step, 14,143 tokens/s, rollout-only share 65%). All
-others are datasheets, published measurements, arithmetic or, where nothing is published, an assumption that
-says so.
+"Laminar" is arXiv 2510.12633, "DORA" is arXiv 2604.26256. GPU types and models: conf/simulation/tables/. A
+constant that is FITTED says to what; all others are published measurements, arithmetic or, where nothing is
+published, an assumption that says so.
 """
 
 from dataclasses import dataclass
 
 from laminar_hpc.config.bounds import number
 
-GIB, KIB = 1 << 30, 1 << 10
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU type. Rates per GPU, in bytes/s and dense bf16 FLOP/s; `price` in $ per hour is an assumption for
-    examples only."""
-
-    hbm: float
-    flops: float
-    memory: float
-    nic: float
-    pcie: float
-    price: float
-
-
-# Datasheets; PCIe 5 x16 gives 50-55 GB/s, a 400G NIC 40-47 GB/s (usable, as commonly measured); PCIe 4 half
-# of it.
-GPUS = {
-    "H800": Gpu(hbm=3.35e12, flops=989e12, memory=80e9, nic=43e9, pcie=52e9, price=2.5),
-    "H100": Gpu(hbm=3.35e12, flops=989e12, memory=80e9, nic=43e9, pcie=52e9, price=2.5),
-    "H20": Gpu(hbm=4.0e12, flops=148e12, memory=96e9, nic=43e9, pcie=52e9, price=1.3),
-    "A100": Gpu(hbm=2.04e12, flops=312e12, memory=80e9, nic=21e9, pcie=26e9, price=1.6),
-    "L40S": Gpu(hbm=0.864e12, flops=362e12, memory=48e9, nic=11e9, pcie=26e9, price=0.9),
-}
 GPUS_PER_MACHINE = 8  # Laminar, evaluation
-
-
-@dataclass(frozen=True)
-class Model:
-    """A dense model served and trained in bf16. `tensor_parallel`: GPUs of one rollout replica. `hf`: its
-    name in config/models.py."""
-
-    parameters: float
-    layers: int
-    heads: int
-    kv_bytes: float  # per token: 2 (K and V) x layers x KV heads x head size x 2 bytes
-    tensor_parallel: int
-    hf: str
-
-
-HEAD_SIZE = 128
-# Qwen2.5's config.json; TP 4 for 32B as in Laminar's evaluation, the others by size.
-MODELS = {
-    "7B": Model(
-        parameters=7.62e9, layers=28, heads=28, kv_bytes=56 * KIB, tensor_parallel=1, hf="Qwen2.5-7B"
-    ),
-    "32B": Model(
-        parameters=32.8e9, layers=64, heads=40, kv_bytes=256 * KIB, tensor_parallel=4, hf="Qwen2.5-32B"
-    ),
-    "72B": Model(
-        parameters=72.7e9, layers=80, heads=64, kv_bytes=320 * KIB, tensor_parallel=8, hf="Qwen2.5-72B"
-    ),
-}
 
 
 @dataclass(frozen=True)
 class Constants:
     """Efficiencies, overheads and times. Times in seconds, rates in bytes/s, shares of 1."""
 
-    # FITTED on DORA's sync row at 64 GPUs, in this order (see bench/simulator_fit.py).
-    # FITTED to the rollout time (65% of the step): launches and all-reduces of a decode step
-    decode_overhead_per_layer: float = number(0.1864e-3, at_least=0, at_most=1)
-    # FITTED to the rest of the step; 10-20% is usual for ragged batches of 8-16K, 30-40% packed
-    train_mfu: float = number(0.303, at_least=0.0001, at_most=1)
-    # FITTED to tokens/s x step time / 8,192 trajectories, less the prompt
-    mean_response_tokens_dora: float = number(2246.0, at_least=1, at_most=1e7)
-
-    # Decode, roofline: t = overhead + max((weights + sum KV) / (eff x HBM), 2 P N / (eff_c x FLOPS)).
-    # 7B on one H100: 15.2 GB in 5.75 ms of 3.35 TB/s = 0.79
-    decode_hbm_efficiency: float = number(0.80, at_least=0.0001, at_most=1)
+    # A decode step of N requests with K tokens of KV on t GPUs, L layers:
+    #   L x layer + exchanges + max(weights / (eff x HBM), 2 P N / (eff_c x FLOPS)) + K kv / (eff_kv x HBM),
+    # and without CUDA graphs no less than L x eager layer, in which the host launches its kernels. Weights:
+    # Qwen2.5's speed benchmark (batch 1, vLLM 0.6.3, A100): 183.33, 84.28, 46.30 tokens/s for 1.5B, 7B, 14B;
+    # least squares over 0.5B to 14B and 72B on four GPUs give 0.832.
+    decode_hbm_efficiency: float = number(0.83, at_least=0.0001, at_most=1)
+    # FITTED to 7B on one H100: 131, 5,163, 9,507, 13,588, 16,998 tokens/s with 1, 32, 64, 96, 128 requests.
+    # The A100 above has 0.13 ms (tables/gpus.yaml), of which vLLM 0.6.3's host work is a part.
+    decode_layer_seconds: float = number(0.055e-3, at_least=0, at_most=1)
+    # FITTED to the rollout of DORA's sync row at 64 GPUs, 65% of 22.91 min (bench/simulator_fit.py). Measured
+    # elsewhere: 0.36 ms, Qwen3-0.6B in vLLM (pytorch/torchtitan, pull request 2373: 20 tokens in 199 ms, in
+    # 52 ms with CUDA graphs); 0.8 ms, 7B on A800 (vllm-project/vllm-omni, issue 7960)
+    eager_layer_seconds: float = number(0.44e-3, at_least=0, at_most=1)
+    # assumption: engines' own all-reduce of a small message, of which a layer has two
+    decode_allreduce_seconds: float = number(10e-6, at_least=0, at_most=1)
+    # NCCL's large all-reduces reach some 370 of 450 GB/s on an H100 node
+    nvlink_efficiency: float = number(0.80, at_least=0.0001, at_most=1)
+    # assumption: attention over a large ragged batch. Batch 1 with 30,720 tokens in Qwen2.5's table (A100,
+    # vLLM 0.6.3): 0.28 (72B) to 0.56 (14B)
+    decode_kv_efficiency: float = number(0.65, at_least=0.0001, at_most=1)
+    # Standard deviation of the log of a replica's speed. GPUs of one type in one cluster differ by 8% on
+    # average (Sinha et al., SC22, arXiv 2208.11035): some four standard deviations among a few hundred
+    replica_speed_spread: float = number(0.02, at_least=0, at_most=1)
     # assumption: large GEMMs in bf16 reach 55-70% of the datasheet
     decode_flops_efficiency: float = number(0.60, at_least=0.0001, at_most=1)
     # of GPU memory for weights and KV (what engines are usually given)
     kv_memory_share: float = number(0.90, above=0, at_most=1)
-    # assumption: the trainer's remains and buffers share the GPU
-    kv_memory_share_colocated: float = number(0.70, above=0, at_most=1)
-    # large GEMMs with attention: 8K tokens of 32B on TP4 in 0.33 s
-    prefill_mfu: float = number(0.40, at_least=0.0001, at_most=1)
+    # verl's colocated recipe, dapo_7b_math_fsdp2_colocate.sh: gpu_memory_utilization=0.80
+    kv_memory_share_colocated: float = number(0.80, above=0, at_most=1)
+    # 72B on two H100: the first token after 8,192 in 1,064 ms, after 4,096 in 505 ms (tenstorrent/tt-
+    # inference-server, issue 143): 0.57 to 0.60 of the datasheet
+    prefill_mfu: float = number(0.57, at_least=0.0001, at_most=1)
 
     # Admission to an engine and preemption: SGLang 0.5.21, srt/managers/schedule_policy.py,
     # new_token_ratio_tracker.py and srt/environ.py.
@@ -102,7 +61,12 @@ class Constants:
     # after a preemption the share is the one generated so far, and so many tokens per request
     retract_steps: float = number(20.0, at_least=0, at_most=1e9)
 
-    # Training: 6 P T per update and 2 P T per extra log-prob pass.
+    # Training: 6 P T per update, 2 P T for recomputation, 2 P T per extra log-prob pass.
+    # Of the datasheet's FLOP/s, exchanges not counted: Megatron-LM reaches 41% (2B) to 48% (462B) on H100
+    # with exchanges for the most part hidden (NVIDIA/Megatron-LM, README.md)
+    train_kernel_efficiency: float = number(0.50, at_least=0.0001, at_most=1)
+    # assumption: clipping, optimizer and launches of an update
+    update_overhead: float = number(0.2, at_least=0, at_most=1e6)
     # log-probs of the old policy; DAPO has no reference model
     logprob_passes: float = number(1.0, at_least=0, at_most=100)
     # per update: reduce-scatter of fp32 gradients, all-gather of bf16 parameters, over the NICs
@@ -115,8 +79,12 @@ class Constants:
     # allowed. verl, docs/advance/ fully_async.md: the log-prob pass over 8,192 of at most 28K takes 107.7,
     # 70.3, 53.9 s on 32, 64, 128 GPUs = 35.2 s + 2,309 s / GPUs.
     batch_handling: float = number(35.2 / 8192 / 28672, at_least=0, at_most=1)
-    # assumption: offload, reload, re-capture, both ways, per step
-    colocated_switch: float = number(10.0, at_least=0, at_most=1e6)
+    # What is left of that per step where generation and training are apart: the same page's fully
+    # asynchronous runs spend 3.7, 3.8 and 4.3 s of a step of 8,192 outside waiting and updates.
+    overlapped_handling: float = number(3.9 / 8192 / 28672, at_least=0, at_most=1)
+    # Both ways, per step: the same page's colocated runs spend 10.9 and 10.7 s (64 and 128 GPUs; 55 s on 32)
+    # of a step outside generation, log-probs and updates.
+    colocated_switch: float = number(10.8, at_least=0, at_most=1e6)
 
     # Weights (Laminar, relay tier).
     # 0.64 s for 32B, 1.40 s for 72B
@@ -127,8 +95,9 @@ class Constants:
     chain_chunk_seconds: float = number(5e-5, at_least=0, at_most=1000)
     # assumption: flush, load in place, verification
     pull_overhead: float = number(0.3, at_least=0, at_most=1e6)
-    # rollouts wait up to 37% less with relays than with a global NCCL synchronisation
-    global_sync_factor: float = number(1 / 0.63, at_least=0, at_most=1000)
+    # All rollouts at once, the trainer waits: 61 GB of 30B-A3B in 4.38 s, 470 GB of 235B in 23.7 s with
+    # verl's checkpoint engine (15.8 and 58.6 s without), the same page
+    global_sync_bytes_per_second: float = number(17e9, at_least=1000, at_most=1e18)
     # one 400G NIC: 8K tokens of 32B in 52 ms
     kv_move_bytes_per_second: float = number(40e9, at_least=1000, at_most=1e18)
     # assumption: export, import and acknowledgement
@@ -152,6 +121,8 @@ DEFAULT = Constants()
 # groups are similar in length.
 PROMPT_TOKENS = 150
 GROUP_CORRELATION = 0.5
+# DORA's sync row at 64 GPUs: 14,143 tokens/s x 22.91 min / 8,192 trajectories, less the prompt
+MEAN_RESPONSE_TOKENS_DORA = 2223.0
 SIGMA_DORA = 1.69  # median ~1,097, mean 3,536, cap 30,720 at DORA's step 100 give this
 # Laminar, introduction: P99 / median = 10. So sigma = ln 10 / 2.326, and with P99 at the cap of 16,384 the
 # median is 1,638 and the mean of the capped lengths 2,596; DORA publishes 2.4K for the same model and data. A

@@ -1,27 +1,39 @@
 """From hardware and model to seconds: all that the event loop knows of either. Constants: constants.py.
 
-Every field of `EngineCosts` and `JobCosts` is in seconds, so that a machine with all rates doubled is one
-with every field halved.
+Every field of `EngineCosts` and of `trainer_cost.JobCosts` is in seconds unless it says otherwise, so that
+a machine with all rates doubled is one with every field halved.
 """
 
 import dataclasses
 import math
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
 
-from laminar_hpc.config.models import known_models, kv_heads, kv_tokens_that_fit, state_bytes
-from laminar_hpc.simulator.constants import GPUS_PER_MACHINE, HEAD_SIZE, Constants, Gpu, Model
+from laminar_hpc.config.models import kv_tokens_that_fit
+from laminar_hpc.simulator.constants import Constants
+from laminar_hpc.simulator.tables import Gpu, Model
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_NO_TIME = {"time": False}  # a field that is no time, which a faster machine leaves as it is
+_EXACT = 8  # requests up to which every batch has its own CUDA graph
 
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """A replica's seconds. A decode step of N requests with K tokens of KV takes overhead + max(weights + K *
-    kv_token, N * compute)."""
+    """A replica's seconds. A decode step of N requests with K tokens of KV takes `at(N)` + K * kv_token, and
+    no less than `floor`.
+
+    `experts`: reading all routed experts; a token misses each of them with probability `expert_miss`, and a
+    step reads those that at least one of its tokens uses.
+    """
 
     overhead: float
     weights: float
     kv_token: float
-    compute: float
+    compute: float  # of a request's token: matrix products
+    request: float  # the same: what they don't overlap with
     prefill_token: float
     prefill_attention: float  # per squared token
     pull: float
@@ -29,103 +41,90 @@ class EngineCosts:
     move_token: float
     move_latency: float
     restart: float
+    floor: float = 0.0
+    experts: float = 0.0
+    expert_miss: float = field(default=0.0, metadata=_NO_TIME)
+
+    def at(self, requests: int) -> float:
+        """A step of so many requests without their KV. CUDA graphs are captured for multiples of eight
+        (SGLang, vLLM): a batch in between computes as much as the next."""
+        padded = (requests + 7) & ~7 if requests > _EXACT else requests
+        weights = self.weights
+        if self.experts:
+            weights += self.experts * (1.0 - self.expert_miss**requests)
+        compute = padded * self.compute
+        return self.overhead + requests * self.request + (weights if weights > compute else compute)
 
     def step(self, requests: float, kv_tokens: float) -> float:
-        return self.overhead + max(self.weights + kv_tokens * self.kv_token, requests * self.compute)
+        """Seconds of one decode step."""
+        return max(self.floor, self.at(round(requests)) + kv_tokens * self.kv_token)
 
     def prefill(self, tokens: float, cached: float) -> float:
         """Of a context of `tokens`, the first `cached` of which have KV."""
         return (tokens - cached) * (self.prefill_token + self.prefill_attention * (tokens + cached))
 
 
-@dataclass(frozen=True)
-class JobCosts:
-    """Everybody else's seconds."""
-
-    train_token: float  # forward and backward, all GPUs together
-    train_attention: float  # the same per squared token of a trajectory
-    logprob_token: float  # the extra forward passes
-    logprob_attention: float
-    handling: float  # one process handles the batch: per trajectory
-    update: float
-    publish_stall: float
-    chain: float
-    switch: float
-    checkpoint: float
-    job_restart: float
-    repack_period: float
-    turn_scale: float = 1.0  # environment latencies are multiplied by this
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The trainer's GPUs: tensor parallelism, pipeline stages, data-parallel ranks."""
-
-    tensor: int
-    stages: int
-    ranks: int
-
-
-Costs = TypeVar("Costs", EngineCosts, JobCosts)
+Costs = TypeVar("Costs", bound="DataclassInstance")
 
 
 def faster(costs: Costs, factor: float) -> Costs:
     """The same with every rate `factor` times as high."""
-    return dataclasses.replace(
-        costs, **{field.name: getattr(costs, field.name) / factor for field in dataclasses.fields(costs)}
-    )
+    times = [field for field in dataclasses.fields(costs) if field.metadata.get("time", True)]
+    return dataclasses.replace(costs, **{field.name: getattr(costs, field.name) / factor for field in times})
 
 
 def attention_share(model: Model) -> float:
     """FLOPs of causal attention as a share of a forward pass's 2 P, per token of a sequence: 2 layers x width
     x s^2 over 2 P s."""
-    return model.layers * model.heads * HEAD_SIZE / model.parameters
+    return model.layers * model.attention_width / model.active_parameters
 
 
-def trainer_layout(model: Model, gpu: Gpu, gpus: int, c: Constants) -> Layout | None:
-    """The layout of a published system, whose activations are not known to us: TP as wide as a machine and
-    the heads allow, since data-parallel ranks wait for each other; then the fewest pipeline stages whose GPUs
-    hold weights, gradients and optimizer in their share of the memory. None: no number does. `trainer_fit.py`
-    has the layout of a run of our own."""
-    tensor = max(tp for tp in (1, 2, 4, 8) if gpus % tp == 0 and model.heads % tp == 0)
-    for stages in (1, 2, 4, 8):
-        if gpus % (tensor * stages):
-            continue
-        ranks = gpus // (tensor * stages)
-        held = state_bytes(
-            model.parameters / (tensor * stages), 6.0, c.trainer_bytes_per_parameter - 6.0, ranks
-        )
-        if held <= c.trainer_memory_share * gpu.memory:
-            return Layout(tensor, stages, ranks)
-    return None
+def exchange_seconds(model: Model, gpu: Gpu, tensor: int, c: Constants) -> float:
+    """One all-reduce of one token's hidden state over `tensor` GPUs: 2 (t - 1) / t times its bytes cross each
+    GPU's links."""
+    return 2.0 * (tensor - 1) / tensor * 2.0 * model.hidden / (c.nvlink_efficiency * gpu.nvlink)
 
 
-def engine_costs(model: Model, gpu: Gpu, tensor_parallel: int, c: Constants) -> EngineCosts:
+def engine_costs(
+    model: Model, gpu: Gpu, tensor_parallel: int, c: Constants, cuda_graphs: bool = True
+) -> EngineCosts:
     """Seconds of one replica's work, from the GPU's rates and the model's size."""
-    weights_bytes = 2.0 * model.parameters
-    bandwidth = c.decode_hbm_efficiency * gpu.hbm * tensor_parallel
-    prefill_token = 2.0 * model.parameters / (c.prefill_mfu * gpu.flops * tensor_parallel)
-    pull = c.pull_overhead + weights_bytes / (gpu.pcie * tensor_parallel)
+    bandwidth = gpu.hbm * tensor_parallel
+    weights = c.decode_hbm_efficiency * bandwidth
+    flops = gpu.flops * tensor_parallel
+    exchanges = 2 * model.layers if tensor_parallel > 1 else 0  # per step
+    exchange = exchanges * exchange_seconds(model, gpu, tensor_parallel, c)
+    prefill_token = 2.0 * model.active_parameters / (c.prefill_mfu * flops)
+    pull = c.pull_overhead + 2.0 * model.parameters / (gpu.pcie * tensor_parallel)
+    layer = c.decode_layer_seconds if gpu.decode_layer is None else gpu.decode_layer
     return EngineCosts(
-        overhead=c.decode_overhead_per_layer * model.layers,
-        weights=weights_bytes / bandwidth,
-        kv_token=model.kv_bytes / bandwidth,
-        compute=2.0 * model.parameters / (c.decode_flops_efficiency * gpu.flops * tensor_parallel),
+        overhead=model.layers * layer + exchanges * c.decode_allreduce_seconds,
+        weights=2.0 * model.read_parameters / weights,
+        kv_token=model.kv_bytes * kv_copies(model, tensor_parallel) / (c.decode_kv_efficiency * bandwidth),
+        compute=2.0 * model.active_parameters / (c.decode_flops_efficiency * flops),
+        request=exchange,
         prefill_token=prefill_token,
         prefill_attention=prefill_token * attention_share(model),
         pull=pull,
-        global_sync=pull * c.global_sync_factor,
+        global_sync=c.pull_overhead + 2.0 * model.parameters / c.global_sync_bytes_per_second,
         move_token=model.kv_bytes / c.kv_move_bytes_per_second,
         move_latency=c.kv_move_latency,
         restart=c.replica_restart,
+        floor=0.0 if cuda_graphs else model.layers * c.eager_layer_seconds,
+        experts=2.0 * model.expert_parameters / weights,
+        expert_miss=1.0 - model.expert_share,
     )
+
+
+def kv_copies(model: Model, tensor_parallel: int) -> float:
+    """How often a token's KV is held and read: beyond one rank per KV head the heads are copied."""
+    return max(1.0, tensor_parallel / model.kv_heads)
 
 
 def kv_capacity(model: Model, gpu: Gpu, tensor_parallel: int, share: float) -> int:
     """KV tokens of a replica: `share` of its memory less the weights; 0 or less when they do not fit."""
-    heads = kv_heads(known_models()[model.hf])
     return kv_tokens_that_fit(
-        2.0 * model.parameters, model.kv_bytes, heads, tensor_parallel, share * gpu.memory
+        2.0 * model.parameters, model.kv_bytes, model.kv_heads, tensor_parallel, share * gpu.memory
     )
 
 
@@ -133,35 +132,3 @@ def chain_seconds(weights_bytes: float, relays: int, c: Constants) -> float:
     """T* of the chunked chain broadcast (Laminar, relay tier)."""
     size, start = weights_bytes / c.chain_bytes_per_second, c.chain_chunk_seconds
     return (math.sqrt(size) + math.sqrt(max(0, relays - 2) * start)) ** 2
-
-
-def job_costs(
-    model: Model,
-    trainer_gpu: Gpu,
-    trainer_gpus: int,
-    layout: Layout,
-    rollout_gpus: int,
-    cap: int,
-    c: Constants,
-) -> JobCosts:
-    """`cap`: tokens of the longest response allowed."""
-    model_parallel = layout.tensor * layout.stages
-    weights_bytes = 2.0 * model.parameters
-    pass_token = 2.0 * model.parameters / (c.train_mfu * trainer_gpu.flops * trainer_gpus)
-    return JobCosts(
-        train_token=3.0 * pass_token,
-        train_attention=3.0 * pass_token * attention_share(model),
-        logprob_token=c.logprob_passes * pass_token,
-        logprob_attention=c.logprob_passes * pass_token * attention_share(model),
-        handling=(1.0 + c.logprob_passes) * c.batch_handling * cap,
-        # A machine's NICs carry one copy of the model, or its part of one.
-        update=c.gradient_bytes_per_parameter
-        * model.parameters
-        / (max(GPUS_PER_MACHINE, model_parallel) * trainer_gpu.nic),
-        publish_stall=weights_bytes / c.publish_bytes_per_second,
-        chain=chain_seconds(weights_bytes, math.ceil(rollout_gpus / GPUS_PER_MACHINE), c),
-        switch=c.colocated_switch,
-        checkpoint=c.checkpoint_stall,
-        job_restart=c.job_restart,
-        repack_period=c.repack_period,
-    )

@@ -18,11 +18,12 @@ from laminar_hpc.observability.trace import Span
 from laminar_hpc.report import rundata
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.simulator.constants import DEFAULT
-from laminar_hpc.simulator.cost import EngineCosts, JobCosts, Layout
+from laminar_hpc.simulator.cost import EngineCosts
 from laminar_hpc.simulator.request import Admission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.setup import Engines, Setup
+from laminar_hpc.simulator.trainer_cost import JobCosts, Layout
 
 WARMUP_STEPS = 2
 _MIN_BATCHES = 6  # local batches that a curve of three numbers is taken from
@@ -124,12 +125,12 @@ def _workload(run: Run) -> WorkloadConfig:
 
 def _engine_costs(run: Run, curve: DecodeCurve, local_batch_tokens: int) -> EngineCosts:
     """`local_batch_tokens`: prompt tokens of a replica's local batch, one sample per prompt."""
-    tiny = 1e-9  # this model's step time has no part for KV: a + N * compute
     return EngineCosts(
-        overhead=curve.step,
-        weights=tiny,
-        kv_token=tiny * tiny,
-        compute=max(curve.token, tiny),
+        overhead=max(curve.step, 1e-9),
+        weights=0.0,
+        kv_token=0.0,
+        compute=0.0,
+        request=curve.token,  # this model's step time has no part for KV: step + N * token
         prefill_token=curve.start / local_batch_tokens,
         pull=_mean_seconds(run, "rollout", "pull"),
         global_sync=0.0,
@@ -149,6 +150,7 @@ def _job_costs(run: Run) -> JobCosts:
         logprob_token=0.0,
         logprob_attention=0.0,
         handling=0.0,
+        overlapped_handling=0.0,
         update=0.0,
         publish_stall=_mean_seconds(run, "trainer", "publish"),
         chain=_mean_seconds(run, "trainer", "send"),

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import TrainerConfig
-from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS, Constants
-from laminar_hpc.simulator.cost import engine_costs, job_costs, kv_capacity
+from laminar_hpc.simulator.constants import DEFAULT, GPUS_PER_MACHINE, Constants
+from laminar_hpc.simulator.cost import engine_costs, kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig
 from laminar_hpc.simulator.setup import setup
+from laminar_hpc.simulator.tables import GPUS, MODELS
+from laminar_hpc.simulator.trainer_cost import job_costs
 from laminar_hpc.simulator.trainer_fit import fitting_trainer, layout_of, shards
 from laminar_hpc.simulator.workload import Workload
 
@@ -123,11 +125,8 @@ def kv_cache_tokens(config: PlanConfig, candidate: Candidate, c: Constants = DEF
 
 
 def repack_of(candidate: Candidate) -> str:
-    """How repack moves a request: with its KV cache where each engine is one process (docs/kv.md), else by
-    prefill."""
-    if candidate.replicas == 1:
-        return "off"
-    return "kv" if candidate.tensor_parallel == 1 else "reprefill"
+    """How repack moves a request: with its KV cache, if there is another replica to move it to."""
+    return "off" if candidate.replicas == 1 else "kv"
 
 
 def candidates(config: PlanConfig, c: Constants = DEFAULT) -> Iterator[Candidate]:
@@ -177,7 +176,7 @@ def bound(
         job.train_token
         + job.logprob_token
         + (job.train_attention + job.logprob_attention) * mean_tokens
-        + job.handling / mean_tokens
+        + job.overlapped_handling / mean_tokens
     )
     generate, capacity = 0.0, kv_cache_tokens(config, candidate, c)
     for pool, gpus, tp in candidate.rollouts:
@@ -185,6 +184,7 @@ def bound(
         costs = engine_costs(model, gpu, tp, c)
         batch = min(config.max_concurrent, capacity / context)
         generate += gpus // tp * batch / costs.step(batch, batch * context)
+    generate *= 1.0 + 2.0 * c.replica_speed_spread  # of a few replicas all may be fast ones
     return _SLACK * min(train, generate * (mean + w.prompt_tokens) / mean)
 
 
@@ -220,13 +220,15 @@ def evaluate(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -
 
 def judge(config: PlanConfig, planned: Planned) -> None:
     """Score of a simulated candidate; -inf when it leaves the trainer idle beyond what `trainer_busy` allows
-    (objective=cost only)."""
+    or is slower than `least_throughput` (objective=cost only)."""
     assert planned.figures is not None
     rate = planned.figures["tokens_per_second"]
     planned.score = rate if config.objective == "throughput" else rate * 3600 / planned.price
     busy = 1.0 - planned.figures["trainer_wait_share"]
     if config.objective == "cost" and busy < config.trainer_busy:
         planned.why_not, planned.score = f"the trainer is busy for {busy:.0%} of the time only", -math.inf
+    if config.objective == "cost" and rate < config.least_throughput:
+        planned.why_not, planned.score = f"fewer than {config.least_throughput:,.0f} tokens/s", -math.inf
 
 
 def search(
@@ -266,9 +268,10 @@ def search(
             best = planned
     ended = len(tried) == len(options) or (best is not None and options[len(tried)].bound <= best.score)
     if best is None or best.score == -math.inf:
+        least = f" and reaches {config.least_throughput:,.0f} tokens/s" if config.least_throughput else ""
         raise LaminarError(
-            f"plan: no part of the pools keeps the trainer busy for {config.trainer_busy:.0%}; lower "
-            "trainer_busy or add rollout GPUs"
+            f"plan: no part of the pools keeps the trainer busy for {config.trainer_busy:.0%}{least}; lower "
+            f"trainer_busy{' or least_throughput' if least else ''} or add rollout GPUs"
         )
     others = sorted((planned for planned in tried if planned is not best), key=lambda planned: -planned.score)
     return Plan(best, others[0] if others else None, len(tried), len(options), ended)

@@ -38,7 +38,8 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
     assert f is not None
     best = plan.best.candidate
     t, machines = trainer_settings(config, best), sum(part.count for part in rollout_machines(config, best))
-    recompute = ", activations recomputed" if t.recompute_activations else ""
+    recomputed = {"selective": ", feed-forward parts recomputed", "full": ", activations recomputed"}
+    recompute = recomputed.get(t.recompute_activations, "")
     lines = [
         f"plan         {describe(config, plan.best.candidate)}",
         f"trainer      TP {t.tensor_parallel} x PP {t.pipeline_parallel} x DP {t.data_parallel}, "

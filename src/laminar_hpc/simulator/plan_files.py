@@ -2,14 +2,17 @@
 that starts each machine's part and a Slurm job that runs it on all of them. Everything that was simulated
 stands in the file."""
 
+import json
 import math
 from dataclasses import dataclass
 
+import yaml
+
 from laminar_hpc.config.load import conf_directory
-from laminar_hpc.config.models import count_parameters, known_models
-from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS
+from laminar_hpc.simulator.constants import DEFAULT, GPUS_PER_MACHINE
 from laminar_hpc.simulator.plan import Candidate, describe, kv_cache_tokens, repack_of, trainer_settings
 from laminar_hpc.simulator.schema import PlanConfig
+from laminar_hpc.simulator.tables import GPUS, MODELS
 
 _LANE_BYTES = (
     36e9  # of a publication per relay lane: 1, 2 and 4 lanes for 7B, 32B and 72B, as in conf/experiment
@@ -54,13 +57,15 @@ def on_one_machine(config: PlanConfig) -> bool:
 
 def lanes(config: PlanConfig) -> int:
     """Relay lanes of each rollout machine."""
-    return max(1, round(2 * count_parameters(known_models()[MODELS[config.model].hf]) / _LANE_BYTES))
+    return max(1, round(2 * MODELS[config.model].parameters / _LANE_BYTES))
 
 
 def _yaml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    # a word that YAML reads as something else: off is false
+    return json.dumps(text) if isinstance(value, str) and yaml.safe_load(text) != value else text
 
 
 def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
@@ -71,7 +76,7 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
     slowest = math.ceil(_PATIENCE * max(figures["latency_max"], figures["step_seconds"], 450.0) / 600) * 600
     ready = 600 if on_one_machine(config) else 1800
     sections: dict[str, dict[str, object]] = {
-        "model": {"path": f"Qwen/{MODELS[config.model].hf}", "dtype": "bfloat16"},
+        "model": {"path": MODELS[config.model].path, "dtype": "bfloat16"},
         "sampling": {"max_response_tokens": w.max_response_tokens},
         "algorithm": {
             "prompts_per_step": w.prompts_per_step,

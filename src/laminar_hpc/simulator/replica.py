@@ -22,6 +22,46 @@ class Replica:
     """`capacity` and all KV in tokens. `state` names what an empty replica waits for; it is what its idle
     seconds are booked under."""
 
+    __slots__ = (
+        "admission",
+        "capacity",
+        "clock",
+        "costs",
+        "ends",
+        "event",
+        "full",
+        "generated",
+        "gpus",
+        "index",
+        "kv",
+        "kv_before",
+        "kv_seconds",
+        "max_concurrent",
+        "mtbf",
+        "parked",
+        "parked_kv",
+        "pending",
+        "preemptions",
+        "prefilled",
+        "prompts",
+        "pulls",
+        "ratio",
+        "ratio_steps",
+        "request_seconds",
+        "running",
+        "seconds",
+        "spans",
+        "stall_kind",
+        "stall_until",
+        "state",
+        "steps",
+        "target",
+        "tickets",
+        "waiting",
+        "weight_id",
+        "weight_step",
+    )
+
     def __init__(
         self,
         index: int,
@@ -67,25 +107,22 @@ class Replica:
     def seconds_of(self, steps: float) -> float:
         """Time of the next `steps` decode steps with the present requests."""
         c, n = self.costs, len(self.running)
-        memory, compute, slope = c.weights + c.kv_token * self.kv, n * c.compute, c.kv_token * n
-        fixed = 0.0
-        if memory < compute:  # compute-bound until the KV has grown
-            first = min(steps, (compute - memory) / slope)
-            fixed, steps, memory = first * (c.overhead + compute), steps - first, memory + slope * first
-        return fixed + steps * (c.overhead + memory + slope * steps / 2)
+        first_step, slope, fixed = c.at(n) + c.kv_token * self.kv, c.kv_token * n, 0.0
+        if first_step < c.floor:  # until the KV has grown
+            first = min(steps, (c.floor - first_step) / slope) if slope else steps
+            fixed, steps, first_step = first * c.floor, steps - first, c.floor
+        return fixed + steps * (first_step + slope * steps / 2)
 
     def steps_in(self, seconds: float) -> float:
         """Inverse of `seconds_of`."""
         c, n = self.costs, len(self.running)
-        memory, compute, slope = c.weights + c.kv_token * self.kv, n * c.compute, c.kv_token * n
-        steps = 0.0
-        if memory < compute:
-            rate, first = c.overhead + compute, (compute - memory) / slope
-            if seconds <= first * rate:
-                return seconds / rate
-            steps, seconds, memory = first, seconds - first * rate, memory + slope * first
-        linear = c.overhead + memory
-        return steps + 2 * seconds / (linear + math.sqrt(linear * linear + 2 * slope * seconds))
+        first_step, slope, steps = c.at(n) + c.kv_token * self.kv, c.kv_token * n, 0.0
+        if first_step < c.floor:
+            first = (c.floor - first_step) / slope if slope else INFINITY
+            if seconds <= first * c.floor:
+                return seconds / c.floor
+            steps, seconds, first_step = first, seconds - first * c.floor, c.floor
+        return steps + 2 * seconds / (first_step + math.sqrt(first_step * first_step + 2 * slope * seconds))
 
     def advance(self, now: float, at_event: bool = False) -> None:
         """Moves the state to time `now`; with `at_event` exactly to the steps that `next_time` aimed at."""
@@ -142,6 +179,12 @@ class Replica:
         ratio = self.ratio - (self.steps - self.ratio_steps) * (a.start - a.ratio_min) / a.steps
         return max(1.0, (ratio if ratio > a.ratio_min else a.ratio_min) * a.clip)
 
+    def occupied(self) -> int:
+        """Places of `max_concurrent` that are taken: by running requests, and by those with an environment or
+        on their way."""
+        away = self.pending - len(self.waiting)
+        return away if away > len(self.running) else len(self.running)
+
     def fill(self) -> None:
         """Admits waiting requests while their KV and some growth fit; their prefill holds up decoding."""
         if not self.waiting:
@@ -151,7 +194,8 @@ class Replica:
         tokens = seconds = 0.0
         reserve, running, waiting = self.reserve(), self.running, self.waiting
         clip, longest = self.admission.clip, self.admission.longest
-        while waiting and len(running) < self.max_concurrent:
+        places = self.max_concurrent - self.occupied()
+        while waiting and places > 0:
             request = waiting[0]
             growth = longest - request.turns[request.turn] + request.remaining
             growth = growth if growth < clip else clip
@@ -161,6 +205,7 @@ class Replica:
             while self.parked and need + self.parked_kv > self.capacity:
                 self._evict()
             waiting.popleft()
+            places -= 1
             uncached = self._admit(request)
             if uncached:
                 tokens += uncached
@@ -210,13 +255,17 @@ class Replica:
     def pop_finished(self) -> list[Request]:
         """Requests whose turn has ended by now, out of the batch."""
         done = []
-        ends, last = self.ends, self.steps + _EPSILON
+        ends, running, steps = self.ends, self.running, self.steps
+        last = steps + _EPSILON
         while ends and ends[0][0] <= last:
-            request = self.running.get(heapq.heappop(ends)[1])
+            request = running.pop(heapq.heappop(ends)[1], None)
             if request is not None:
-                self.stop(request)
+                request.context = context = request.offset + steps
                 request.remaining = 0.0
+                self.kv -= context
                 done.append(request)
+        if not running:
+            self.kv = 0.0
         return done
 
     def make_room(self) -> None:

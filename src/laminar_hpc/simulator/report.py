@@ -41,6 +41,8 @@ COLUMNS = (
     ("gpus", "GPUs", "{}"),
     ("trainer_gpus", "train", "{}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("tokens_per_second_low", "low", "{:,.0f}"),
+    ("tokens_per_second_high", "high", "{:,.0f}"),
     ("step_seconds", "step s", "{:,.0f}"),
     ("trainer_wait_share", "trainer waits", "{:.0%}"),
     ("rollout_idle_share", "rollouts idle", "{:.0%}"),

@@ -106,8 +106,8 @@ class Rollouts:
             request.home = None
             self.latencies.append(self.clock.now - request.granted)
             self.admitted_latencies.append(self.clock.now - request.started)
-            self.clock.progress(finished=1)
             if self.tracker.finish(request, self.trainer.step):
+                self.clock.progress(finished=self.samples)
                 self.clock.at(self.clock.now, self.trainer.poke)
             return
         request.remaining = float(request.turns[request.turn])
@@ -128,7 +128,7 @@ class Rollouts:
         replica.unpark(request)
         request.context += self.turn_tokens
         request.uncached += self.turn_tokens
-        replica.waiting.append(request)
+        replica.waiting.appendleft(request)  # it has kept its place among the concurrent ones
         self.settle(replica)
 
     def drained(self, replica: Replica) -> None:
@@ -147,9 +147,13 @@ class Rollouts:
         replica.waiting.append(request)
 
     def quota(self, weight_step: int) -> int:
-        return admission.quota(
-            weight_step, self.tracker.counted, self.groups_per_step, _ENDLESS, self.rules.max_staleness
-        )
+        """Groups that a replica with weights of this step may be granted; a fractional bound adds a part of a
+        batch to the whole one below."""
+        bound, counted = self.rules.max_staleness, self.tracker.counted
+        whole = None if bound is None else math.floor(bound)
+        if bound is not None and whole is not None:
+            counted -= int((bound - whole) * self.groups_per_step)
+        return admission.quota(weight_step, counted, self.groups_per_step, _ENDLESS, whole)
 
     def ask(self, replica: Replica) -> None:
         """An idle replica pulls newer weights first, then asks for a local batch."""
@@ -185,10 +189,11 @@ class Rollouts:
         """Continuous filling: whole groups while there is room, up to the replica's share of what admission
         allows to be in flight."""
         samples = self.samples
-        pending_max = self.local_batch[replica.index] * (1 + (self.rules.max_staleness or 0)) * samples
+        ahead = 1 + (self.rules.max_staleness or 0)
+        pending_max = math.ceil(self.local_batch[replica.index] * ahead) * samples
         while (
             not replica.waiting
-            and len(replica.running) + samples <= replica.max_concurrent
+            and replica.occupied() + samples <= replica.max_concurrent
             and replica.pending + samples <= pending_max
         ):
             if self.tracker.lost:

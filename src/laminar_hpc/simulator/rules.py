@@ -2,6 +2,7 @@
 read from conf/pipeline."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,20 @@ class Rules:
     turns)."""
 
     refresh: str
-    max_staleness: int | None
+    max_staleness: float | None
     consumption: str = "batch"
     keep_kv: bool = False
     repack: str = "off"
     placement: str = "split"
     relays: bool = False  # weights through the relay tier; else a global synchronisation
     isolated: bool = False  # a failure stops one role; else it restarts the job
+    overlapped: bool = False  # a batch is collected and padded while the one before is trained
+
+    @property
+    def whole_staleness(self) -> int | None:
+        """Steps that a trajectory may be late at most: with a bound of 0.5 (verl's staleness_threshold) half
+        a batch may be one step late."""
+        return None if self.max_staleness is None else math.ceil(self.max_staleness)
 
 
 def preset(name: str, **changes: Any) -> Rules:
@@ -35,7 +43,7 @@ def preset(name: str, **changes: Any) -> Rules:
 
 def laminar(**changes: Any) -> Rules:
     """The preset `laminar` with its relays and its isolation of failures."""
-    return preset("laminar", relays=True, isolated=True, **changes)
+    return preset("laminar", relays=True, isolated=True, overlapped=True, **changes)
 
 
 PIPELINES = {
@@ -43,8 +51,8 @@ PIPELINES = {
     "sync_split": preset("sync"),
     "one_step": preset("one_step"),
     "stream": preset("stream"),
-    "partial": preset("partial"),  # AReaL: staleness 4, prefill again
-    "partial_stale_kv": preset("partial", keep_kv=True),
+    "partial": preset("partial", overlapped=True),  # AReaL: staleness 4, prefill again
+    "partial_stale_kv": preset("partial", keep_kv=True, overlapped=True),
     # generation stops when a batch is full, the rest goes on later
     "partial_colocated": preset("partial", max_staleness=1, placement="colocated"),
     "laminar": laminar(repack="kv"),

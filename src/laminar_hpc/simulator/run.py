@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from laminar_hpc.simulator.clock import Clock
+from laminar_hpc.simulator.cost import faster
 from laminar_hpc.simulator.fleet_moves import Failures, Repacker
 from laminar_hpc.simulator.replica import Replica
 from laminar_hpc.simulator.rollouts import Rollouts
@@ -62,18 +63,20 @@ class _Window:
 
 
 def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
-    """All replicas and the share of a batch that each one's local batch is: by its rate at a full batch."""
+    """All replicas and the share of a batch that each one's local batch is: by its kind's
+    rate at a full batch. How fast each one of a kind is nobody knows before."""
     made: list[Replica] = []
     weights: list[float] = []
+    random = np.random.default_rng([setup.seed, 2])
     mean = setup.workload.prompt_tokens + setup.workload.mean_response_tokens / 2
     for kind in setup.engines:
         batch = max(1.0, min(setup.max_concurrent, kind.capacity / mean))
         rate = batch / kind.costs.step(batch, batch * mean)
-        for _ in range(kind.count):
+        for speed in np.exp(setup.speed_spread * random.standard_normal(kind.count)).tolist():
             made.append(
                 Replica(
                     len(made),
-                    kind.costs,
+                    faster(kind.costs, speed),
                     kind.capacity,
                     setup.max_concurrent,
                     setup.admission,

@@ -3,17 +3,16 @@ no numpy."""
 
 from dataclasses import dataclass, field
 
-from laminar_hpc.config.bounds import bounds, choice, choices, number
+from laminar_hpc.config.bounds import bounds, choice, choices, choices_of, number
 from laminar_hpc.simulator.constants import (
-    GPUS,
     GROUP_CORRELATION,
     MEAN_RESPONSE_TOKENS_LAMINAR,
-    MODELS,
     PROMPT_TOKENS,
     SIGMA_LAMINAR,
 )
 from laminar_hpc.simulator.request import ENGINES
 from laminar_hpc.simulator.rules import PIPELINES
+from laminar_hpc.simulator.tables import GPUS, MODELS
 
 
 @dataclass
@@ -58,13 +57,17 @@ class SimulationConfig:
     seed: int = number(0, at_least=0)
     steps: int = number(12, at_least=1, at_most=10_000)  # trainer steps simulated
     warmup_steps: int = number(4, at_least=0, at_most=9_999)  # left out of the figures
-    model: str = choice(*MODELS, default="32B")
+    # of all uncertain constants, for the range of each rate, a short run each; 0 = no range
+    draws: int = number(8, at_least=0, at_most=1000)
+    # of tables/models.yaml, or a model directory
+    model: str = field(default="32B", metadata=choices_of(MODELS))
     gpus: list[int] = field(default_factory=lambda: [64, 128], metadata=bounds(at_least=2, at_most=131_072))
-    trainer_gpu: str = choice(*GPUS)
-    rollout_gpu: str = choice(*GPUS)
+    trainer_gpu: str = field(default="H800", metadata=choices_of(GPUS))
+    rollout_gpu: str = field(default="H800", metadata=choices_of(GPUS))
     engine: str = choice(*ENGINES)  # whose admission and preemption
+    cuda_graphs: bool = True  # false: each decode step launches its kernels one by one
     # GPUs of a replica; null = the model's own
-    tensor_parallel: int | None = number(None, at_least=1, at_most=8)
+    tensor_parallel: int | None = number(None, at_least=1, at_most=64)
     # of the GPUs, for pipelines that split them; null = the best of a few
     trainer_share: float | None = number(None, at_least=0.001, at_most=0.999)
     # known trainer shares by PIPELINE or PIPELINE@GPUS; they go before the search
@@ -73,8 +76,9 @@ class SimulationConfig:
         default_factory=lambda: ["sync", "one_step", "stream", "partial", "laminar"],
         metadata=choices(*PIPELINES),
     )
-    # of laminar and partial; null = the preset's
-    max_staleness: int | None = number(
+    # of all but sync and sync_split, where it is 0; with 0.5 half a batch may be a step late;
+    # null = the preset's
+    max_staleness: float | None = number(
         None, at_least=0, at_most=1000, why="with less than 0 no prompt is ever given out"
     )
     max_concurrent: int = number(256, at_least=1, at_most=100_000)  # requests per replica
@@ -96,9 +100,9 @@ class SimulationConfig:
 class PoolConfig:
     """GPUs of one type in whole machines. A preemptible pool is for rollouts only."""
 
-    gpu: str = choice(*GPUS)
+    gpu: str = field(default="H800", metadata=choices_of(GPUS))
     count: int = number(64, at_least=1, at_most=65_536)
-    # $ per GPU and hour; null = the example price of constants.py
+    # $ per GPU and hour; null = the example price of tables/gpus.yaml
     price: float | None = number(
         None, above=0, at_most=1e6, why="tokens per $ are asked for; null takes an example price"
     )
@@ -116,11 +120,13 @@ class PlanConfig:
     name: str = "plan"
     out_dir: str = ""  # of NAME.yaml and NAME.sbatch; empty = runs/plan-NAME
     seed: int = number(0, at_least=0)
-    model: str = choice(*MODELS, default="32B")
+    model: str = field(default="32B", metadata=choices_of(MODELS))
     pools: list[PoolConfig] = field(default_factory=lambda: [PoolConfig()])
     # throughput: the maximum of tokens/s of all GPUs; cost: of tokens per $ that keeps the trainer busy
     objective: str = choice("throughput", "cost")
     trainer_busy: float = number(0.9, at_least=0, at_most=1)  # minimum share of time, with objective=cost
+    # minimum tokens/s of what is bought, with objective=cost
+    least_throughput: float = number(0.0, at_least=0, at_most=1e12)
     max_staleness: int = number(
         3, at_least=0, at_most=1000, why="with less than 0 no prompt is ever given out"
     )

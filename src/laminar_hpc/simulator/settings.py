@@ -10,17 +10,20 @@ from typing import TypeVar
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean
 from laminar_hpc.config.load import compose_config, conf_directory
-from laminar_hpc.config.models import known_models
+from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.words import Keys, Words
-from laminar_hpc.simulator.constants import DEFAULT, GPUS, GPUS_PER_MACHINE, MODELS, Constants
+from laminar_hpc.simulator import tables
+from laminar_hpc.simulator.constants import DEFAULT, GPUS_PER_MACHINE, Constants
 from laminar_hpc.simulator.cost import kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import PlanConfig, SimulationConfig
+from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_fit import shards
 from laminar_hpc.simulator.workload import read_lengths
 
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
 _TRAJECTORIES_MAX = 20_000_000  # of a simulated run, some 20 us each
+_TRAINED = ("qwen2", "qwen3", "llama")  # families that laminar trains
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -57,23 +60,41 @@ def _unknown(what: str, name: str, folder: str, names: list[str]) -> str:
 
 
 def load_simulation(name: str, overrides: list[str]) -> SimulationConfig:
-    """The experiment `name` of conf/simulation/experiment with overrides. Raises LaminarError that names what
-    is wrong."""
+    """The experiment `name` of conf/simulation/experiment with overrides, `--config-dir DIR` among them for
+    tables of one's own. Raises LaminarError that names what is wrong."""
+    overrides = _with_tables(overrides)
     if name not in experiments():
         raise LaminarError(_unknown("simulation", name, "experiment", experiments()))
     config = _compose(SimulationConfig, "schema", "", {"experiment": name}, overrides)
+    _with_model(config.model)
     check(config)
     return config
 
 
 def load_plan(name: str, overrides: list[str]) -> PlanConfig:
-    """The question `name` of conf/simulation/plan/question with overrides. Raises LaminarError that names
-    what is wrong."""
+    """The question `name` of conf/simulation/plan/question with overrides, as `load_simulation`. Raises
+    LaminarError that names what is wrong."""
+    overrides = _with_tables(overrides)
     if name not in questions():
         raise LaminarError(_unknown("plan", name, "plan/question", questions()))
     config = _compose(PlanConfig, "plan_schema", "plan", {"question": name}, overrides)
+    _with_model(config.model)
     check_plan(config)
     return config
+
+
+def _with_tables(overrides: list[str]) -> list[str]:
+    """Adds the tables of `--config-dir DIR`, DIR/tables/*.yaml; gives the other words."""
+    folder, rest = take_config_dir(overrides)
+    if folder is not None:
+        tables.add(folder / "tables")
+    return rest
+
+
+def _with_model(name: str) -> None:
+    """Makes a model directory a model under its path."""
+    if name not in MODELS and (Path(name) / "config.json").exists():
+        tables.add_directory(name)
 
 
 def _compose(
@@ -208,7 +229,12 @@ def _replicas(config: SimulationConfig) -> Iterator[str]:
 
 def _plannable(config: PlanConfig) -> Iterator[str]:
     """What a run would refuse, and machines that are not whole."""
-    w, model = config.workload, known_models()[MODELS[config.model].hf]
+    w, model = config.workload, MODELS[config.model].config
+    if model["model_type"] not in _TRAINED:
+        yield (
+            f"model={config.model} is of the family {model['model_type']}, which can be simulated but not "
+            f"trained: use one of {', '.join(_TRAINED)}"
+        )
     trajectories = w.prompts_per_step * w.samples_per_prompt
     if w.samples_per_prompt < 2:
         yield (

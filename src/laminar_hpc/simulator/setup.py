@@ -6,20 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from laminar_hpc.policies.repack import saturation_batch
-from laminar_hpc.simulator.constants import Constants, Gpu, Model
-from laminar_hpc.simulator.cost import (
-    EngineCosts,
-    JobCosts,
-    Layout,
-    engine_costs,
-    faster,
-    job_costs,
-    kv_capacity,
-    trainer_layout,
-)
+from laminar_hpc.simulator.constants import Constants
+from laminar_hpc.simulator.cost import EngineCosts, engine_costs, faster, kv_capacity
 from laminar_hpc.simulator.request import Admission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.tables import Gpu, Model
+from laminar_hpc.simulator.trainer_cost import (
+    JobCosts,
+    Layout,
+    job_costs,
+    offloaded_layout,
+    trainer_layout,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,7 @@ class Setup:
     trainer_mtbf: float | None = None
     # local batches of all replicas are equal, as in a live run; else each is by its replica's rate
     equal_batches: bool = False
+    speed_spread: float = 0.0  # standard deviation of the log of a replica's speed
     watch: bool = False  # keep time lines and samples for the report
 
     def faster(self, factor: float) -> "Setup":
@@ -67,14 +67,21 @@ class Setup:
 
 
 def engines(
-    model: Model, gpu: Gpu, gpus: int, tensor_parallel: int, mtbf: float | None, colocated: bool, c: Constants
+    model: Model,
+    gpu: Gpu,
+    gpus: int,
+    tensor_parallel: int,
+    mtbf: float | None,
+    colocated: bool,
+    c: Constants,
+    cuda_graphs: bool = True,
 ) -> Engines:
     """As many replicas as `gpus` hold."""
     share = c.kv_memory_share_colocated if colocated else c.kv_memory_share
     return Engines(
         count=gpus // tensor_parallel,
         gpus=tensor_parallel,
-        costs=engine_costs(model, gpu, tensor_parallel, c),
+        costs=engine_costs(model, gpu, tensor_parallel, c, cuda_graphs),
         capacity=kv_capacity(model, gpu, tensor_parallel, share),
         saturation=saturation_batch(gpu.flops, gpu.hbm),
         mtbf=mtbf,
@@ -90,6 +97,7 @@ def setup(
     workload: WorkloadConfig,
     c: Constants,
     engine: str = "sglang",
+    cuda_graphs: bool = True,
     layout: Layout | None = None,
     **settings: Any,
 ) -> Setup:
@@ -97,11 +105,13 @@ def setup(
     GPUs as the trainer's. `layout`: the trainer's, None = that of a published system."""
     colocated = rules.placement == "colocated"
     kinds = tuple(
-        engines(model, gpu, gpus, tp, mtbf, colocated, c) for gpu, gpus, tp, mtbf in rollouts if gpus >= tp
+        engines(model, gpu, gpus, tp, mtbf, colocated, c, cuda_graphs)
+        for gpu, gpus, tp, mtbf in rollouts
+        if gpus >= tp
     )
     total = sum(gpus for _, gpus, *_ in rollouts)
-    # Where the optimizer does not fit it is offloaded, at no cost here: one copy of the model on all GPUs.
-    layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, c) or Layout(trainer_gpus, 1, 1)
+    layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, workload, c)
+    layout = layout or offloaded_layout(trainer_gpu, trainer_gpus, workload)
     job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
     return Setup(
         rules,
@@ -112,5 +122,6 @@ def setup(
         workload,
         admission=Admission.of(workload.max_response_tokens, c, engine),
         repack_kv_share=c.repack_kv_share,
+        speed_spread=c.replica_speed_spread,
         **settings,
     )

@@ -2,23 +2,27 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.policies.sizing import trainer_splits
-from laminar_hpc.simulator.constants import GPUS, MODELS
 from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.run import Outcome, simulate
 from laminar_hpc.simulator.schema import SimulationConfig
 from laminar_hpc.simulator.settings import constants_of
 from laminar_hpc.simulator.setup import setup
+from laminar_hpc.simulator.tables import GPUS, MODELS
+from laminar_hpc.simulator.trainer_cost import layouts
+from laminar_hpc.simulator.uncertainty import Rates, draw, quantiles
 
+_RANGE_STEPS = 2  # beyond the warm-up, while constants are drawn
 _SEARCH_STEPS = 3  # beyond the warm-up, while splits are compared
 
 
 def rules_of(config: SimulationConfig, pipeline: str) -> Rules:
-    """The pipeline's rules, with the configuration's staleness bound unless the pipeline is synchronous."""
+    """The pipeline's rules, with the configuration's staleness bound unless the pipeline is synchronous by
+    name: then it is 0."""
     rules = PIPELINES[pipeline]
-    if config.max_staleness is not None and rules.refresh != "barrier":
+    if config.max_staleness is not None and rules.max_staleness != 0:
         rules = dataclasses.replace(rules, max_staleness=config.max_staleness)
     return rules
 
@@ -49,6 +53,7 @@ def point(
             config.workload,
             c,
             engine=config.engine,
+            cuda_graphs=config.cuda_graphs,
             steps=steps,
             warmup_steps=config.warmup_steps,
             seed=config.seed,
@@ -74,19 +79,67 @@ def split(config: SimulationConfig, pipeline: str, gpus: int) -> int:
                 f"{share:g} leaves no GPUs to train or to generate"
             )
         return trainer
+    return best_split(config, pipeline, gpus, tensor_parallel)
+
+
+def best_split(config: SimulationConfig, pipeline: str, gpus: int, tensor_parallel: int) -> int:
+    """By short runs: every eighth of the GPUs first, then ever closer to the best, down to single replicas.
+    Of the numbers at which the trainer's memory suffices, where there are any."""
     steps = min(config.steps, config.warmup_steps + _SEARCH_STEPS)
-    candidates = trainer_splits(gpus, tensor_parallel)
-    rates = {n: point(config, pipeline, gpus, n, steps).figures["tokens_per_second"] for n in candidates}
-    return max(candidates, key=lambda n: rates[n])
+    model, gpu, c = MODELS[config.model], GPUS[config.trainer_gpu], constants_of(config)
+    every = range(tensor_parallel, gpus - tensor_parallel + 1, tensor_parallel)
+    possible = [n for n in every if layouts(model, gpu, n, c)] or list(every)
+    rates: dict[int, float] = {}
+
+    def rate(place: int) -> float:
+        n = possible[place]
+        if n not in rates:
+            rates[n] = point(config, pipeline, gpus, n, steps).figures["tokens_per_second"]
+        return rates[n]
+
+    last, width = len(possible) - 1, max(1, len(possible) // 8)
+    best = max(range(0, len(possible), width), key=rate)
+    while width > 1:
+        width = -(-width // 2)
+        best = max({max(0, best - width), best, min(last, best + width)}, key=rate)
+    return possible[best]
 
 
-def sweep(config: SimulationConfig, say: Callable[[str], None] = lambda line: None) -> list[dict]:
-    """Rows of pipeline, gpus and the outcome; `say` is told of each."""
-    rows = []
+def rate_range(
+    config: SimulationConfig, pipeline: str, gpus: int, trainer_gpus: int, middle: float, rates: Rates
+) -> tuple[float, float]:
+    """Tokens/s that the constants allow, around the prediction `middle`: how a short run changes from draw to
+    draw. What the configuration says of a constant is certain."""
+    steps = min(config.steps, config.warmup_steps + _RANGE_STEPS)
+    model, gpus_of = MODELS[config.model], (GPUS[config.trainer_gpu], GPUS[config.rollout_gpu])
+    of_tables = [dataclasses.asdict(model), *(dataclasses.asdict(gpu) for gpu in gpus_of)]
+
+    def short(constants: dict[str, float]) -> float:
+        other = dataclasses.replace(config, constants={**constants, **config.constants})
+        key = [dataclasses.asdict(other), of_tables, pipeline, gpus, trainer_gpus, steps]
+        return rates.of(
+            key, lambda: point(other, pipeline, gpus, trainer_gpus, steps).figures["tokens_per_second"]
+        )
+
+    base = short({})
+    drawn = [middle * short(draw(number, config.seed)) / base for number in range(config.draws)]
+    return quantiles(drawn, middle) if drawn else (middle, middle)
+
+
+def sweep(
+    config: SimulationConfig, say: Callable[[str], None] = lambda line: None, cache: Path | None = None
+) -> list[dict]:
+    """Rows of pipeline, gpus, the outcome and the range of its rate; `say` is told of each. `cache`: a file
+    for the rates that ranges are made of."""
+    rows, rates = [], Rates(cache)
     for gpus in config.gpus:
         for pipeline in config.pipelines:
             trainer_gpus = split(config, pipeline, gpus)
             outcome = point(config, pipeline, gpus, trainer_gpus, config.steps, watch=True)
-            say(f"{pipeline} on {gpus} GPUs: {outcome.figures['tokens_per_second']:,.0f} tokens/s")
+            rate = outcome.figures["tokens_per_second"]
+            low, high = rate_range(config, pipeline, gpus, trainer_gpus, rate, rates)
+            outcome.figures |= {"tokens_per_second_low": low, "tokens_per_second_high": high}
+            say(f"{pipeline} on {gpus} GPUs: {rate:,.0f} tokens/s, {low:,.0f} to {high:,.0f}")
             rows.append({"pipeline": pipeline, "gpus": gpus, "outcome": outcome})
+    rates.save()
     return rows

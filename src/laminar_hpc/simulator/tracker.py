@@ -3,7 +3,7 @@ simulator's experience buffer."""
 
 from collections import Counter
 
-from laminar_hpc.policies.admission import GroupView
+from laminar_hpc.policies.live_groups import GroupView, LiveGroups
 from laminar_hpc.simulator.request import Request
 from laminar_hpc.simulator.workload import Workload
 
@@ -19,7 +19,6 @@ class Group:
         "prompt_tokens",
         "requests",
         "unfinished",
-        "view",
         "weight_step",
     )
 
@@ -33,7 +32,10 @@ class Group:
         self.requests: list[Request] = []
         self.finished: list[tuple[int, int]] = []
         self.unfinished = self.order = 0
-        self.view = GroupView(group_id, number, weight_step, False)
+
+    def view(self) -> GroupView:
+        finished = not self.unfinished
+        return GroupView(self.group_id, self.number, self.weight_step, finished, self.order)
 
 
 class TrajectoryTracker:
@@ -43,9 +45,9 @@ class TrajectoryTracker:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.live: dict[int, Group] = {}
-        self.views: dict[int, GroupView] = {}
+        self.views = LiveGroups()
         self.lost: list[Request] = []
-        self.counted = self.finished = self.order = self.trajectories = 0
+        self.counted = self.order = self.trajectories = 0
         self.finished_tokens = self.discarded_tokens = 0.0
         self.consumed_tokens = 0
         self.consumed_trajectories = 0
@@ -65,7 +67,7 @@ class TrajectoryTracker:
             self.trajectories += 1
         group.unfinished = len(group.requests)
         self.live[group.group_id] = group
-        self.views[group.group_id] = group.view
+        self.views.put(group.view())
         return group
 
     def finish(self, request: Request, trainer_step: int) -> bool:
@@ -81,10 +83,8 @@ class TrajectoryTracker:
         group.finished = [(sum(r.turns), r.weight_step) for r in group.requests]
         group.requests = []  # a buffer that grows holds many groups
         self.order += 1
-        self.finished += 1
-        group.view = self.views[group.group_id] = GroupView(
-            group.group_id, group.number, group.weight_step, True, self.order
-        )
+        group.order = self.order
+        self.views.put(group.view())
         return True
 
     def consume(self, group_ids: list[int], step: int) -> list[int]:
@@ -92,11 +92,10 @@ class TrajectoryTracker:
         tokens = []
         for group_id in group_ids:
             group = self.live.pop(group_id)
-            del self.views[group_id]
+            self.views.remove(group_id)
             for response_tokens, weight_step in group.finished:
                 tokens.append(response_tokens + group.prompt_tokens)
                 self.training_staleness[step - weight_step] += 1
             self.consumed_trajectories += len(group.finished)
-        self.finished -= len(group_ids)
         self.consumed_tokens += sum(tokens)
         return tokens

@@ -13,32 +13,9 @@ import numpy as np
 
 from laminar_hpc.policies import admission
 from laminar_hpc.simulator.clock import Clock
-from laminar_hpc.simulator.cost import JobCosts, Layout
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.tracker import TrajectoryTracker
-
-
-def updates_seconds(
-    tokens: list[int], updates: int, costs: JobCosts, layout: Layout, random: np.random.Generator
-) -> float:
-    """Seconds of forward and backward over all updates: trajectories are dealt out at random, equally many to
-    each data-parallel rank and update, and an update waits for its slowest rank. For 512 ragged ones on 8
-    ranks that is some 1.3 times the mean.
-
-    m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et
-    al., arXiv 2104.04473); they are as even as they can be, so none is smaller than the rank's longest
-    trajectory.
-    """
-    each = -(-len(tokens) // (updates * layout.ranks))
-    padded = np.zeros(updates * layout.ranks * each)
-    padded[: len(tokens)] = tokens
-    dealt = random.permutation(padded).reshape(updates, layout.ranks, each)
-    seconds = (dealt * costs.train_token + dealt * dealt * costs.train_attention).sum(axis=2)
-    microbatches = dealt.sum(axis=2) / np.maximum(1.0, dealt.max(axis=2))
-    return float(
-        (seconds * (1.0 + (layout.stages - 1) / np.maximum(1.0, microbatches))).max(axis=1).sum()
-        * layout.ranks
-    )
+from laminar_hpc.simulator.trainer_cost import JobCosts, Layout, updates_seconds
 
 
 class Generating(Protocol):
@@ -93,13 +70,11 @@ class Trainer:
         if self.waiting_since is None:
             return
         size = self._size()
-        if self.tracker.finished < size:
-            return
         # With the AReaL rule (interrupt) admission alone bounds staleness: the first finished is the first
         # trained.
-        bound = None if self.rules.refresh == "interrupt" else self.rules.max_staleness
+        bound = None if self.rules.refresh == "interrupt" else self.rules.whole_staleness
         choice = admission.choose(
-            self.step, self.tracker.views.values(), self.groups_per_step, bound, self.taken, size
+            self.step, self.tracker.views, self.groups_per_step, bound, self.taken, size
         )
         if not choice.group_ids:
             return
@@ -111,7 +86,8 @@ class Trainer:
         self.part += 1
         self.tokens += sum(tokens)
         squares = sum(n * n for n in tokens)
-        seconds = len(tokens) * self.costs.handling + self.updates_per_part * self.costs.update
+        handling = self.costs.overlapped_handling if self.rules.overlapped else self.costs.handling
+        seconds = len(tokens) * handling + self.updates_per_part * self.costs.update
         seconds += sum(tokens) * self.costs.logprob_token + squares * self.costs.logprob_attention
         seconds += updates_seconds(tokens, self.updates_per_part, self.costs, self.layout, self.random)
         if self.rules.placement == "colocated":

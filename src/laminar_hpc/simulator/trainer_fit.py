@@ -1,20 +1,26 @@
 """The trainer of a run of our own on so many GPUs: the settings that `laminar plan` simulates and writes into
 its experiment file."""
 
+import dataclasses
 import math
+from typing import Any
 
-from laminar_hpc.config.models import known_models, kv_heads, trainer_bytes
+from laminar_hpc.config.models import kv_heads, trainer_bytes
 from laminar_hpc.config.system_schema import TrainerConfig
-from laminar_hpc.simulator.constants import Gpu, Model
-from laminar_hpc.simulator.cost import Layout
+from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.tables import Gpu, Model
+from laminar_hpc.simulator.trainer_cost import Layout, batch_sample, step_seconds
 
 SHARE = 0.9  # of a GPU's memory that a planned trainer fills; a start refuses above config/memory.py's USABLE
 _WIDTH = 2  # bytes of a bfloat16
+# the share of the forward pass that backward repeats; the feed-forward parts are 7/8 of a Qwen2.5's layer
+_REPEATED = {"full": 1.0, "selective": 7 / 8}
 _TENSOR = (8, 4, 2, 1)
 _STAGES = (1, 2, 4, 8)
 _PROMPT_MARGIN = 1024  # tokens: prompts are longer than their mean
 _PACK_MULTIPLE = 2048
+_FOUND: dict[Any, TrainerConfig | None] = {}  # the planner asks for the same again and again
 
 
 def tokens_per_microbatch(w: WorkloadConfig) -> int:
@@ -25,24 +31,39 @@ def tokens_per_microbatch(w: WorkloadConfig) -> int:
 def shards(model: Model, tensor: int) -> bool:
     """Whether heads, key-value heads and the feed-forward width can be split over `tensor` ranks, as
     config/check.py asks."""
-    shape = known_models()[model.hf]
+    shape = model.config
     return all(
         n % tensor == 0 for n in (shape["num_attention_heads"], kv_heads(shape), shape["intermediate_size"])
     )
 
 
 def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> TrainerConfig | None:
-    """TP as wide as a machine and the heads allow, then the fewest pipeline stages, then all activations kept
-    rather than recomputed: the first that config/models.py's estimate puts into SHARE of the memory. None: no
-    layout fits."""
-    tensor = next(n for n in _TENSOR if gpus % n == 0 and shards(model, n))
+    """For each TP within a machine the fewest pipeline stages that config/models.py's estimate puts into
+    SHARE of the memory, with all activations kept where they fit, else recomputed; of these the fastest by
+    the cost model. None: no layout fits."""
+    key = (model, gpu, gpus, dataclasses.astuple(w))
+    if key not in _FOUND:
+        tensors = [n for n in _TENSOR if gpus % n == 0 and n <= gpu.machine]
+        fits = [t for n in tensors if (t := _fewest_stages(model, gpu, gpus, n, w))]
+        sample = batch_sample(w) if len(fits) > 1 else []
+        _FOUND[key] = min(
+            fits,
+            key=lambda t: step_seconds(model, gpu, gpus, layout_of(t), w, sample, DEFAULT) if sample else 0.0,
+            default=None,
+        )
+    return _FOUND[key]
+
+
+def _fewest_stages(model: Model, gpu: Gpu, gpus: int, tensor: int, w: WorkloadConfig) -> TrainerConfig | None:
+    if not shards(model, tensor):
+        return None
     for stages in _STAGES:
-        if gpus % (tensor * stages):
+        if gpus % (tensor * stages) or stages > model.layers:
             continue
         ranks = gpus // (tensor * stages)
         if ranks > w.prompts_per_step * w.samples_per_prompt // w.updates_per_step:
             continue  # an update has fewer trajectories than there are ranks
-        for recompute in (False, True):
+        for recompute in ("none", "selective", "full"):
             trainer = TrainerConfig(
                 tensor_parallel=tensor,
                 pipeline_parallel=stages,
@@ -52,11 +73,17 @@ def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> Tra
                 tokens_per_microbatch=tokens_per_microbatch(w),
                 gpu_memory_gigabytes=gpu.memory / 1e9,
             )
-            if trainer_bytes(known_models()[model.hf], _WIDTH, trainer) <= SHARE * gpu.memory:
+            if trainer_bytes(model.config, _WIDTH, trainer) <= SHARE * gpu.memory:
                 return trainer
     return None
 
 
 def layout_of(trainer: TrainerConfig) -> Layout:
     """The trainer's parallel sizes as the cost model wants them."""
-    return Layout(trainer.tensor_parallel, trainer.pipeline_parallel, trainer.data_parallel)
+    return Layout(
+        trainer.tensor_parallel,
+        trainer.pipeline_parallel,
+        trainer.data_parallel,
+        trainer.tokens_per_microbatch,
+        _REPEATED.get(trainer.recompute_activations, 0.0),
+    )

@@ -1,23 +1,29 @@
 """The trainer's line to the controller: batches in, finished steps out. Rank 0 talks; the other ranks hear
 what it heard.
 
-Batches travel inside the trainer world as the bytes that they have on the wire (msgpack), never pickled.
-Every wait is bounded.
+A batch is a plan: which trajectories, and where their responses are. Each rank reads those that it trains
+from the payload files, and all hear of it when one could not. Plans travel inside the trainer world as the
+bytes that they have on the wire (msgpack), never pickled. Every wait is bounded.
 """
 
 import logging
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.digest import is_intact
 from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
-from laminar_hpc.trainer.control import from_first
+from laminar_hpc.payload.layout import Response
+from laminar_hpc.payload.reader import read
+from laminar_hpc.payload.whole import place_of
+from laminar_hpc.trainer.control import all_frames, from_first
 from laminar_hpc.trainer.progress import Progress
+from laminar_hpc.trainer.step.batch import Planned, StepBatch, plan_of
 
 log = logging.getLogger(__name__)
 # the other ranks wait so much longer than rank 0, so that rank 0's error is the one that is seen
@@ -30,23 +36,34 @@ class Inbox:
     def __init__(self, context: RoleContext, progress: Progress) -> None:
         self._progress = progress
         self._channel, self._seconds = context.channel, context.config.cluster.batch_timeout_seconds
-        self._rank = dist.get_rank()
+        self._rank, self._run_dir = dist.get_rank(), context.run_dir
 
-    def take(self, step: int, part: int = 0) -> Batch | None:
+    def take(self, step: int, part: int = 0) -> StepBatch | None:
         """The batch that turns step `step` into step + 1, or its mini-batch `part`; None when the run is to
-        end here, never in the middle of a step. Raises LaminarError after batch_timeout_seconds, and for a
-        response that is not as it was generated."""
+        end here, never in the middle of a step. Raises LaminarError after batch_timeout_seconds."""
         answer = self._ask(TakeBatch(step, part), Batch, f"the batch of step {step}")
         if isinstance(answer, Leave):
             log.info("leaving at step %d: %s", step, answer.reason)
             return None
         assert isinstance(answer, Batch)
-        if damaged := [t.trajectory_id for t in answer.trajectories if not is_intact(t)]:
-            raise LaminarError(
-                f"trajectory {damaged[0]} of step {step} has not the digest that it was generated with: its "
-                "tokens or log-probs have changed since; look at the store with laminar audit RUN_DIR"
-            )
-        return answer
+        run_dir = Path(answer.run_dir) if answer.run_dir else self._run_dir
+        return StepBatch(plan_of(answer.groups), lambda wanted: self._read(run_dir, step, wanted))
+
+    def _read(self, run_dir: Path, step: int, wanted: Sequence[Planned]) -> list[Response]:
+        self._progress.enter("wait")
+        found, wrong = list[Response](), ""
+        try:
+            found = read(run_dir, [place_of(planned.record) for planned in wanted])
+            for planned, response in zip(wanted, found, strict=True):
+                _check(planned, response)
+        except LaminarError as error:
+            wrong = str(error)
+        what = f"the responses of step {step}"
+        said = all_frames(wrong.encode(), self._seconds, what)
+        self._progress.enter("train")
+        if wrong := next((text.decode() for text in said if text), ""):
+            raise LaminarError(wrong)
+        return found
 
     def report(self, step: int, metrics: dict[str, float], mismatches: dict[int, tuple[float, int]]) -> bool:
         """Says that `step` is in the weights; False when the run is to end here."""
@@ -86,6 +103,15 @@ class Inbox:
         raise LaminarError(
             f"trainer 0 waited {self._seconds:.0f} s for {what} from the controller ({reason}); "
             "look at the rollouts' logs, or raise cluster.batch_timeout_seconds"
+        )
+
+
+def _check(planned: Planned, response: Response) -> None:
+    record = planned.record
+    if response.digest != record.digest or len(response.tokens) != record.length:
+        raise LaminarError(
+            f"the response of trajectory {record.trajectory_id} has not the digest that it was generated "
+            "with: it has changed since; look at the files with laminar audit RUN_DIR"
         )
 
 

@@ -120,7 +120,7 @@ def _train(
             break
         wait_seconds += time.time() - asked
         with trace.span("train", step=step):
-            of_parts.append(learner.train(batch.trajectories, step, fence, minibatches // parts, part))
+            of_parts.append(learner.train(batch, step, fence, minibatches // parts, part))
         mismatches |= learner.mismatches
     if not of_parts:
         return None

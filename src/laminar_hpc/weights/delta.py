@@ -106,9 +106,10 @@ class Image:
     broken off.
     """
 
-    def __init__(self, size: int, width: int, device: torch.device, full_every: int) -> None:
-        """`full_every`: of so many publications one goes in full, whatever has changed."""
-        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    def __init__(self, memory: torch.Tensor, width: int, full_every: int) -> None:
+        """`memory`: uint8, of the lane's size, whatever it holds; `full_every`: of so many publications one
+        goes in full, whatever has changed."""
+        self._bytes = memory
         self._width, self._full_every = width, full_every
         self.weight_id: int | None = None
         self._as_changes = 0  # publications in a row

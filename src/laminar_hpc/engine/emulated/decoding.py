@@ -17,14 +17,16 @@ from laminar_hpc.engine.interface import (
     EngineDied,
     Generation,
     OnTokens,
+    Prompt,
     SamplingParameters,
     Utilization,
 )
 from laminar_hpc.messages.data import VersionSpan
-from laminar_hpc.simulator.constants import DEFAULT, GPUS, MODELS
+from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.replica import INFINITY, Replica
 from laminar_hpc.simulator.request import Admission, Request
+from laminar_hpc.simulator.tables import GPUS, MODELS
 
 _ALMOST = 1e-7  # steps before its end at which the replica ends a request
 
@@ -193,7 +195,7 @@ class EmulatedDecoding:
 
     async def generate(
         self,
-        prompt_tokens: list[int],
+        prompt_tokens: Prompt,
         sampling: SamplingParameters,
         request_id: str,
         namespace: str,

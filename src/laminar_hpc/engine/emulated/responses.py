@@ -7,30 +7,35 @@ doubled or misplaced token.
 import math
 import random
 
+import numpy as np
+from numpy.typing import NDArray
+
+from laminar_hpc.payload.layout import Logprobs, Tokens
 from laminar_hpc.simulator.constants import GROUP_CORRELATION
 
 _PERIOD = 251  # of the invented tokens and log-probs
 
 
-def response_length(
-    trajectory_id: int, group: int, median: float, sigma: float, max_tokens: int, seed: int = 0
-) -> int:
+def response_length(trajectory_id: int, group: int, median: float, sigma: float, max_tokens: int) -> int:
     """Log-normal, at most `max_tokens`; those of one group are correlated (LAMINAR: lengths inside one
     prompt's group are similar)."""
     shared, own = (
-        random.Random(f"{seed}:{kind}").gauss(0.0, 1.0) for kind in (f"group{group}", f"one{trajectory_id}")
+        random.Random(f"0:{kind}").gauss(0.0, 1.0) for kind in (f"group{group}", f"one{trajectory_id}")
     )
     z = math.sqrt(GROUP_CORRELATION) * shared + math.sqrt(1.0 - GROUP_CORRELATION) * own
     return max(1, min(max_tokens, round(median * math.exp(sigma * z))))
 
 
-def tokens(trajectory_id: int, start: int, end: int, vocabulary: int) -> list[int]:
+def tokens(trajectory_id: int, start: int, end: int, vocabulary: int) -> Tokens:
     """Tokens [start, end) of the response, each below `vocabulary`."""
-    first = trajectory_id * 37
-    return [(first + place) % _PERIOD % vocabulary for place in range(start, end)]
+    return (_places(trajectory_id, start, end) % vocabulary).astype(np.int32)
 
 
-def logprobs(trajectory_id: int, start: int, end: int) -> list[float]:
+def logprobs(trajectory_id: int, start: int, end: int) -> Logprobs:
     """Their behaviour log-probs: multiples of 1/256, so that they are the same in every format."""
-    first = trajectory_id * 37
-    return [-((first + place) % _PERIOD + 1) / 256 for place in range(start, end)]
+    return (-(_places(trajectory_id, start, end) + 1) / 256).astype(np.float32)
+
+
+def _places(trajectory_id: int, start: int, end: int) -> NDArray[np.int64]:
+    """Where each token is in the period."""
+    return (trajectory_id * 37 + np.arange(start, end)) % _PERIOD

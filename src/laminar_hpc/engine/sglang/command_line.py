@@ -9,7 +9,9 @@ import re
 from pathlib import Path
 
 from laminar_hpc.cluster.devices import present
+from laminar_hpc.config.check import derive, memory_need
 from laminar_hpc.config.errors import did_you_mean
+from laminar_hpc.config.memory import USABLE, shared_bytes, shared_engines
 from laminar_hpc.config.models import head_size, model_config
 from laminar_hpc.config.schema import RunConfig
 
@@ -62,6 +64,19 @@ def _attention(config: RunConfig) -> dict[str, str]:
     return {} if fits else {"attention-backend": "triton"}
 
 
+def _memory_share(config: RunConfig) -> dict[str, str]:
+    """On a GPU that a trainer uses too: the share of its memory that the trainer and all engines there come
+    to. SGLang takes its KV cache from what is free now, less the other share of what was free before it
+    loaded its weights (kv_cache_configurator.py, `_profile_available_bytes`), so kv_cache_tokens fit whether
+    the others come before, after or meanwhile. Elsewhere SGLang's own choice stands."""
+    engines = shared_engines(config)
+    gigabytes = config.rollout.gpu_memory_gigabytes or config.trainer.gpu_memory_gigabytes
+    if not engines or not gigabytes:
+        return {}
+    share = shared_bytes(memory_need(config, derive(config)), engines) / (gigabytes * 1e9)
+    return {"mem-fraction-static": f"{min(share, USABLE):.3f}"}
+
+
 def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int) -> list[str]:
     """The words behind the program's name, without host, port and key."""
     rollout = config.rollout
@@ -84,7 +99,7 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
     if rollout.increment_tokens:
         values["incremental-streaming-output"] = "true"
     if has_cuda():
-        values |= _attention(config)
+        values |= _attention(config) | _memory_share(config)
     else:
         # A whole batch of short prompts is prefilled at once; the KV cache is bounded by max-total-tokens,
         # not by a share of memory.

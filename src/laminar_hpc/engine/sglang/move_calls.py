@@ -48,18 +48,16 @@ class MoveCalls:
     async def kv_abort(self, move_id: str) -> None:
         await self._move(protocol.KvEnd(move_id), protocol.KvDone)
 
-    async def _move(self, request: protocol.Request, reply: type[R]) -> R:
+    async def _move(self, request: protocol.KvRequest, reply: type[R]) -> R:
         try:
-            replies = await self.port.call_beside(request, ANSWER_SECONDS)
+            said = await self.port.call_beside(request, ANSWER_SECONDS)
         except EngineDied:
             raise
         except LaminarError as error:
             raise KvRefused(str(error)) from None
-        for said in replies:
-            if isinstance(said, protocol.Refused):
-                raise KvRefused(said.text)
-            if isinstance(said, protocol.KvDone):
-                self.kv_stalled_seconds += said.stalled
-        first = replies[0]
-        assert isinstance(first, reply)
-        return first
+        if isinstance(said, protocol.Refused):
+            raise KvRefused(said.text)
+        if isinstance(said, protocol.KvDone):
+            self.kv_stalled_seconds += said.stalled
+        assert isinstance(said, reply)
+        return said

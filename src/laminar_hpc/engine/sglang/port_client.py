@@ -31,14 +31,15 @@ class PortClient:
         does not answer within `seconds`, and EngineDied."""
         return await self._unless_dead(self._call(request, reply, seconds))
 
-    async def call_beside(self, request: protocol.Request, seconds: float) -> list[protocol.AnyReply]:
-        """As `call`, for operations that take long: beside other calls, and a refusal is a reply."""
+    async def call_beside(self, request: protocol.KvRequest, seconds: float) -> protocol.AnyReply:
+        """As `call`, for operations that take long: beside other calls, and a refusal is a reply. Rank 0
+        answers for all."""
         return await self._unless_dead(self._call_beside(request, seconds))
 
     async def _call(self, request: protocol.Request, reply: type[R], seconds: float) -> list[R]:
         async with self._turn:
             if not self._sockets:
-                self._sockets = self._connected()
+                self._sockets = [self._connected(rank) for rank in range(self.ranks)]
             deadline = time.monotonic() + seconds
             # the first rank wakes the others up, so they must have theirs by then
             for socket in reversed(self._sockets):
@@ -61,18 +62,15 @@ class PortClient:
             raise LaminarError(f"the engine refused {name}: {why}")
         return said
 
-    async def _call_beside(self, request: protocol.Request, seconds: float) -> list[protocol.AnyReply]:
-        sockets = self._connected()
+    async def _call_beside(self, request: protocol.KvRequest, seconds: float) -> protocol.AnyReply:
+        socket = self._connected(0)
         try:
-            for socket in reversed(sockets):
-                await socket.send(protocol.encode(request))
-            frames = await asyncio.wait_for(asyncio.gather(*(s.recv() for s in sockets)), seconds)
-            return [protocol.decode_reply(frame) for frame in frames]
+            await socket.send(protocol.encode(request))
+            return protocol.decode_reply(await asyncio.wait_for(socket.recv(), seconds))
         except TimeoutError:
             raise self._late(request, 0, seconds) from None
         finally:
-            for socket in sockets:
-                socket.close(linger=0)
+            socket.close(linger=0)
 
     async def _unless_dead(self, work: Coroutine[Any, Any, T]) -> T:
         call, death = asyncio.create_task(work), asyncio.create_task(self.process.dead.wait())
@@ -92,14 +90,11 @@ class PortClient:
     def _path(self, rank: int) -> str:
         return protocol.socket_path(str(self.process.socket_path), rank)
 
-    def _connected(self) -> list[zmq.asyncio.Socket]:
-        sockets = []
-        for rank in range(self.ranks):
-            socket = self._context.socket(zmq.REQ, socket_class=zmq.asyncio.Socket)
-            socket.linger = 0
-            socket.connect(f"ipc://{self._path(rank)}")
-            sockets.append(socket)
-        return sockets
+    def _connected(self, rank: int) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.REQ, socket_class=zmq.asyncio.Socket)
+        socket.linger = 0
+        socket.connect(f"ipc://{self._path(rank)}")
+        return socket
 
     def _drop(self) -> None:
         for socket in self._sockets:

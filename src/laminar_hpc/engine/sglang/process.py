@@ -37,6 +37,7 @@ FOREIGN_VARIABLES = re.compile(
 )
 # the kernel frees a large process's memory for so long; later, the next start removes what it had
 DYING_SECONDS = 5.0
+_LINE_CHARACTERS = 300  # of a log's line that an error quotes
 _ERROR_LINE = re.compile(
     r"^(\w+\.)*\w*(Error|Exception|Killed)\b.*"
     r"|.*\b(ERROR|error:|Fatal|SIGKILL|crashed with)\b.*"
@@ -53,7 +54,7 @@ def hold_port() -> socket.socket:
     return held
 
 
-def last_log_line(log: Path, begin: int = 0, limit: int = 300) -> str:
+def last_log_line(log: Path, begin: int = 0) -> str:
     """The last line of `log`, from byte `begin` on, that tells of an error, else its last line at all."""
     try:
         with open(log, "rb") as file:
@@ -64,7 +65,7 @@ def last_log_line(log: Path, begin: int = 0, limit: int = 300) -> str:
     except FileNotFoundError:
         return "it left no log"
     errors = [line for line in lines if _ERROR_LINE.match(line)]
-    return (errors or lines or ["its log is empty"])[-1][:limit]
+    return (errors or lines or ["its log is empty"])[-1][:_LINE_CHARACTERS]
 
 
 def _cpu_variables(ranks: int) -> dict[str, str]:

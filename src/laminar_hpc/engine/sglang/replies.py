@@ -1,15 +1,60 @@
-"""What SGLang's replies say, in the words of engine/interface.py."""
+"""What SGLang's replies say, in the terms of engine/interface.py. Only what is used is decoded, and responses
+come as columns (plugin/columns.py): no object is made for a token."""
 
 import math
 from importlib.metadata import version
-from typing import Any
+
+import msgspec
+import numpy as np
 
 from laminar_hpc.engine.interface import UNKNOWN_WEIGHTS, Generation, RequestFailed
 from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.payload.layout import Logprobs, Tokens
 
 SGLANG_VERSION = tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())
 # meta_info.weight_versions; older ones report the version at the end only
 REPORTS_SPANS = SGLANG_VERSION >= (0, 5, 20)
+
+
+class FinishReason(msgspec.Struct):
+    type: str
+
+
+class Version(msgspec.Struct):
+    """Tokens [start, end) are of the weights that SGLang knows by this name."""
+
+    version: str | int
+    start: int
+    end: int
+
+
+class Meta(msgspec.Struct):
+    """The columns are base64 in JSON; absent where plugin/columns.py did not write the reply."""
+
+    finish_reason: FinishReason | None = None
+    laminar_tokens: bytes | None = None
+    laminar_logprobs: bytes | None = None
+    weight_version: str | int | None = None
+    weight_versions: list[Version] | None = None
+    cached_tokens: int | None = None
+
+
+class Reply(msgspec.Struct):
+    """Of /generate, or one event of its stream."""
+
+    meta_info: Meta
+
+
+_decoder = msgspec.json.Decoder(Reply)
+
+
+def decode(body: bytes) -> Reply:
+    """Raises RequestFailed for what is no response, which may be an error's text."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.DecodeError as error:
+        text = body[:300].decode(errors="replace")
+        raise RequestFailed(f"the engine's reply is no response ({error}): {text}") from None
 
 
 def logprob(value: float | None) -> float:
@@ -23,23 +68,31 @@ def weight_id(weight_version: object) -> int:
     return int(str(weight_version)) if str(weight_version).isdigit() else UNKNOWN_WEIGHTS
 
 
-def parse_generation(reply: dict[str, Any]) -> Generation:
-    """The reply of /generate. Raises RequestFailed when its tokens and log-probs do not belong together."""
-    meta = reply["meta_info"]
-    pairs = meta.get("output_token_logprobs") or []
-    tokens = [entry[1] for entry in pairs]
-    if tokens != list(reply["output_ids"]):
+def columns(meta: Meta) -> tuple[Tokens, Logprobs]:
+    """(tokens int32, log-probs float32) of one reply. Raises RequestFailed when they do not belong
+    together."""
+    if meta.laminar_tokens is None or meta.laminar_logprobs is None:
+        raise RequestFailed("the engine's reply has no columns; install this package in SGLang's environment")
+    if len(meta.laminar_tokens) != len(meta.laminar_logprobs):
         raise RequestFailed(
-            f"the engine returned {len(reply['output_ids'])} "
-            f"tokens with {len(pairs)} log-probs of other tokens"
+            f"the engine returned {len(meta.laminar_tokens) // 4} tokens with log-probs of other tokens"
         )
-    spans = meta.get("weight_versions") if REPORTS_SPANS else None
-    if not spans:
-        spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+    return np.frombuffer(meta.laminar_tokens, "<i4"), np.frombuffer(meta.laminar_logprobs, "<f4")
+
+
+def parse_generation(replies: list[Reply]) -> Generation:
+    """The response that comes in these parts, the last of which has its end. Raises RequestFailed."""
+    last = replies[-1].meta_info
+    parts = [columns(reply.meta_info) for reply in replies]
+    tokens, logprobs = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+    if last.finish_reason is None:
+        raise RequestFailed(f"the engine broke off its answer after {len(tokens)} tokens")
+    spans = last.weight_versions if REPORTS_SPANS else None
     return Generation(
         tokens,
-        [logprob(entry[0]) for entry in pairs],
-        meta["finish_reason"]["type"],
-        [VersionSpan(weight_id(span["version"]), span["start"], span["end"]) for span in spans],
-        int(meta.get("cached_tokens") or 0),
+        logprobs,
+        last.finish_reason.type,
+        [VersionSpan(weight_id(span.version), span.start, span.end) for span in spans or ()]
+        or [VersionSpan(weight_id(last.weight_version), 0, len(tokens))],
+        last.cached_tokens or 0,
     )

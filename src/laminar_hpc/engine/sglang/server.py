@@ -16,6 +16,7 @@ from laminar_hpc.engine.interface import (
     EngineDied,
     Generation,
     OnTokens,
+    Prompt,
     RequestFailed,
     SamplingParameters,
     Sums,
@@ -28,7 +29,7 @@ from laminar_hpc.engine.sglang.move_calls import MoveCalls
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.port_client import PortClient
 from laminar_hpc.engine.sglang.process import EngineProcess
-from laminar_hpc.engine.sglang.replies import logprob, parse_generation
+from laminar_hpc.engine.sglang.replies import Reply, columns, decode, logprob, parse_generation
 from laminar_hpc.engine.sglang.shards import whole_sums, whole_tensors
 from laminar_hpc.weights.manifest import WEIGHTS_FILE
 
@@ -102,7 +103,7 @@ class SglangServer(MoveCalls):
 
     async def generate(
         self,
-        prompt_tokens: list[int],
+        prompt_tokens: Prompt,
         sampling: SamplingParameters,
         request_id: str,
         namespace: str,
@@ -118,33 +119,26 @@ class SglangServer(MoveCalls):
         }
         seconds = self.config.rollout.request_timeout_seconds
         if on_tokens is None:
-            return parse_generation(await self.http.post("/generate", payload, seconds))
+            return parse_generation([decode(await self.http.post_for_bytes("/generate", payload, seconds))])
         return parse_generation(await self._stream(payload, on_tokens, seconds))
 
-    async def _stream(self, payload: dict[str, Any], on_tokens: OnTokens, seconds: float) -> dict[str, Any]:
-        """The reply that `post` would return, put together from events, each of which holds what is new."""
+    async def _stream(self, payload: dict[str, Any], on_tokens: OnTokens, seconds: float) -> list[Reply]:
+        """The events of one request, each of which holds what is new."""
         interval = self.config.rollout.increment_tokens
         sampling = {**payload["sampling_params"], "stream_interval": interval}
-        tokens: list[int] = []
-        pairs: list[list[Any]] = []
-        meta: dict[str, Any] = {"finish_reason": None}
+        replies: list[Reply] = []
         events = self.http.events(
             "/generate", {**payload, "stream": True, "sampling_params": sampling}, seconds
         )
         async with contextlib.aclosing(events):
             async for event in events:
-                if "meta_info" not in event:
-                    raise RequestFailed(f"{self.name} refused the request: {str(event)[:300]}")
-                meta = event["meta_info"]
-                new = meta.get("output_token_logprobs") or []
-                tokens += event["output_ids"]
-                pairs += new
-                if meta["finish_reason"] is None:
-                    on_tokens([entry[1] for entry in new], [logprob(entry[0]) for entry in new])
-        if meta["finish_reason"] is None:
+                replies.append(decode(event))
+                if replies[-1].meta_info.finish_reason is None:
+                    on_tokens(*columns(replies[-1].meta_info))
+        if not replies or replies[-1].meta_info.finish_reason is None:
             await self.http.raise_if_dead()
-            raise RequestFailed(f"{self.name} broke off its answer after {len(tokens)} tokens")
-        return {"output_ids": tokens, "meta_info": {**meta, "output_token_logprobs": pairs}}
+            raise RequestFailed(f"{self.name} broke off its answer after {len(replies)} increments")
+        return replies
 
     async def abort(self, request_id: str | None = None) -> None:
         payload = {"rid": request_id or "", "abort_all": request_id is None}

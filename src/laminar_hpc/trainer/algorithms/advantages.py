@@ -1,7 +1,7 @@
-"""Advantages of a step's whole batch. Pure; called by trainer/step/learner.py on every rank with the same
-batch, so all ranks get the same numbers."""
+"""Advantages of a step's batch. Pure, but for what sums over the ranks; called by trainer/step/learner.py on
+every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from laminar_hpc.trainer.algorithms.groups import by_group, estimated_advantages
 
 # added to a standard deviation; rewards are of the order of 1, so it only tames groups that are almost equal
 EPSILON = 1e-4
+Total = Callable[[torch.Tensor], torch.Tensor]
 
 
 def token_advantages(
@@ -17,24 +18,39 @@ def token_advantages(
     rewards: torch.Tensor,
     sizes: Sequence[int],
     tokens: torch.Tensor,
-    penalties: torch.Tensor,
-) -> torch.Tensor:
-    """The advantage of every trained token, float64 [sum of tokens], trajectory after trajectory.
+    penalties: torch.Tensor | None = None,
+    own: Sequence[int] | None = None,
+    total: Total = lambda tensor: tensor,
+) -> list[torch.Tensor]:
+    """The advantage of every trained token, float64 [tokens] of each trajectory in `own`, which are this
+    rank's (None: all). One number for a whole trajectory takes up the memory of one.
 
     rewards [trajectories] float64, ordered by group; sizes: trajectories of each group; tokens [trajectories]
-    int64: trained tokens of each; penalties [sum of tokens] float64: kl_coefficient times the KL estimate
-    where it belongs into the reward, else zeros. Raises ValueError for a reward that is not finite: it would
-    silently poison its whole group or batch.
+    int64: trained tokens of each; penalties [tokens of `own`] float64: kl_coefficient times the KL estimate
+    where it belongs into the reward. `total` sums a tensor over the ranks. Raises ValueError for a reward
+    that is not finite: it would silently poison its whole group or batch.
     """
     if not torch.isfinite(rewards).all():
         raise ValueError("a reward is not finite")
-    owner = torch.repeat_interleave(torch.arange(len(tokens)), tokens)
-    spent = torch.zeros_like(rewards).index_add_(0, owner, penalties)  # of a whole trajectory
+    mine = torch.arange(len(tokens)) if own is None else torch.tensor(own, dtype=torch.long)
+    counts, spent = tokens[mine], torch.zeros_like(rewards)
+    if penalties is not None:
+        owner = torch.repeat_interleave(mine, counts)
+        spent = total(spent.index_add(0, owner, penalties))  # of whole trajectories
     if a.advantage in ("grpo", "rloo"):
-        return by_group(rewards - spent, sizes, lambda rows: _relative(a, rows))[owner]
+        values = by_group(rewards - spent, sizes, lambda rows: _relative(a, rows))
+        return _one_for_all(values[mine], counts)
     if a.advantage == "reinforce_pp_baseline":
         rewards = by_group(rewards, sizes, lambda rows: group_advantages(rows, normalize_std=False))
-    return whitened(rewards[owner] - _still_to_come(penalties, spent, owner))
+    if penalties is None:
+        return _one_for_all(whitened(rewards, tokens.double())[mine], counts)
+    places = torch.repeat_interleave(torch.arange(len(mine)), counts)
+    returns = rewards[mine][places] - _still_to_come(penalties, spent[mine], places)
+    return list(whitened(returns, torch.ones_like(returns), total).split(counts.tolist()))
+
+
+def _one_for_all(values: torch.Tensor, counts: torch.Tensor) -> list[torch.Tensor]:
+    return [value.expand(int(count)) for value, count in zip(values, counts, strict=True)]
 
 
 def _relative(a: AlgorithmConfig, rewards: torch.Tensor) -> torch.Tensor:
@@ -63,13 +79,16 @@ def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
     return (rewards - rewards.mean(dim=1, keepdim=True)) * (samples / (samples - 1))
 
 
-def whitened(returns: torch.Tensor) -> torch.Tensor:
+def whitened(
+    returns: torch.Tensor, tokens: torch.Tensor, total: Total = lambda tensor: tensor
+) -> torch.Tensor:
     """REINFORCE++, arXiv 2501.03262: (A - mean) / (std + EPSILON) over all tokens of the global batch, std
-    with n. Its variant with a baseline takes the group's mean reward off before. returns [tokens] -> the same
-    shape; equal returns get zeros."""
-    if len(returns) == 0:
-        return returns
-    return (returns - returns.mean()) / (returns.std(correction=0) + EPSILON)
+    with n. Its variant with a baseline takes the group's mean reward off before. returns [n] stand for
+    `tokens` [n] tokens each -> the same shape; equal returns get zeros. `total` sums over the ranks."""
+    count, summed = total(torch.stack((tokens.sum(), (tokens * returns).sum())))
+    mean = summed / count.clamp(min=1)
+    variance = total((tokens * (returns - mean) ** 2).sum()) / count.clamp(min=1)
+    return (returns - mean) / (variance.sqrt() + EPSILON)
 
 
 def _still_to_come(penalties: torch.Tensor, spent: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:

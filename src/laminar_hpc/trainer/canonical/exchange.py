@@ -1,4 +1,4 @@
-"""Slices and short words between the trainer ranks that hold slices of the canonical tensors, over process
+"""Slices and short messages between the trainer ranks that hold slices of the canonical tensors, over process
 groups of their own.
 
 Used by trainer/canonical/gather.py. One for checkpoints, in the trainer's thread, and one for publishing, in

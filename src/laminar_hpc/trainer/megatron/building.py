@@ -21,15 +21,18 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from laminar_hpc.config.check import derive
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.megatron.adam import fuse, prime
 from laminar_hpc.trainer.megatron.attention import PackedCausalAttention
 from laminar_hpc.trainer.megatron.linear import bias_before_rounding, float32_output
-from laminar_hpc.trainer.megatron.residual import normalize_last_sum, sum_in_float32
+from laminar_hpc.trainer.megatron.residual import Norm, SumNorm, sum_in_float32
 from laminar_hpc.weights.hf import ModelShape, RopeScaling
 
 # The padded vocabulary is a multiple of this at every tensor-parallel size that divides it, so a checkpoint
@@ -71,7 +74,7 @@ def first_stage_layers(layers: int, stages: int) -> int | None:
 
 def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's configuration of a decoder of this shape, with parameters of `dtype`."""
-    recompute = config.trainer.recompute_activations
+    recompute = derive(config).recompute_activations
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -94,10 +97,12 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         batch_p2p_sync=False,  # a wait for the whole device, and so for what the publisher sends beside it
         tensor_model_parallel_size=config.trainer.tensor_parallel,
         pipeline_model_parallel_size=config.trainer.pipeline_parallel,
+        sequence_parallel=config.trainer.tensor_parallel > 1,
         num_layers_in_first_pipeline_stage=first_stage_layers(shape.layers, config.trainer.pipeline_parallel),
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+        recompute_modules=["mlp"],  # of selective: most of what is kept; attention keeps no scores
         # gradients are sums over tokens, divided once by the mini-batch's tokens over all ranks
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
@@ -111,7 +116,8 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
     )
 
 
-def _layer_spec(shape: ModelShape, dtype: torch.dtype) -> ModuleSpec:
+def _block_spec(transformer: TransformerConfig, shape: ModelShape) -> ModuleSpec | TransformerBlockSubmodules:
+    """This stage's layers and the norm behind the last one."""
     if installed("transformer_engine"):
         from laminar_hpc.trainer.megatron.te_attention import TransformerEngineAttention
 
@@ -119,10 +125,16 @@ def _layer_spec(shape: ModelShape, dtype: torch.dtype) -> ModuleSpec:
         spec.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
         return spec
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.family.qk_norm)
-    spec.submodules.self_attention.submodules.core_attention = PackedCausalAttention
-    if _rounds_as_sglang(dtype):
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedCausalAttention
+    if shape.family.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    sums = _rounds_as_sglang(transformer.params_dtype)
+    if sums:
         sum_in_float32(spec)
-    return spec
+    layers = get_num_layers_to_build(transformer)
+    return TransformerBlockSubmodules([spec] * layers, layer_norm=SumNorm if sums else Norm)
 
 
 def has_float32_head(config: RunConfig, dtype: torch.dtype) -> bool:
@@ -135,7 +147,7 @@ def build_gpt(transformer: TransformerConfig, shape: ModelShape, config: RunConf
     trainer/megatron/attention.py's is used."""
     gpt = GPTModel(
         transformer,
-        _layer_spec(shape, transformer.params_dtype),
+        _block_spec(transformer, shape),
         vocab_size=math.ceil(shape.vocab / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -145,21 +157,31 @@ def build_gpt(transformer: TransformerConfig, shape: ModelShape, config: RunConf
         parallel_output=True,
     )
     if _rounds_as_sglang(transformer.params_dtype):
-        normalize_last_sum(gpt, transformer)
         for layer in gpt.decoder.layers:
             if transformer.add_qkv_bias:
                 bias_before_rounding(layer.self_attention.linear_qkv)
     note_tensor_parallel(gpt)
-    if gpt.post_process and has_float32_head(config, transformer.params_dtype):
-        float32_output(gpt.output_layer)
+    if gpt.post_process:
+        takes_whole_packs(gpt.output_layer)
+        if has_float32_head(config, transformer.params_dtype):
+            float32_output(gpt.output_layer)
     return gpt
 
 
 def note_tensor_parallel(gpt: GPTModel) -> None:
     """What Megatron's initialization (0.16.1, tensor_parallel/layers.py) would note of each parameter, but we
-    leave it out. Without the note the gradient norm counts the first tensor-parallel rank's shards only."""
+    leave it out. Without the first note the gradient norm counts the first tensor-parallel rank's shards
+    only; without the second a norm's gradient is that of this rank's share of the tokens."""
     for name, parameter in gpt.named_parameters():
         parameter.tensor_model_parallel = "norm" not in name
+        parameter.sequence_parallel = gpt.config.sequence_parallel and "norm" in name
+
+
+def takes_whole_packs(output_layer: ColumnParallelLinear) -> None:
+    """Lets the output layer take all rows instead of this rank's share: the policy gathers the pack before it
+    (`MegatronPolicy._keep_selected`), as the places that are asked for are not split evenly."""
+    output_layer.sequence_parallel = False
+    output_layer.allreduce_dgrad = output_layer.tp_group.size() > 1
 
 
 def rope_frequencies(shape: ModelShape) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import (
     LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear,
 )
@@ -33,7 +33,7 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor, bias: None = None) ->
 
 class _Linear(MegatronLinear):
     """Another forward to Megatron's backward. x [n, in], weight [out, in], bias [out] or None; `product` of
-    the three gives [n, out]."""
+    the three gives [n, out]. With sequence parallelism x is this rank's share of the rows."""
 
     @staticmethod
     def forward(
@@ -42,17 +42,21 @@ class _Linear(MegatronLinear):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         product: Product,
+        sequence_parallel: bool,
         *options: object,
     ) -> torch.Tensor:
-        # of no rows: it notes what its backward needs
-        MegatronLinear.forward(ctx, x[:0], weight, bias, *options)
+        # of no rows, which need not be gathered: it notes what its backward needs
+        fusion, allreduce, *rest = options
+        MegatronLinear.forward(ctx, x[:0], weight, bias, fusion, allreduce, False, *rest)
         ctx.save_for_backward(x, weight)
-        return product(x, weight, bias)
+        ctx.sequence_parallel = sequence_parallel
+        rows = gather_from_sequence_parallel_region(x, group=ctx.tp_group) if sequence_parallel else x
+        return product(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         x, weight, bias, *rest = MegatronLinear.backward(ctx, gradient.to(ctx.saved_tensors[1].dtype))
-        return x, weight, bias, None, *rest
+        return x, weight, bias, None, *rest  # as many as forward has arguments: Megatron's and `product`
 
 
 def _compute_by(layer: ColumnParallelLinear, product: Product) -> None:
@@ -72,16 +76,13 @@ def _compute_by(layer: ColumnParallelLinear, product: Product) -> None:
         options = (
             gradient_accumulation_fusion,
             allreduce_dgrad,
-            sequence_parallel,
             grad_output_buffer,
             wgrad_deferral_limit,
             tp_group,
         )
-        flat = _Linear.apply(input.flatten(0, -2), weight, bias, product, *options)
-        return flat.view(*input.shape[:-1], -1)
+        flat = _Linear.apply(input.flatten(0, -2), weight, bias, product, sequence_parallel, *options)
+        return flat.view(-1, *input.shape[1:-1], flat.shape[-1])
 
-    if layer.sequence_parallel:
-        raise ValueError("sequence parallelism is not supported here")
     layer._forward_impl = forward
 
 

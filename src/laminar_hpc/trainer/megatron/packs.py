@@ -3,9 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from megatron.core import parallel_state
+from numpy.typing import NDArray
 
 from laminar_hpc.trainer.megatron.attention import PackLayout, pack_layout
+
+Ints = Sequence[int] | NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -23,31 +28,40 @@ class Pack:
     targets: torch.Tensor
 
 
+def _tensor_parallel_ranks() -> int:
+    if not parallel_state.model_parallel_is_initialized():
+        return 1
+    return parallel_state.get_tensor_model_parallel_world_size()
+
+
 def make_pack(
-    sequences: Sequence[Sequence[int]], selected: Sequence[Sequence[int]], device: torch.device, size: int = 0
+    sequences: Sequence[Ints], selected: Sequence[Ints], device: torch.device, size: int = 0
 ) -> Pack:
     """`selected[i]`: the indices of those tokens of sequence i (each at least 1) whose log-probs are asked
     for.
 
-    Filled up to `size` tokens with sequences of zeros, none longer than the others are, so that attention to
-    them costs no more.
+    Filled up to `size` tokens, and to a multiple of the tensor-parallel ranks, over which sequence
+    parallelism splits the pack; with sequences of zeros, none longer than the others are, so that attention
+    to them costs no more.
     """
     lengths = [len(s) - 1 for s in sequences]
-    missing, longest = size - sum(lengths), max(lengths)
+    used, longest, ranks = sum(lengths), max(lengths), _tensor_parallel_ranks()
+    missing = -(-max(used, size) // ranks) * ranks - used
     lengths += [min(longest, missing - at) for at in range(0, missing, longest)]
     starts = [0]
     for n in lengths:
         starts.append(starts[-1] + n)
 
-    def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long).to(device, non_blocking=True)
+    def ints(parts: list[NDArray[np.integer]]) -> torch.Tensor:
+        joined = np.concatenate(parts, dtype=np.int64)
+        return torch.from_numpy(joined).to(device, non_blocking=True)
 
+    texts = [np.asarray(s, np.int64) for s in sequences]
+    chosen = [np.asarray(indices, np.int64) for indices in selected]
     return Pack(
         layout=pack_layout(lengths, device),
-        tokens=ints([t for s in sequences for t in s[:-1]] + [0] * missing),
-        positions=ints([p for n in lengths for p in range(n)]),
-        selected=ints(
-            [start + i - 1 for start, chosen in zip(starts, selected, strict=False) for i in chosen]
-        ),
-        targets=ints([s[i] for s, chosen in zip(sequences, selected, strict=True) for i in chosen]),
+        tokens=ints([*(text[:-1] for text in texts), np.zeros(missing, np.int64)]),
+        positions=ints([np.arange(n) for n in lengths]),
+        selected=ints([start - 1 + of for start, of in zip(starts, chosen, strict=False)]),
+        targets=ints([text[of] for text, of in zip(texts, chosen, strict=True)]),
     )

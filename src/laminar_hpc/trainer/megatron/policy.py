@@ -7,6 +7,7 @@ on the CPU. Needs the trainer world (cluster/world.py) to be there.
 """
 
 import functools
+import itertools
 import logging
 import math
 from collections import deque
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import head_in_chunks
@@ -63,6 +65,7 @@ class Packed(Protocol):
 
 Batch = TypeVar("Batch", bound=Packed)
 Collected = TypeVar("Collected")
+T = TypeVar("T")
 
 
 def local_device() -> torch.device:
@@ -133,8 +136,11 @@ class MegatronPolicy:
 
     def _keep_selected(self, module: torch.nn.Module, inputs: tuple) -> tuple:
         """Before the output layer: only the places whose next token is asked for get logits. inputs[0]
-        [tokens, 1, hidden]."""
-        return (inputs[0].index_select(0, self._selected), *inputs[1:])
+        [tokens, 1, hidden], or with sequence parallelism this rank's share of the tokens."""
+        hidden = inputs[0]
+        if self.transformer.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return (hidden.index_select(0, self._selected), *inputs[1:])
 
     # ---- forward and backward ------------------------------------------------------------------------------
 
@@ -172,16 +178,20 @@ class MegatronPolicy:
         entropies = entropy(logits) if with_entropy else None
         return token_logprobs(logits, pack.targets), entropies
 
-    def _schedule(self, step: Callable, data: Sequence[object], tokens: int, forward_only: bool) -> list:
-        """Megatron's schedule (pipelined or not) over micro-batches, with pipeline stages each of `tokens`
-        tokens; what the last stage collected of each, else nothing."""
+    def _schedule(
+        self, step: Callable, data: Sequence[T], pack_of: Callable[[T], Pack], forward_only: bool
+    ) -> list:
+        """Megatron's schedule (pipelined or not) over micro-batches, with pipeline stages of equal size in
+        tokens; what the last stage collected of each, else nothing. Each is asked for once."""
         with cuda_as_cpu():
+            each = iter(data)
+            first = next(each)
             return get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=iter(data),
+                data_iterator=itertools.chain((first,), each),
                 model=[self.model],
                 num_microbatches=len(data),
-                seq_length=tokens,
+                seq_length=len(pack_of(first).tokens),
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
@@ -213,7 +223,7 @@ class MegatronPolicy:
 
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._schedule(step, micro_batches, len(micro_batches[0].pack.tokens), forward_only=False)
+        return self._schedule(step, micro_batches, lambda batch: batch.pack, forward_only=False)
 
     def update(self) -> float | None:
         """One optimizer update with the gradients at hand. Returns their norm before clipping; None, and no
@@ -245,7 +255,7 @@ class MegatronPolicy:
             pack = next(left)
             return self._forward(pack, whole), lambda output, non_loss_data: read(output, pack)
 
-        return self._schedule(step, packs, len(packs[0].tokens), forward_only=True)
+        return self._schedule(step, packs, lambda pack: pack, forward_only=True)
 
     def read_logits(
         self, sequences: list[list[int]], read: Callable[[torch.Tensor, Pack], torch.Tensor]

@@ -10,17 +10,21 @@ their input in the parameters' dtype only.
 from collections.abc import Callable
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class SumNorm(torch.nn.RMSNorm):
-    """RMSNorm of a sum in float32, or of an embedding, computed in float32; the result is of the weight's
-    dtype."""
+class Norm(torch.nn.RMSNorm):
+    """torch's RMSNorm with the arguments that Megatron builds a norm of; Megatron's own (0.16.1,
+    transformer/torch_norm.py) refuses sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps)
+
+
+class SumNorm(Norm):
+    """RMSNorm of a sum in float32, or of an embedding, computed in float32; the result is of the weight's
+    dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normalized = torch.nn.functional.rms_norm(
@@ -46,11 +50,3 @@ def sum_in_float32(spec: ModuleSpec) -> None:
     """Of a layer's spec, in place: its two norms and its two additions."""
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = SumNorm
     spec.submodules.self_attn_bda = spec.submodules.mlp_bda = _adding
-
-
-def normalize_last_sum(gpt: GPTModel, transformer: TransformerConfig) -> None:
-    """The norm behind the last layer, where this stage has it; before the weights are loaded."""
-    if gpt.decoder.final_layernorm is not None:
-        gpt.decoder.final_layernorm = SumNorm(
-            transformer, transformer.hidden_size, transformer.layernorm_epsilon
-        )

@@ -66,7 +66,9 @@ class LaneSender:
         log.info("lane %d: two staging buckets of %.1f MB on %s", number, size / 1e6, device)
         self.image: Image | None = None  # of what was published last
         if context.config.relay.delta == "auto":
-            self.image = Image(self.nbytes, unit_bytes(whole), device, context.config.relay.full_every)
+            memory = torch.empty(self.nbytes, dtype=torch.uint8)
+            self._streams.pin(memory)  # torch's own pinned memory comes in powers of two
+            self.image = Image(memory, unit_bytes(whole), context.config.relay.full_every)
         self._base_id: int | None = None  # of a publication that goes as changes
         self._on_the_way: deque[list[tuple[Posted, torch.Tensor]]] = deque()  # of the last two buckets
         self._watch = contextlib.ExitStack()

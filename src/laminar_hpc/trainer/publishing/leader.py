@@ -35,7 +35,8 @@ class Leader:
         self._context, self._model, self._lanes, self._handover = context, model, lanes, handover
         self._exchange, self._seconds = model.publishing, context.config.relay.publish_timeout_seconds
         self._max_chunk = context.config.relay.chunk_megabytes << 20
-        self._requests, self._session = itertools.count(1), -1
+        self._requests = itertools.count(1)
+        self._session: int | None = None  # that knows who sends
 
     def turn(self) -> None:
         """Sends, releases or waits, whichever is due."""

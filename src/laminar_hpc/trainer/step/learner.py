@@ -1,9 +1,9 @@
 """One trainer step: a batch of trajectories -> advantages -> mini-batches -> optimizer updates -> the step's
 metrics.
 
-Called by trainer/loop.py on every rank with the same batch. Every rank makes the same plan and trains its own
-part of it; the metrics are those of the whole batch on every rank; those of tokens leave out the mini-batches
-whose update was skipped.
+Called by trainer/loop.py on every rank with the same batch. Every rank makes the same plan, and reads and
+trains its own part of it; the metrics are those of the whole batch on every rank; those of tokens leave out
+the mini-batches whose update was skipped.
 """
 
 from collections import Counter
@@ -22,17 +22,18 @@ from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.batch import Planned, StepBatch
 from laminar_hpc.trainer.step.microbatch import (
     Example,
+    Lazily,
     MicroBatch,
+    Text,
     behaviour_logprobs,
-    length,
     make_microbatch,
-    trained,
 )
 from laminar_hpc.trainer.step.packing import split_minibatches
-from laminar_hpc.trainer.step.parallel import own_microbatches, reduced
-from laminar_hpc.trainer.step.rescoring import ReferenceWeights, batch_logprobs
+from laminar_hpc.trainer.step.parallel import Share, own_share, reduced, total
+from laminar_hpc.trainer.step.rescoring import ReferenceWeights, own_logprobs
 
 
 class Collected(NamedTuple):
@@ -65,7 +66,7 @@ class Learner:
 
     def train(
         self,
-        trajectories: list[Trajectory],
+        batch: StepBatch,
         step: int,
         before_update: Callable[[], None],
         minibatches: int | None = None,
@@ -75,20 +76,18 @@ class Learner:
         weights change; `minibatches`: updates, by default algorithm.minibatches_per_step; `earlier`: updates
         of this step before.
 
-        Raises LaminarError for an incomplete group, and when too many updates in a row had gradients that are
-        not finite.
+        Raises LaminarError for an incomplete group, a response that is not as it was generated, and when too
+        many updates in a row had gradients that are not finite.
         """
-        # the order of arrival must not matter
-        trajectories = sorted(trajectories, key=lambda t: (t.group_id, t.trajectory_id))
-        examples, learning_rate = self._examples(trajectories, step), self.policy.learning_rate
+        planned, learning_rate = batch.planned, self.policy.learning_rate
         updates = minibatches or self.config.algorithm.minibatches_per_step
-        mismatch = torch.zeros(len(trajectories), device=self.policy.device)
+        members, shares = self._plan(planned, updates, step)
+        examples = self._examples(batch, shares, step)
+        mismatch = torch.zeros(len(planned), device=self.policy.device)
         update_of, norms, collected = dict[int, int](), list[float](), list[Collected]()
-        for number, members in enumerate(
-            split_minibatches(len(trajectories), updates, self.config.seed, step)
-        ):
-            of_minibatch, mismatch[members] = self._accumulate([examples[i] for i in members])
-            update_of |= dict.fromkeys(members, earlier + number)
+        for number, share in enumerate(shares):
+            of_minibatch = self._accumulate(examples, share, mismatch)
+            update_of |= dict.fromkeys(members[number], earlier + number)
             if number == 0:
                 before_update()
             norm = self.policy.update()
@@ -97,10 +96,11 @@ class Learner:
             if norm is not None:
                 norms.append(norm)
                 collected += of_minibatch
-        self._note_mismatches(trajectories, step, reduced(mismatch).tolist(), update_of)
+        records = [p.record for p in planned]
+        self._note_mismatches(records, step, reduced(mismatch).tolist(), update_of)
         metrics = {
-            **batch_metrics(trajectories, step),
-            **reward_means(trajectories, self.config.reward.functions),
+            **batch_metrics(records, sum(len(p.prompt) for p in planned), step),
+            **reward_means(records, self.config.reward.functions),
             **self._token_metrics(collected),
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": learning_rate,
@@ -108,55 +108,74 @@ class Learner:
         }
         return {name: float(value) for name, value in metrics.items()}
 
-    def _accumulate(self, examples: list[Example]) -> tuple[list[Collected], torch.Tensor]:
-        """The gradients of one mini-batch. Returns what this rank's micro-batches collected, and the mismatch
-        of all its trajectories [examples], which is 0 where another rank has it."""
-        lengths = [length(example.trajectory) for example in examples]
-        plan, size = own_microbatches(lengths, self.config.trainer.tokens_per_microbatch)
-        micro_batches = [
-            make_microbatch([examples[i] for i in part], self.policy.device, size) for part in plan
-        ]
-        collected = self.policy.accumulate(micro_batches, self._loss)
-        mismatch = torch.zeros(len(examples), device=self.policy.device)
-        for part, of_part in zip(plan, collected, strict=False):  # a stage before the last has none
+    def _plan(self, planned: list[Planned], updates: int, step: int) -> tuple[list[list[int]], list[Share]]:
+        """The members of each mini-batch, and this rank's share of it."""
+        members = split_minibatches(len(planned), updates, self.config.seed, step)
+        lengths, budget = [p.length for p in planned], self.config.trainer.tokens_per_microbatch
+        return members, [own_share(lengths, of_one, budget) for of_one in members]
+
+    def _accumulate(
+        self, examples: dict[int, Example], share: Share, mismatch: torch.Tensor
+    ) -> list[Collected]:
+        """The gradients of one mini-batch. Returns what this rank's micro-batches collected, and notes the
+        mismatch of its trajectories in `mismatch` [batch], which stays 0 where another rank has it."""
+
+        def micro_batch(number: int) -> MicroBatch:
+            return make_microbatch([examples[i] for i in share.plan[number]], self.policy.device, share.size)
+
+        collected = self.policy.accumulate(Lazily(len(share.plan), micro_batch), self._loss)
+        for part, of_part in zip(share.plan, collected, strict=False):  # a stage before the last has none
             mismatch[part] = of_part.mismatch[: len(part)]
-        return collected, mismatch
+        return collected
 
     def _note_mismatches(
-        self, trajectories: list[Trajectory], step: int, mismatch: list[float], update_of: dict[int, int]
+        self, records: list[Trajectory], step: int, mismatch: list[float], update_of: dict[int, int]
     ) -> None:
         per_step = self.config.algorithm.minibatches_per_step
         self.mismatches = {
             t.trajectory_id: (mismatch[i], (step - t.weight_step) * per_step + update_of[i])
-            for i, t in enumerate(trajectories)
+            for i, t in enumerate(records)
         }
 
-    def _examples(self, trajectories: list[Trajectory], step: int) -> list[Example]:
-        """The trajectories, which are ordered by group, with what is computed of them before the first
+    def _examples(self, batch: StepBatch, shares: list[Share], step: int) -> dict[int, Example]:
+        """What this rank trains, by its place in the batch, with what is computed of it before the first
         update."""
-        sizes = self._group_sizes(trajectories, step)
-        a, counts = self.config.algorithm, [len(trained(t)) for t in trajectories]
-        flat: dict[str, torch.Tensor] = {}
+        a, planned = self.config.algorithm, batch.planned
+        records = [p.record for p in planned]
+        sizes, rewards = self._group_sizes(records, step), self._rewards(records, step)
+        own = sorted({i for share in shares for part in share.plan for i in part})
+        responses = batch.read([planned[i] for i in own])
+        texts = {i: Text(planned[i].prompt, of) for i, of in zip(own, responses, strict=True)}
+        proximal = reference = penalties = None
         if a.proximal == "recomputed":
-            flat["proximal"] = batch_logprobs(self.policy, trajectories)
+            proximal = own_logprobs(self.policy, texts, shares)
         if self._reference is not None:
             with self._reference.in_place():
-                flat["reference"] = batch_logprobs(self.policy, trajectories)
-        penalties = torch.zeros(sum(counts), dtype=torch.float64)
-        if a.kl_in_reward:
-            sampled = (
-                flat["proximal"]
-                if "proximal" in flat
-                else torch.cat([behaviour_logprobs(t) for t in trajectories])
-            )
-            penalties = a.kl_coefficient * kl_estimate(sampled, flat["reference"], a.kl_estimator).double()
-        rewards = torch.tensor(self._rewards(trajectories, step), dtype=torch.float64)
-        flat["advantages"] = token_advantages(a, rewards, sizes, torch.tensor(counts), penalties).float()
-        parts = {name: values.split(counts) for name, values in flat.items()}
-        return [
-            Example(t, **{name: values[i] for name, values in parts.items()})
-            for i, t in enumerate(trajectories)
-        ]
+                reference = own_logprobs(self.policy, texts, shares)
+        if a.kl_in_reward and reference is not None:
+            sampled = proximal or {i: behaviour_logprobs(text.response) for i, text in texts.items()}
+            penalties = self._penalties(own, sampled, reference)
+        advantages = token_advantages(
+            a,
+            torch.tensor(rewards, dtype=torch.float64),
+            sizes,
+            torch.tensor([t.trained for t in records]),
+            penalties,
+            own,
+            lambda tensor: total(tensor, self.policy.device),
+        )
+        return {
+            i: Example(texts[i], of, proximal[i] if proximal else None, reference[i] if reference else None)
+            for i, of in zip(own, advantages, strict=True)
+        }
+
+    def _penalties(
+        self, own: list[int], sampled: dict[int, torch.Tensor], reference: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """float64 [trained tokens of `own`]."""
+        a, none = self.config.algorithm, torch.zeros(0)
+        left, right = (torch.cat([none, *(values[i] for i in own)]) for values in (sampled, reference))
+        return a.kl_coefficient * kl_estimate(left, right, a.kl_estimator).double()
 
     def _group_sizes(self, trajectories: list[Trajectory], step: int) -> list[int]:
         """Trajectories per group, in order; groups may differ in size when sampling is adaptive."""
@@ -178,9 +197,7 @@ class Learner:
             self.config.algorithm.overlong_buffer_tokens,
             self.config.sampling.max_response_tokens,
         )
-        rewards = [
-            t.reward + overlong_punishment(len(t.response_tokens), longest, buffer) for t in trajectories
-        ]
+        rewards = [t.reward + overlong_punishment(t.length, longest, buffer) for t in trajectories]
         return shuffled(rewards, self.config.seed, step) if self.config.algorithm.shuffle_rewards else rewards
 
     def _loss(

@@ -1,22 +1,35 @@
 """One micro-batch as tensors: several trajectories in one pack, and what is needed at the positions that are
 trained."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from laminar_hpc.messages.data import Trajectory
-from laminar_hpc.trainer.algorithms.tokens import Tokens
+from laminar_hpc.payload.layout import Response, Tokens
+from laminar_hpc.trainer.algorithms.tokens import Tokens as TrainedTokens
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt [tokens] int32 and its response."""
+
+    prompt: Tokens
+    response: Response
 
 
 @dataclass(frozen=True)
 class Example:
-    """A trajectory with what a step has computed of its trained tokens, float32 [trained] each: advantages,
-    and log-probs by the proximal policy and the reference model where the algorithm asks for them."""
+    """A text with what a step has computed of its trained tokens, float [trained] each: advantages, and
+    log-probs by the proximal policy and the reference model where the algorithm asks for them."""
 
-    trajectory: Trajectory
+    text: Text
     advantages: torch.Tensor
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
@@ -27,61 +40,72 @@ class MicroBatch:
     """A pack and its trained tokens, in the order of `pack.selected`."""
 
     pack: Pack
-    tokens: Tokens
+    tokens: TrainedTokens
 
 
-def length(trajectory: Trajectory) -> int:
-    """Tokens that a trajectory takes up in a pack."""
-    return len(trajectory.prompt_tokens) + len(trajectory.response_tokens) - 1
+class Lazily(Sequence[T], Generic[T]):
+    """`make(i)` for each i below `count`, made when it is asked for and kept by nobody: a rank holds the
+    tensors of few micro-batches at a time."""
+
+    def __init__(self, count: int, make: Callable[[int], T]) -> None:
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, i: int) -> T: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[T]: ...
+    def __getitem__(self, i: int | slice) -> T | Sequence[T]:
+        if isinstance(i, slice):
+            return [self._make(j) for j in range(*i.indices(self._count))]
+        if not 0 <= i < self._count:
+            raise IndexError(i)
+        return self._make(i)
 
 
-def trained(trajectory: Trajectory) -> list[int]:
-    """Indices, in prompt and response, of the tokens that are trained: those of the response whose loss_mask
+def trained(text: Text) -> NDArray[np.int64]:
+    """Indices, in prompt and response, of the tokens that are trained: those of the response whose loss mask
     is 1."""
-    return [len(trajectory.prompt_tokens) + j for j, m in enumerate(trajectory.loss_mask) if m]
+    return len(text.prompt) + np.flatnonzero(text.response.loss_mask)
 
 
-def behaviour_logprobs(trajectory: Trajectory) -> torch.Tensor:
+def behaviour_logprobs(response: Response) -> torch.Tensor:
     """The engine's log-probs of the trained tokens, float32 [trained]."""
-    return torch.tensor(
-        [lp for lp, m in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if m],
-        dtype=torch.float32,
-    )
+    return torch.from_numpy(response.logprobs[response.loss_mask])
 
 
-def trajectory_pack(trajectories: Sequence[Trajectory], device: torch.device, size: int = 0) -> Pack:
-    """Asks for the trained tokens of each. No trajectories give a pack that asks for one token of no
-    trajectory, so that every rank runs the same number of passes. Filled up to `size` tokens."""
-    if not trajectories:
+def text_pack(texts: Sequence[Text], device: torch.device, size: int = 0) -> Pack:
+    """Asks for the trained tokens of each. No texts give a pack that asks for one token of no trajectory, so
+    that every rank runs the same number of passes. Filled up to `size` tokens."""
+    if not texts:
         return make_pack([[0, 0]], [[1]], device, size)
-    return make_pack(
-        [t.prompt_tokens + t.response_tokens for t in trajectories],
-        [trained(t) for t in trajectories],
-        device,
-        size,
-    )
+    sequences = [np.concatenate((text.prompt, text.response.tokens)) for text in texts]
+    return make_pack(sequences, [trained(text) for text in texts], device, size)
 
 
 def make_microbatch(examples: Sequence[Example], device: torch.device, size: int = 0) -> MicroBatch:
     """Either all examples have a `proximal` or none has, and so for `reference`. No examples give an empty
     micro-batch. Filled up to `size` tokens."""
-    pack = trajectory_pack([e.trajectory for e in examples], device, size)
+    pack = text_pack([e.text for e in examples], device, size)
     if not examples:
         zero = torch.zeros(1, device=device)
-        return MicroBatch(pack, Tokens(zero, zero, zero, zero, zero.long(), 0, zero))
+        return MicroBatch(pack, TrainedTokens(zero, zero, zero, zero, zero.long(), 0, zero))
 
     def moved(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts)).to(device, non_blocking=True)
 
-    behaviour = moved([behaviour_logprobs(e.trajectory) for e in examples])
+    counts = [len(e.advantages) for e in examples]
+    behaviour = moved([behaviour_logprobs(e.text.response) for e in examples])
     proximal = [e.proximal for e in examples if e.proximal is not None]
     reference = [e.reference for e in examples if e.reference is not None]
-    tokens = Tokens(
+    tokens = TrainedTokens(
         behaviour=behaviour,
         proximal=moved(proximal) if proximal else behaviour,
         reference=moved(reference) if reference else None,
-        advantages=moved([e.advantages for e in examples]),
-        sequence=moved([torch.full((len(e.advantages),), i) for i, e in enumerate(examples)]),
+        advantages=moved([e.advantages for e in examples]).float(),
+        sequence=moved([torch.from_numpy(np.repeat(np.arange(len(examples)), counts))]),
         sequences=len(examples),
         real=torch.ones(len(behaviour), device=device),
     )

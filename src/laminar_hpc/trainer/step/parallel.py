@@ -1,5 +1,7 @@
 """What the trainer world's ranks share of one computation."""
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -7,14 +9,30 @@ from megatron.core import parallel_state
 from laminar_hpc.trainer.step.packing import plan_microbatches
 
 
-def own_microbatches(lengths: list[int], tokens_per_microbatch: int) -> tuple[list[list[int]], int]:
-    """This data-parallel rank's micro-batches, as positions in `lengths` (tokens of each sequence), and the
-    number of tokens that each is to be filled up to: pipeline stages pass on tensors of one shape; else 0."""
-    ranks = parallel_state.get_data_parallel_world_size()
-    plan = plan_microbatches(lengths, ranks, tokens_per_microbatch)[parallel_state.get_data_parallel_rank()]
+class Share(NamedTuple):
+    """What this data-parallel rank trains of a mini-batch: its micro-batches, as indices in the batch, and
+    the number of tokens that each is to be filled up to: pipeline stages pass on tensors of one shape; else
+    0."""
+
+    plan: list[list[int]]
+    size: int
+
+
+def own_share(lengths: list[int], members: list[int], tokens_per_microbatch: int) -> Share:
+    """Of the mini-batch of these members of a batch; `lengths`: tokens of each sequence of the batch."""
+    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    own = plan_microbatches([lengths[i] for i in members], ranks, tokens_per_microbatch)[rank]
+    plan = [[members[place] for place in part] for part in own]
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return plan, 0
-    return plan, max(sum(lengths[i] for i in part) for part in plan)
+        return Share(plan, 0)
+    return Share(plan, max(sum(lengths[i] for i in part) for part in plan))
+
+
+def total(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The sum over the data-parallel ranks of what only their last pipeline stages know; `tensor` and the sum
+    are on the CPU, the ranks' communication on `device`."""
+    own = tensor if parallel_state.is_pipeline_last_stage() else torch.zeros_like(tensor)
+    return reduced(own.to(device)).cpu()
 
 
 def reduced(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:

@@ -1,15 +1,15 @@
-"""Log-probs of a step's whole batch by other weights than those that generated it. Called by
+"""Log-probs of a step's batch by other weights than those that generated it. Called by
 trainer/step/learner.py before the updates."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
-from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
-from laminar_hpc.trainer.step.microbatch import length, trained, trajectory_pack
-from laminar_hpc.trainer.step.parallel import own_microbatches, reduced
+from laminar_hpc.trainer.step.microbatch import Lazily, Text, text_pack
+from laminar_hpc.trainer.step.parallel import Share
 
 
 class ReferenceWeights:
@@ -34,19 +34,17 @@ class ReferenceWeights:
                 parameter.data = data
 
 
-def batch_logprobs(policy: MegatronPolicy, trajectories: list[Trajectory]) -> torch.Tensor:
-    """By the weights in place, at the sampling temperature: float32 [trained tokens] on the CPU, trajectory
-    after trajectory, the whole batch on every rank. Collective; each data-parallel rank computes its
-    share."""
-    lengths, budget = [length(t) for t in trajectories], policy.config.trainer.tokens_per_microbatch
-    plan, size = own_microbatches(lengths, budget)
-    counts = [len(trained(t)) for t in trajectories]
-    logprobs = [torch.zeros(n, device=policy.device) for n in counts]
-    scored = policy.score(
-        [trajectory_pack([trajectories[i] for i in part], policy.device, size) for part in plan]
-    )
-    for part, of_pack in zip(plan, scored, strict=False):  # another stage has none
+def own_logprobs(policy: MegatronPolicy, texts: Mapping[int, Text], shares: list[Share]) -> dict[int, Tensor]:
+    """By the weights in place, at the sampling temperature, of this rank's texts: float32 [trained tokens] of
+    each on the CPU; zeros on a pipeline stage that has none. In the micro-batches in which they are trained.
+    Collective."""
+    plan = [part for share in shares for part in share.plan]
+    size = max(share.size for share in shares)  # pipeline stages pass on tensors of one shape
+    counts = {i: text.response.trained for i, text in texts.items()}
+    logprobs = {i: torch.zeros(count) for i, count in counts.items()}
+    packs = Lazily(len(plan), lambda n: text_pack([texts[i] for i in plan[n]], policy.device, size))
+    for part, of_pack in zip(plan, policy.score(packs), strict=False):  # another stage has none
         if part:
-            for i, own in zip(part, of_pack.split([counts[i] for i in part]), strict=True):
-                logprobs[i] = own
-    return reduced(torch.cat(logprobs)).cpu()
+            own = of_pack.cpu().split([counts[i] for i in part])
+            logprobs |= dict(zip(part, own, strict=True))
+    return logprobs

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from laminar_hpc.compat.optional import leave_out
-from laminar_hpc.engine.sglang.plugin import kv_cache, port, protocol
+from laminar_hpc.engine.sglang.plugin import columns, kv_cache, port, protocol
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ SCHEDULER = "sglang.srt.managers.scheduler"
 PORT_HOOKS = (
     # scheduler.py:2079: the only place that each turn passes in the scheduler's thread, idle or not
     Hook(SCHEDULER, "Scheduler.process_input_requests", "BEFORE", port.before_requests),
+    # request_receiver.py:119: what it returns is given to all tensor-parallel ranks (:211), our orders too
+    Hook(port.RECEIVER, "SchedulerRequestReceiver._pull_raw_reqs", "AROUND", port.before_broadcast),
     # scheduler.py:5187 clears the KV pool, into which threads of moves may still write
     Hook(SCHEDULER, "Scheduler.flush_cache", "BEFORE", port.before_flush),
     # invariant_checker.py:507 takes pages that a move has reserved for a leak
@@ -46,7 +48,14 @@ PORT_HOOKS = (
     # load_snapshot.py:299 names a file in /dev/shm, which outlives a killed engine
     Hook("sglang.srt.managers.load_snapshot", "shm_path_for", "REPLACE", port.load_snapshot_path),
 )
-NOT_IN_0_5_17 = {hook.module for hook in PORT_HOOKS[2:]}
+TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager"
+REPLY_HOOKS = (  # of the HTTP server's process only
+    # tokenizer_manager.py:2921 makes a list for each token, which takes 40 bytes of JSON
+    Hook(TOKENIZER_MANAGER, "TokenizerManager.convert_logprob_style", "AROUND", columns.collect),
+    # tokenizer_manager.py:3410: the reply to a request that was aborted comes by here only
+    Hook(TOKENIZER_MANAGER, "TokenizerManager.add_logprob_to_meta_info", "AROUND", columns.show),
+)
+NOT_IN_0_5_17 = {hook.module for hook in PORT_HOOKS if hook.module != SCHEDULER}
 
 
 def cpu_hooks() -> tuple[Hook, ...]:
@@ -89,8 +98,19 @@ def register() -> None:
         return
     # debug_utils/dumper.py:1824 would import it, and Weights & Biases with it, in every scheduler
     leave_out("megatron")
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     for hook in PORT_HOOKS if torch.cuda.is_available() else (*PORT_HOOKS, *cpu_hooks()):
         if hook.module not in NOT_IN_0_5_17 or importlib.util.find_spec(hook.module):
-            HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+            _register(hook)
+
+
+def register_in_server() -> None:
+    """Called by serve.py in the HTTP server's process, before it starts. In a scheduler's it would import
+    half a server."""
+    for hook in REPLY_HOOKS:
+        _register(hook)
+
+
+def _register(hook: Hook) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

@@ -1,4 +1,4 @@
-"""SGLang's KV pool, radix cache and requests as a move needs them: all that kv_moves.py knows of the
+"""SGLang's KV pool, radix cache and requests as a move needs them: all that moves know of the
 scheduler's inside stands here.
 
 Everything runs in the scheduler's thread, between two steps. Reserved pages belong neither to the allocator
@@ -68,13 +68,10 @@ class KvCache:
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
         self.tree, self.allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
-        if tensor_parallel()[1] > 1:
-            raise KvRefused(
-                "KV move refused: an engine with rollout.tensor_parallel "
-                "above 1 takes no part; its requests are prefilled anew"
-            )
+        self.rank, self.ranks = tensor_parallel()
         try:
             from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+            from sglang.srt.runtime_context import get_parallel
         except ImportError:
             raise KvRefused(
                 "KV move refused: this SGLang has no unified "
@@ -92,12 +89,17 @@ class KvCache:
                 f"KV move refused: the engine's prefix cache is {kind}, "
                 "or off; a plain unified radix cache is needed"
             )
+        parallel = get_parallel()
+        if parallel.enable_dp_attention or parallel.attn_cp_size > 1 or parallel.pp_size > 1:
+            raise KvRefused(
+                "KV move refused: the engine's ranks have requests or layers of their own (data-parallel "
+                "attention, context or pipeline parallelism); only plain tensor parallelism is moved"
+            )
         self.page_size = self.allocator.page_size
         self.pool = pool_of(self.allocator.get_kvcache(), self.page_size)
         use_huge_pages(self.pool)
-        self.fingerprint = model_fingerprint(
-            scheduler.tp_worker.model_runner.model_config.hf_config.to_dict()
-        )
+        config = scheduler.tp_worker.model_runner.model_config.hf_config.to_dict()
+        self.fingerprint = model_fingerprint(config, self.rank, self.ranks)
 
     # ---- requests ------------------------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ def _objection(request: Any) -> str:
 
 def moved_reason(request: Any) -> Any:
     """What `request.to_finish` is set to, so that the request ends after its current step as "moved".
-    `natural` says afterwards that this step was the last one anyhow.
+    `by_itself()` says afterwards whether this step was the last one anyhow.
 
     SGLang takes `to_finish` for the reason before it looks whether the step ended the request
     (schedule_batch.py:1923), so that is looked up when the reason is written into the answer.
@@ -248,5 +250,9 @@ def moved_reason(request: Any) -> Any:
                 self.natural = own is not None
                 self.json = own.to_json() if own is not None else {"type": "moved"}
             return self.json
+
+        def by_itself(self) -> bool:
+            self.to_json()  # SGLang asks for it on the rank that answers only
+            return self.natural
 
     return Moved()

@@ -2,30 +2,28 @@
 (sums of live weights, KV moves).
 
 A hook (hooks.py) runs the port in the scheduler's own thread at each turn of its loop, also while nothing is
-being generated, so an operation sees the engine between two steps and needs no lock. An operation that waits
-for threads or for the engine is a generator: it goes on one step per turn, and its reply comes when it has
-ended. The socket's path comes from the environment, its folder is private to the user, frames are msgspec
+being generated, so an operation sees the engine between two steps and needs no lock. An operation of a move
+is asked of rank 0 and carried out by all ranks in the same turns (lockstep.py); its reply comes when all have
+ended it. The socket's path comes from the environment, its folder is private to the user, frames are msgspec
 structs: nothing is unpickled.
 """
 
-import contextlib
 import hashlib
-import logging
+import importlib.util
 import os
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 
-from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.plugin.kv_cache import tensor_parallel
-from laminar_hpc.engine.sglang.plugin.kv_moves import KvMoves, Steps
-
-logger = logging.getLogger(__name__)
+from laminar_hpc.engine.sglang.plugin.kv_destination import Destination
+from laminar_hpc.engine.sglang.plugin.kv_moves import KvMoves
+from laminar_hpc.engine.sglang.plugin.kv_source import Source
+from laminar_hpc.engine.sglang.plugin.lockstep import Leader, Operations, Steps, refusal
 
 
 def ping(scheduler: object, request: protocol.Ping) -> protocol.Reply:
@@ -72,119 +70,132 @@ OPERATIONS: dict[type[protocol.Request], Callable] = {
     protocol.GetSums: sums,
     protocol.LoadWeights: load_weights,
 }
-KV_OPERATIONS: dict[type[protocol.Request], Callable[[KvMoves, protocol.Request], Steps]] = {
-    protocol.KvReserve: KvMoves.reserve,
-    protocol.KvSend: KvMoves.send,
-    protocol.KvDetach: KvMoves.detach,
-    protocol.KvImport: KvMoves.take,
-    protocol.KvEnd: KvMoves.end,
-}
-
-
-@dataclass
-class Pending:
-    """An operation under way, and the seconds that the scheduler has stood still for it."""
-
-    client: bytes
-    name: str
-    steps: Steps
-    stalled: float = 0.0
+RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"  # not in 0.5.17
 
 
 class EnginePort:
-    """Answers requests in the scheduler's thread; `poll` never blocks."""
+    """Answers requests in the scheduler's thread, and never blocks it. `base` is what SOCKET_VARIABLE
+    says."""
 
-    def __init__(self, scheduler: object, path: str) -> None:
+    def __init__(self, scheduler: Any, base: str, rank: int, ranks: int) -> None:
         self.scheduler = scheduler
         self.socket = zmq.Context.instance().socket(zmq.ROUTER)
         before = os.umask(0o177)  # the socket is made with mode 0600
         try:
-            self.socket.bind(f"ipc://{path}")
+            self.socket.bind(f"ipc://{protocol.socket_path(base, rank)}")
         finally:
             os.umask(before)
-        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.kv = KvMoves(scheduler, lambda: os.eventfd_write(self.wake, 1))
-        self.pending: list[Pending] = []
+        self._received: list[tuple[bytes, protocol.Request]] = []
+        self._has_read = False
+        self.kv = KvMoves(scheduler)
+        self.source, self.destination = Source(self.kv), Destination(self.kv)
+        self.operations = Operations(rank, base, self._start)
+        self.leader = None
+        if rank == 0:
+            self.leader = Leader(ranks, self.operations, self.reply, self.kv.expired)
         sleeper = getattr(scheduler, "idle_sleeper", None)
         # --sleep-on-idle: the first rank wakes up for the port too, and the others take each turn with it
-        if sleeper is not None:
+        if sleeper is not None and self.leader is not None:
             sleeper.poller.register(self.socket, zmq.POLLIN)
-            sleeper.poller.register(self.wake, zmq.POLLIN)
+            sleeper.poller.register(self.leader.socket, zmq.POLLIN)
 
-    def poll(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.wake)  # else the idle scheduler could not sleep any more
+    def _start(self, request: protocol.KvRequest) -> Steps:
+        match request:
+            case protocol.KvReserve():
+                return self.destination.reserve(request)
+            case protocol.KvImport():
+                return self.destination.take(request)
+            case protocol.KvSend():
+                return self.source.send(request)
+            case protocol.KvDetach():
+                return self.source.detach(request)
+            case protocol.KvEnd():
+                return self.kv.end(request)
+        raise AssertionError(f"{type(request).__name__} has no operation")
+
+    def orders(self) -> bytes:
+        """Of rank 0, before SGLang's broadcast: what all ranks do in this turn."""
+        assert self.leader is not None
+        self._read()
+        self._has_read = True
+        return self.leader.orders()
+
+    def turn(self, orders: Sequence[bytes]) -> None:
+        """Of every rank, after the broadcast."""
+        # what rank 0 read only now would have no orders in this turn, and an idle scheduler's next may be far
+        if not self._has_read:
+            self._read()
+        self._has_read = False
+        received, self._received = self._received, []
+        for client, request in received:  # all ranks load weights at the same time
+            self._answer(client, request)
+        self.operations.turn(orders)
+
+    def _read(self) -> None:
         while self.socket.get(zmq.EVENTS) & zmq.POLLIN:
             client, *_, frame = self.socket.recv_multipart()
-            self.answer(client, frame)
-        if self.pending or self.kv.moves or self.kv.leaving:
-            self.turn()
-
-    def turn(self) -> None:
-        """One step of each operation under way."""
-        # first: an operation may wait for what it gives back, and an idle scheduler's next turn may be far
-        self.kv.tidy()
-        before, self.pending = self.pending, []
-        for operation in before:
-            self.step(operation)
+            try:
+                request = protocol.decode_request(frame)
+            except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                self.reply(client, protocol.Refused(f"not a request of this port: {error}"))
+                continue
+            if isinstance(request, protocol.KvRequest):
+                self._ask(client, request)
+            else:
+                self._received.append((client, request))
 
     def reply(self, client: bytes, reply: protocol.Reply) -> None:
         self.socket.send_multipart([client, b"", protocol.encode(reply)])
 
-    def answer(self, client: bytes, frame: bytes) -> None:
-        try:
-            request = protocol.decode_request(frame)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
-            self.reply(client, protocol.Refused(f"not a request of this port: {error}"))
-            return
-        name = type(request).__name__
-        if start := KV_OPERATIONS.get(type(request)):
-            self.step(Pending(client, name, start(self.kv, request)))
-            return
+    def _answer(self, client: bytes, request: protocol.Request) -> None:
         try:
             self.reply(client, OPERATIONS[type(request)](self.scheduler, request))
         except Exception as error:
             # a failed operation must not end the engine; the caller decides what it means
-            self.reply(client, refusal(name, error))
+            self.reply(client, refusal(type(request).__name__, error))
 
-    def step(self, operation: Pending) -> None:
-        begin = time.perf_counter()
-        try:
-            reply = next(operation.steps)
-        except Exception as error:
-            reply = refusal(operation.name, error)
-        operation.stalled += time.perf_counter() - begin
-        if reply is None:
-            self.pending.append(operation)
-            return
-        operation.steps.close()
-        if isinstance(reply, protocol.KvDone):
-            reply.stalled = operation.stalled
-        self.reply(operation.client, reply)
-
-
-def refusal(name: str, error: Exception) -> protocol.Refused:
-    """A refusal of ours is a line already; of anything else the log has the traceback."""
-    if isinstance(error, LaminarError):
-        return protocol.Refused(str(error))
-    logger.error("engine port: %s failed", name, exc_info=error)
-    return protocol.Refused(f"{name}: {type(error).__name__}: {error}")
+    def _ask(self, client: bytes, request: protocol.KvRequest) -> None:
+        if self.leader is None:
+            self.reply(client, protocol.Refused("KV move refused: it is rank 0 that is asked"))
+        elif importlib.util.find_spec(RECEIVER) is None:
+            self.reply(
+                client,
+                protocol.Refused(
+                    "KV move refused: this SGLang has no unified radix cache; install the version of "
+                    "requirements/"
+                ),
+            )
+        else:
+            self.leader.ask(request, client)
 
 
-def before_requests(scheduler: object, *_: object) -> None:
-    """Hook: runs in the scheduler's thread before each turn's requests."""
-    port = scheduler.__dict__.get("laminar_port")
-    if port is None:
-        path = protocol.socket_path(os.environ[protocol.SOCKET_VARIABLE], tensor_parallel()[0])
-        port = scheduler.__dict__["laminar_port"] = EnginePort(scheduler, path)
-    port.poll()
+_port: EnginePort | None = None  # a process has one scheduler
+
+
+def before_broadcast(original: Callable, receiver: object) -> list | None:
+    """Hook around SchedulerRequestReceiver._pull_raw_reqs, which gives rank 0 what it then broadcasts: our
+    orders go with it, as bytes."""
+    received = original(receiver)
+    if _port is not None and _port.leader is not None and (orders := _port.orders()):
+        received.append(orders)
+    return received
+
+
+def before_requests(scheduler: Any, received: list) -> None:
+    """Hook: runs in the scheduler's thread before each turn's requests, on every rank."""
+    global _port
+    if _port is None:
+        _port = EnginePort(scheduler, os.environ[protocol.SOCKET_VARIABLE], *tensor_parallel())
+    orders = [item for item in received if isinstance(item, bytes)]
+    if orders:
+        received[:] = [item for item in received if not isinstance(item, bytes)]
+    _port.turn(orders)
 
 
 def before_flush(scheduler: object, *_: object, **__: object) -> None:
     """Hook: the pool is about to be cleared."""
-    port = scheduler.__dict__.get("laminar_port")
-    if port is not None:
-        port.kv.drop_all()
+    if _port is not None:
+        _port.kv.drop_all()
 
 
 def load_snapshot_path(instance: str) -> str:

@@ -65,10 +65,15 @@ class LoadWeights(Request):
     paused: bool = False
 
 
-class KvReserve(Request):
-    """Room for a request's KV of `tokens` tokens; answered with the address that its source sends to."""
+class KvRequest(Request):
+    """Base of the requests of a move. Rank 0 is asked, and all tensor-parallel ranks do it (lockstep.py)."""
 
     move_id: str
+
+
+class KvReserve(KvRequest):
+    """Room for a request's KV of `tokens` tokens; answered with the address that its source sends to."""
+
     weight_id: int
     tokens: int
     host: str  # the destination's own address
@@ -77,37 +82,34 @@ class KvReserve(Request):
 
 
 class KvReserved(Reply):
+    """`address` is that of kv/transfer.py's `of_all_ranks`."""
+
     address: str
 
 
-class KvSend(Request):
+class KvSend(KvRequest):
     """The KV of the full pages of a running request, to a reserved engine."""
 
-    move_id: str
     request_id: str
     address: str
     folder: str
     seconds: float
 
 
-class KvDetach(Request):
+class KvDetach(KvRequest):
     """Ends the request with finish_reason "moved" and sends the rest of its KV."""
 
-    move_id: str
     request_id: str
 
 
-class KvImport(Request):
+class KvImport(KvRequest):
     """The destination takes the KV, of a prefix of `tokens`, into its prefix cache and holds it."""
 
-    move_id: str
     tokens: list[int]
 
 
-class KvEnd(Request):
+class KvEnd(KvRequest):
     """The move is over; what was held for it is let go. A move that is unknown is over."""
-
-    move_id: str
 
 
 class KvDone(Reply):

@@ -48,7 +48,17 @@ def leave_freeze_gc_to_us() -> None:
     if hasattr(http_server, "_freeze_gc_after_server_warmup"):  # not in 0.5.17
         target = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
         HookRegistry.register(target, lambda *_: None, HookType.REPLACE)
-        HookRegistry.apply_hooks()
+
+
+def hook_server() -> None:
+    """What is hooked in this process only."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from laminar_hpc.engine.sglang.plugin import hooks
+
+    leave_freeze_gc_to_us()
+    hooks.register_in_server()
+    HookRegistry.apply_hooks()
 
 
 def main() -> None:
@@ -65,7 +75,7 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    leave_freeze_gc_to_us()
+    hook_server()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

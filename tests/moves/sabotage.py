@@ -109,13 +109,12 @@ class Killer:
     def __call__(self, controller: Controller) -> None:
         if len(self.killed) >= self.most or time.monotonic() < self._next or controller.state.trainer_done:
             return
-        owned = controller.tracker.in_progress()
+        holders = controller.tracker.holders
+        owned = {replica: holders.generating(replica) for replica in holders.generating_counts()}
         ids = {replica: controller.replicas.at(replica).weight_id for replica in owned}
         for replica, mine in owned.items():
             weight_id, newest = ids[replica], controller.weights.newest
-            known = {
-                i: len(p.tokens) for _, i, sample in mine if (p := controller.pool.get(i, sample.attempt))
-            }
+            known = {i: p.count for _, i, sample in mine if (p := controller.pool.get(i, sample.attempt))}
             alone = all(ids[other] != weight_id for other in owned if other != replica)
             if (
                 alone

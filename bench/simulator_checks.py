@@ -1,0 +1,138 @@
+"""The simulator's costs beside published measurements, and published runs whose inputs are known, for
+bench/simulator.py. No constant was chosen on the rows of `runs`."""
+
+import dataclasses
+
+import numpy as np
+from simulator_papers import row
+
+from laminar_hpc.simulator.constants import DEFAULT, MEAN_RESPONSE_TOKENS_DORA, SIGMA_DORA
+from laminar_hpc.simulator.cost import engine_costs
+from laminar_hpc.simulator.rules import PIPELINES
+from laminar_hpc.simulator.run import simulate
+from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.setup import setup
+from laminar_hpc.simulator.tables import GPUS, MODELS
+from laminar_hpc.simulator.trainer_cost import Layout, job_costs, trainer_layout, updates_seconds
+from laminar_hpc.simulator.workload import Workload
+
+# (model, GPU, tensor parallel, CUDA graphs, requests, tokens of each, tokens/s, source)
+H100_7B = ((1, 131), (32, 5163), (64, 9507), (96, 13588), (128, 16998))  # requests, tokens/s
+_H100 = "7B on H100; fitted"
+_QWEN = "Qwen2.5 speed benchmark, vLLM 0.6.3"
+_SGLANG = "Qwen3 speed benchmark, SGLang"
+DECODE = [
+    *(("7B", "H100", 1, True, n, 200, rate, _H100) for n, rate in H100_7B),
+    ("72B", "H100", 2, True, 1, 600, 32.4, "tenstorrent/tt-inference-server, issue 143"),
+    ("0.5B", "A100", 1, True, 1, 1025, 311.55, _QWEN),
+    ("1.5B", "A100", 1, True, 1, 1025, 183.33, _QWEN),
+    ("7B", "A100", 1, True, 1, 1025, 84.28, _QWEN),
+    ("7B", "A100", 1, True, 1, 31744, 70.33, _QWEN),
+    ("14B", "A100", 1, True, 1, 1025, 46.30, _QWEN),
+    ("32B", "A100", 1, False, 1, 1025, 22.13, _QWEN),
+    ("32B", "A100", 2, True, 1, 31744, 31.82, _QWEN),
+    ("72B", "A100", 4, True, 1, 1025, 31.37, _QWEN),
+    ("Qwen3-8B", "H20", 1, True, 1, 1025, 81.73, _SGLANG),
+    ("Qwen3-32B", "H20", 1, True, 1, 1025, 20.72, _SGLANG),
+]
+
+
+def decode(rows: list[dict]) -> dict[str, float]:
+    """Seconds of a decode step. The limit of 15% is for the first table, by batch size."""
+    errors = []
+    for model, gpu, tensor, graphs, requests, context, rate, source in DECODE:
+        costs = engine_costs(MODELS[model], GPUS[gpu], tensor, DEFAULT, graphs)
+        found = costs.step(requests, requests * context) * 1e3
+        what = f"{model}, {tensor} x {gpu}, {requests} x {context:,} tokens: ms per step"
+        rows.append(row("decode", what, requests / rate * 1e3, found, source))
+        if source == _H100:
+            errors.append(abs(rows[-1]["error"]))
+    return {"decode_worst_error": max(errors)}
+
+
+def _step(model: str, gpu: str, gpus: int, work: WorkloadConfig, layout: Layout) -> tuple[float, float]:
+    """Seconds of the updates, and of log-probs with the handling of the batch."""
+    draw = Workload(work, 0, 1)
+    groups = range(work.prompts_per_step)
+    tokens = [n + work.prompt_tokens for index in groups for n in draw.lengths(index)]
+    costs = job_costs(MODELS[model], GPUS[gpu], gpus, layout, gpus, work.max_response_tokens, DEFAULT)
+    updates = updates_seconds(tokens, work.updates_per_step, costs, layout, np.random.default_rng(0))
+    passes = sum(tokens) * costs.logprob_token + sum(n * n for n in tokens) * costs.logprob_attention
+    return updates + work.updates_per_step * costs.update, passes + len(tokens) * costs.handling / 2
+
+
+def trainer(rows: list[dict]) -> dict[str, float]:
+    """DORA's steps without their rollout, absolute; verl's on H20 (docs/advance/fully_async.md), whose
+    lengths are not published, as ratios between numbers of GPUs."""
+    errors = []
+    work = WorkloadConfig(
+        mean_response_tokens=MEAN_RESPONSE_TOKENS_DORA, max_response_tokens=30720, sigma=SIGMA_DORA
+    )
+    for gpus, seconds in ((64, 0.35 * 22.91 * 60), (128, 0.27 * 20.23 * 60)):
+        layout = trainer_layout(MODELS["32B"], GPUS["H800"], gpus, work, DEFAULT)
+        assert layout is not None
+        updates, logprobs = _step("32B", "H800", gpus, work, layout)
+        handling = 8192 * DEFAULT.batch_handling * work.max_response_tokens
+        found = updates + logprobs + handling + DEFAULT.colocated_switch
+        note = f"TP {layout.tensor} x PP {layout.stages} x DP {layout.ranks}"
+        rows.append(row("trainer", f"DORA's sync on {gpus}: s without rollout", seconds, found, note))
+        errors.append(abs(rows[-1]["error"]))
+    work = dataclasses.replace(work, mean_response_tokens=1200, max_response_tokens=28672)
+    found_at = {n: _step("7B", "H20", n, work, Layout(4, 1, n // 4)) for n in (16, 32, 64, 128)}
+    for a, b, published in ((32, 128, 377.5 / 167.7), (64, 128, 203.7 / 167.7)):
+        what = f"verl, update and log-probs, {a} over {b} GPUs"
+        rows.append(row("trainer", what, published, sum(found_at[a]) / sum(found_at[b])))
+        errors.append(abs(rows[-1]["error"]))
+    for a, b, published in ((16, 64, 313.8 / 113.2), (32, 64, 157.0 / 113.2)):
+        what = f"verl, update of asynchronous runs, {a} over {b} GPUs"
+        rows.append(row("trainer", what, published, found_at[a][0] / found_at[b][0]))
+        errors.append(abs(rows[-1]["error"]))
+    return {"trainer_worst_error": max(errors)}
+
+
+# NeMo RL 0.4, docs/about/performance-summary.md: GRPO on H100, 2,048 trajectories per step in 4 updates, at
+# most 4,096 tokens, of which a prompt is taken to have 150. Model, tokens of a trajectory, GPUs that train
+# and generate, tensor parallelism of the engines, layout (TP, PP) of the trainer, seconds of a step.
+NEMO = [
+    ("Llama-3.1-8B", "sync", 1060, 16, 16, 1, (1, 2), 97.7),
+    ("Llama-3.1-8B", "one_step", 1129, 8, 8, 1, (1, 2), 74.6),
+    ("Qwen3-32B", "sync", 3206, 32, 32, 4, (4, 4), 393.0),
+    ("Qwen3-32B", "one_step", 3207, 32, 32, 4, (4, 4), 215.0),
+    ("Qwen3-30B-A3B", "sync", 3154, 32, 32, 4, (2, 1), 225.0),
+    ("Qwen3-30B-A3B", "one_step", 3158, 16, 16, 2, (1, 2), 244.0),
+]
+
+
+def runs(rows: list[dict]) -> dict[str, float]:
+    """Whole runs with known inputs, kept apart from all fits: seconds of a step. Two log-prob passes, as GRPO
+    with a reference model has; spread of the lengths: Laminar's."""
+    constants = dataclasses.replace(DEFAULT, logprob_passes=2.0)
+    errors = []
+    for model, pipeline, tokens, train, generate, tensor, (tp, pp), seconds in NEMO:
+        work = WorkloadConfig(
+            prompts_per_step=64,
+            samples_per_prompt=32,
+            updates_per_step=4,
+            mean_response_tokens=tokens - 150,
+            max_response_tokens=4096 - 150,
+        )
+        made = setup(
+            PIPELINES[pipeline],
+            MODELS[model],
+            GPUS["H100"],
+            train,
+            [(GPUS["H100"], generate, tensor, None)],
+            work,
+            constants,
+            engine="vllm",
+            layout=Layout(tp, pp, train // (tp * pp), 4096, recompute=0.0),
+            steps=8,
+            warmup_steps=2,
+        )
+        figures = simulate(made).figures
+        gpus = train if pipeline == "sync" else train + generate
+        note = f"trainer waits {figures['trainer_wait_share']:.0%}"
+        what = f"NeMo RL, {model}, {pipeline} on {gpus}: s per step"
+        rows.append(row("runs", what, seconds, figures["step_seconds"], note))
+        errors.append(abs(rows[-1]["error"]))
+    return {"runs_mean_error": sum(errors) / len(errors), "runs_worst_error": max(errors)}

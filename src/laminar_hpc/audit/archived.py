@@ -1,0 +1,43 @@
+"""The archive: what left the payload files is there, as it was generated."""
+
+from collections.abc import Iterator
+
+from laminar_hpc.archive import files
+from laminar_hpc.audit.records import Records, StoreRecords, TrajectoryRow
+from laminar_hpc.payload.layout import Damaged, pack, packed_digest
+from laminar_hpc.policies.retention import RULE, kept
+
+
+def archived_are_intact(records: Records, store: StoreRecords) -> Iterator[str | None]:
+    """Each step that the setting keeps has its file, and each file the responses that the step trained."""
+    archived = int(store.meta.get("archived_steps", 0))
+    rule, present = str(records.config.get("archive", "all")), set(files.steps(records.run_dir))
+    newest = max((archived, *present))  # the writer removes what the rule lets go before the store knows
+    of_step: dict[int, dict[int, TrajectoryRow]] = {step: {} for step in range(1, archived + 1)}
+    for t in store.trajectories:
+        if t.consumed_step is not None and t.scored and t.consumed_step < archived:
+            of_step[t.consumed_step + 1][t.id] = t
+    for step, rows in of_step.items():
+        if step in present:
+            yield from _of_step(records, step, rows)
+        elif RULE.fullmatch(rule) and kept(rule, step, newest):
+            yield f"step {step}: the archive has no file of it (archive={rule})"
+
+
+def _of_step(records: Records, step: int, rows: dict[int, TrajectoryRow]) -> Iterator[str | None]:
+    path, missing = files.path_of(records.run_dir, step), set(rows)
+    try:
+        for whole in files.read(path):
+            row = rows.get(whole.record.trajectory_id)
+            if row is None:
+                yield f"trajectory {whole.record.trajectory_id}: in {path.name}, which did not train it"
+                continue
+            missing.discard(row.id)
+            wrong = packed_digest(pack(whole.response)) != row.digest
+            yield f"trajectory {row.id}: {path.name} does not have its tokens or log-probs" if wrong else None
+    except (OSError, Damaged) as error:
+        if path.exists():  # else a live run has just removed it
+            yield f"step {step}: {path.name} cannot be read ({error})"
+        return
+    for i in sorted(missing):
+        yield f"trajectory {i}: not in {path.name}, the file of the step that trained it"

@@ -1,0 +1,108 @@
+"""When trained responses leave the payload files for the archive, and when they come back. The work itself is
+that of a thread (archiver.py); the store is written here, in the loop.
+
+A restore goes to one of the `checkpoint.keep` newest checkpoints, unless they are damaged or gone. A step is
+archived when all of these are later: no such restore turns what it trained back into what is to be trained.
+Where another one does, the responses are brought back from the archive first, or the run ends with a line
+that says what is not there any more.
+
+    Checkpointed -> limit -> archiver.begin(step) ... done -> the store forgets places and prompts; next step
+    Restored     -> put_back(step), before the store goes back
+"""
+
+import logging
+import sqlite3
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+from laminar_hpc.archive import files
+from laminar_hpc.cluster import checkpoints
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller import put_back
+from laminar_hpc.controller.archiver import Archived, Archiver
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.store import Store
+from laminar_hpc.observability.console import line
+from laminar_hpc.payload.layout import Damaged
+from laminar_hpc.payload.writer import PayloadWriter
+
+log = logging.getLogger(__name__)
+_AGAIN_SECONDS = 60.0  # after a failure
+_CLOSE_SECONDS = 10.0
+
+
+class Archiving:
+    """Of a run that generates; a replay archives nothing."""
+
+    def __init__(self, shared: Shared, store: Store) -> None:
+        self._shared, self._store, self._state = shared, store, shared.state
+        self._run_dir = Path(shared.config.run_dir)
+        self._archiver = Archiver(store.path, store.run_dir, self._run_dir, shared.config.archive)
+        self._done = store.archived_steps
+        self._job: Future[Archived] | None = None
+        self._not_before, self._limit = 0.0, 0
+        self.checkpointed()
+
+    def checkpointed(self) -> None:
+        """Another checkpoint may be whole."""
+        found = checkpoints.steps(self._run_dir)
+        keep = self._shared.config.checkpoint.keep
+        self._limit = found[-keep] if len(found) >= keep else 0
+
+    def tick(self) -> None:
+        """Takes what the thread has done, and gives it the next step."""
+        if self._job is not None and self._job.done():
+            job, self._job = self._job, None
+            self._take(job)
+            return  # the next step begins when this is committed
+        todo = self._done < min(self._limit, self._state.trainer_step)
+        if todo and self._job is None and time.monotonic() >= self._not_before:
+            self._job = self._archiver.begin(self._done)
+
+    def _take(self, job: "Future[Archived]") -> None:
+        try:
+            done = job.result()
+        except (OSError, LaminarError, sqlite3.Error, Damaged) as error:
+            self._not_before = time.monotonic() + _AGAIN_SECONDS
+            text = f"step {self._done + 1} could not be archived, and its responses stay: {error}"
+            self._shared.say(line("warning", text))
+            return
+        if done.step != self._done or done.groups != self._store.consumed_groups(done.step):
+            return  # the run went back meanwhile
+        self._store.forget_responses(done.trajectories, done.groups + done.given_up)
+        self._done += 1
+        self._store.archived_steps = self._done
+        self._shared.metrics.write(
+            "archived",
+            step=self._done,
+            tokens=done.tokens,
+            bytes=done.bytes,
+            trajectories=len(done.trajectories),
+        )
+
+    def put_back(self, step: int) -> None:
+        """Before the store goes back to the weights of step `step`: what was archived of that step and later
+        ones has its places again. Raises LaminarError where the archive does not have it."""
+        if step >= self._done:
+            return
+        gone = [s for s in range(step + 1, self._done + 1) if not files.path_of(self._run_dir, s).exists()]
+        if gone:
+            raise LaminarError(
+                f"the trainers go back to step {step}, and what step {gone[0]} trained is not kept "
+                f"(archive={self._shared.config.archive}, {self._run_dir / files.FOLDER}): bring back a "
+                "later checkpoint, or begin another run with this one's weights"
+            )
+        writer = PayloadWriter(self._store.run_dir, put_back.WRITER)
+        try:
+            for back in range(step + 1, self._done + 1):
+                for whole, place in put_back.put_back(writer, files.path_of(self._run_dir, back)):
+                    self._store.put_back(whole.record.trajectory_id, place)
+                    self._store.add_prompt(whole.record.group_id, whole.prompt.tolist())
+        finally:
+            writer.close()
+        self._done = self._store.archived_steps = step
+
+    def close(self) -> None:
+        """Lets a job under way end, for some seconds."""
+        self._archiver.close(_CLOSE_SECONDS)

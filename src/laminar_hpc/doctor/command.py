@@ -1,0 +1,39 @@
+"""`laminar doctor [--clean]`: one line for each thing a run needs from this machine, with the cure where
+something is wrong.
+
+It reads package metadata and /proc instead of importing torch or SGLang, so it answers in a second and also
+where an import would crash. Each line is `ok|warn|FAIL  what: value  (cure)`; the exit code is 1 when a line
+says FAIL. With --clean it removes what killed runs have left in shared memory and in the folder for temporary
+files.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+
+from laminar_hpc.doctor.findings import Finding
+from laminar_hpc.doctor.machine import demo, left_behind, machine, network, slurm
+from laminar_hpc.doctor.packages import engines, python_and_compiler, torch_and_gpus
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    python_and_compiler,
+    torch_and_gpus,
+    engines,
+    left_behind,
+    machine,
+    network,
+    slurm,
+    demo,
+)
+
+
+def main(argv: list[str]) -> int:
+    """Prints the findings; returns 1 if one of them is a FAIL, 2 for other arguments than --clean."""
+    if argv not in ([], ["--clean"]):
+        print("usage: laminar doctor [--clean]", file=sys.stderr)
+        return 2
+    failed = False
+    for check in CHECKS:
+        for finding in check(True) if argv and check is left_behind else check():
+            print(finding, flush=True)
+            failed |= finding.level == "FAIL"
+    return int(failed)

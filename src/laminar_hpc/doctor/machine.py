@@ -1,0 +1,145 @@
+"""`laminar doctor` on the machine: cores, memory, disks, the loopback interface, Slurm, and what killed runs
+have left."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from laminar_hpc.cluster import leftovers
+from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
+from laminar_hpc.doctor.findings import GIB, Finding, size_text
+
+# controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
+DEMO_MEMORY = 5 * GIB
+DEMO_SHM = 32 * 2**20  # three weight slots of about 1 MB, SGLang's and gloo's own segments
+DEMO_DISK = GIB
+
+
+def usable_cores() -> float:
+    """Cores this process may use: its affinity, cut by the container's quota."""
+    cores = float(len(os.sched_getaffinity(0)))
+    quota = _read("/sys/fs/cgroup/cpu.max").split()
+    return min(cores, int(quota[0]) / int(quota[1])) if len(quota) == 2 and quota[0] != "max" else cores
+
+
+def usable_memory() -> int:
+    """Bytes of memory that are free for new processes, cut by the container's limit."""
+    available = psutil.virtual_memory().available
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    return min(available, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else available
+
+
+def machine() -> Iterator[Finding]:
+    """Cores, memory, shared memory and the disk of the current folder."""
+    cores, memory = usable_cores(), usable_memory()
+    yield Finding(
+        "ok" if cores >= 2 else "warn",
+        "cores",
+        f"{cores:g}",
+        "" if cores >= 2 else "the demo wants 2; it will be slow",
+    )
+    yield Finding("ok" if memory >= DEMO_MEMORY else "warn", "memory", f"{memory / GIB:.1f} GiB free")
+    shm = os.statvfs("/dev/shm")
+    size, free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
+    small = size <= 64 * 2**20
+    cure = "a container's default; start it with --shm-size=8g" if small else ""
+    yield Finding("warn" if small else "ok", "/dev/shm", f"{size_text(size)}, {size_text(free)} free", cure)
+    kind = file_system(Path.cwd())
+    network = kind in NETWORK_FILE_SYSTEMS
+    cure = "SQLite needs a local disk: set store_dir to one" if network else ""
+    yield Finding(
+        "warn" if network else "ok",
+        "disk",
+        f"{size_text(shutil.disk_usage('.').free)} free here, on {kind}",
+        cure,
+    )
+
+
+def left_behind(clean: bool = False) -> Iterator[Finding]:
+    """What killed runs have left here, by kind; or, with `clean`, what of it has just been removed."""
+    remains = leftovers.clean() if clean else leftovers.find()
+    kinds = {
+        what: [each.size for each in remains if each.what == what]
+        for what in dict.fromkeys(each.what for each in remains)
+    }
+    value = ", ".join(f"{what} of {len(sizes)} ({size_text(sum(sizes))})" for what, sizes in kinds.items())
+    if clean:
+        for each in remains:
+            yield Finding("ok", "removed", f"{each.what} {each.path}, {size_text(each.size)}")
+        remains = leftovers.find()
+        value = ", ".join(str(each.path) for each in remains)
+        yield (
+            Finding("warn", "left behind", value, "a process still has them")
+            if remains
+            else Finding("ok", "left behind", "nothing")
+        )
+    elif remains:
+        yield Finding(
+            "warn",
+            "left behind",
+            f"{value}, by runs that were killed",
+            "laminar doctor --clean, or the next start",
+        )
+    else:
+        yield Finding("ok", "left behind", "nothing")
+
+
+def network() -> Iterator[Finding]:
+    """A free port of the loopback interface that accepts a connection."""
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            probe.listen()
+            with socket.create_connection(probe.getsockname(), timeout=1):
+                yield Finding("ok", "loopback", f"port {probe.getsockname()[1]} is free and can be reached")
+    except OSError as error:
+        yield Finding("FAIL", "loopback", f"no port of 127.0.0.1 can be used: {error}", "ip link set lo up")
+
+
+def slurm() -> Iterator[Finding]:
+    """Slurm's version where its commands are installed."""
+    program = shutil.which("sbatch")
+    if program is None:
+        yield Finding("ok", "Slurm", "not found; runs start with laminar train or launch/")
+        return
+    out = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=2, check=False)
+    if match := re.match(r"slurm[- ](\S+)", out.stdout):
+        yield Finding("ok", "Slurm", f"{match.group(1)}; slurm/ has the job scripts")
+    else:
+        yield Finding(
+            "ok", "Slurm", "installed, but it names no cluster; runs start with laminar train or launch/"
+        )
+
+
+def demo() -> Iterator[Finding]:
+    """Whether the arithmetic demo fits this machine."""
+    shm = os.statvfs("/dev/shm")
+    lacks = [
+        f"{size_text(need)} of {what}"
+        for what, need, have in (
+            ("memory", DEMO_MEMORY, usable_memory()),
+            ("/dev/shm", DEMO_SHM, shm.f_frsize * shm.f_bavail),
+            ("disk", DEMO_DISK, shutil.disk_usage(".").free),
+        )
+        if have < need
+    ]
+    if lacks:
+        yield Finding(
+            "FAIL",
+            "demo",
+            f"does not fit: it needs {', '.join(lacks)}",
+            "free them, or start the container with more",
+        )
+    else:
+        yield Finding("ok", "demo", "fits: laminar train experiment=demo")
+
+
+def _read(path: str) -> str:
+    """A small file of /proc or /sys, empty where it does not exist."""
+    return Path(path).read_text() if Path(path).exists() else ""

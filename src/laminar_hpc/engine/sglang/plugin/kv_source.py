@@ -1,0 +1,145 @@
+"""A move's source: a running request's KV goes to the destination while the request decodes, then the request
+itself stops. Its operations come through the port; lockstep.py says how they are written.
+
+The threads that send need no copy of the pages: KV that is written stays as it is until the request leaves
+them, and `send` fails unless it still held them afterwards.
+"""
+
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from laminar_hpc.cluster.processes import machine_name
+from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
+from laminar_hpc.engine.sglang.plugin.kv_moves import KvMoves, Outgoing, Parts, after
+from laminar_hpc.engine.sglang.plugin.lockstep import Part, Steps, Until
+from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.kv.frames import Header
+from laminar_hpc.kv.transfer import chunk_bytes, of_rank, send_part
+
+MAX_THREADS = 8  # moves that are sent at once
+DETACH_SECONDS = 30.0  # the request's last step; a prefill of others may be in it
+
+
+class Source:
+    def __init__(self, moves: KvMoves) -> None:
+        self.moves = moves
+        self._threads: ThreadPoolExecutor | None = None
+
+    def send(self, request: protocol.KvSend) -> Steps:
+        if request.move_id in self.moves.under_way:
+            raise KvRefused(f"KV move refused: {request.move_id} is under way here already")
+        running = self.moves.cache.running(request.request_id)
+        tokens = self.moves.cache.computed(running)
+        if not tokens:
+            size = self.moves.cache.page_size
+            raise KvRefused(f"KV move refused: request {request.request_id} fills no page of {size} yet")
+        end = after(request.seconds)
+        move = Outgoing(request.move_id, running, request.address, request.folder, request.seconds, end)
+        self.moves.under_way[request.move_id] = move
+        slots, move.retractions = self.moves.cache.slots(running, tokens), running.retraction_count
+        try:
+            yield from self._transfer(move, tokens, slots, last=False)
+            if not self._same(move, slots):
+                raise KvRefused(
+                    f"KV move failed: request {request.request_id} ended or was retracted "
+                    "while its KV was sent"
+                )
+        except KvRefused:
+            yield from self.moves.let_go(move)
+            raise
+        move.sent = tokens
+        return protocol.KvDone(tokens)
+
+    def detach(self, request: protocol.KvDetach) -> Steps:
+        move = self.moves.under_way.get(request.move_id)
+        if not isinstance(move, Outgoing) or move.sending or move.hold is not None:
+            raise KvRefused(
+                f"KV detach refused: nothing of {request.move_id} was sent from here, or it is being sent now"
+            )
+        running = self.moves.cache.running(request.request_id)
+        if running is not move.request:
+            raise KvRefused(f"KV detach refused: {request.move_id} is of request {move.request.rid}")
+        try:
+            yield from self._stop(running)
+            self.moves.check_goes_on(move)
+            tokens = list(running.origin_input_ids + running.output_ids)[:-1]
+            move.hold = self.moves.cache.hold(tokens, str(running.extra_key))
+            there = len(move.hold.slots)
+            sent = move.sent if running.retraction_count == move.retractions else 0
+            first = min(sent, there - self.moves.cache.page_size)
+            if first < 0:
+                raise KvRefused(
+                    "KV detach failed: the KV of request "
+                    f"{request.request_id} is not in the prefix cache any more"
+                )
+            yield from self._transfer(move, there, move.hold.slots, last=True, first=first)
+        except KvRefused:
+            yield from self.moves.let_go(move)
+            raise
+        return protocol.KvDone(there)
+
+    def _stop(self, running: Any) -> Generator[Until, list[str], None]:
+        """The request ends as "moved" with its step."""
+        refused = f"KV detach refused: request {running.rid}"
+        ended = running.to_finish = kv_cache.moved_reason(running)
+        late = f"{refused} took no step for {DETACH_SECONDS:g} s"
+        try:
+            yield Until(running.finished, DETACH_SECONDS, late)
+        except KvRefused:
+            running.to_finish = None
+            raise
+        if running.finished_reason is not ended or ended.by_itself():
+            running.to_finish = None
+            raise KvRefused(f"{refused} ended by itself")
+
+    def _same(self, move: Outgoing, slots: torch.Tensor) -> bool:
+        """Whether the request has held these slots all the time."""
+        request = move.request
+        if request.finished() or request.retraction_count != move.retractions or not request.kv.holds_kv:
+            return False
+        return torch.equal(self.moves.cache.slots(request, len(slots)), slots)
+
+    def _transfer(
+        self, move: Outgoing, tokens: int, slots: torch.Tensor, *, last: bool, first: int = 0
+    ) -> Parts:
+        """Tokens [first, tokens) of the request, sent in a thread."""
+        request = move.request
+        namespace = str(request.extra_key)
+        if not namespace.isdigit():
+            raise KvRefused(
+                f"KV move refused: request {request.rid} has "
+                f"extra_key {namespace[:20]!r}, which is no weight id"
+            )
+        ids = list(request.origin_input_ids + request.output_ids)[first:tokens]
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(MAX_THREADS, "kv-send")
+        work = (self._send, move, int(namespace), ids, slots[first:tokens], first, last)
+        move.sending = True
+        try:
+            yield Part(self._threads.submit(*work))
+        finally:
+            move.sending = False
+        move.expires = after(move.seconds)
+        self.moves.check_goes_on(move)
+
+    def _send(
+        self, move: Outgoing, weight_id: int, ids: list[int], slots: torch.Tensor, first: int, last: bool
+    ) -> None:
+        """In a thread: this rank's rows, to the same rank of the destination."""
+        cache, machine = self.moves.cache, machine_name(move.folder)
+        address = of_rank(move.address, cache.rank, cache.ranks)
+        size = chunk_bytes(address, machine)
+        header = Header.of(cache.fingerprint, weight_id, cache.pool.shape, ids, size, first, last)
+        send_part(
+            address,
+            header,
+            cache.pool,
+            slots,
+            machine=machine,
+            folder=move.folder,
+            threads=torch.get_num_threads(),
+            seconds=move.seconds,
+        )

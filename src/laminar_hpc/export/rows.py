@@ -1,0 +1,76 @@
+"""A run's scored trajectories one after the other, wherever they are: in the archive, or still in payload
+files. Reads only, also of a live run, which may archive a step while it is read."""
+
+import sqlite3
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from laminar_hpc.archive import files
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.stored import stored_groups
+from laminar_hpc.payload.layout import Damaged
+from laminar_hpc.payload.whole import Whole, wholes
+
+_AT_ONCE = 16  # groups that are read together
+Part = tuple[int | None, list[Whole]]  # the step that trained them, from 1
+
+
+def parts(db: sqlite3.Connection, run_dir: Path, first: int, last: int | None) -> Iterator[Part]:
+    """Of the steps `first` to `last`, both included, ascending; with `last` None also what no step has
+    trained yet. `db`: in autocommit. Raises LaminarError for what cannot be read."""
+    sql = "SELECT DISTINCT consumed_step + 1 FROM groups WHERE consumed_step IS NOT NULL ORDER BY 1"
+    for (step,) in db.execute(sql).fetchall():
+        if first <= step and (last is None or step <= last):
+            for part in _of_step(db, run_dir, step):
+                yield step, part
+    if last is None:
+        for part in _stored(db, run_dir, "state = 'finished'", ()):
+            yield None, part
+
+
+def lost(db: sqlite3.Connection, run_dir: Path, first: int, last: int | None) -> list[int]:
+    """Steps of these that have trained something and are not kept any more."""
+    archived, present = _archived_steps(db), set(files.steps(run_dir))
+    end = archived if last is None else min(last, archived)
+    return [step for step in range(max(1, first), end + 1) if step not in present]
+
+
+def _archived_steps(db: sqlite3.Connection) -> int:
+    row = db.execute("SELECT value FROM meta WHERE key = 'archived_steps'").fetchone()
+    return int(row[0]) if row else 0
+
+
+def _of_step(db: sqlite3.Connection, run_dir: Path, step: int) -> Iterator[list[Whole]]:
+    seen = set[int]()
+    if step > _archived_steps(db):
+        try:
+            for part in _stored(db, run_dir, "state = 'consumed' AND consumed_step = ?", (step - 1,)):
+                seen |= {whole.record.trajectory_id for whole in part}
+                yield part
+        except LaminarError:
+            if step > _archived_steps(db):
+                raise
+    if step <= _archived_steps(db):  # perhaps since a moment ago
+        for part in _archived(run_dir, step):
+            if new := [whole for whole in part if whole.record.trajectory_id not in seen]:
+                yield new
+
+
+def _archived(run_dir: Path, step: int) -> Iterator[list[Whole]]:
+    path = files.path_of(run_dir, step)
+    rows = files.read(path)
+    try:
+        while part := list(islice(rows, _AT_ONCE * 8)):
+            yield part
+    except FileNotFoundError:
+        return
+    except (OSError, Damaged) as error:
+        raise LaminarError(f"{path} cannot be read ({error}); look at it with laminar audit") from None
+
+
+def _stored(db: sqlite3.Connection, run_dir: Path, where: str, values: tuple) -> Iterator[list[Whole]]:
+    groups = [i for (i,) in db.execute(f"SELECT id FROM groups WHERE {where} ORDER BY id", values)]
+    for begin in range(0, len(groups), _AT_ONCE):
+        if found := stored_groups(db, groups[begin : begin + _AT_ONCE]):
+            yield wholes(run_dir, found, late=0.0)

@@ -1,0 +1,111 @@
+"""A rollout's own payload files: responses one after the other in RUN_DIR/payloads, each on the disk before
+anybody is told of it.
+
+    append(record) -> the thread writes all that waits, syncs once -> the future has the record's place
+
+A file has one writer, one process life, and is never opened again for writing. So what a death leaves behind
+the last place that somebody was told is nobody's, and what a full disk has cut off is cut away here.
+"""
+
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+
+from laminar_hpc.cluster.durable import sync_folder
+from laminar_hpc.messages.data import Place
+
+log = logging.getLogger(__name__)
+FOLDER = "payloads"  # in the run directory
+_FILE_BYTES = 64 << 20  # about: then the next file begins, so that old ones can be removed
+_SLOW_SECONDS = 10.0  # beyond, a write is told of
+_CLOSE_SECONDS = 5.0  # for what is being written
+
+
+class PayloadWriter:
+    """`append` never waits; the thread begins with the first. `name` is that of the writer, as rollout3."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self._folder, self._name = run_dir / FOLDER, f"{name}_{secrets.token_hex(4)}"
+        self._waiting: queue.SimpleQueue[tuple[bytes, Future[Place]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._file, self._path, self._number, self._size = -1, Path(), 0, 0
+
+    def append(self, record: bytes) -> "Future[Place]":
+        """Its place, once it is on the disk; an OSError where it cannot be written, and then nothing of it is
+        there."""
+        future: Future[Place] = Future()
+        self._waiting.put((record, future))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="payloads", daemon=True)
+            self._thread.start()
+        return future
+
+    def close(self) -> None:
+        """What was appended before is written."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            first = self._waiting.get()
+            batch = [first]
+            while not self._waiting.empty():
+                batch.append(self._waiting.get())
+            self._write([item for item in batch if item is not None])
+            if None in batch:
+                break
+        if self._file >= 0:
+            os.close(self._file)
+
+    def _write(self, batch: list[tuple[bytes, "Future[Place]"]]) -> None:
+        if not batch:
+            return
+        before, places, begun = self._size, list[Place](), time.monotonic()
+        try:
+            if self._file < 0 or self._size >= _FILE_BYTES:
+                self._begin_file()
+                before = 0
+            for record, _ in batch:
+                places.append(Place(self._path.name, self._size, len(record)))
+                self._put(record)
+            os.fdatasync(self._file)
+        except OSError as error:
+            self._cut(before)
+            for _, future in batch:
+                future.set_exception(error)
+            return
+        if (seconds := time.monotonic() - begun) > _SLOW_SECONDS:
+            log.warning("%s took %.0f s to write %d responses", self._folder, seconds, len(batch))
+        for place, (_, future) in zip(places, batch, strict=True):
+            future.set_result(place)
+
+    def _put(self, record: bytes) -> None:
+        rest = memoryview(record)
+        while rest:
+            written = os.write(self._file, rest)
+            rest, self._size = rest[written:], self._size + written
+
+    def _begin_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._folder.mkdir(exist_ok=True)
+        self._path = self._folder / f"{self._name}.{self._number:04d}"
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._number, self._size = self._number + 1, 0
+        sync_folder(self._folder)
+
+    def _cut(self, size: int) -> None:
+        """After a write that failed: another record begins where this one did."""
+        if self._file >= 0:
+            with suppress(OSError):
+                os.ftruncate(self._file, size)
+                os.lseek(self._file, size, os.SEEK_SET)
+            self._size = size

@@ -1,0 +1,182 @@
+"""The trainer's seconds from what its layout does: matrix products, exchanges of tensor parallelism, pipeline
+bubbles, the longest sequence, gradients. Constants: constants.py."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from laminar_hpc.config.models import state_bytes
+from laminar_hpc.simulator.constants import Constants
+from laminar_hpc.simulator.cost import attention_share, chain_seconds, exchange_seconds
+from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.tables import Gpu, Model
+from laminar_hpc.simulator.workload import Workload
+
+_TENSOR, _STAGES = (1, 2, 4, 8), (1, 2, 4, 8, 16)
+_LOOKED_AT = 8192  # trajectories by which layouts are compared
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The trainer's GPUs: tensor parallelism, pipeline stages, data-parallel ranks. `tokens`: of a
+    micro-batch, 0 = as many as the rank's longest trajectory. `recompute`: the share of the forward
+    pass that backward repeats."""
+
+    tensor: int
+    stages: int
+    ranks: int
+    tokens: int = 0
+    recompute: float = 1.0
+
+
+@dataclass(frozen=True)
+class JobCosts:
+    """Everybody else's seconds than the engines'."""
+
+    train_token: float  # forward and backward, all GPUs together
+    train_attention: float  # the same per squared token of a trajectory
+    logprob_token: float  # the extra forward passes
+    logprob_attention: float
+    handling: float  # one process handles the batch while the trainer waits: per trajectory
+    overlapped_handling: float  # what is left of it where the next batch is handled during training
+    update: float
+    publish_stall: float
+    chain: float
+    switch: float
+    checkpoint: float
+    job_restart: float
+    repack_period: float
+    turn_scale: float = 1.0  # environment latencies are multiplied by this
+
+
+def job_costs(
+    model: Model,
+    gpu: Gpu,
+    gpus: int,
+    layout: Layout,
+    rollout_gpus: int,
+    cap: int,
+    c: Constants,
+) -> JobCosts:
+    """`gpu`, `gpus`: the trainer's; `cap`: tokens of the longest response allowed.
+
+    A token's forward pass takes its matrix products and two all-reduces per layer; backward twice the
+    products and as many all-reduces; recomputation another forward pass (Korthikanti et al., arXiv
+    2205.05198, sections 4 and 5).
+    """
+    model_parallel = layout.tensor * layout.stages
+    products = 2.0 * model.active_parameters / (c.train_kernel_efficiency * gpu.flops * model_parallel)
+    exchanges = 2.0 * model.layers / layout.stages * exchange_seconds(model, gpu, layout.tensor, c)
+    again = layout.recompute
+    attention = products * attention_share(model)
+    padding = c.batch_handling * cap
+    return JobCosts(
+        train_token=((3.0 + again) * products + (2.0 + again) * exchanges) / layout.ranks,
+        train_attention=(3.0 + again) * attention / layout.ranks,
+        logprob_token=c.logprob_passes * (products + exchanges) / layout.ranks,
+        logprob_attention=c.logprob_passes * attention / layout.ranks,
+        handling=(1.0 + c.logprob_passes) * padding,
+        overlapped_handling=c.overlapped_handling * cap,
+        update=c.update_overhead + gradient_seconds(model, gpu, gpus, layout, c),
+        publish_stall=2.0 * model.parameters / c.publish_bytes_per_second,
+        chain=chain_seconds(2.0 * model.parameters, math.ceil(rollout_gpus / gpu.machine), c),
+        switch=c.colocated_switch,
+        checkpoint=c.checkpoint_stall,
+        job_restart=c.job_restart,
+        repack_period=c.repack_period,
+    )
+
+
+def gradient_seconds(model: Model, gpu: Gpu, gpus: int, layout: Layout, c: Constants) -> float:
+    """Reduce-scatter of gradients and all-gather of parameters over the data-parallel ranks: over a machine's
+    NICs, which carry one copy of the model, or of its part, or over NVLink where one machine holds all."""
+    model_parallel = layout.tensor * layout.stages
+    size = c.gradient_bytes_per_parameter * model.parameters * (layout.ranks - 1) / layout.ranks
+    if gpus <= gpu.machine:
+        return size / (model_parallel * c.nvlink_efficiency * gpu.nvlink)
+    return size / (max(gpu.machine, model_parallel) * gpu.nic)
+
+
+def updates_seconds(
+    tokens: list[int], updates: int, costs: JobCosts, layout: Layout, random: np.random.Generator
+) -> float:
+    """Seconds of forward and backward over all updates: trajectories are dealt out at random, equally many to
+    each data-parallel rank and update, and an update waits for its slowest rank. For 512 ragged ones on 8
+    ranks that is some 1.3 times the mean; with more ranks it tends to the longest trajectory, and more GPUs
+    help no more.
+
+    m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et
+    al., arXiv 2104.04473).
+    """
+    each = -(-len(tokens) // (updates * layout.ranks))
+    padded = np.zeros(updates * layout.ranks * each)
+    padded[: len(tokens)] = tokens
+    dealt = random.permutation(padded).reshape(updates, layout.ranks, each)
+    seconds = (dealt * costs.train_token + dealt * dealt * costs.train_attention).sum(axis=2)
+    if layout.stages > 1:
+        room = np.maximum(1.0, dealt.max(axis=2))
+        microbatches = dealt.sum(axis=2) / (np.maximum(room, layout.tokens) if layout.tokens else room)
+        seconds *= 1.0 + (layout.stages - 1) / np.maximum(1.0, microbatches)
+    return float(seconds.max(axis=1).sum() * layout.ranks)
+
+
+def layouts(model: Model, gpu: Gpu, gpus: int, c: Constants) -> list[Layout]:
+    """For each tensor parallelism within a machine the fewest pipeline stages with which weights, gradients
+    and optimizer fit into their share of the memory."""
+    found = []
+    for tensor in _TENSOR:
+        if tensor > gpu.machine or model.heads % tensor:
+            continue
+        for stages in _STAGES:
+            if gpus % (tensor * stages) or stages > model.layers:
+                continue
+            ranks = gpus // (tensor * stages)
+            optimizer = c.trainer_bytes_per_parameter - 6.0
+            held = state_bytes(model.parameters / (tensor * stages), 6.0, optimizer, ranks)
+            if held <= c.trainer_memory_share * gpu.memory:
+                found.append(Layout(tensor, stages, ranks))
+                break
+    return found
+
+
+def trainer_layout(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig, c: Constants) -> Layout | None:
+    """The layout of a published system, whose own is not known to us: of those that fit, the one whose
+    updates are fastest, as somebody who tunes it would find. None: no layout fits. `trainer_fit.py` has that
+    of a run of our own."""
+    sample = batch_sample(w)
+    fits = [replace(found, tokens=w.longest) for found in layouts(model, gpu, gpus, c)]
+    updates = updates_of(w, sample)
+    fits = [found for found in fits if found.ranks * updates <= len(sample)]  # each rank has a trajectory
+    return min(fits, key=lambda found: step_seconds(model, gpu, gpus, found, w, sample, c), default=None)
+
+
+def step_seconds(
+    model: Model, gpu: Gpu, gpus: int, layout: Layout, w: WorkloadConfig, sample: list[int], c: Constants
+) -> float:
+    """Updates, gradients and log-probs of a sample of a batch: what layouts are compared by."""
+    costs, updates = (
+        job_costs(model, gpu, gpus, layout, gpu.machine, w.max_response_tokens, c),
+        updates_of(w, sample),
+    )
+    seconds = updates_seconds(sample, updates, costs, layout, np.random.default_rng(0))
+    return seconds + updates * costs.update + sum(sample) * costs.logprob_token
+
+
+def updates_of(w: WorkloadConfig, sample: list[int]) -> int:
+    """Updates that so large a part of a batch takes."""
+    return max(1, round(w.updates_per_step * len(sample) / (w.prompts_per_step * w.samples_per_prompt)))
+
+
+def offloaded_layout(gpu: Gpu, gpus: int, w: WorkloadConfig) -> Layout:
+    """Where the optimizer fits in no layout it is offloaded, at no cost here: one copy of the model on all
+    GPUs."""
+    tensor = max(n for n in _TENSOR if gpus % n == 0 and n <= gpu.machine)
+    return Layout(tensor, gpus // tensor, 1, w.longest)
+
+
+def batch_sample(w: WorkloadConfig) -> list[int]:
+    """Tokens of a batch of trajectories, or of the first part of a large one, prompts included."""
+    work = Workload(w, 0, 1)
+    groups = max(1, min(w.prompts_per_step, _LOOKED_AT // w.samples_per_prompt))
+    return [n + w.prompt_tokens for index in range(groups) for n in work.lengths(index)]

@@ -1,0 +1,219 @@
+"""When responses leave the payload files, and when they come back."""
+
+import errno
+import os
+import shutil
+
+import pytest
+from emulated_run import GROUPS, KEEP, SAMPLES, EmulatedRun
+
+from laminar_hpc.archive import files, table
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller import archiver, archiving, put_back
+from laminar_hpc.payload import writer
+from laminar_hpc.payload.whole import wholes
+
+BATCH = GROUPS * SAMPLES
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    """A payload file holds some steps."""
+    monkeypatch.setattr(writer, "_FILE_BYTES", 8 * BATCH * 500)
+    monkeypatch.setattr(archiver, "_PART_BYTES", 1000)
+
+
+def test_a_step_is_archived_when_all_checkpoints_are_later(tmp_path):
+    """Promise: what a restore to a kept checkpoint would train again stays in the payload files, the rest is
+    in the archive, as it was generated, and the store knows how much there was of it."""
+    run = EmulatedRun(tmp_path)
+    run.train(9)  # checkpoints of steps 6 and 8 are kept
+    assert files.steps(tmp_path) == [1, 2, 3, 4, 5, 6] and run.store.archived_steps == 6 and not run.said
+    for step in range(6):
+        back = list(table.read(files.path_of(tmp_path, step + 1)))
+        assert [b.record.digest for b in back] == [run.made(step, n).record().digest for n in range(BATCH)]
+        assert [b.prompt.tolist() for b in back] == [run.made(step, n).prompt_tokens for n in range(BATCH)]
+        assert run.store.batch(run.store.consumed_groups(step)) == []
+    for step in (6, 7, 8):
+        kept = wholes(tmp_path, run.store.batch(run.store.consumed_groups(step)))
+        assert [k.record.trajectory_id for k in kept] == [step * BATCH + n for n in range(BATCH)]
+    lengths = run.store._db.execute("SELECT SUM(response_length), SUM(reward) FROM trajectories").fetchone()
+    assert lengths == (9 * BATCH * run.tokens, 9 * BATCH)
+    run.archiving.close()
+    run.store.close()
+
+
+def bounded(tmp_path, steps: int) -> None:
+    """Disk and store of two halves of a run."""
+    run, sizes = EmulatedRun(tmp_path, "last:5"), []
+    for _ in range(2):
+        run.train(steps // 2)
+        run.store._db.execute("COMMIT")
+        run.store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        sizes.append((tmp_path / "store.sqlite").stat().st_size)
+        run.store._db.execute("BEGIN IMMEDIATE")
+        payload = sum(path.stat().st_size for path in run.payload_files())
+        step_bytes = BATCH * (8 * run.tokens + 100)
+        assert payload <= (KEEP + 1) * run.every * step_bytes + 2 * writer._FILE_BYTES
+        assert len(files.steps(tmp_path)) == 5
+    per_trajectory = (sizes[1] - sizes[0]) / (steps / 2 * BATCH)
+    assert per_trajectory < 600, f"{per_trajectory} bytes per trajectory for ever"
+    run.archiving.close()
+    run.store.close()
+
+
+def test_disk_and_store_are_bounded(tmp_path):
+    """Promise: payload files and archive do not grow with the steps; the store grows by the sums alone."""
+    bounded(tmp_path, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_disk_and_store_are_bounded_over_ten_thousand_steps(tmp_path):
+    """The same over 10,000 steps."""
+    bounded(tmp_path, 10_000)
+
+
+def test_a_restore_behind_the_archive_brings_responses_back(tmp_path):
+    """Promise: a restore to a checkpoint that is older than what was archived, as a user does who deletes the
+    newer ones, trains the same responses again; then they are archived again."""
+    run = EmulatedRun(tmp_path)
+    run.train(9)
+    shutil.rmtree(tmp_path / "checkpoints")
+    run = run.again()
+    run.restore(3)
+    assert run.store.archived_steps == 3
+    groups = [row[0] for row in run.store.live_groups()]
+    assert groups == list(range(3 * GROUPS, 9 * GROUPS))
+    back = wholes(tmp_path, run.store.batch(groups))
+    assert [b.record.digest for b in back] == [
+        run.made(step, n).record().digest for step in range(3, 9) for n in range(BATCH)
+    ]
+    assert [b.prompt.tolist() for b in back[:2]] == [run.made(3, n).prompt_tokens for n in range(2)]
+    run.store.consume(groups[:GROUPS], 3)
+    run.state.trainer_step = 4
+    run.checkpoint(4), run.checkpoint(5)
+    run.settle()
+    assert run.store.archived_steps == 4 and not run.said
+    run.store.close()
+
+
+def test_a_restore_to_a_step_that_is_being_archived_keeps_its_responses(tmp_path):
+    """Promise: what the trainers go back to train is not let go, though the thread has archived it just
+    now."""
+    run = EmulatedRun(tmp_path)
+    run.train(3)
+    run.checkpoint(4)  # and 2: the first two steps may go
+    run.archiving.tick()
+    run.archiving._job.result(30)
+    run.restore(0)
+    run.archiving.tick()
+    run.store.commit()
+    groups = list(range(3 * GROUPS))
+    assert run.store.archived_steps == 0 and [g.group_id for g in run.store.batch(groups)] == groups
+    assert len(wholes(tmp_path, run.store.batch(groups))) == 3 * BATCH
+    run.store.close()
+
+
+def test_a_restore_that_finds_no_room_says_so(tmp_path, monkeypatch):
+    """Promise: a disk that does not take the responses is not called an archive that cannot be read."""
+    run = EmulatedRun(tmp_path)
+    run.train(9)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(LaminarError, match=r"step_000004.parquet has .* cannot be written .*Input"):
+        run.restore(3)
+    monkeypatch.undo()
+    run.store.roll_back()
+    run.again().store.close()
+
+
+def test_a_restore_to_what_is_not_kept_is_one_line(tmp_path):
+    """Promise: the run does not go on with groups that have lost their responses."""
+    run = EmulatedRun(tmp_path, "last:2")
+    run.train(9)
+    with pytest.raises(
+        LaminarError, match=r"go back to step 3, and what step 4 trained .*archive=last:2"
+    ) as caught:
+        run.restore(3)
+    assert "\n" not in str(caught.value) and run.store.archived_steps == 6
+    run.store.roll_back()
+    run.again().store.close()
+
+
+def test_a_controller_dies_before_the_store_knows(tmp_path):
+    """Promise: a file that was written and never noted is written again; nothing is lost in between."""
+    run = EmulatedRun(tmp_path)
+    run.train(3)
+    run.checkpoint(4)  # and 2: the first two steps may go
+    run.archiving.tick()
+    run.archiving._job.result(30)
+    before = files.path_of(tmp_path, 1).read_bytes()
+    run = run.again()
+    assert run.store.archived_steps == 0 and len(run.store.batch(run.store.consumed_groups(0))) == GROUPS
+    run.settle()
+    assert run.store.archived_steps == 2 and files.path_of(tmp_path, 1).read_bytes() == before
+    run.store.close()
+
+
+def test_a_step_that_cannot_be_read_stays(tmp_path, monkeypatch):
+    """Promise: a payload file that is damaged is said in one line, nothing of the step is let go, and it is
+    tried again."""
+    monkeypatch.setattr(archiving, "_AGAIN_SECONDS", 0.0)
+    run = EmulatedRun(tmp_path)
+    run.train(3)
+    damaged = run.payload_files()[0]
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    run.checkpoint(4)
+    run.settle()
+    assert len(run.said) == 1 and "step 1 could not be archived" in run.said[0] and "\n" not in run.said[0]
+    assert run.store.archived_steps == 0 and files.steps(tmp_path) == []
+    assert len(run.store.batch(run.store.consumed_groups(0))) == GROUPS
+    damaged.write_bytes(content)
+    run.settle()
+    assert run.store.archived_steps == 2 and len(run.said) == 1
+    run.store.close()
+
+
+def test_a_file_that_a_rollout_may_still_speak_of_stays(tmp_path):
+    """Promise: a payload file without a place in the store is removed only when the store knows a later one
+    of the same writer: word of what is in it may be on its way."""
+    run = EmulatedRun(tmp_path)
+    run.train(1)
+    [first] = run.payload_files()
+    stem = first.name.rpartition(".")[0]
+    folder = first.parent
+    for name in (f"{stem}.0001", "rollout1_00000000.0000", "rollout1_00000000.0001", "notes.txt"):
+        (folder / name).write_bytes(b"x")
+    first.rename(folder / f"{stem}.0002")
+    run.store._db.execute("UPDATE responses SET file = ?", (f"{stem}.0002",))
+    assert archiver.remove_empty(run.store._db, folder) == 1
+    assert {p.name for p in folder.iterdir()} == {
+        f"{stem}.0002",
+        "rollout1_00000000.0000",
+        "rollout1_00000000.0001",
+        "notes.txt",
+    }
+    run.store.close()
+
+
+def test_a_replay_trains_archived_steps(tmp_path):
+    """Promise: a replay has each batch as it was, also of a step that is in the archive: from payload files
+    of its own."""
+    run, own = EmulatedRun(tmp_path / "run"), tmp_path / "replay"
+    own.mkdir()
+    run.train(5)
+    assert run.store.archived_steps == 2
+    payloads = writer.PayloadWriter(own, put_back.WRITER)
+    groups = put_back.batch_of(payloads, files.path_of(tmp_path / "run", 2))
+    assert [group.group_id for group in groups] == run.store.consumed_groups(1)
+    back = wholes(own, groups)
+    assert [b.record.digest for b in back] == [run.made(1, n).record().digest for n in range(BATCH)]
+    assert [b.prompt.tolist() for b in back] == [run.made(1, n).prompt_tokens for n in range(BATCH)]
+    assert put_back.batch_of(payloads, files.path_of(tmp_path / "run", 3)) == []
+    payloads.close()
+    run.store.close()

@@ -1,0 +1,150 @@
+"""`laminar export` and the audit over a run of the real controller, before and after steps are archived."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas
+import pytest
+import yaml
+from emulated_run import EmulatedRun
+from short_run import STEPS, record
+
+from laminar_hpc import cli
+from laminar_hpc.archive import files
+from laminar_hpc.audit.command import main as audit_main
+from laminar_hpc.cluster.checkpoints import checkpoint_path
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.archiving import Archiving
+from laminar_hpc.controller.store import Store
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    return record(tmp_path_factory.mktemp("export"))
+
+
+@pytest.fixture
+def run_dir(recorded, tmp_path) -> Path:
+    return Path(shutil.copytree(recorded, tmp_path / "run"))
+
+
+def archive(run_dir: Path) -> None:
+    """Two steps, as the controller does when two later checkpoints are there."""
+    for step in (2, 3):
+        checkpoint_path(run_dir, step).mkdir(parents=True, exist_ok=True)
+        (checkpoint_path(run_dir, step) / "state.json").write_text(json.dumps({"step": step}))
+    run = SimpleNamespace(said=[], state=SimpleNamespace(trainer_step=STEPS), store=Store(run_dir))
+    shared = SimpleNamespace(
+        config=SimpleNamespace(run_dir=str(run_dir), archive="all", checkpoint=SimpleNamespace(keep=2)),
+        state=run.state,
+        say=run.said.append,
+        metrics=SimpleNamespace(write=lambda *_, **__: None),
+    )
+    run.archiving = Archiving(shared, run.store)
+    run._limit = lambda: min(run.archiving._limit, STEPS)
+    EmulatedRun.settle(run)
+    assert not run.said and run.store.archived_steps == 2
+    run.store.close()
+
+
+def exported(run_dir: Path, out: Path, *words: str) -> list[dict]:
+    assert cli.run(["export", str(run_dir), "--out", str(out), *words]) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_the_same_rows_wherever_they_are(run_dir, tmp_path, capsys):
+    """Promise: prompt, response, tokens, reward, weight ids, step and staleness of all that was trained, and
+    of what waits; the same before and after a step is archived, and as Parquet."""
+    before = exported(run_dir, tmp_path / "before.jsonl")
+    archive(run_dir)
+    after = exported(run_dir, tmp_path / "after.jsonl")
+    assert before == after and {row["step"] for row in after} == {1, 2, 3, None}
+    row = after[0]
+    assert (
+        row["step"] == 1
+        and row["staleness"] == 0
+        and len(row["response_tokens"]) == len(row["logprobs"]) == 12
+    )
+    assert row["reward"] in (0.0, 1.0) and row["version_spans"][0]["weight_id"] == row["weight_id"]
+    assert isinstance(row["prompt"], str) and isinstance(row["response"], str)
+    assert [r["step"] for r in exported(run_dir, tmp_path / "two.jsonl", "--steps", "2:3")] == [
+        r["step"] for r in after if r["step"] in (2, 3)
+    ]
+    assert cli.run(["export", str(run_dir), "--format=parquet", "--out", str(tmp_path / "all.parquet")]) == 0
+    frame = pandas.read_parquet(tmp_path / "all.parquet")
+    assert frame.trajectory_id.tolist() == [r["trajectory_id"] for r in after]
+    assert frame.response.tolist() == [r["response"] for r in after]
+    files.path_of(run_dir, 1).unlink()
+    rest = exported(run_dir, tmp_path / "rest.jsonl")
+    assert {r["step"] for r in rest} == {2, 3, None} and "left out: 1 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "needs --out PATH"),
+        (["--out", "x.csv", "--format", "csv"], "--format csv: use jsonl or parquet"),
+        (["--out", "x", "--steps", "1-3"], "--steps 1-3: write A:B"),
+        (["--out", "x", "--steps", "3:1"], "--steps 3:1: no step is in it"),
+        (["--out", "config.yaml"], "config.yaml exists; name another file"),
+        (["--out", "missing/x"], "cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(run_dir, monkeypatch, words, says):
+    """Promise: one clear line, and no file."""
+    monkeypatch.chdir(run_dir)
+    before = sorted(Path().iterdir())
+    with pytest.raises(LaminarError, match=says) as caught:
+        cli.run(["export", str(run_dir), *words])
+    assert "\n" not in str(caught.value) and sorted(Path().iterdir()) == before
+
+
+def test_what_is_no_run_is_one_line(tmp_path):
+    """Promise: a folder that is no run is named."""
+    with pytest.raises(LaminarError, match="is no run"):
+        cli.run(["export", str(tmp_path), "--out", str(tmp_path / "x")])
+
+
+def test_a_configuration_that_cannot_be_read_is_one_line(run_dir, tmp_path):
+    """Promise: no traceback for a config.yaml that is damaged."""
+    (run_dir / "config.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(LaminarError, match=r"config.yaml cannot be read .*; restore it from the run$"):
+        cli.run(["export", str(run_dir), "--out", str(tmp_path / "x")])
+
+
+def audited(run_dir: Path) -> dict:
+    """What `laminar audit --json` writes, its checks by name."""
+    target = run_dir.parent / "audit.json"
+    code = audit_main([str(run_dir), "--json", str(target)])
+    found = json.loads(target.read_text())
+    assert found["clean"] == (code == 0)
+    return found | {"checks": {check["name"]: check for check in found["checks"]}}
+
+
+def test_an_archived_run_is_audited(run_dir):
+    """docs/architecture.md#audited: clean after archiving; a file that is gone, and one of other responses,
+    are culprits."""
+    archive(run_dir)
+    found, name = audited(run_dir), "archived responses have theirs"
+    assert found["clean"], found
+    assert found["checks"][name]["looked_at"] > 0
+    shutil.copy(files.path_of(run_dir, 2), files.path_of(run_dir, 1))
+    told = audited(run_dir)["checks"][name]
+    assert any("which did not train it" in line for line in told["culprits"]) and told["wrong"] > 1
+    files.path_of(run_dir, 1).unlink()
+    told = audited(run_dir)["checks"][name]
+    assert told["culprits"] == ["step 1: the archive has no file of it (archive=all)"]
+
+
+def test_what_the_writer_has_let_go_is_no_culprit(run_dir):
+    """docs/architecture.md#audited: a writer removes what the setting lets go as soon as the next file is
+    there, before the store counts its step; a run that dies in between is clean."""
+    archive(run_dir)
+    path = run_dir / "config.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"archive": "last:2"}))
+    shutil.copy(files.path_of(run_dir, 2), files.path_of(run_dir, 3))
+    files.prune(run_dir, "last:2", 3)
+    assert files.steps(run_dir) == [2, 3]
+    assert audited(run_dir)["checks"]["archived responses have theirs"]["culprits"] == []

@@ -1,0 +1,92 @@
+"""A local batch that is broken off leaves no task behind: neither one of a move that is under way, nor of one
+that comes while the replica leaves."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from stand import small_config
+
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.engine.factory import engine_factory
+from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample
+from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.messages.moves import Import, MoveFailed, Reserve, Reserved
+from laminar_hpc.messages.rollouts import Grant
+from laminar_hpc.observability.trace import Trace
+from laminar_hpc.rollout.batch import LocalBatch
+from laminar_hpc.rollout.engine_lives import EngineLives
+from laminar_hpc.rollout.migration import ReplicaMigration
+from laminar_hpc.rollout.state import ReplicaState
+from laminar_hpc.rollout.work import works
+
+GROUP = PromptGroup(1, [1, 2, 3], "", {}, [Sample(7, 0)])
+
+
+class OneBatch:
+    """A local batch of one trajectory on an emulated engine, and its replica's side of moves. `said`: what
+    the controller hears."""
+
+    def __init__(self, folder: Path) -> None:
+        config, self.said = small_config(folder), list[Message]()
+        context = RoleContext(
+            config,
+            "rollout",
+            0,
+            "here",
+            folder,
+            SimpleNamespace(send=self.said.append),
+            Welcome("run"),
+            Trace(folder, "rollout", 0),
+        )
+        self.engines, self.state = EngineLives(engine_factory(config, 0, folder), lambda: 0), ReplicaState()
+        self.batch = LocalBatch(context, self.engines, self.state, [], lambda *_: None)
+        self.migration = ReplicaMigration(context, self.batch, self.state)
+
+    async def begin(self, folder: Path) -> asyncio.Task[None]:
+        await self.engines.start(folder, 0)
+        self.state.begin_pull(0)
+        self.state.verified(0)
+        self.state.open(0)
+        self.state.grant(0, 1)
+        running = asyncio.create_task(self.batch.run(works(Grant(1, 0, 0, [GROUP], 1.0, 1000))))
+        while not self.batch.generating:
+            await asyncio.sleep(0)
+        return running
+
+    def reserve(self, move_id: str) -> None:
+        self.migration.arrived(Reserve(move_id, 8, GROUP, 0, 0, 100, False, 1.0, 1000))
+
+    async def until_said(self, kind: type[Message]) -> None:
+        async with asyncio.timeout(10):
+            while not self.said or not isinstance(self.said[-1], kind):
+                await asyncio.sleep(0)
+
+
+async def test_no_move_comes_to_a_batch_that_was_broken_off(tmp_path: Path) -> None:
+    """Its reservation is refused, though the last requests have not ended as requests do."""
+    here = OneBatch(tmp_path)
+    running = await here.begin(tmp_path)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    here.reserve("late")
+    assert here.said == [MoveFailed("late", "no local batch is being generated here")]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    await here.engines.current.stop()
+
+
+async def test_a_message_does_not_keep_a_move_alive(tmp_path: Path) -> None:
+    """The controller's answer comes in the same turn of the loop in which the batch is broken off."""
+    here = OneBatch(tmp_path)
+    running = await here.begin(tmp_path)
+    here.reserve("m")
+    await here.until_said(Reserved)
+    for _ in range(3):  # turns, until it waits for the answer
+        await asyncio.sleep(0)
+    here.migration.arrived(Import("m", Partial()))
+    running.cancel()
+    ended, _ = await asyncio.wait([running], timeout=5)
+    assert ended, "the batch waits for the move"
+    await here.engines.current.stop()

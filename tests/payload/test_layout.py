@@ -1,0 +1,82 @@
+"""The layout of a response: what goes in comes out, without a copy, and nothing that is damaged does."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.payload.layout import (
+    Damaged,
+    Response,
+    all_trained,
+    logprobs_array,
+    pack,
+    packed_digest,
+    tokens_array,
+    unpack,
+)
+from made import runs
+
+
+def response(tokens: int, mask: list[int] | None = None) -> Response:
+    columns = tokens_array(np.arange(tokens) * 7), logprobs_array(-np.arange(tokens) / 256)
+    mask_runs = all_trained(tokens) if mask is None else runs(mask)
+    return Response(2**40, 3, *columns, [VersionSpan(5, 0, tokens)], mask_runs)
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(0, 4))
+def test_what_goes_in_comes_out(mask, spans):
+    """Any loss mask, any number of spans; tokens and log-probs bit for bit."""
+    made = response(len(mask), mask)
+    made = Response(
+        *(made.trajectory_id, made.attempt, made.tokens, made.logprobs),
+        [VersionSpan(-1 + i, i, i + 1) for i in range(spans)],
+        made.mask_runs,
+    )
+    packed = pack(made)
+    found = unpack(packed)
+    assert (found.trajectory_id, found.attempt, found.spans) == (2**40, 3, made.spans)
+    assert found.tokens.tolist() == made.tokens.tolist() and found.digest == packed_digest(packed)
+    assert found.logprobs.tobytes() == made.logprobs.tobytes()
+    assert found.loss_mask.tolist() == mask and found.trained == sum(mask)
+    assert len(packed) % 4 == 0
+
+
+def test_eight_bytes_per_token_and_no_object_for_any():
+    """Packing takes two copies of the columns, unpacking none; neither makes an object per token."""
+    made = response(1 << 20)
+    tracemalloc.start()
+    packed = pack(made)
+    packing = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    found = unpack(packed)
+    unpacking = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    assert len(packed) < 8 * (1 << 20) + 100 and packing < 17 << 20 and unpacking < 10_000
+    assert np.shares_memory(found.tokens, np.frombuffer(packed, np.uint8)) and len(found.tokens) == 1 << 20
+
+
+@given(st.data())
+def test_any_changed_byte_is_found(data):
+    """Also in the header, the spans, the mask; and any part that is cut off."""
+    packed = pack(response(9, [1, 0, 0, 1, 1, 1, 1, 0, 1]))
+    place, bit = data.draw(st.integers(0, len(packed) - 1)), data.draw(st.integers(0, 7))
+    changed = bytearray(packed)
+    changed[place] ^= 1 << bit
+    for damaged in (bytes(changed), packed[:place], packed + b"\0"):
+        with pytest.raises(Damaged):
+            unpack(damaged)
+
+
+def test_columns_that_do_not_belong_together_are_refused():
+    """Neither lengths that differ nor token ids beyond 32 bits are written."""
+    made = response(4)
+    with pytest.raises(Damaged, match="4 tokens, 3 log-probs"):
+        pack(Response(0, 0, made.tokens, made.logprobs[:3], made.spans, made.mask_runs))
+    for wrong in ([2**31], [0.5], [-(2**31) - 1]):
+        with pytest.raises(Damaged, match="32-bit"):
+            tokens_array(wrong)

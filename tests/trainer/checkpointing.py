@@ -1,0 +1,36 @@
+"""A trainer whose checkpoints a test looks at."""
+
+from pathlib import Path
+
+import tiny
+
+from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.trainer.checkpoint import Checkpointer
+from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.learner import Learner
+
+
+class Trainer:
+    """A policy with what belongs to it, as trainer/loop.py has them."""
+
+    def __init__(
+        self, model: Path, run_dir: Path, welcome: Welcome | None = None, **settings: object
+    ) -> None:
+        self.config = tiny.make_config(
+            model,
+            **{
+                "algorithm__minibatches_per_step": 2,
+                "optimizer__lr": 1e-3,
+                "optimizer__weight_decay": 0.1,
+                **settings,
+            },
+        )
+        self.policy = MegatronPolicy(self.config)
+        self.learner = Learner(self.config, self.policy)
+        self.checkpointer = Checkpointer(run_dir, self.policy, self.learner, welcome)
+
+    def train(self, first: int, last: int) -> list[dict[str, float]]:
+        return [
+            self.learner.train(tiny.step_batch(tiny.make_batch(seed=100 + step)), step, lambda: None)
+            for step in range(first, last)
+        ]
