@@ -44,10 +44,14 @@ class Terminator:
                 return self.terminate(replica)
 
 
-def run(tmp_path, **pipeline: object) -> tuple[Terminator, list[dict], dict]:
+def run(tmp_path, monkeypatch, **pipeline: object) -> tuple[Terminator, list[dict], dict]:
     """To its end, with replicas that are told to end again and again and come back; those who were told,
-    every move, and the summary's figures."""
+    every move, and the summary's figures. They report often enough that the controller knows of every local
+    batch who generates on which weights."""
+    monkeypatch.setattr(reporting, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(worker_line, "PING_SECONDS", 0.05)
     config = small_config(tmp_path, replicas=3, steps=5, **pipeline)
+    config.emulation.time_scale = 10.0
     stand = Stand(config)
 
     def worker(replica: int) -> RolloutWorker:
@@ -72,10 +76,10 @@ def run(tmp_path, **pipeline: object) -> tuple[Terminator, list[dict], dict]:
     return terminator, moves, summary.build(tmp_path / "run")
 
 
-def test_what_a_leaving_replica_generates_moves_with_its_kv(tmp_path):
+def test_what_a_leaving_replica_generates_moves_with_its_kv(tmp_path, monkeypatch):
     """With eight responses under way or more, and increments off: no token is lost, and others go on without
     a prefill."""
-    terminator, moves, figures = run(tmp_path, repack="kv", repack_seconds=600.0)
+    terminator, moves, figures = run(tmp_path, monkeypatch, repack="kv", repack_seconds=600.0)
     away = [move for move in moves if move["source"] in terminator.told]
     assert len(away) >= UNDER_WAY and any(move["prefix_tokens"] for move in away), moves
     assert figures["tokens_discarded"] == 0
@@ -84,7 +88,7 @@ def test_what_a_leaving_replica_generates_moves_with_its_kv(tmp_path):
 def test_what_has_not_moved_in_time_is_handed_over(tmp_path, monkeypatch):
     """The tokens so far go on elsewhere, all of them."""
     monkeypatch.setattr(departure, "DRAIN_SECONDS", 0.0)
-    _, moves, figures = run(tmp_path, repack="off")
+    _, moves, figures = run(tmp_path, monkeypatch, repack="off")
     handed = [move for move in moves if move["source"] is None]
     assert len(handed) >= UNDER_WAY and sum(move["tokens"] for move in handed) > 0, moves
     assert figures["tokens_discarded"] == 0
@@ -184,8 +188,5 @@ def test_a_response_of_several_policies_keeps_its_tokens(tmp_path):
 def test_responses_of_several_policies_are_handed_over(tmp_path, monkeypatch):
     """In a whole run: what is trained has all its tokens, and its weight id is that of the first of them."""
     monkeypatch.setattr(departure, "DRAIN_SECONDS", 0.0)
-    # who generates is known while it does, also where a busy machine lets a second pass unseen
-    monkeypatch.setattr(reporting, "REPORT_SECONDS", 0.1)
-    monkeypatch.setattr(worker_line, "PING_SECONDS", 0.1)
-    _, moves, _ = run(tmp_path, refresh="interrupt", max_staleness=4)
+    _, moves, _ = run(tmp_path, monkeypatch, refresh="interrupt", max_staleness=4)
     assert sum(move["tokens"] for move in moves if move["source"] is None) > 0, moves
