@@ -17,8 +17,8 @@ speed        `laminar`, 20 steps: 1,024 GPUs with 8,192 trajectories (3 s), 16,3
 plan         `laminar plan` for 64 H800 + 64 H20 (120 s), and a coarse grid of splits that it must not fall
              behind.
 sensitivity  each constant 20% down and up; only when named.
-live         the demo, run --repeats times, each beside its simulation with the decode curve measured in it.
-             Goal: tokens/s within 30%.
+live         the demo, run --repeats times, each beside what `laminar sim RUN_DIR` says of it. Goal: tokens/s
+             within 10%, shares within 10 points.
 """
 
 import argparse
@@ -33,9 +33,9 @@ import common
 from simulator_checks import decode, runs, trainer
 from simulator_papers import dora, over_seeds, repack, repack_alternatives, row
 
-from laminar_hpc.report import rundata
-from laminar_hpc.simulator import measured
 from laminar_hpc.simulator.constants import DEFAULT, Constants
+from laminar_hpc.simulator.finished.measured import measure
+from laminar_hpc.simulator.finished.prediction import predict
 from laminar_hpc.simulator.plan import Candidate, describe, evaluate, search
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import Outcome, simulate
@@ -175,28 +175,12 @@ def live(rows: list[dict], options: argparse.Namespace) -> dict[str, float | Non
             for seed in range(options.repeats)
         ]
         for index, directory in enumerate(runs):
-            run = rundata.load(directory)
-            found = simulate(measured.setup_of(directory)).figures
-            seconds = common.seconds_per_step(run, measured.WARMUP_STEPS)
-            tokens = common.tokens_per_second(run, measured.WARMUP_STEPS)
-            rows.append(row("live", f"run {index}: tokens/s", tokens, found["tokens_per_second"]))
-            rows.append(
-                row(
-                    "live",
-                    f"run {index}: trainer waits",
-                    seconds["trainer wait"] / seconds["all"],
-                    found["trainer_wait_share"],
-                )
-            )
-            rows.append(
-                row(
-                    "live",
-                    f"run {index}: rollout waits",
-                    seconds["rollout wait"] / seconds["all"],
-                    found["rollout_idle_share"],
-                )
-            )
-            errors.append(abs(found["tokens_per_second"] / tokens - 1))
+            measured = measure(directory)
+            happened, simulated = measured.happened, predict(measured)
+            for field in dataclasses.fields(happened):
+                values = getattr(happened, field.name), getattr(simulated, field.name)
+                rows.append(row("live", f"run {index}: {field.name}", *values))
+            errors.append(abs(simulated.tokens_per_second / happened.tokens_per_second - 1))
     return {"live_tokens_error": common.median(errors)}
 
 

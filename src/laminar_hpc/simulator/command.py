@@ -1,5 +1,5 @@
 """`laminar sim EXPERIMENT [key=value ...] [--json]`: a table across pipelines and scales, result.json and
-report.html."""
+report.html. `laminar sim RUN_DIR`: finished/."""
 
 import dataclasses
 import json
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from laminar_hpc.simulator import report
+from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.settings import experiments, load_simulation, take_apart
 from laminar_hpc.simulator.sweep import sweep
 
@@ -14,6 +15,8 @@ from laminar_hpc.simulator.sweep import sweep
 def main(arguments: list[str]) -> int:
     """`laminar sim EXPERIMENT`: simulates, writes the page and result.json, prints the table. Returns 0."""
     name, overrides, as_json = take_apart(arguments, "sim", "experiment", experiments())
+    if finished.is_run(name, experiments()):
+        return finished.sim(name, overrides, as_json)
     config = load_simulation(name, overrides)
     folder = Path(config.out_dir or f"runs/sim-{config.name}")
     rows = sweep(config, lambda line: print(line, file=sys.stderr, flush=True), folder / "ranges.json")

@@ -1,5 +1,5 @@
 """`laminar plan QUESTION [key=value ...] [--json]`: the plan, what it expects, the runner-up, the files of
-the run and how to start it."""
+the run and how to start it. `laminar plan RUN_DIR`: finished/."""
 
 import dataclasses
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
+from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.plan import (
     Plan,
     describe,
@@ -111,6 +112,8 @@ def _numbers(count: int) -> str:
 def main(arguments: list[str]) -> int:
     """`laminar plan QUESTION`: searches, writes the files of the best placement, prints it. Returns 0."""
     name, overrides, as_json = take_apart(arguments, "plan", "question", questions())
+    if finished.is_run(name, questions()):
+        return finished.plan(name, overrides, as_json)
     config = load_plan(name, overrides)
     plan = search(config, lambda line: print(line, file=sys.stderr, flush=True))
     lines = write(config, plan, Path(config.out_dir or f"runs/plan-{config.name}"))

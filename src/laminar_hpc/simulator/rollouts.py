@@ -16,7 +16,7 @@ from laminar_hpc.policies import admission
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.replica import INFINITY, Replica
 from laminar_hpc.simulator.request import Request
-from laminar_hpc.simulator.rules import Rules
+from laminar_hpc.simulator.setup import Setup
 from laminar_hpc.simulator.tracker import TrajectoryTracker
 from laminar_hpc.simulator.trainer import Trainer
 
@@ -30,22 +30,24 @@ class Rollouts:
         tracker: TrajectoryTracker,
         trainer: Trainer,
         replicas: list[Replica],
-        rules: Rules,
-        groups_per_step: int,
-        turn_tokens: int,
+        setup: Setup,
         shares: list[float],
     ) -> None:
-        """`shares`: the part of a batch that each replica's local batch is; they add up to 1."""
+        """`shares`: the part of a batch that each replica's local batch is, unless the setup says how large
+        it is; they add up to 1."""
         self.clock, self.tracker, self.trainer, self.replicas, self.rules = (
             clock,
             tracker,
             trainer,
             replicas,
-            rules,
+            setup.rules,
         )
-        self.groups_per_step, self.turn_tokens = groups_per_step, turn_tokens
+        self.groups_per_step = groups = setup.workload.prompts_per_step
+        self.turn_tokens = setup.workload.turn_tokens
         # A local batch is ceil(G / replicas) groups; with unequal replicas the faster get more.
-        self.local_batch = [max(1, math.ceil(groups_per_step * share - 1e-9)) for share in shares]
+        given = setup.local_batch_groups
+        self.local_batch = [given or max(1, math.ceil(groups * share - 1e-9)) for share in shares]
+        self.granted_steps = setup.steps if setup.ends else _ENDLESS
         self.samples = tracker.workload.config.samples_per_prompt
         self.newest = 0
         self.waiting_replicas: dict[int, None] = {}  # replicas that asked and got nothing; in order
@@ -106,9 +108,10 @@ class Rollouts:
             request.home = None
             self.latencies.append(self.clock.now - request.granted)
             self.admitted_latencies.append(self.clock.now - request.started)
-            if self.tracker.finish(request, self.trainer.step):
-                self.clock.progress(finished=self.samples)
-                self.clock.at(self.clock.now, self.trainer.poke)
+            if score := self.trainer.costs.score:
+                self.clock.after(score, self.scored, request)
+            else:
+                self.scored(request)
             return
         request.remaining = float(request.turns[request.turn])
         replica.park(request)
@@ -116,6 +119,11 @@ class Rollouts:
         wait = request.waits[request.turn - 1] * self.trainer.costs.turn_scale
         request.away = True
         self.clock.after(wait, self.answered, request, request.turn, request.granted)
+
+    def scored(self, request: Request) -> None:
+        if self.tracker.finish(request, self.trainer.step):
+            self.clock.progress(finished=self.samples)
+            self.clock.at(self.clock.now, self.trainer.poke)
 
     def answered(self, request: Request, turn: int, granted: float) -> None:
         """The environment has answered: its tokens are prefilled, the rest as well if its KV was evicted
@@ -153,7 +161,7 @@ class Rollouts:
         whole = None if bound is None else math.floor(bound)
         if bound is not None and whole is not None:
             counted -= int((bound - whole) * self.groups_per_step)
-        return admission.quota(weight_step, counted, self.groups_per_step, _ENDLESS, whole)
+        return admission.quota(weight_step, counted, self.groups_per_step, self.granted_steps, whole)
 
     def ask(self, replica: Replica) -> None:
         """An idle replica pulls newer weights first, then asks for a local batch."""

@@ -102,7 +102,8 @@ def simulate(setup: Setup) -> Outcome:
 
 def _simulate(setup: Setup) -> Outcome:
     w, rules = setup.workload, setup.rules
-    clock, tracker = Clock(), TrajectoryTracker(Workload(w, setup.seed, w.prompts_per_step * setup.steps))
+    work = Workload(w, setup.seed, w.prompts_per_step * setup.steps, setup.lengths)
+    clock, tracker = Clock(), TrajectoryTracker(work)
     trainer = Trainer(
         clock,
         tracker,
@@ -116,7 +117,7 @@ def _simulate(setup: Setup) -> Outcome:
         setup.seed,
     )
     replicas, shares = _replicas(setup)
-    rollouts = Rollouts(clock, tracker, trainer, replicas, rules, w.prompts_per_step, w.turn_tokens, shares)
+    rollouts = Rollouts(clock, tracker, trainer, replicas, setup, shares)
     repacker = Repacker(rollouts, setup.repack_kv_share, min(kind.saturation for kind in setup.engines))
     failures = Failures(rollouts, setup.seed, setup.trainer_mtbf)
     windows: list[_Window] = []

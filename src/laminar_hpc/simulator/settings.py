@@ -35,7 +35,8 @@ def take_apart(
     words = [word for word in arguments if word != "--json"]
     if not words or words[0].startswith("-") or "=" in words[0]:
         raise LaminarError(
-            f"usage: laminar {command} {what.upper()} [key=value ...] [--json]; {what}s: {', '.join(names)}"
+            f"usage: laminar {command} {what.upper()}|RUN_DIR [key=value ...] [--json]; {what}s: "
+            f"{', '.join(names)}"
         )
     return words[0], words[1:], len(words) < len(arguments)
 

@@ -53,6 +53,11 @@ class Setup:
     trainer_mtbf: float | None = None
     # local batches of all replicas are equal, as in a live run; else each is by its replica's rate
     equal_batches: bool = False
+    local_batch_groups: int | None = None  # of each replica; None: its part of a batch
+    # nothing is granted that `steps` steps will not train, as in a live run; else the run is cut off in full
+    # swing
+    ends: bool = False
+    lengths: list[list[int]] | None = None  # response tokens of each group, in place of the workload's
     speed_spread: float = 0.0  # standard deviation of the log of a replica's speed
     watch: bool = False  # keep time lines and samples for the report
 

@@ -1,6 +1,7 @@
 """The trainer's seconds from what its layout does: matrix products, exchanges of tensor parallelism, pipeline
 bubbles, the longest sequence, gradients. Constants: constants.py."""
 
+import dataclasses
 import math
 from dataclasses import dataclass, replace
 
@@ -21,13 +22,15 @@ _LOOKED_AT = 8192  # trajectories by which layouts are compared
 class Layout:
     """The trainer's GPUs: tensor parallelism, pipeline stages, data-parallel ranks. `tokens`: of a
     micro-batch, 0 = as many as the rank's longest trajectory. `recompute`: the share of the forward
-    pass that backward repeats."""
+    pass that backward repeats. `balanced`: ranks get trajectories by their tokens, as in a run of our own,
+    else at random."""
 
     tensor: int
     stages: int
     ranks: int
     tokens: int = 0
     recompute: float = 1.0
+    balanced: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,13 @@ class JobCosts:
     job_restart: float
     repack_period: float
     turn_scale: float = 1.0  # environment latencies are multiplied by this
+    score: float = 0.0  # from the last token of a group to its last reward
+
+
+def only_training(token: float) -> JobCosts:
+    """Costs of nothing but `token` seconds for each token, over all ranks."""
+    names = [field.name for field in dataclasses.fields(JobCosts) if field.default is dataclasses.MISSING]
+    return JobCosts(**(dict.fromkeys(names, 0.0) | {"train_token": token, "repack_period": 1.0}))
 
 
 def job_costs(
@@ -104,7 +114,7 @@ def updates_seconds(
     """Seconds of forward and backward over all updates: trajectories are dealt out at random, equally many to
     each data-parallel rank and update, and an update waits for its slowest rank. For 512 ragged ones on 8
     ranks that is some 1.3 times the mean; with more ranks it tends to the longest trajectory, and more GPUs
-    help no more.
+    help no more. Ranks that are balanced by tokens take the mean, or the longest trajectory alone.
 
     m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et
     al., arXiv 2104.04473).
@@ -118,6 +128,10 @@ def updates_seconds(
         room = np.maximum(1.0, dealt.max(axis=2))
         microbatches = dealt.sum(axis=2) / (np.maximum(room, layout.tokens) if layout.tokens else room)
         seconds *= 1.0 + (layout.stages - 1) / np.maximum(1.0, microbatches)
+    if layout.balanced:
+        longest = dealt.max(axis=(1, 2))
+        alone = longest * costs.train_token + longest * longest * costs.train_attention
+        return float(np.maximum(seconds.mean(axis=1), alone).sum() * layout.ranks)
     return float(seconds.max(axis=1).sum() * layout.ranks)
 
 

@@ -53,11 +53,14 @@ class GroupDraw:
 
 
 class Workload:
-    """`groups`: how many the whole run will use about, for the drift."""
+    """`groups`: how many the whole run will use about, for the drift. `lengths`: response tokens of each
+    group, over again where there are more groups, in place of what the configuration says."""
 
-    def __init__(self, config: WorkloadConfig, seed: int, groups: int) -> None:
+    def __init__(
+        self, config: WorkloadConfig, seed: int, groups: int, lengths: list[list[int]] | None = None
+    ) -> None:
         self.config, self.seed, self.groups = config, seed, max(1, groups)
-        self._known = read_lengths(Path(config.lengths_file)) if config.lengths_file else []
+        self._known = lengths or (read_lengths(Path(config.lengths_file)) if config.lengths_file else [])
         if not self._known:
             self._mu = mu_of_mean(config.mean_response_tokens, config.sigma, config.max_response_tokens)
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}

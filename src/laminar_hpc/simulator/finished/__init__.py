@@ -1,0 +1,1 @@
+"""Finished live runs: measured, predicted from what was measured, and what would have been faster."""

@@ -1,0 +1,124 @@
+"""`laminar sim RUN_DIR` and `laminar plan RUN_DIR`: a finished run predicted from its own measurements beside
+what happened, and overrides that would have made it faster on the same GPUs."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.simulator.finished.changes import GAIN_MIN, Change, best_of_each, best_together
+from laminar_hpc.simulator.finished.measured import Figures, Measured, measure
+from laminar_hpc.simulator.finished.prediction import predict
+
+_SHARES = ("trainer_wait_share", "rollout_idle_share")
+_ROWS = {
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "step_seconds": ("seconds per step", "{:,.2f}"),
+    "trainer_wait_share": ("trainer waits", "{:.1%}"),
+    "rollout_idle_share": ("rollouts idle", "{:.1%}"),
+    "staleness_mean": ("staleness", "{:.2f}"),
+}
+
+
+def is_run(name: str, known: list[str]) -> bool:
+    """Whether a command's first word names a folder, and none of what it knows by name."""
+    return name not in known and ("/" in name or Path(name).is_dir())
+
+
+def sim(run_dir: str, words: list[str], as_json: bool) -> int:
+    """Prints what happened beside what is simulated, and the best single change. Returns 0."""
+    _no_words("sim", words)
+    measured = measure(Path(run_dir))
+    now = predict(measured)
+    changes = best_of_each(measured, now, _say)
+    if as_json:
+        print(json.dumps(_as_dict(measured, now, changes[:1]), indent=1))
+        return 0
+    print("\n".join([*table(measured.happened, now), *costs(measured), *_change_lines(changes[:1], now)]))
+    return 0
+
+
+def plan(run_dir: str, words: list[str], as_json: bool) -> int:
+    """Prints the overrides that would be fastest together, step by step. Returns 0."""
+    _no_words("plan", words)
+    measured = measure(Path(run_dir))
+    now = predict(measured)
+    changes = best_together(measured, now, _say)
+    if as_json:
+        print(json.dumps(_as_dict(measured, now, changes), indent=1))
+        return 0
+    rate = measured.happened.tokens_per_second
+    lines = [f"{'now':<12} {rate:,.0f} tokens/s; simulated {now.tokens_per_second:,.0f}"]
+    print("\n".join([*lines, *_change_lines(changes, now)]))
+    if changes:
+        print(f"{'overrides':<12} {' '.join(changes[-1].words)}")
+    return 0
+
+
+def _no_words(command: str, words: list[str]) -> None:
+    if words:
+        raise LaminarError(
+            f"laminar {command} RUN_DIR takes no settings, and got {' '.join(words)}: the run has its own"
+        )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def table(happened: Figures, simulated: Figures) -> list[str]:
+    """A line for each figure; shares differ in points, the others in per cent."""
+    lines = [f"{'':<18}{'happened':>12}{'simulated':>12}{'difference':>14}"]
+    for key, (name, form) in _ROWS.items():
+        a, b = getattr(happened, key), getattr(simulated, key)
+        if key in _SHARES:
+            difference = f"{(b - a) * 100:+.1f} points"
+        else:
+            difference = f"{b / a - 1:+.1%}" if a else "-"
+        lines.append(f"{name:<18}{form.format(a):>12}{form.format(b):>12}{difference:>14}")
+    return lines
+
+
+def costs(measured: Measured) -> list[str]:
+    """What was measured in the run, in words."""
+    curve, trainer = measured.curve, measured.trainer
+    return [
+        "",
+        f"{'decode':<12} {curve.step * 1e3:.3g} ms per step, {curve.token * 1e6:.3g} us per token, "
+        f"{curve.kv * 1e9:.3g} ns per token of KV cache; {curve.start:.3g} s per local batch",
+        f"{'training':<12} {trainer.token * 1e6:.3g} us per token of the fullest rank, {trainer.step:.3g} s "
+        "per step",
+        f"{'weights':<12} publication {trainer.publish:.3g} s, relays {trainer.relay:.3g} s more, "
+        f"pull {measured.pull:.3g} s; checkpoint {trainer.checkpoint:.3g} s",
+    ]
+
+
+def _change_lines(changes: list[Change], now: Figures) -> list[str]:
+    if not changes:
+        return [f"{'best change':<12} none of those tried gains {GAIN_MIN:.0%} or more"]
+    lines = []
+    for number, change in enumerate(changes):
+        f = change.figures
+        lines.append(
+            f"{'best change' if not number else 'then':<12} {' '.join(change.words)}: "
+            f"{f.tokens_per_second:,.0f} tokens/s ({change.over(now):+.0%}), trainer waits "
+            f"{f.trainer_wait_share:.0%}, rollouts idle {f.rollout_idle_share:.0%}, staleness "
+            f"{f.staleness_mean:.1f}"
+        )
+    return lines
+
+
+def _as_dict(measured: Measured, now: Figures, changes: list[Change]) -> dict[str, object]:
+    return {
+        "happened": dataclasses.asdict(measured.happened),
+        "simulated": dataclasses.asdict(now),
+        "measured": {
+            "decode": dataclasses.asdict(measured.curve),
+            "trainer": dataclasses.asdict(measured.trainer),
+            "pull": measured.pull,
+            "score": measured.score,
+            "move": measured.move,
+        },
+        "changes": [{"words": c.words, "figures": dataclasses.asdict(c.figures)} for c in changes],
+    }

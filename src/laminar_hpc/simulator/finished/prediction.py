@@ -1,0 +1,119 @@
+"""A finished run as a simulation, unchanged or with other settings, from what was measured in it."""
+
+import dataclasses
+
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.simulator.cost import EngineCosts, faster
+from laminar_hpc.simulator.finished.measured import (
+    WARMUP_STEPS,
+    Figures,
+    Measured,
+    layout_of,
+    repack_requests,
+)
+from laminar_hpc.simulator.rules import Rules
+from laminar_hpc.simulator.run import simulate
+from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.setup import Engines, Setup
+from laminar_hpc.simulator.trainer_cost import JobCosts, only_training
+
+
+def setup_of(measured: Measured, config: RunConfig | None = None) -> Setup:
+    """The run with its own configuration, or with another one that has the same model and work. Another
+    number of replicas gets the speeds of those that there were, in turn; another number of data-parallel
+    ranks the same seconds per token on each."""
+    config = config or measured.config
+    p, r = config.pipeline, config.rollout
+    kinds = [
+        Engines(
+            1,
+            r.tensor_parallel,
+            faster(_engine_costs(measured), measured.speeds[i % len(measured.speeds)]),
+            r.kv_cache_tokens,
+            repack_requests(measured),
+        )
+        for i in range(r.replicas)
+    ]
+    t = config.trainer
+    return Setup(
+        Rules(
+            p.refresh,
+            p.max_staleness,
+            p.consumption,
+            p.keep_kv,
+            p.repack,
+            relays=True,
+            isolated=True,
+            overlapped=True,
+        ),
+        tuple(kinds),
+        _job_costs(measured, config),
+        t.tensor_parallel * t.pipeline_parallel * t.data_parallel,
+        layout_of(config),
+        _workload(measured),
+        steps=measured.steps,
+        warmup_steps=WARMUP_STEPS,
+        admission=measured.queue.admission,
+        max_concurrent=r.max_concurrent,
+        checkpoint_every=config.checkpoint.every,
+        equal_batches=True,
+        local_batch_groups=p.local_batch_groups,
+        ends=True,
+        lengths=measured.lengths,
+    )
+
+
+def predict(measured: Measured, config: RunConfig | None = None) -> Figures:
+    """Figures of the simulated run."""
+    found = simulate(setup_of(measured, config)).figures
+    return Figures(
+        found["tokens_per_second"],
+        found["step_seconds"],
+        found["trainer_wait_share"],
+        found["rollout_idle_share"],
+        found["staleness_training_mean"],
+    )
+
+
+def _workload(measured: Measured) -> WorkloadConfig:
+    c = measured.config
+    return WorkloadConfig(
+        prompts_per_step=c.algorithm.prompts_per_step,
+        samples_per_prompt=c.algorithm.samples_per_prompt,
+        updates_per_step=c.algorithm.minibatches_per_step,
+        prompt_tokens=measured.queue.prompt_tokens,
+        max_response_tokens=c.sampling.max_response_tokens,
+    )
+
+
+def _engine_costs(measured: Measured) -> EngineCosts:
+    """What a local batch took beside its steps counts as the prefill of its prompts, one per group."""
+    c, curve = measured.config, measured.curve
+    groups = c.pipeline.local_batch_groups or -(-c.algorithm.prompts_per_step // c.rollout.replicas)
+    return EngineCosts(
+        overhead=max(curve.step, 1e-9),
+        weights=0.0,
+        kv_token=curve.kv,
+        compute=0.0,
+        request=curve.token,
+        prefill_token=curve.start / (groups * measured.queue.prompt_tokens),
+        prefill_attention=0.0,
+        pull=measured.pull,
+        global_sync=measured.pull,
+        move_token=0.0,
+        move_latency=measured.move,
+        restart=0.0,
+    )
+
+
+def _job_costs(measured: Measured, config: RunConfig) -> JobCosts:
+    costs = measured.trainer
+    return dataclasses.replace(
+        only_training(costs.token / config.trainer.data_parallel),
+        update=costs.step / config.algorithm.minibatches_per_step,
+        publish_stall=costs.publish,
+        chain=costs.relay,
+        checkpoint=costs.checkpoint,
+        repack_period=config.pipeline.repack_seconds,
+        score=measured.score,
+    )
