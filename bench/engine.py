@@ -26,11 +26,11 @@ import numpy as np
 
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.data.tokens import model_config
 from laminar_hpc.engine.interface import Generation, sampling_parameters
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.process import EngineProcess
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.rollout.tokens import model_config
 
 WAVES = 3
 PROMPT_TOKENS, RESPONSE_TOKENS = (8, 192), 128

@@ -22,6 +22,17 @@ def test_increments_follow_on_each_other():
     assert pool.get(9, 1) is None and pool.drop(9) == 3 and pool.tokens == 0 and len(pool) == 0
 
 
+def test_given_tokens_stay_between_spans():
+    """docs/architecture.md#loss-mask: what comes without a span was given by the environment."""
+    pool = PartialPool()
+    pool.add(increment(0, 0, [1, 2]))
+    pool.add(Increment(9, 0, 2, *columns([7, 8], [0.0, 0.0]), [], 1.0))
+    pool.add(increment(0, 4, [3]))
+    held = pool.get(9, 0)
+    assert held is not None and held.spans == [VersionSpan(4, 0, 2), VersionSpan(4, 4, 5)]
+    assert (held.count, held.trained, held.weight_ids) == (5, 3, {4})
+
+
 def test_a_newer_attempt_takes_the_place_of_an_older_one():
     """What an earlier owner sends late is left out."""
     pool = PartialPool()

@@ -11,7 +11,7 @@ from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.payload.layout import (
     Damaged,
     Response,
-    all_trained,
+    drawn,
     logprobs_array,
     pack,
     packed_digest,
@@ -21,10 +21,13 @@ from laminar_hpc.payload.layout import (
 from made import runs
 
 
+def columns(tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    return tokens_array(np.arange(tokens) * 7), logprobs_array(-np.arange(tokens) / 256)
+
+
 def response(tokens: int, mask: list[int] | None = None) -> Response:
-    columns = tokens_array(np.arange(tokens) * 7), logprobs_array(-np.arange(tokens) / 256)
-    mask_runs = all_trained(tokens) if mask is None else runs(mask)
-    return Response(2**40, 3, *columns, [VersionSpan(5, 0, tokens)], mask_runs)
+    mask_runs = drawn(tokens, [VersionSpan(5, 0, tokens)]) if mask is None else runs(mask)
+    return Response(2**40, 3, *columns(tokens), [VersionSpan(5, 0, tokens)], mask_runs)
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(0, 4))
@@ -43,6 +46,21 @@ def test_what_goes_in_comes_out(mask, spans):
     assert found.logprobs.tobytes() == made.logprobs.tobytes()
     assert found.loss_mask.tolist() == mask and found.trained == sum(mask)
     assert len(packed) % 4 == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=9), st.integers(0, 3))
+def test_what_no_span_covers_is_not_trained(parts, rest):
+    """Spans of drawn tokens, each behind some that the environment gave; also where one ends and the next
+    begins at once."""
+    spans, mask = [], []
+    for given_tokens, drawn_tokens in parts:
+        begin = len(mask) + given_tokens
+        spans.append(VersionSpan(len(spans), begin, begin + drawn_tokens))
+        mask += [0] * given_tokens + [1] * drawn_tokens
+    mask += [0] * rest
+    found = Response(1, 0, *columns(len(mask)), spans, drawn(len(mask), spans))
+    assert found.loss_mask.tolist() == mask and found.mask_runs.tolist()[1:] == runs(mask).tolist()[1:]
+    assert unpack(pack(found)).trained == sum(mask)
 
 
 def test_eight_bytes_per_token_and_no_object_for_any():

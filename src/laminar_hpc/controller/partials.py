@@ -29,8 +29,9 @@ class PartialPool:
         partial.tokens += more.tokens
         partial.logprobs += more.logprobs
         for span in more.spans:
-            if partial.spans and partial.spans[-1].weight_id == span.weight_id:
-                partial.spans[-1].end = span.end
+            last = partial.spans[-1] if partial.spans else None
+            if last and (last.weight_id, last.end) == (span.weight_id, span.start):
+                last.end = span.end
             else:
                 partial.spans.append(span)
         partial.time_started = more.time_started

@@ -154,7 +154,7 @@ class Rescuer:
         known = {
             i: part
             for i, attempt in orphans
-            if (part := self._pool.get(i, attempt)) and (len(part.spans) == 1 or refresh == "interrupt")
+            if (part := self._pool.get(i, attempt)) and (len(part.weight_ids) == 1 or refresh == "interrupt")
         }
         wanted = {
             i: self._view(i, part, newest) for i, part in known.items() if self._tries.get(i, 0) < TRIES

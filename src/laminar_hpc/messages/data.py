@@ -38,7 +38,8 @@ class VersionSpan(msgspec.Struct):
 
 class Partial(msgspec.Struct):
     """A response so far: what a replica needs to go on with it. `tokens` are int32 and `logprobs` float32,
-    little-endian, one of each per token; moves that it has made."""
+    little-endian, one of each per token; moves that it has made. Tokens in no span were given by the
+    environment: they are not trained, and their log-prob is 0."""
 
     tokens: bytes = b""
     logprobs: bytes = b""
@@ -50,6 +51,16 @@ class Partial(msgspec.Struct):
     def count(self) -> int:
         """How many tokens it has."""
         return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def trained(self) -> int:
+        """How many of them the policy has drawn."""
+        return sum(span.end - span.start for span in self.spans)
+
+    @property
+    def weight_ids(self) -> set[int]:
+        """That drew its tokens."""
+        return {span.weight_id for span in self.spans}
 
 
 class Place(msgspec.Struct, frozen=True):

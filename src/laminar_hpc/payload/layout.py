@@ -80,9 +80,16 @@ def logprobs_array(logprobs: ArrayLike) -> Logprobs:
     return np.asarray(logprobs, _LOGPROB)
 
 
-def all_trained(count: int) -> Runs:
-    """The mask runs of a response all of whose tokens the policy has drawn."""
-    return np.array([count], _RUN)
+def drawn(count: int, spans: Sequence[VersionSpan]) -> Runs:
+    """The mask runs of a response of which the policy has drawn what `spans` cover, in order; the rest the
+    environment gave."""
+    runs, at = [0], 0
+    for span in spans:
+        if span.start > at:
+            runs += [span.start - at, 0]
+        runs[-1] += span.end - span.start
+        at = span.end
+    return np.array([*runs, count - at] if count > at else runs, _RUN)
 
 
 def pack(response: Response) -> bytes:

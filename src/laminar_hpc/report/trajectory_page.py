@@ -84,7 +84,7 @@ def page(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]]
     )
     body += keys(figures)
     curve = svg.lines(
-        [Series("log-prob", "var(--generate)", _curve(whole.response.logprobs.tolist()))],
+        [Series("log-prob", "var(--generate)", _curve(whole.response))],
         "token of the answer",
         width=560,
         height=150,
@@ -176,7 +176,8 @@ def _life(row: Consumed, known: Facts) -> str:
     return tag("figure", tag("h3", "its life") + tag("table", lines))
 
 
-def _curve(logprobs: Sequence[float]) -> list[tuple[float, float | None]]:
-    """(token, log-prob); of long answers the least likely token of each stretch."""
+def _curve(response: Response) -> list[tuple[float, float | None]]:
+    """(drawn token, log-prob); of long answers the least likely token of each stretch."""
+    logprobs: Sequence[float] = response.logprobs[response.loss_mask].tolist()
     stretch = max(1, math.ceil(len(logprobs) / CURVE_POINTS))
     return [(i, min(logprobs[i : i + stretch])) for i in range(0, len(logprobs), stretch)]

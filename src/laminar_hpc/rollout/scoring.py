@@ -8,12 +8,12 @@ from typing import Any
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import PromptGroup, Sample
 from laminar_hpc.messages.rollouts import Lost, Scored, ScoreOrder
 from laminar_hpc.payload.layout import Tokens
 from laminar_hpc.payload.reader import read
-from laminar_hpc.rollout.tokens import TextDecoder
 from laminar_hpc.rollout.work import Work, tokens_of
 
 logger = logging.getLogger(__name__)

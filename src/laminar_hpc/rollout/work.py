@@ -13,10 +13,11 @@ from laminar_hpc.messages.data import Partial, PromptGroup, Sample, Trajectory, 
 from laminar_hpc.messages.moves import MoveOrder
 from laminar_hpc.messages.rollouts import Grant
 from laminar_hpc.payload.layout import (
+    Damaged,
     Logprobs,
     Response,
     Tokens,
-    all_trained,
+    drawn,
     logprobs_array,
     pack,
     packed_digest,
@@ -102,7 +103,11 @@ def logprobs_of(partial: Partial) -> Logprobs:
 
 
 def extended(partial: Partial, generation: Generation) -> Partial:
-    """`partial` with the tokens of one more request. Raises Damaged for what are no token ids."""
+    """`partial` with the tokens of one more request. Raises Damaged for what are no token ids, and for tokens
+    of which the engine does not say who drew them: they would pass for the environment's."""
+    named, count = sum(span.end - span.start for span in generation.spans), len(generation.tokens)
+    if named != count:
+        raise Damaged(f"the engine names the weights of {named} tokens, and gave {count}")
     return _joined(partial, Partial(*columns(generation.tokens, generation.logprobs), generation.spans))
 
 
@@ -136,7 +141,7 @@ def objection(partial: Partial, finish_reason: str, weight_id: int | None) -> st
         return f"the engine ended it with {finish_reason}"
     if not partial.count:
         return "the engine returned no token"
-    ids = [span.weight_id for span in partial.spans]
+    ids = sorted(partial.weight_ids)
     if weight_id is not None and ids != [weight_id]:
         return f"generated with weight ids {ids} instead of {weight_id}"
     if (place := first_not_finite(partial)) is not None:
@@ -147,7 +152,7 @@ def objection(partial: Partial, finish_reason: str, weight_id: int | None) -> st
 def packed(work: Work) -> bytes:
     """The whole response of a finished one, as it goes into a payload file."""
     partial = work.partial
-    whole = tokens_of(partial), logprobs_of(partial), partial.spans, all_trained(partial.count)
+    whole = tokens_of(partial), logprobs_of(partial), partial.spans, drawn(partial.count, partial.spans)
     return pack(Response(work.trajectory_id, work.attempt, *whole))
 
 
@@ -162,8 +167,8 @@ def trajectory(work: Work, replica: int, response: bytes) -> Trajectory:
         weight_id=work.weight_id,
         weight_step=work.weight_step,
         length=partial.count,
-        trained=partial.count,
-        policies=len({span.weight_id for span in partial.spans}),
+        trained=partial.trained,
+        policies=len(partial.weight_ids),
         finish_reason=work.finish_reason,
         time_started=partial.time_started,
         time_finished=time.time(),

@@ -28,6 +28,7 @@ from typing import Any
 from laminar_hpc.cluster.channel import StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.data.tokens import model_config, stop_token_ids
 from laminar_hpc.engine.interface import EngineFactory, EngineHangs
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import Message, Place, Sample, Trajectory
@@ -55,7 +56,6 @@ from laminar_hpc.rollout.migration import ReplicaMigration
 from laminar_hpc.rollout.reporting import UtilizationReporter
 from laminar_hpc.rollout.scoring import Scoring
 from laminar_hpc.rollout.state import ReplicaState, WrongState
-from laminar_hpc.rollout.tokens import model_config, stop_token_ids
 from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.rollout.work import Work, packed, trajectory, works
 from laminar_hpc.weights.probe import probe_sequences

@@ -182,9 +182,7 @@ def _figures(rollouts: dict[int, list[Span]], steps: list[dict]) -> Figures:
     )
 
 
-def _trainer_costs(
-    run: Run, config: RunConfig, steps: list[dict], trained: list[Consumed]
-) -> TrainerCosts:
+def _trainer_costs(run: Run, config: RunConfig, steps: list[dict], trained: list[Consumed]) -> TrainerCosts:
     """Of the steps after the warm-up. What a step takes beside waiting and training is its publication and,
     where one was written, its checkpoint."""
     by_step, prompt = defaultdict[int, list[int]](list), _queue(steps, config).prompt_tokens

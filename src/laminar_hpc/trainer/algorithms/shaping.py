@@ -5,7 +5,7 @@ import random
 
 
 def overlong_punishment(tokens: int, longest: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment, arXiv 2503.14476 equation 13: 0 up to longest - buffer response
+    """DAPO's soft overlong punishment, arXiv 2503.14476 equation 13: 0 up to longest - buffer trained
     tokens, then linearly down to -1 at `longest`, and -1 beyond. It is added to the reward. A buffer of 0
     punishes nothing."""
     if buffer == 0:
