@@ -38,6 +38,7 @@ from laminar_hpc.messages.rollouts import (
 from laminar_hpc.messages.training import Batch, Continue, Restored, StepDone, TakeBatch
 from laminar_hpc.messages.wire import decode, encode
 
+PER_MACHINE = 8  # rollouts, beside a relay
 BEGIN_SECONDS = 120.0  # until the load is measured
 
 
@@ -61,8 +62,10 @@ def step_metrics() -> dict[str, float]:
 class Line:
     """One worker's line, as cluster/worker_line.py has it, without its thread."""
 
-    def __init__(self, context: zmq.Context, address: ControllerAddress, role: str, index: int) -> None:
-        hello = Hello(role, index, "a", os.getpid(), f"machine{index // 8}")
+    def __init__(
+        self, context: zmq.Context, address: ControllerAddress, role: str, index: int, machine: int
+    ) -> None:
+        hello = Hello(role, index, "a", os.getpid(), f"machine{machine}")
         self.index, self.socket = index, connect(context, hello.identity.encode(), address)
         self.sender, self.receiver, self.session = Sender(Spool()), Receiver(), ""
         self.pinged_at: deque[float] = deque()
@@ -177,14 +180,11 @@ class Crowd:
             time.sleep(0.05)
         context = zmq.Context()
         context.set(zmq.MAX_SOCKETS, rollouts + 100)
-        self.trainer, self.relays = (
-            Line(context, address, "trainer", 0),
-            [Line(context, address, "relay", index) for index in range(-(-rollouts // 8))],
-        )
-        self.rollouts = [
-            Rollout(Line(context, address, "rollout", index), rollouts / rate, tokens)
-            for index in range(rollouts)
-        ]
+        self.trainer = Line(context, address, "trainer", 0, -1)
+        machines = range(-(-rollouts // PER_MACHINE))
+        self.relays = [Line(context, address, "relay", machine, machine) for machine in machines]
+        lines = [Line(context, address, "rollout", i, i // PER_MACHINE) for i in range(rollouts)]
+        self.rollouts = [Rollout(line, rollouts / rate, tokens) for line in lines]
         self.lines = [self.trainer, *self.relays, *(rollout.line for rollout in self.rollouts)]
         self.poller, self.step, self.steps = zmq.Poller(), 0, list[float]()
         for line in self.lines:

@@ -13,7 +13,7 @@ with responses of TOKENS tokens, whose payload files nobody writes here. `decisi
 a member to its answer, which leaves with whatever the same turn has decided and written. `controller_gb`: its
 largest resident memory; `controller_growth`: the same over that after a fifth of the time.
 
-    python bench/control_loop.py [--json PATH] [--turns 1500] [--waiting 256,1024] [--seconds 300]
+    python bench/control_loop.py [--json PATH] [--turns 3000] [--waiting 256,1024] [--seconds 300]
 
 Goals: `turn_ms_p99_256` at most 50, `turn_ms_p99_1024` 100; `trajectories_per_second` 2,000
 with `decision_seconds_p99` at most 1.
@@ -36,13 +36,14 @@ from types import SimpleNamespace
 
 import common
 import psutil
-from control_crowd import record, step_metrics
+from control_crowd import PER_MACHINE, record, step_metrics
 
 from laminar_hpc.config.check import check
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller import snapshot
+from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.rundir import Start
 from laminar_hpc.emulation.launch import prepare
@@ -63,7 +64,7 @@ from laminar_hpc.messages.wire import encode
 from laminar_hpc.observability import status
 
 GROUPS, SAMPLES, BOUND = 8192, 16, 3  # BOUND steps ahead of the trainer
-WORKING, PER_MACHINE = 64, 8
+WORKING = 64
 TRAJECTORIES, PINGS, RELAYS, PULLS = 64, 0.1, 8, 32  # of a turn; of all members, how large a part pings
 STEP_TURNS = 100
 FRAMES = 1000  # at most, that a turn takes
@@ -142,7 +143,8 @@ class Workers:
             hello = Hello("rollout", i, "", os.getpid(), f"machine{i // PER_MACHINE}")
             opened = WeightsOpened(0, 0, 0.1, {"load": 0.1}, [], 0.0)
             self.say("rollout", i, hello, Ping(self._load(i)), opened, RequestWork(0))
-        while self.hub.arrived:
+        while self.hub.arrived or any(isinstance(message, Grant) for _, message in self.hub.left):
+            self.hears()
             self.turn()
         self.hears()
         self.say("trainer", 0, TakeBatch(0))
@@ -235,6 +237,7 @@ def measured(waiting: int, turns: int) -> dict[str, float]:
     folder, hub = Path(tempfile.mkdtemp(prefix="laminar-turns-")), Hub()
     try:
         controller = controller_of(folder, hub, waiting, 3600.0)
+        collect_rarely()
         workers = Workers(controller, hub, WORKING + waiting)
         workers.join()
         in_flight, took, batches = len(workers.in_hand), [], [0.0]
@@ -309,7 +312,7 @@ def under_load(seconds: float, folder: Path | None) -> dict[str, float]:
 
 def main() -> None:
     options = common.options_of(__doc__ or "")
-    options.add_argument("--turns", type=int, default=1500, help="measured of each (default 1500)")
+    options.add_argument("--turns", type=int, default=3000, help="measured of each (default 3000)")
     options.add_argument(
         "--waiting",
         type=lambda text: [int(n) for n in text.split(",") if n],

@@ -9,11 +9,12 @@ from emulated_run import GROUPS, KEEP, SAMPLES, EmulatedRun
 
 from laminar_hpc.archive import files, table
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller import archiver, archiving, put_back
+from laminar_hpc.controller import archiver, archiving, old_steps, put_back
 from laminar_hpc.payload import writer
 from laminar_hpc.payload.whole import wholes
 
 BATCH = GROUPS * SAMPLES
+ROWS = 10 * BATCH  # of the store, where it lets go of more
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +44,9 @@ def test_a_step_is_archived_when_all_checkpoints_are_later(tmp_path):
     run.store.close()
 
 
-def bounded(tmp_path, steps: int) -> None:
+def bounded(tmp_path, monkeypatch, steps: int) -> None:
     """Disk and store of two halves of a run."""
+    monkeypatch.setattr(old_steps, "ROWS_MAX", ROWS)
     run, sizes = EmulatedRun(tmp_path, "last:5"), []
     for _ in range(2):
         run.train(steps // 2)
@@ -56,22 +58,26 @@ def bounded(tmp_path, steps: int) -> None:
         step_bytes = BATCH * (8 * run.tokens + 100)
         assert payload <= (KEEP + 1) * run.every * step_bytes + 2 * writer._FILE_BYTES
         assert len(files.steps(tmp_path)) == 5
-    per_trajectory = (sizes[1] - sizes[0]) / (steps / 2 * BATCH)
-    assert per_trajectory < 600, f"{per_trajectory} bytes per trajectory for ever"
+        assert run.store.old_steps.rows() <= ROWS + BATCH
+        rows = run.store._db.execute("SELECT COUNT(*) FROM trajectories").fetchone()[0]
+        assert rows == run.store.old_steps.rows()
+    per_step = (sizes[1] - sizes[0]) / (steps / 2)
+    assert per_step < GROUPS * 150 + 150, f"{per_step} bytes per step for ever"
     run.archiving.close()
     run.store.close()
 
 
-def test_disk_and_store_are_bounded(tmp_path):
-    """Promise: payload files and archive do not grow with the steps; the store grows by the sums alone."""
-    bounded(tmp_path, 60)
+def test_disk_and_store_are_bounded(tmp_path, monkeypatch):
+    """Promise: payload files and archive do not grow with the steps, nor does the store with the
+    trajectories: only by the rows of groups, and one of each step."""
+    bounded(tmp_path, monkeypatch, 60)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_disk_and_store_are_bounded_over_ten_thousand_steps(tmp_path):
+def test_disk_and_store_are_bounded_over_ten_thousand_steps(tmp_path, monkeypatch):
     """The same over 10,000 steps."""
-    bounded(tmp_path, 10_000)
+    bounded(tmp_path, monkeypatch, 10_000)
 
 
 def test_a_restore_behind_the_archive_brings_responses_back(tmp_path):
@@ -95,6 +101,52 @@ def test_a_restore_behind_the_archive_brings_responses_back(tmp_path):
     run.checkpoint(4), run.checkpoint(5)
     run.settle()
     assert run.store.archived_steps == 4 and not run.said
+    run.store.close()
+
+
+def test_a_restore_behind_old_steps_brings_their_rows_back(tmp_path, monkeypatch):
+    """Promise: also of steps of which the store has sums alone it trains the same again: rows, scores and
+    prompts are those that they were."""
+    run = EmulatedRun(tmp_path)
+    run.train(3)
+    groups = run.store.consumed_groups(1) + run.store.consumed_groups(2)
+    before = [run.store.samples_of(group) for group in groups]
+    batch = run.store.batch(groups)
+    monkeypatch.setattr(old_steps, "ROWS_MAX", 0)
+    run.train(6)
+    while run.store.old_steps.trim(run.store.archived_steps):
+        pass
+    kept = run.store._db.execute("SELECT MIN(consumed_step), COUNT(*) FROM trajectories").fetchone()
+    assert kept == (6, 3 * BATCH) and run.store.next_ids() == (0, 9 * GROUPS, 9 * BATCH)
+    monkeypatch.setattr(old_steps, "ROWS_MAX", ROWS)
+    shutil.rmtree(tmp_path / "checkpoints")
+    run = run.again()
+    run.restore(1)
+    assert [run.store.samples_of(group) for group in groups] == [
+        [(*row[:2], "finished", *row[3:]) for row in rows] for rows in before
+    ]
+    back = run.store.batch(groups)
+    for group in (*back, *batch):
+        for record in group.trajectories:
+            record.place = None
+    assert back == batch and run.store.old_steps.sums(1) == (0, 0, 0, 0, 0)
+    assert run.store.old_steps.sums(0)[0] == BATCH
+    run.store.close()
+
+
+def test_ids_are_not_used_again(tmp_path, monkeypatch):
+    """Promise: a trajectory id belongs to one trajectory for ever, also when no row is left that knows it."""
+    monkeypatch.setattr(old_steps, "ROWS_MAX", 0)
+    run = EmulatedRun(tmp_path)
+    run.train(2)
+    run.checkpoint(3)
+    run.archiving._limit = 2
+    run.settle()
+    while run.store.old_steps.trim(2):
+        pass
+    assert run.store._db.execute("SELECT COUNT(*) FROM trajectories").fetchone() == (0,)
+    run = run.again()
+    assert run.store.next_ids()[2] == 2 * BATCH and run.store.old_steps.rows() == 0
     run.store.close()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +17,10 @@ from laminar_hpc.archive import files
 from laminar_hpc.audit.command import main as audit_main
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller import old_steps
 from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.store import Store
+from laminar_hpc.report import rundata, summary
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +151,34 @@ def test_what_the_writer_has_let_go_is_no_culprit(run_dir):
     files.prune(run_dir, "last:2", 3)
     assert files.steps(run_dir) == [2, 3]
     assert audited(run_dir)["checks"]["archived responses have theirs"]["culprits"] == []
+
+
+def test_old_steps_are_audited_by_their_sums(run_dir, tmp_path, monkeypatch):
+    """docs/architecture.md#audited: where the store has sums in place of rows, the audit is clean, counts the
+    same, and finds what is missing; export and report have the same."""
+    before, told = audited(run_dir), exported(run_dir, tmp_path / "before.jsonl")
+    figures = summary.build(run_dir)
+    archive(run_dir)
+    monkeypatch.setattr(old_steps, "ROWS_MAX", 0)
+    store = Store(run_dir)
+    while store.old_steps.trim(2):
+        pass
+    store.close()
+    found = audited(run_dir)
+    assert found["clean"], found
+    assert found["trajectories"] == before["trajectories"] and found["trajectories"]["given up"] > 0
+    assert sum(found["given_up_because"].values()) == before["trajectories"]["given up"]
+    assert exported(run_dir, tmp_path / "after.jsonl") == told
+    assert summary.build(run_dir) == figures
+    assert rundata.load(run_dir).of_consumed.startswith("the newest ")
+    intact = files.path_of(run_dir, 1).read_bytes()
+    shutil.copy(files.path_of(run_dir, 2), files.path_of(run_dir, 1))
+    told = audited(run_dir)["checks"]["archived responses have theirs"]
+    text = "step 1: step_000001.parquet does not hold what it trained, by the store's sums"
+    assert told["culprits"] == [text]
+    files.path_of(run_dir, 1).write_bytes(intact)
+    with sqlite3.connect(run_dir / "store.sqlite") as database:
+        database.execute("DELETE FROM trajectories WHERE id = (SELECT MAX(id) - 1 FROM trajectories)")
+    database.close()
+    [culprit] = audited(run_dir)["checks"]["all ids are on record"]["culprits"]
+    assert "trajectories were granted; rows and sums hold" in culprit

@@ -10,7 +10,7 @@ from laminar_hpc.controller.store import Store
 from laminar_hpc.report import rundata
 
 
-@pytest.mark.parametrize("layout", ["1", "3"])
+@pytest.mark.parametrize("layout", ["1", "4"])
 def test_a_store_of_another_version_is_refused(tmp_path, layout):
     """That of a version before layouts had numbers, which kept the responses themselves, and a later one."""
     Store(tmp_path).close()
@@ -22,7 +22,7 @@ def test_a_store_of_another_version_is_refused(tmp_path, layout):
             database.execute("UPDATE meta SET value = ? WHERE key = 'layout'", (layout,))
     database.close()
     text = (
-        rf"store.sqlite was written by another version of laminar_hpc \(layout {layout}, not 2\); use it with"
+        rf"store.sqlite was written by another version of laminar_hpc \(layout {layout}, not 3\); use it with"
     )
     for read_only in (False, True):
         with pytest.raises(LaminarError, match=text):

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from script import Script
 from stand import small_config
 
+from laminar_hpc.controller import dispatcher
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.messages.data import Sample
-from laminar_hpc.messages.rollouts import Grant, Lost
+from laminar_hpc.messages.rollouts import Grant, Lost, RequestWork, WeightsOpened
 from laminar_hpc.messages.training import Batch, StepDone, TakeBatch
 from laminar_hpc.policies import admission
 from laminar_hpc.policies.live_groups import GroupView
@@ -208,3 +209,26 @@ def test_grants_are_those_of_a_pass_over_all_replicas(events, refresh, bound):
             world.happens(event, number)
         assert world.compared.grants
         world.script.closes()
+
+
+def test_large_grants_are_spread_over_turns(tmp_path, monkeypatch):
+    """docs/architecture.md#turns: a turn gives out so many samples, in the order of asking; the next one
+    goes on at once."""
+    monkeypatch.setattr(dispatcher, "_SAMPLES_AT_ONCE", 1)
+    config = small_config(tmp_path, replicas=REPLICAS, steps=50, refresh="drained", max_staleness=2)
+    script = Script(config)
+    for replica in range(REPLICAS):
+        script.rollout(replica)
+    weight_id, waits, poll = script.publish(0, 0), [], script.hub.poll
+    monkeypatch.setattr(script.hub, "poll", lambda seconds: waits.append(seconds) or poll(seconds))
+    opened = WeightsOpened(weight_id, 0, 0.1, {}, [], 0.0)
+    for replica in (2, 0, 3, 1):
+        said = (opened, RequestWork(weight_id))
+        script.hub.arrived += [(f"rollout:{replica}:", message) for message in said]
+    granted = []
+    for _ in range(REPLICAS + 1):
+        script.controller.turn()
+        granted.append([r for r in range(REPLICAS) if script.granted(r)])
+    assert granted == [[2], [0], [3], [1], []]
+    assert [seconds == 0 for seconds in waits] == [False, True, True, True, False]
+    script.closes()

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from laminar_hpc.archive import files
-from laminar_hpc.audit.records import Records, StoreRecords, TrajectoryRow
+from laminar_hpc.audit.records import OldStep, Records, StoreRecords, TrajectoryRow
+from laminar_hpc.controller.old_steps import digest_sum
 from laminar_hpc.payload.layout import Damaged, pack, packed_digest
 from laminar_hpc.policies.retention import RULE, kept
 
@@ -19,25 +20,40 @@ def archived_are_intact(records: Records, store: StoreRecords) -> Iterator[str |
             of_step[t.consumed_step + 1][t.id] = t
     for step, rows in of_step.items():
         if step in present:
-            yield from _of_step(records, step, rows)
+            yield from _of_step(records, step, rows, store.old_steps.get(step - 1))
         elif RULE.fullmatch(rule) and kept(rule, step, newest):
             yield f"step {step}: the archive has no file of it (archive={rule})"
 
 
-def _of_step(records: Records, step: int, rows: dict[int, TrajectoryRow]) -> Iterator[str | None]:
+def _of_step(
+    records: Records, step: int, rows: dict[int, TrajectoryRow], old: OldStep | None
+) -> Iterator[str | None]:
     path, missing = files.path_of(records.run_dir, step), set(rows)
+    without_rows = dict[int, str]()  # trajectory -> its digest
     try:
         for whole in files.read(path):
-            row = rows.get(whole.record.trajectory_id)
-            if row is None:
-                yield f"trajectory {whole.record.trajectory_id}: in {path.name}, which did not train it"
+            i, digest = whole.record.trajectory_id, packed_digest(pack(whole.response))
+            if i not in rows and old is None:
+                yield f"trajectory {i}: in {path.name}, which did not train it"
                 continue
-            missing.discard(row.id)
-            wrong = packed_digest(pack(whole.response)) != row.digest
-            yield f"trajectory {row.id}: {path.name} does not have its tokens or log-probs" if wrong else None
+            if i not in rows:
+                without_rows[i] = digest
+            missing.discard(i)
+            wrong = digest != (rows[i].digest if i in rows else whole.record.digest)
+            yield f"trajectory {i}: {path.name} does not have its tokens or log-probs" if wrong else None
     except (OSError, Damaged) as error:
         if path.exists():  # else a live run has just removed it
             yield f"step {step}: {path.name} cannot be read ({error})"
         return
     for i in sorted(missing):
         yield f"trajectory {i}: not in {path.name}, the file of the step that trained it"
+    if old is not None:
+        yield _sums_wrong(path.name, without_rows, old)
+
+
+def _sums_wrong(name: str, found: dict[int, str], old: OldStep) -> str | None:
+    """`found`: id and digest of the responses that are in the file and have no row in the store."""
+    sums = len(found), sum(found), digest_sum(found.values())
+    if sums == (old.trajectories, old.id_sum, int(old.digest_sum, 16)):
+        return None
+    return f"step {old.consumed_step + 1}: {name} does not hold what it trained, by the store's sums"

@@ -9,6 +9,7 @@ from pathlib import Path
 from laminar_hpc.audit.checks import Finding, audit
 from laminar_hpc.audit.records import Records, read
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.old_steps import GIVEN_UP
 
 # state in the store -> what it means for the run
 _MEANINGS = {
@@ -45,11 +46,15 @@ def _summary(records: Records, findings: list[Finding]) -> dict:
     """What --json writes."""
     store = records.store
     states = Counter(t.state for t in store.trajectories) if store else Counter[str]()
+    for old in store.old_steps.values() if store else ():
+        states["given_up" if old.consumed_step == GIVEN_UP else "consumed"] += old.trajectories
     reasons = Counter(
         str(store.groups[t.group_id].reason)
         for t in (store.trajectories if store else [])
         if store and t.state == "given_up" and t.group_id in store.groups
     )
+    if store and GIVEN_UP in store.old_steps:
+        reasons["of what metrics.jsonl says of old steps"] += store.old_steps[GIVEN_UP].trajectories
     return {
         "clean": not any(finding.wrong for finding in findings),
         "run_dir": str(records.run_dir),

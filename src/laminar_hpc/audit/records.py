@@ -52,6 +52,16 @@ class TrajectoryRow(msgspec.Struct):
     stored: int  # its response is there
 
 
+class OldStep(msgspec.Struct):
+    """A row of `old_steps`: sums over trajectories that have no row any more."""
+
+    consumed_step: int
+    trajectories: int
+    tokens: int
+    id_sum: int
+    digest_sum: str
+
+
 class WeightsRow(msgspec.Struct):
     """A row of `weights`."""
 
@@ -79,6 +89,7 @@ class StoreRecords:
     weights: list[WeightsRow]
     groups: dict[int, GroupRow]
     trajectories: list[TrajectoryRow]
+    old_steps: dict[int, OldStep]  # controller/old_steps.py
     connection: sqlite3.Connection
     run_dir: Path  # where its payload files are
 
@@ -204,11 +215,15 @@ def _store(connection: sqlite3.Connection, run_dir: Path) -> StoreRecords:
     columns = "id, state, weight_step, finish_order, consumed_step, reason"
     groups = connection.execute(f"SELECT {columns} FROM groups ORDER BY id")
     weights = connection.execute("SELECT id, restore_epoch, step, published_at FROM weights ORDER BY id")
+    old_steps = connection.execute(
+        "SELECT consumed_step, trajectories, tokens, id_sum, digest_sum FROM old_steps"
+    )
     return StoreRecords(
         dict(connection.execute("SELECT key, value FROM meta")),
         [msgspec.convert(row, WeightsRow) for row in _named(weights)],
         {row["id"]: msgspec.convert(row, GroupRow) for row in _named(groups)},
         trajectories,
+        {row["consumed_step"]: msgspec.convert(row, OldStep) for row in _named(old_steps)},
         connection,
         run_dir,
     )

@@ -70,6 +70,9 @@ def trained_once(records: Records, store: StoreRecords) -> Iterator[str | None]:
         if t.consumed_step is not None:
             counted[t.consumed_step][0] += 1
             counted[t.consumed_step][1] += t.response_length or 0
+    for old in store.old_steps.values():
+        counted[old.consumed_step][0] += old.trajectories
+        counted[old.consumed_step][1] += old.tokens
     kept = records.steps_kept()
     for step, record in records.history().items():
         if records.is_replay or step > kept:

@@ -16,9 +16,11 @@ _STATES = {
 
 
 def all_on_record(_: Records, store: StoreRecords) -> Iterator[str | None]:
-    """Ids are given in a row and nothing is deleted."""
+    """Ids are given in a row, and none is missing: also not from the sums over old steps."""
+    if store.old_steps:
+        yield _sums_wrong(store)
     for kind, ids in (
-        ("trajectory", [t.id for t in store.trajectories]),
+        ("trajectory", [] if store.old_steps else [t.id for t in store.trajectories]),
         ("group", list(store.groups)),
         ("weight id", [w.id for w in store.weights]),
     ):
@@ -29,6 +31,17 @@ def all_on_record(_: Records, store: StoreRecords) -> Iterator[str | None]:
     drawn = int(store.meta.get("prompts_drawn", 0))
     wrong = drawn != len(store.groups)
     yield f"{drawn} prompts were drawn, {len(store.groups)} groups are there" if wrong else None
+
+
+def _sums_wrong(store: StoreRecords) -> str | None:
+    """Number and sum of all ids, which are those from 0 to the next one."""
+    old, ids = store.old_steps.values(), {t.id for t in store.trajectories}
+    count = len(ids) + sum(step.trajectories for step in old)
+    total = sum(ids) + sum(step.id_sum for step in old)
+    wanted = max(int(store.meta.get("next_trajectory", 0)), max(ids, default=-1) + 1)
+    if (count, total) == (wanted, wanted * (wanted - 1) // 2):
+        return None
+    return f"{wanted} trajectories were granted; rows and sums hold {count}, or not these"
 
 
 def one_state_each(_: Records, store: StoreRecords) -> Iterator[str | None]:
@@ -69,7 +82,16 @@ def groups_agree(records: Records, store: StoreRecords) -> Iterator[str | None]:
     least = algorithm.get("first_samples") or most
     sizes = (int(least), int(most)) if most and least and same and not records.is_replay else None
     for group in store.groups.values():
-        yield _group_wrong(group, members[group.id], sizes)
+        known = members[group.id]
+        if known or not _is_old(group, store):
+            yield _group_wrong(group, known, sizes)
+
+
+def _is_old(group: GroupRow, store: StoreRecords) -> bool:
+    """Whether its trajectories may be in the sums."""
+    if group.state == "given_up":
+        return group.id < int(store.meta.get("given_up_rows_from", 0))
+    return group.state == "consumed" and group.consumed_step in store.old_steps
 
 
 def _group_wrong(group: GroupRow, members: list[TrajectoryRow], sizes: tuple[int, int] | None) -> str | None:

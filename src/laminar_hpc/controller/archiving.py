@@ -13,6 +13,7 @@ that says what is not there any more.
 import logging
 import sqlite3
 import time
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class Archiving:
         self._done = store.archived_steps
         self._job: Future[Archived] | None = None
         self._not_before, self._limit = 0.0, 0
+        self._trims = True  # whether the store may have too many rows
         self.checkpointed()
 
     def checkpointed(self) -> None:
@@ -56,6 +58,7 @@ class Archiving:
             job, self._job = self._job, None
             self._take(job)
             return  # the next step begins when this is committed
+        self._trims = self._trims and self._store.old_steps.trim(self._done)
         todo = self._done < min(self._limit, self._state.trainer_step)
         if todo and self._job is None and time.monotonic() >= self._not_before:
             self._job = self._archiver.begin(self._done)
@@ -71,7 +74,7 @@ class Archiving:
         if done.step != self._done or done.groups != self._store.consumed_groups(done.step):
             return  # the run went back meanwhile
         self._store.forget_responses(done.trajectories, done.groups + done.given_up)
-        self._done += 1
+        self._done, self._trims = self._done + 1, True
         self._store.archived_steps = self._done
         self._shared.metrics.write(
             "archived",
@@ -96,12 +99,22 @@ class Archiving:
         writer = PayloadWriter(self._store.run_dir, put_back.WRITER)
         try:
             for back in range(step + 1, self._done + 1):
-                for whole, place in put_back.put_back(writer, files.path_of(self._run_dir, back)):
-                    self._store.put_back(whole.record.trajectory_id, place)
-                    self._store.add_prompt(whole.record.group_id, whole.prompt.tolist())
+                self._put_back(writer, back)
         finally:
             writer.close()
+        self._store.old_steps.forget_sums(step)
         self._done = self._store.archived_steps = step
+
+    def _put_back(self, writer: PayloadWriter, step: int) -> None:
+        """Of trainer step `step`, from 1. A file has the samples of a group in their order."""
+        samples = Counter[int]()
+        for whole, place in put_back.put_back(writer, files.path_of(self._run_dir, step)):
+            record = whole.record
+            self._store.old_steps.bring_back(record, samples[record.group_id], step - 1)
+            self._store.put_back(record.trajectory_id, place)
+            if not samples[record.group_id]:
+                self._store.add_prompt(record.group_id, whole.prompt.tolist())
+            samples[record.group_id] += 1
 
     def close(self) -> None:
         """Lets a job under way end, for some seconds."""

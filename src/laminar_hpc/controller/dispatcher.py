@@ -24,6 +24,9 @@ from laminar_hpc.policies.rounds import Rounds
 from laminar_hpc.policies.sampling import worth_a_batch
 from laminar_hpc.policies.waiting_line import Kind
 
+# that the grants of a turn may have, some 30 ms of it; the next turn begins at once with what is left
+_SAMPLES_AT_ONCE = 2048
+
 
 class Dispatcher:
     """Called when weights are opened, when work is asked for, and at each tick."""
@@ -49,6 +52,7 @@ class Dispatcher:
         self._next_batch, self._local_batch = first_batch, 1
         self._asked: set[int] = set()  # replicas whose newest request was not looked at yet
         self._looked: tuple[object, ...] = ()  # what the last look for a round saw
+        self._more = False  # whether the last look has left some work for the next turn
 
     # ---- what replicas say ---------------------------------------------------------------------------------
 
@@ -76,7 +80,9 @@ class Dispatcher:
     # ---- what they get -------------------------------------------------------------------------------------
 
     def dispatch(self) -> None:
-        """Costs as much as there are grants, kinds of waiting replicas and events since the last time."""
+        """Costs as much as there are grants, kinds of waiting replicas and events since the last time; ends
+        with the grant that reaches _SAMPLES_AT_ONCE."""
+        self._more, samples = False, 0
         if self._evaluations and (served := self._replicas.served()):
             self._evaluations.reset_stranded(served)
         if self._state.stops_here:
@@ -89,6 +95,9 @@ class Dispatcher:
         self._update_line()
         line, steps = self._replicas.waiting, self._weights.steps
         for replica in line.in_turn(self._has_work):
+            if samples >= _SAMPLES_AT_ONCE:
+                self._more = True
+                break
             weight_id = line.weight_id(replica)
             if weight_id is None or self._shared.members.at("rollout", replica) is None:
                 continue
@@ -96,6 +105,12 @@ class Dispatcher:
             grant = grant or self._training_grant(replica, weight_id, steps[weight_id])
             if grant is not None:
                 self._grant(replica, grant)
+                samples += sum(len(group.samples) for group in grant.groups)
+
+    def take_more(self) -> bool:
+        """Whether there is more to give out at once; asked once a turn."""
+        more, self._more = self._more, False
+        return more
 
     def _update_line(self) -> None:
         """Takes out who knows of newer weights: it pulls and asks again."""

@@ -14,6 +14,7 @@ from laminar_hpc.controller.store import Store
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages.data import PromptGroup, Sample
 from laminar_hpc.messages.rollouts import Generated, Grant, Lost, Scored
+from laminar_hpc.policies.metrics import accuracy
 
 _NO_GROUP = -1  # on the wire: the groups of an evaluation have no ids
 
@@ -224,7 +225,7 @@ class Evaluations:
         evaluation, share = self._share(message.evaluation, message.trajectory_id, message.attempt)
         if evaluation is None or share is None:
             return None
-        number, score = message.trajectory_id, message.parts.get("accuracy", float(message.reward > 0))
+        number, score = message.trajectory_id, accuracy(message.reward, message.parts)
         evaluation.score(share, number, score)
         if evaluation.scored < evaluation.responses:
             if self._store is not None and evaluation.weight_id is not None:

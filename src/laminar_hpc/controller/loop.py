@@ -206,7 +206,7 @@ class Controller:
     # ---- one turn ------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        arrived = self.hub.poll(_TICK_SECONDS)
+        arrived = self.hub.poll(0.0 if self.dispatcher.take_more() else _TICK_SECONDS)
         self.members.listened_until(self.hub.heard_until)
         begun = time.time()
         try:

@@ -30,6 +30,7 @@ from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import snapshot
+from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.ending import finish
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.journal import Journal
@@ -224,6 +225,7 @@ def run(
         hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
         try:
             controller = build(config, derived, start, hub, relays, machine, say)
+            collect_rarely()
             received: list[str] = []
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))

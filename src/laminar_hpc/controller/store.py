@@ -4,8 +4,9 @@ WAL with synchronous=FULL: what is committed survives a power cut. The loop comm
 sends anything. With `store_dir` the journal has it first and is what survives, also the loss of the machine;
 the store's own file then syncs at its checkpoints only.
 States of a trajectory: granted -> generated -> finished -> consumed(step), or given_up(reason). A response is
-in a payload file (payload/), and only its place is here; when the archive has it, not even that. Of all else
-nothing is deleted.
+in a payload file (payload/), and only its place is here; when the archive has it, not even that. Of steps
+that were archived long ago there are sums in place of trajectories (old_steps.py). Of all else nothing is
+deleted.
 """
 
 import secrets
@@ -17,6 +18,7 @@ from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.check import check_store_directory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.journal import RUN_DIR, Journal
+from laminar_hpc.controller.old_steps import OldSteps
 from laminar_hpc.controller.recorded import RecordedConnection
 from laminar_hpc.controller.store_layout import LAYOUT, SCHEMA, has_tables
 from laminar_hpc.controller.stored import stored_groups
@@ -49,6 +51,7 @@ class Store:
             # what a power cut takes from the store is in the journal
             self._db.execute(f"PRAGMA synchronous={'NORMAL' if journal else 'FULL'}")
             self._refuse_other_layouts()
+            self.old_steps = OldSteps(self._db)
             self._db.execute("BEGIN IMMEDIATE")
             for statement in SCHEMA.split(";"):
                 self._db.execute(statement)
@@ -141,10 +144,10 @@ class Store:
 
     def next_ids(self) -> tuple[int, int, int]:
         """The next free weight, group and trajectory ids; none is ever used twice."""
-        tables = ("weights", "groups", "trajectories")
+        tables = ("weights", "groups")
         columns = (f"(SELECT COALESCE(MAX(id) + 1, 0) FROM {table})" for table in tables)
-        weights, groups, trajectories = self._db.execute(f"SELECT {', '.join(columns)}").fetchone()
-        return weights, groups, trajectories
+        weights, groups = self._db.execute(f"SELECT {', '.join(columns)}").fetchone()
+        return weights, groups, self.old_steps.next_trajectory()
 
     # ---- evaluations under way -----------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 
-LAYOUT = "2"  # in the table meta, which tells stores of other versions apart
+LAYOUT = "3"  # in the table meta, which tells stores of other versions apart
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS weights(
@@ -26,6 +26,9 @@ CREATE TABLE IF NOT EXISTS responses(
   trajectory_id INTEGER PRIMARY KEY, file TEXT, offset INTEGER, size INTEGER);
 CREATE TABLE IF NOT EXISTS mismatches(
   trajectory_id INTEGER PRIMARY KEY, mean REAL, minibatches_ahead INTEGER);
+CREATE TABLE IF NOT EXISTS old_steps(
+  consumed_step INTEGER PRIMARY KEY, trajectories INTEGER, tokens INTEGER, reward_errors INTEGER,
+  id_sum INTEGER, digest_sum TEXT);
 CREATE TABLE IF NOT EXISTS evaluated(
   evaluation TEXT, response INTEGER, weight_id INTEGER, score REAL, length INTEGER,
   PRIMARY KEY(evaluation, response)) WITHOUT ROWID;

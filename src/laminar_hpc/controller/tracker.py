@@ -20,6 +20,7 @@ from laminar_hpc.messages.rollouts import ScoreOrder
 from laminar_hpc.messages.training import BatchGroup
 from laminar_hpc.policies import filtering
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
+from laminar_hpc.policies.metrics import accuracy
 from laminar_hpc.policies.sampling import GroupSize
 
 log = logging.getLogger(__name__)
@@ -218,7 +219,7 @@ class TrajectoryTracker:
         if sample is None or not sample.generated:
             return None
         group = self.groups[self._group_of[trajectory_id]]
-        sample.reward, sample.accuracy = reward, parts.get("accuracy", float(reward > 0))
+        sample.reward, sample.accuracy = reward, accuracy(reward, parts)
         self._store.finish_trajectory(trajectory_id, ScorePart(time, reward, parts, error), sample.accuracy)
         sample.finished, sample.generated = True, False
         self.unscored.pop(trajectory_id, None)

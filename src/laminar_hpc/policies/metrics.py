@@ -1,12 +1,17 @@
 """What can be said of a batch of trajectories without the policy. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from laminar_hpc.messages.data import Trajectory
 
 _COUNTS = frozenset(
     {"trajectories", "reward_error_count", "prompt_tokens", "response_tokens", "skipped_updates"}
 )
+
+
+def accuracy(reward: float, parts: Mapping[str, float]) -> float:
+    """Of one trajectory: what its reward calls accuracy, else 1 for a positive reward."""
+    return parts.get("accuracy", float(reward > 0))
 
 
 def batch_metrics(trajectories: list[Trajectory], prompt_tokens: int, step: int) -> dict[str, float]:
@@ -18,7 +23,7 @@ def batch_metrics(trajectories: list[Trajectory], prompt_tokens: int, step: int)
     return {
         "trajectories": n,
         "reward_mean": sum(t.reward for t in trajectories) / n,
-        "accuracy_mean": sum(t.reward_parts.get("accuracy", float(t.reward > 0)) for t in trajectories) / n,
+        "accuracy_mean": sum(accuracy(t.reward, t.reward_parts) for t in trajectories) / n,
         "reward_error_count": sum(bool(t.reward_error) for t in trajectories),
         "truncated_fraction": sum(t.finish_reason == "length" for t in trajectories) / n,
         "prompt_tokens": prompt_tokens,

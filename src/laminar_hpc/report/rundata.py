@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -60,6 +61,15 @@ class Consumed(msgspec.Struct):
         return self.consumed_step - self.weight_step
 
 
+class Totals(msgspec.Struct):
+    """Of the trajectories that a step has trained."""
+
+    consumed_step: int
+    trajectories: int
+    response_tokens: int
+    reward_errors: int
+
+
 @dataclass
 class Launch:
     """One start of the run. `reason` is "" and `end` the time of its newest line where the launch came to no
@@ -77,7 +87,8 @@ class Launch:
 @dataclass
 class Run:
     """Everything that is known of a run. `steps`: step records in order, each step once; `records`: the other
-    kinds, all launches."""
+    kinds, all launches; `consumed`: the trajectories that were trained, but for those of which the store has
+    sums alone (controller/old_steps.py); `totals`: of every step in the store."""
 
     directory: Path
     config: dict
@@ -87,6 +98,7 @@ class Run:
     records: dict[str, list[dict]]
     spans: dict[str, list[Span]]
     consumed: list[Consumed]
+    totals: list[Totals] = field(default_factory=list)
     kept_store: ReadableStore | None = None  # None: in the run's folder
 
     @property
@@ -98,10 +110,23 @@ class Run:
     def steps(self) -> list[dict]:
         return [step for launch in self.launches for step in launch.steps]
 
-    def versions(self) -> Iterator[int]:
-        """How many weight ids each trained trajectory was generated with, by the engine's own report."""
-        for (policies,) in _select(self.store, "policies", "state = 'consumed' AND policies NOT NULL"):
-            yield policies
+    @property
+    def has_old_steps(self) -> bool:
+        """Whether `consumed` lacks some of what was trained."""
+        return sum(of.trajectories for of in self.totals) > len(self.consumed)
+
+    @property
+    def of_consumed(self) -> str:
+        """What figures of `consumed` are of, for the user."""
+        newest = f"the newest {len(self.consumed):,} " if self.has_old_steps else "the "
+        return f"{newest}trajectories trained"
+
+    def versions_max(self) -> int | None:
+        """How many weight ids a trained trajectory was generated with at most, by the engine's own report;
+        None where no trajectory is in the store."""
+        for (policies,) in _select(self.store, "MAX(policies)", "state = 'consumed'"):
+            return policies
+        return None
 
     def wholes(self, ids: list[int]) -> list[Whole]:
         """The scored trajectories with these ids, prompt and response included, in order of the ids; without
@@ -172,8 +197,9 @@ def load(run_dir: Path) -> Run:
             records[str(kind)].append(record)
     config, spans = config_of(run_dir), _spans(run_dir)
     store = readable_store(run_dir, config.get("store_dir"))
-    run = Run(run_dir, config, launches, evaluations, abandoned, dict(records), spans, [], store)
-    run.consumed = _consumed(run)
+    run = Run(run_dir, config, launches, evaluations, abandoned, dict(records), spans, [], [], store)
+    done = max((step["step"] for step in run.steps), default=0)
+    run.consumed, run.totals = _consumed(run.store, done), _totals(run.store, done)
     return run
 
 
@@ -201,17 +227,25 @@ def _spans(run_dir: Path) -> dict[str, list[Span]]:
     }
 
 
-def _consumed(run: Run) -> list[Consumed]:
+def _consumed(store: Path, done: int) -> list[Consumed]:
     """The trajectories that led to the weights. A batch is marked consumed before its step is done; such a
-    step is not in the history."""
-    done = max((step["step"] for step in run.steps), default=0)
-    fields = Consumed.__struct_fields__
-    rows = _select(
-        run.store,
-        ", ".join(fields),
-        f"state = 'consumed' AND consumed_step < {done} ORDER BY consumed_step, id",
-    )
-    return [Consumed(*row) for row in rows]
+    step is not in the history, which has `done` steps."""
+    where = f"state = 'consumed' AND consumed_step < {done} ORDER BY consumed_step, id"
+    return [Consumed(*row) for row in _select(store, ", ".join(Consumed.__struct_fields__), where)]
+
+
+def _totals(store: Path, done: int) -> list[Totals]:
+    found: dict[int, Totals] = {}
+    summed = "consumed_step, COUNT(*), SUM(response_length), SUM(COALESCE(reward_error, '') != '')"
+    where = f"consumed_step >= 0 AND consumed_step < {done}"
+    now = _select(store, summed, f"state = 'consumed' AND {where} GROUP BY consumed_step")
+    old = _select(store, "consumed_step, trajectories, tokens, reward_errors", where, "old_steps")
+    for step, *counts in chain(now, old):
+        of = found.setdefault(step, Totals(step, 0, 0, 0))
+        of.trajectories += counts[0]
+        of.response_tokens += counts[1]
+        of.reward_errors += counts[2]
+    return [found[step] for step in sorted(found)]
 
 
 def _select(path: Path, columns: str, where: str, table: str = "trajectories") -> Iterator[tuple]:

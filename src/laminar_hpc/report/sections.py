@@ -96,7 +96,7 @@ def staleness(run: Run) -> str:
     )
     note = (
         "Trainer steps between the weights that generated a trajectory and the trainer's own, as shares "
-        "of the trajectories trained."
+        f"of {run.of_consumed}."
     )
     return section("Staleness", charts, note)
 
@@ -118,7 +118,7 @@ def lengths(run: Run) -> str:
     charts = grid(
         "three",
         figure(
-            "all of the run",
+            run.of_consumed,
             svg.log_histogram([("all", BLUE, everything)], "response tokens", width=380, marks=marks),
         ),
         figure(

@@ -9,13 +9,12 @@ count over everything that happened.
 import json
 import os
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from laminar_hpc.report import rundata
 from laminar_hpc.report.idle import idle_fraction
-from laminar_hpc.report.rundata import Consumed, Run
+from laminar_hpc.report.rundata import Run, Totals
 
 GOAL = 0.70  # mean accuracy of the trained batches ...
 REWARD_PREFIX = "reward_mean/"  # of a step's field, before the name of a reward function
@@ -55,19 +54,13 @@ def figures(run: Run) -> dict:
         "accuracy_after_sampled": accuracy(run, "sampled", "after"),
         "evaluations": evaluations(run),
         "steps": max((step["step"] for step in steps), default=0),
-        "trajectories_trained": _per_step(
-            run, "trajectories", Counter(t.consumed_step for t in run.consumed)
-        ),
+        "trajectories_trained": _per_step(run, "trajectories", lambda of: of.trajectories),
         "trajectories_to_070": trajectories_to_goal(steps),
-        "response_tokens_trained": _per_step(
-            run, "response_tokens", _summed(run, lambda t: t.response_length)
-        ),
+        "response_tokens_trained": _per_step(run, "response_tokens", lambda of: of.response_tokens),
         "restarts": len(run.records.get("restart", [])),
         "wall_seconds": sum(launch.end - launch.start for launch in run.launches),
         "tokens_per_second": tokens_per_second(run),
-        "max_versions_per_trajectory": max(
-            run.versions(), default=_whole_max(steps, "versions_per_trajectory_max")
-        ),
+        "max_versions_per_trajectory": versions_max(run),
         "staleness_generation_mean": _weighted_mean(steps, "staleness_generation_mean"),
         "staleness_generation_max": _whole_max(steps, "staleness_generation_max"),
         "staleness_training_mean": _weighted_mean(steps, "staleness_training_mean"),
@@ -80,8 +73,8 @@ def figures(run: Run) -> dict:
         "pull_seconds_mean": _mean(run.records.get("pull", []), "seconds"),
         "logprob_mismatch_mean": _mean(mismatches, "mean"),
         "logprob_mismatch_max": _max(mismatches, "max"),
-        "reward_errors": _per_step(run, "reward_error_count", _summed(run, lambda t: bool(t.reward_error))),
-        "reward_error_first": next((t.reward_error for t in run.consumed if t.reward_error), None),
+        "reward_errors": _per_step(run, "reward_error_count", lambda of: of.reward_errors),
+        "reward_error_first": reward_error_first(run),
         "rewards": rewards(steps),
         **moves(run),
         "groups_filtered": _total(steps, "groups_filtered"),
@@ -91,6 +84,23 @@ def figures(run: Run) -> dict:
         "tokens_saved_fraction": saved / (saved + generated) if saved is not None and generated else None,
         "pipeline": pipelines[-1] if pipelines else (run.config.get("pipeline") or {}).get("name"),
     }
+
+
+def versions_max(run: Run) -> int | None:
+    """Weight ids of a trained trajectory; the steps' lines tell of those that the store has no more, and in a
+    replay of all."""
+    stored, told = run.versions_max(), _whole_max(run.steps, "versions_per_trajectory_max")
+    if stored is None or (run.has_old_steps and told is not None):
+        return told if stored is None else max(stored, told or 0)
+    return stored
+
+
+def reward_error_first(run: Run) -> str | None:
+    """Of the trajectories that were trained; where the store has no more the first ones, of all that were
+    scored."""
+    if run.has_old_steps and any(of.reward_errors for of in run.totals):
+        return next((str(record["text"]) for record in run.records.get("reward_error", [])), None)
+    return next((t.reward_error for t in run.consumed if t.reward_error), None)
 
 
 def rewards(steps: list[dict]) -> dict[str, dict[str, float]]:
@@ -178,25 +188,16 @@ def tokens_per_second(run: Run) -> float | None:
     return tokens / seconds if seconds > 0 else None
 
 
-def _per_step(run: Run, field: str, stored: Counter) -> int | None:
+def _per_step(run: Run, field: str, stored: Callable[[Totals], int]) -> int | None:
     """Total over the history: of each step what the store holds, else (a replay has no store of its own) what
     its metrics say.
 
     A step may be in the store alone: the trainer checkpointed it while the controller was dying.
     """
-    in_store = {trajectory.consumed_step for trajectory in run.consumed}
-    lines = {step["step"] - 1: step.get(field) for step in run.steps}
-    values = [stored[step] if step in in_store else lines[step] for step in sorted(in_store | set(lines))]
-    known = [int(value) for value in values if value is not None]
+    in_store = {of.consumed_step: stored(of) for of in run.totals}
+    values = {step["step"] - 1: step.get(field) for step in run.steps} | in_store
+    known = [int(value) for value in values.values() if value is not None]
     return sum(known) if len(known) == len(values) else None
-
-
-def _summed(run: Run, value: Callable[[Consumed], int]) -> Counter:
-    """Sum of value(trajectory) per step that consumed it."""
-    sums: Counter = Counter()
-    for trajectory in run.consumed:
-        sums[trajectory.consumed_step] += value(trajectory)
-    return sums
 
 
 def _values(records: Iterable[dict], field: str) -> list[float]:
