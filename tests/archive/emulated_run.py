@@ -11,6 +11,7 @@ import numpy as np
 
 from laminar_hpc.cluster.checkpoints import checkpoint_path, steps
 from laminar_hpc.controller.archiving import Archiving
+from laminar_hpc.controller.gone_writers import GoneWriters
 from laminar_hpc.controller.store import Store
 from laminar_hpc.messages.data import ScorePart
 from laminar_hpc.payload.layout import pack
@@ -32,7 +33,8 @@ class EmulatedRun:
         self.shared = SimpleNamespace(config=config, state=self.state, say=self.said.append, metrics=metrics)
         self.writer = PayloadWriter(run_dir, "rollout0")
         self.store = Store(run_dir)
-        self.archiving = Archiving(self.shared, self.store)
+        self.gone = GoneWriters(run_dir, False, 60.0, 0.0)
+        self.archiving = Archiving(self.shared, self.store, self.gone)
 
     def made(self, step: int, number: int) -> Made:
         """Trajectory `number` of a step; others with each step."""

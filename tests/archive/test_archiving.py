@@ -8,8 +8,10 @@ import pytest
 from emulated_run import GROUPS, KEEP, SAMPLES, EmulatedRun
 
 from laminar_hpc.archive import files, table
+from laminar_hpc.cluster import unsaid
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller import archiver, archiving, old_steps, put_back
+from laminar_hpc.controller.gone_writers import GoneWriters
 from laminar_hpc.payload import writer
 from laminar_hpc.payload.whole import wholes
 
@@ -243,7 +245,7 @@ def test_a_file_that_a_rollout_may_still_speak_of_stays(tmp_path):
         (folder / name).write_bytes(b"x")
     first.rename(folder / f"{stem}.0002")
     run.store._db.execute("UPDATE responses SET file = ?", (f"{stem}.0002",))
-    assert archiver.remove_empty(run.store._db, folder) == 1
+    assert archiver.remove_empty(run.store._db, folder, lambda _: False) == 1
     assert {p.name for p in folder.iterdir()} == {
         f"{stem}.0002",
         "rollout1_00000000.0000",
@@ -251,6 +253,46 @@ def test_a_file_that_a_rollout_may_still_speak_of_stays(tmp_path):
         "notes.txt",
     }
     run.store.close()
+
+
+def test_the_last_files_of_a_writer_that_is_gone_are_removed(tmp_path):
+    """Promise: of earlier launches no payload file stays when all that is in it is archived, nor does one
+    that holds nothing; what has a place in the store stays."""
+    run = EmulatedRun(tmp_path)
+    run.train(5)
+    (tmp_path / writer.FOLDER / "rollout7_00000000.0003").write_bytes(b"of a death before the first place")
+    before = run.payload_files()
+    run = run.again()
+    assert len(before) == 2 and run.payload_files() == before
+    run.train(6)
+    now, used = run.payload_files(), run.store._db.execute("SELECT DISTINCT file FROM responses").fetchall()
+    assert not set(now) & set(before) and {path.name for path in now} >= {name for (name,) in used}
+    run.store.close()
+
+
+def test_who_writes_no_more(tmp_path):
+    """Promise: with a torchrun per role a rollout is gone when its last word is in the store, or it has been
+    away for longer than it would wait; one that comes back in time is not."""
+    folder = tmp_path / writer.FOLDER
+    folder.mkdir()
+    for name in ("archive0_0000000a.0000", "rollout1_0000000b.0000", "rollout2_0000000c.0001", "notes.txt"):
+        (folder / name).write_bytes(b"")
+    gone = GoneWriters(tmp_path, True, 60.0, now=0.0)
+    gone.ended(5)
+    known = gone.gone()
+    assert known("archive0_0000000a") and not known("rollout5_0000000d")  # its turn is not committed
+    gone.tick(1.0)
+    gone.came(1)
+    assert gone.gone()("rollout5_0000000d") and gone.is_gone(5) and not known("rollout5_0000000d")
+    gone.tick(61.0)
+    assert gone.is_gone(2) and not gone.is_gone(1) and not gone.gone()("rollout1_0000000b")
+    unsaid.leave(tmp_path, unsaid.Head("rollout:-1:a", 2, "", 1), [b"what may name a file of its own"])
+    assert gone.gone()("archive0_0000000a") and not gone.gone()("rollout2_0000000c")
+    gone.away(1, 70.0)
+    gone.tick(120.0)
+    gone.came(1)
+    gone.tick(200.0)
+    assert not gone.is_gone(1) and not gone.gone()("notes")
 
 
 def test_a_replay_trains_archived_steps(tmp_path):

@@ -19,6 +19,7 @@ from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller import old_steps
 from laminar_hpc.controller.archiving import Archiving
+from laminar_hpc.controller.gone_writers import GoneWriters
 from laminar_hpc.controller.store import Store
 from laminar_hpc.report import rundata, summary
 
@@ -45,7 +46,7 @@ def archive(run_dir: Path) -> None:
         say=run.said.append,
         metrics=SimpleNamespace(write=lambda *_, **__: None),
     )
-    run.archiving = Archiving(shared, run.store)
+    run.archiving = Archiving(shared, run.store, GoneWriters(run_dir, False, 60.0, 0.0))
     run._limit = lambda: min(run.archiving._limit, STEPS)
     EmulatedRun.settle(run)
     assert not run.said and run.store.archived_steps == 2

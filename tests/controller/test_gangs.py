@@ -39,7 +39,15 @@ class Entry:
         self.forgotten = 0
         self.gang = Gang(self.shared, store, self.forget)
         self.membership = Membership(
-            self.shared, SimpleNamespace(), "run", store, self.gang, lambda _: None, lambda _: None, "slots"
+            self.shared,
+            SimpleNamespace(),
+            "run",
+            store,
+            self.gang,
+            lambda _: None,
+            lambda _: None,
+            "slots",
+            lambda _: False,
         )
 
     def forget(self) -> None:

@@ -8,7 +8,7 @@ which the store has no place any more is removed.
 import sqlite3
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -43,11 +43,13 @@ class Archiver:
         self._store, self._payloads, self._run_dir, self._rule = store, payloads, run_dir, rule
         self._thread: threading.Thread | None = None
 
-    def begin(self, step: int) -> "Future[Archived]":
-        """Archives the batch of step `step`, from 0; before, removes payload files that nobody needs. Errors
-        are of the disk (OSError), a payload (LaminarError, Damaged), or the store (sqlite3.Error)."""
+    def begin(self, step: int, gone: Callable[[str], bool]) -> "Future[Archived]":
+        """Archives the batch of step `step`, from 0; before, removes payload files that nobody needs; `gone`:
+        as for remove_empty. Errors are of the disk (OSError), a payload (LaminarError, Damaged), or the store
+        (sqlite3.Error)."""
         future: Future[Archived] = Future()
-        self._thread = threading.Thread(target=self._run, args=(step, future), name="archive", daemon=True)
+        job = (step, gone, future)
+        self._thread = threading.Thread(target=self._run, args=job, name="archive", daemon=True)
         self._thread.start()
         return future
 
@@ -56,10 +58,10 @@ class Archiver:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _run(self, step: int, future: "Future[Archived]") -> None:
+    def _run(self, step: int, gone: Callable[[str], bool], future: "Future[Archived]") -> None:
         try:
             with closing(sqlite3.connect(f"{self._store.resolve().as_uri()}?mode=ro", uri=True)) as db:
-                remove_empty(db, self._payloads / PAYLOADS)
+                remove_empty(db, self._payloads / PAYLOADS, gone)
                 future.set_result(self._archive(db, step))
         except BaseException as error:
             future.set_exception(error)
@@ -103,9 +105,10 @@ class Archiver:
             yield wholes(self._payloads, part)
 
 
-def remove_empty(db: sqlite3.Connection, folder: Path) -> int:
+def remove_empty(db: sqlite3.Connection, folder: Path, gone: Callable[[str], bool]) -> int:
     """Removes payload files in which no response has its place any more; how many. A rollout writes its files
-    one after the other and speaks of them in that order: one is over when the store knows a later one."""
+    one after the other and speaks of them in that order: one is over when the store knows a later one, or
+    when its writer is `gone` and all that it has said is in the store."""
     used = {file for (file,) in db.execute("SELECT DISTINCT file FROM responses")}
     newest: dict[str, int] = defaultdict(lambda: -1)
     for file in used:
@@ -114,7 +117,8 @@ def remove_empty(db: sqlite3.Connection, folder: Path) -> int:
     count = 0
     for path in folder.iterdir() if folder.is_dir() else ():
         writer, _, number = path.name.rpartition(".")
-        if path.name not in used and number.isdigit() and int(number) < newest[writer]:
+        is_over = number.isdigit() and (int(number) < newest[writer] or gone(writer))
+        if path.name not in used and is_over:
             path.unlink(missing_ok=True)
             count += 1
     return count

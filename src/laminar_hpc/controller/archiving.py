@@ -22,6 +22,7 @@ from laminar_hpc.cluster import checkpoints
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller import put_back
 from laminar_hpc.controller.archiver import Archived, Archiver
+from laminar_hpc.controller.gone_writers import GoneWriters
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability.console import line
@@ -36,8 +37,8 @@ _CLOSE_SECONDS = 10.0
 class Archiving:
     """Of a run that generates; a replay archives nothing."""
 
-    def __init__(self, shared: Shared, store: Store) -> None:
-        self._shared, self._store, self._state = shared, store, shared.state
+    def __init__(self, shared: Shared, store: Store, gone: GoneWriters) -> None:
+        self._shared, self._store, self._state, self._gone = shared, store, shared.state, gone
         self._run_dir = Path(shared.config.run_dir)
         self._archiver = Archiver(store.path, store.run_dir, self._run_dir, shared.config.archive)
         self._done = store.archived_steps
@@ -54,6 +55,10 @@ class Archiving:
 
     def tick(self) -> None:
         """Takes what the thread has done, and gives it the next step."""
+        self._work()
+        self._gone.tick(time.monotonic())  # of this turn, for the jobs after its commit
+
+    def _work(self) -> None:
         if self._job is not None and self._job.done():
             job, self._job = self._job, None
             self._take(job)
@@ -61,7 +66,7 @@ class Archiving:
         self._trims = self._trims and self._store.old_steps.trim(self._done)
         todo = self._done < min(self._limit, self._state.trainer_step)
         if todo and self._job is None and time.monotonic() >= self._not_before:
-            self._job = self._archiver.begin(self._done)
+            self._job = self._archiver.begin(self._done, self._gone.gone())
 
     def _take(self, job: "Future[Archived]") -> None:
         try:

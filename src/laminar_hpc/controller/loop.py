@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar_hpc.cluster.hub import Hub, UnreadableMessage
+from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
@@ -32,6 +33,7 @@ from laminar_hpc.controller.departures import Departures
 from laminar_hpc.controller.dispatcher import Dispatcher
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.gang import Gang
+from laminar_hpc.controller.gone_writers import GoneWriters
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.migration import Migration
@@ -121,8 +123,10 @@ class Controller:
         self.weights = Weights(shared, relays, store, probes)
         self.slots, self.gang = slots, Gang(shared, store, self.forget_gang)
         run_id = hub.address.run_id
+        patience = config.cluster.join_timeout_seconds + config.cluster.heartbeat_timeout_seconds
+        self.gone = GoneWriters(store.run_dir, shared.roles_apart, patience, time.monotonic())
         self.membership = Membership(
-            shared, self.weights, run_id, store, self.gang, self.forget, self.came, slots
+            shared, self.weights, run_id, store, self.gang, self.forget, self.came, slots, self.gone.is_gone
         )
         first = store.get("restore_epoch", 0) * NUMBERS
         self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps, first)
@@ -140,7 +144,7 @@ class Controller:
         )
         self.scorers = Scorers(shared, tracker, self.replicas)
         self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer, self.scorers)
-        self.archiving = None if replay else Archiving(shared, store)
+        self.archiving = None if replay else Archiving(shared, store, self.gone)
         self.training = Training(
             shared,
             tracker,
@@ -164,7 +168,7 @@ class Controller:
         """By the sender's role, who takes which message of a member."""
         everyone: Handlers = {
             Ping: self.on_ping,
-            Goodbye: self.membership.on_goodbye,
+            Goodbye: self.on_goodbye,
             Failure: self.membership.on_failure,
         }
         trainer: Handlers = {
@@ -284,6 +288,11 @@ class Controller:
             self.gang.on_progress(member, ping.progress)
         self.outbox.send(member, Pong())
 
+    def on_goodbye(self, member: Member, goodbye: Goodbye) -> None:
+        self.membership.on_goodbye(member, goodbye)
+        if member.hello.role == "rollout":
+            self.gone.ended(member.hello.index)
+
     def on_leaving(self, member: Member, leaving: Leaving) -> None:
         self.departures.on_leaving(member, leaving)
         self.dispatcher.replica_lost(member.hello.index)
@@ -299,6 +308,9 @@ class Controller:
             self.weights.relay_lost(index)
         if role == "rollout":
             self.replica_lost(index)
+            self.gone.away(index, time.monotonic())
+            if member.hello.machine == self.members.machine and not process_is_alive(member.hello.pid):
+                self.gone.ended(index)
 
     def came(self, member: Member) -> None:
         """A worker that was no member."""
@@ -307,6 +319,7 @@ class Controller:
             self.continuation.other_trainers()
         if member.hello.role == "rollout":
             self.crew.joined(member.hello.index)
+            self.gone.came(member.hello.index)
         self.reattachment.joined(member)
 
     def replica_lost(self, index: int) -> None:

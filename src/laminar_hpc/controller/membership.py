@@ -45,7 +45,8 @@ _MEMORY_CURES = {
 
 class Membership:
     """`forget(member)` gives what a lost member had in hand to others; `came(member)` is called for each new
-    member."""
+    member; `is_gone(number)`: whether the payload files of a rollout may be gone, so that it cannot come
+    back."""
 
     def __init__(
         self,
@@ -57,10 +58,12 @@ class Membership:
         forget: Callable[[Member], None],
         came: Callable[[Member], None],
         slots: str,
+        is_gone: Callable[[int], bool],
     ) -> None:
         self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
         self._weights, self._store, self._gang = weights, store, gang
         self._run_id, self._forget, self._came, self._slots = run_id, forget, came, slots
+        self._is_gone = is_gone
         self._oom_kills, self._numbers = oom_kills(), ReplicaNumbers(store, self._members)
 
     # ---- who comes -----------------------------------------------------------------------------------------
@@ -68,6 +71,9 @@ class Membership:
     def on_hello(self, identity: str, hello: Hello) -> None:
         if not _has_place(identity, hello):
             return self.refuse(identity, f"{hello.role} {hello.index} is no place in this run")
+        if hello.role == "rollout" and self._is_gone(hello.index):
+            text = f"{hello.name} was away for so long that its work has gone to others: start another"
+            return self._outbox.send_to(identity, Failure(text))
         if hello.role == "rollout":
             hello = hello.numbered(self._numbers.of(identity, hello))
         if rival := self._members.rival(hello):
