@@ -131,7 +131,7 @@ def row(run: Run, what: str, name: str, scale: float) -> dict:
         - sum(overlap(busy(spans), [window]) for spans in replicas) / (length * len(replicas)),
         "staleness": sum(step["staleness_training_mean"] for step in steps) / len(steps),
         "staleness max": int(max(step["staleness_training_max"] for step in run.steps)),
-        "versions": max(run.versions()),
+        "versions": run.versions_max(),
         "moved": len(run.records.get("move", [])),
         "s to 0.70": common.seconds_to_accuracy(run) if what == "real" else None,
     }
