@@ -2,6 +2,7 @@
 and go."""
 
 import os
+import time
 
 import pytest
 from script import Script
@@ -85,6 +86,25 @@ def test_only_rollouts_come_without_a_number(tmp_path):
     (rival,) = answers(script, "b")
     assert isinstance(rival, Failure) and "rollout 0 is in this run already" in rival.text
     assert "first_index" not in rival.text
+    script.closes()
+
+
+def test_one_that_was_away_for_too_long_may_not_come_back(tmp_path):
+    """Its last payload files may be gone; one that is back in time goes on."""
+    script = new(tmp_path)
+    assert [joins(script, life) for life in "ab"] == [0, 1]
+    controller, now = script.controller, time.monotonic()
+    for number in (0, 1):
+        member = controller.members.at("rollout", number)
+        controller.members.leave(member)  # it was silent for too long
+        controller.forget(member)
+    assert joins(script, "a", 0) == 0
+    cluster = controller.config.cluster
+    controller.gone.tick(now + cluster.join_timeout_seconds + cluster.heartbeat_timeout_seconds + 60.0)
+    script.hear("rollout", UNNUMBERED, hello(1, "b"), life="b")
+    (refusal,) = answers(script, "b")
+    assert isinstance(refusal, Failure) and "rollout 1 was away for so long" in refusal.text
+    assert joins(script, "a", 0) == 0 and joins(script, "c") == 2
     script.closes()
 
 

@@ -40,8 +40,10 @@ class GoneWriters:
             self._away[number] = now
 
     def came(self, number: int) -> None:
+        """Also another process, where numbers are not given by the controller."""
         self._away.pop(number, None)
         self._ended.discard(number)
+        self._numbers.discard(number)
 
     def is_gone(self, number: int) -> bool:
         """Whether files of it may have been removed."""

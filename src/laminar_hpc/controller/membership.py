@@ -71,7 +71,7 @@ class Membership:
     def on_hello(self, identity: str, hello: Hello) -> None:
         if not _has_place(identity, hello):
             return self.refuse(identity, f"{hello.role} {hello.index} is no place in this run")
-        if hello.role == "rollout" and self._is_gone(hello.index):
+        if identity.startswith(_UNNUMBERED) and self._is_gone(hello.index):
             text = f"{hello.name} was away for so long that its work has gone to others: start another"
             return self._outbox.send_to(identity, Failure(text))
         if hello.role == "rollout":
