@@ -52,6 +52,20 @@ def plan_help() -> str:
     return f"\nQUESTION is one of {', '.join(questions())}. {_SIMULATOR_KEYS}"
 
 
+# those of jobs/submit.py, which is imported only when it is called
+submit_options = (
+    "--dry-run",
+    "--apart",
+    "--plan FILE",
+    "--gpus-per-node N",
+    "--slurm OPTIONS",
+    "--controller OPTIONS",
+    "--trainer OPTIONS",
+    "--rollouts OPTIONS",
+    "--config-dir DIR",
+)
+
+
 def elsewhere(module: str) -> Callable[[list[str]], int]:
     """The command whose `main` is in `module`, which is imported only when the command is called."""
     return lambda arguments: importlib.import_module(module).main(arguments)
@@ -106,6 +120,19 @@ COMMANDS: dict[str, Command] = {
         "a small project of your own: data, reward, experiment, a Slurm script",
         {"laminar init mine": "the folder mine/, with a README.md that goes on from there"},
         ("DIR",),
+    ),
+    "submit": Command(
+        elsewhere("laminar_hpc.jobs.submit"),
+        "check, then submit the run's Slurm jobs: trainers, controller, an array of rollouts",
+        {
+            "laminar submit experiment=cluster_64gpu_32b data.train=FILE reward.function=NAME": "",
+            "laminar submit experiment=demo --apart --dry-run": "print the sbatch lines, submit nothing",
+            "laminar submit experiment=mine --slurm='--account=me --time=12:00:00'": "options for all jobs",
+            "laminar submit experiment=mine --rollouts='--partition=preempt'": "for one of them",
+            "laminar submit --plan DIR/experiment/NAME.yaml data.train=FILE": "what laminar plan has written",
+        },
+        options=submit_options,
+        keys=True,
     ),
     "stop": Command(
         stop,
