@@ -141,7 +141,8 @@ def test_each_node_starts_its_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     common = f"run_dir={tmp_path} cluster.host=10.0.0.9"
     assert start("trainer", 1) == {"trainer": f"trainer 4 {common} first_index=4 steps=3 resume=auto"}
     assert start("controller") == {
-        "controller": f"controller 1 {common} store_dir={local_store(tmp_path)} rollout.replicas_min=1 steps=3 resume=auto"
+        "controller": f"controller 1 {common} store_dir={local_store(tmp_path)} rollout.replicas_min=1 "
+        "steps=3 resume=auto"
     }
     config.relay.lanes = 2
     assert start("rollouts", 0, 3) == {
