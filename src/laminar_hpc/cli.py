@@ -134,6 +134,16 @@ COMMANDS: dict[str, Command] = {
         options=submit_options,
         keys=True,
     ),
+    "slurm": Command(
+        elsewhere("laminar_hpc.jobs.check"),
+        "look at all nodes of a Slurm allocation: network, clocks, limits, versions, GPUs, shared storage",
+        {
+            "salloc --nodes=4 laminar slurm check": "a verdict and a cure per row; exit code 1 if one fails",
+            "sbatch --nodes=4 --wrap 'laminar slurm check runs'": "with runs/ as the shared folder",
+        },
+        ("check",),
+        keys=True,
+    ),
     "stop": Command(
         stop,
         "let a running job finish its step, write a checkpoint and exit 0",

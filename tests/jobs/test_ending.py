@@ -26,14 +26,14 @@ def test_it_trains_on_as_long_as_a_stop_leaves_time_for(tmp_path: Path) -> None:
     life; a signal that comes long before the limit is not for the limit."""
     steps = [{"kind": "step", "seconds": seconds} for seconds in (500, 20, 40)]
     run_dir = write(tmp_path / "run", {"kind": "start"}, *steps, {"kind": "checkpoint", "seconds": 60})
-    needed = 1.5 * (40 + 60) + 30
+    needed = 1.5 * (40 + 60) + 60
     assert seconds_to_go_on("trainer", run_dir, 600.0) == 600 - needed
     assert seconds_to_go_on("controller", run_dir, 100.0) == 0.0
     assert seconds_to_go_on("rollouts", run_dir, 100.0) == 55.0
     assert seconds_to_go_on("trainer", run_dir, None) == seconds_to_go_on("trainer", run_dir, 9000.0) == 0.0
     assert lead_seconds(run_dir) == 600.0
     write(run_dir, {"kind": "start"}, {"kind": "checkpoint", "seconds": 1000})
-    assert lead_seconds(run_dir) == 2 * (1500 + 30)
+    assert lead_seconds(run_dir) == 2 * (1500 + 60)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ def test_the_longest_step_and_checkpoint_count() -> None:
 @pytest.mark.parametrize(
     ("steps", "saves", "limit"),
     [
-        ([1.0], [1.0], 66.0),  # twice what is expected
-        ([], [0.1], 60.3),
+        ([1.0], [1.0], 126.0),  # twice what is expected
+        ([], [0.1], 120.3),
         ([0.1], [], 300.0),  # no checkpoint yet: nobody knows
-        ([600.0], [200.0], 2460.0),
+        ([600.0], [200.0], 2520.0),
     ],
 )
 def test_the_limit_of_a_stop(steps: list[float], saves: list[float], limit: float) -> None:

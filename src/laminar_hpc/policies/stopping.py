@@ -6,7 +6,7 @@ What was slow before may be slow again, so the longest of the last ones counts, 
 from collections.abc import Sequence
 
 SAFETY = 1.5  # over the longest that was measured
-GOODBYE_SECONDS = 30.0  # for all to leave
+GOODBYE_SECONDS = 60.0  # for all to leave, an engine that is just starting too
 _NEWEST = 20  # of the steps and saves, as an early one may have compiled kernels
 
 
