@@ -121,6 +121,12 @@ COMMANDS: dict[str, Command] = {
         {"laminar init mine": "the folder mine/, with a README.md that goes on from there"},
         ("DIR",),
     ),
+    "stop": Command(
+        stop,
+        "let a running job finish its step, write a checkpoint and exit 0",
+        {"laminar stop runs/demo": "as Ctrl-C in its terminal, from any machine that sees the folder"},
+        ("RUN_DIR",),
+    ),
     "submit": Command(
         elsewhere("laminar_hpc.jobs.submit"),
         "check, then submit the run's Slurm jobs: trainers, controller, an array of rollouts",
@@ -138,17 +144,11 @@ COMMANDS: dict[str, Command] = {
         elsewhere("laminar_hpc.jobs.check"),
         "look at all nodes of a Slurm allocation: network, clocks, limits, versions, GPUs, shared storage",
         {
-            "salloc --nodes=4 laminar slurm check": "a verdict and a cure per row; exit code 1 if one fails",
-            "sbatch --nodes=4 --wrap 'laminar slurm check runs'": "with runs/ as the shared folder",
+            "laminar slurm check": "inside salloc or sbatch; exit code 1 if a row says FAIL",
+            "laminar slurm check /shared/runs": "with this folder as the one that all nodes share",
         },
         ("check",),
         keys=True,
-    ),
-    "stop": Command(
-        stop,
-        "let a running job finish its step, write a checkpoint and exit 0",
-        {"laminar stop runs/demo": "as Ctrl-C in its terminal, from any machine that sees the folder"},
-        ("RUN_DIR",),
     ),
     "top": Command(
         elsewhere("laminar_hpc.report.top"),

@@ -93,7 +93,7 @@ def test_a_node_that_does_not_answer_is_counted() -> None:
 def test_clocks_are_compared_over_a_connection(tmp_path: Path) -> None:
     """Promise: one machine's clock does not differ from its own, and each question is answered."""
     serve_clock(tmp_path, "127.0.0.1")
-    host, port, _ = (tmp_path / "head").read_text().split()
+    host, port = (tmp_path / "head").read_text().split()
     results = []
     threads = [threading.Thread(target=lambda: results.append(ask_clock(host, int(port)))) for _ in range(4)]
     for thread in threads:

@@ -14,10 +14,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -26,7 +26,7 @@ from laminar_hpc.cluster import durable
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.file_systems import file_system
 from laminar_hpc.doctor.packages import gpus, installed
-from laminar_hpc.jobs.network import addresses, free_port, own_address, use_interface
+from laminar_hpc.jobs.network import addresses, own_address, use_interface
 
 MEET_SECONDS = 15.0  # for the head to say where it is, and for all to meet
 _ROUNDS = 20  # of asking for the head's clock; the fastest counts
@@ -62,11 +62,12 @@ def main(arguments: list[str]) -> int:
     node, nodes = int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_JOB_NUM_NODES"])
     seen = Seen(node, socket.gethostname())
     here(seen)
-    for name, look in (
-        ("network", lambda: rendezvous(seen, folder)),
-        ("storage", lambda: storage(seen, folder)),
-        ("broadcast", lambda: broadcast(seen, folder, nodes)),
-    ):
+    looks: dict[str, Callable[[], None]] = {
+        "network": lambda: rendezvous(seen, folder),
+        "storage": lambda: storage(seen, folder),
+        "broadcast": lambda: broadcast(seen, folder, nodes),
+    }
+    for name, look in looks.items():
         try:
             look()
         except Exception as error:  # whatever a library raises is a finding
@@ -96,15 +97,14 @@ def rendezvous(seen: Seen, folder: Path) -> None:
     use_interface(seen.address)
     if seen.node == 0:
         serve_clock(folder, seen.address)
-    host, port = await_file(folder / "head").split()[:2]
+    host, port = await_file(folder / "head").split()
     seen.round_trip_seconds, seen.clock_seconds = ask_clock(host, int(port))
 
 
 def serve_clock(folder: Path, address: str) -> None:
     """Answers each connection's bytes with this node's time until the process ends."""
     listener = socket.create_server((address, 0), backlog=1024)
-    store = free_port(address)
-    durable.replace(folder / "head", f"{address} {listener.getsockname()[1]} {store}\n".encode())
+    durable.replace(folder / "head", f"{address} {listener.getsockname()[1]}\n".encode())
 
     def answer(connection: socket.socket) -> None:
         with connection, suppress(OSError):
@@ -189,9 +189,15 @@ def broadcast(seen: Seen, folder: Path, nodes: int) -> None:
     import torch
     import torch.distributed as dist
 
-    host, _, port = await_file(folder / "head").split()
+    from laminar_hpc.cluster.meeting import host_store, reach_store
+
     seconds = timedelta(seconds=MEET_SECONDS)
-    store = dist.TCPStore(host, int(port), nodes, seen.node == 0, seconds)
+    if seen.node == 0:
+        store, port = host_store(seen.address, MEET_SECONDS)
+        durable.replace(folder / "store", f"{seen.address} {port}\n".encode())
+    else:
+        host, number = await_file(folder / "store").split()
+        store = reach_store(host, int(number), MEET_SECONDS)
     dist.init_process_group("gloo", store=store, rank=seen.node, world_size=nodes, timeout=seconds)
     tensor = torch.zeros(_BYTES // 4)
     dist.broadcast(tensor, 0)  # makes the connections
@@ -204,7 +210,7 @@ def broadcast(seen: Seen, folder: Path, nodes: int) -> None:
     dist.destroy_process_group()
 
 
-def read_seen(path: Path) -> Any:
+def read_seen(path: Path) -> Seen | None:
     """A node's findings, or None where it has none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Seen)
