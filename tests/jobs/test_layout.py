@@ -58,6 +58,8 @@ def test_every_experiment_has_its_jobs(name: str, capsys: pytest.CaptureFixture[
     its own there (but for a file that shares one)."""
     jobs = lines(capsys, f"experiment={name}")
     assert {script: nodes_and_gpus(options) for script, (_, options) in jobs.items()} == EXPECTED[name]
+    header = (FOLDER / f"{name}.yaml").read_text().split("run_dir:")[0]
+    assert "GPUs" not in header or f"laminar submit experiment={name}" in header
     config = load_config([f"experiment={name}", "dry_run=true"])
     derived = derive(config)
     if "laminar_single" in jobs:
