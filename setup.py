@@ -176,7 +176,7 @@ setup(
     package_data={
         **{name: ["*.yaml"] for name in conf},
         **{name: ["*.json", "*.jsonl", "*.safetensors"] for name in examples},
-        **{name: ["*.sbatch"] for name in slurm},
+        **{name: ["*.sbatch", "*.sh"] for name in slurm},
         "laminar_hpc.report": ["*.css", "*.js"],
         "laminar_hpc.project": ["template/**/*"],
     },

@@ -52,6 +52,20 @@ def plan_help() -> str:
     return f"\nQUESTION is one of {', '.join(questions())}. {_SIMULATOR_KEYS}"
 
 
+# those of jobs/submit.py, which is imported only when it is called
+submit_options = (
+    "--dry-run",
+    "--apart",
+    "--plan FILE",
+    "--gpus-per-node N",
+    "--slurm OPTIONS",
+    "--controller OPTIONS",
+    "--trainer OPTIONS",
+    "--rollouts OPTIONS",
+    "--config-dir DIR",
+)
+
+
 def elsewhere(module: str) -> Callable[[list[str]], int]:
     """The command whose `main` is in `module`, which is imported only when the command is called."""
     return lambda arguments: importlib.import_module(module).main(arguments)
@@ -112,6 +126,29 @@ COMMANDS: dict[str, Command] = {
         "let a running job finish its step, write a checkpoint and exit 0",
         {"laminar stop runs/demo": "as Ctrl-C in its terminal, from any machine that sees the folder"},
         ("RUN_DIR",),
+    ),
+    "submit": Command(
+        elsewhere("laminar_hpc.jobs.submit"),
+        "check, then submit the run's Slurm jobs: trainers, controller, an array of rollouts",
+        {
+            "laminar submit experiment=cluster_64gpu_32b data.train=FILE reward.function=NAME": "",
+            "laminar submit experiment=demo --apart --dry-run": "print the sbatch lines, submit nothing",
+            "laminar submit experiment=mine --slurm='--account=me --time=12:00:00'": "options for all jobs",
+            "laminar submit experiment=mine --rollouts='--partition=preempt'": "for one of them",
+            "laminar submit --plan DIR/experiment/NAME.yaml data.train=FILE": "what laminar plan has written",
+        },
+        options=submit_options,
+        keys=True,
+    ),
+    "slurm": Command(
+        elsewhere("laminar_hpc.jobs.check"),
+        "look at all nodes of a Slurm allocation: network, clocks, limits, versions, GPUs, shared storage",
+        {
+            "laminar slurm check": "inside salloc or sbatch; exit code 1 if a row says FAIL",
+            "laminar slurm check /shared/runs": "with this folder as the one that all nodes share",
+        },
+        ("check",),
+        keys=True,
     ),
     "top": Command(
         elsewhere("laminar_hpc.report.top"),

@@ -43,15 +43,20 @@ def test_demo_runs_over_two_nodes(slurm_cluster, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_stopped_job_goes_on_when_submitted_again(slurm_cluster, tmp_path: Path) -> None:
-    """What Slurm does before a time limit (a signal to the batch script) ends the job in order; the next job
-    finishes the run."""
+    """What Slurm does before a time limit (a signal to the batch script) stops the run in order and requeues
+    the job, which goes on; `laminar stop` ends it for good, and the next job finishes the run."""
     run_dir = tmp_path / "run"
-    first = submit(slurm_cluster, run_dir, "steps=40")
+    first = submit(slurm_cluster, run_dir, "steps=1000")
     slurm_cluster.poll(lambda: steps_done(run_dir) >= 2, RUN_SECONDS, "two steps", first)
     slurm_cluster.command("scancel", "--batch", "--signal=USR1", first)
+    again = "going on from the checkpoint"
+    slurm_cluster.poll(lambda: again in slurm_cluster.output(first), RUN_SECONDS, "its next life", first)
+    before = steps_done(run_dir)
+    slurm_cluster.poll(lambda: steps_done(run_dir) > before, RUN_SECONDS, "a step of it", first)
+    slurm_cluster.command(sys.executable, "-m", "laminar_hpc.cli", "stop", str(run_dir))
     assert slurm_cluster.wait(first, 120) == "COMPLETED", slurm_cluster.output(first)[-3000:]
     done = steps_done(run_dir)
-    assert 2 <= done < 40
+    assert 2 <= done < 1000
     second = submit(slurm_cluster, run_dir, f"steps={done + 2}")
     assert slurm_cluster.wait(second, RUN_SECONDS) == "COMPLETED", slurm_cluster.output(second)[-3000:]
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == done + 2

@@ -11,6 +11,10 @@ NETWORK_FILE_SYSTEMS = {
     "cifs",
     "ceph",
     "fuse.sshfs",
+    "fuse.glusterfs",
+    "fuse.juicefs",
+    "panfs",
+    "wekafs",
     "9p",
     "smb3",
 }

@@ -196,7 +196,7 @@ class ClusterConfig:
     batch_timeout_seconds: float = seconds(900.0)
     """a trainer's longest wait for a batch"""
     stop_timeout_seconds: float = seconds(60.0)
-    """longest time for an orderly stop"""
+    """least limit of an orderly stop; where earlier steps and checkpoints took long, twice what they took"""
 
 
 @dataclass

@@ -56,10 +56,12 @@ from laminar_hpc.controller.store_check import check_store, damage_of
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt, load_run_prompts
 from laminar_hpc.observability import console, status
+from laminar_hpc.observability.durations import read_durations
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.observability.wandb_mirror import WandbMirror, check_wandb
 from laminar_hpc.policies.sampling import GroupSize, prompt_index
+from laminar_hpc.policies.stopping import stop_limit
 from laminar_hpc.pretrained import recorded_name
 
 log = logging.getLogger(__name__)
@@ -274,7 +276,7 @@ def loop(controller: Controller, received: list[str], lock: RunLock, watch: Loop
     if state.gang:  # a run that is under way goes on with the replicas that there are
         wanted = {"trainer": 0 if state.trainer_done else wanted["trainer"], "rollout": 1}
     joined, joining_until = False, time.monotonic() + cluster.join_timeout_seconds
-    stop_until, shown = None, 0.0
+    stop_until, stop_seconds, shown = None, 0.0, 0.0
     while not state.finished:
         controller.turn()
         watch.turned()
@@ -286,11 +288,13 @@ def loop(controller: Controller, received: list[str], lock: RunLock, watch: Loop
         if received:
             controller.request_stop(received[0])
         if state.stopping and (members.at("trainer") or not state.gang):
-            stop_until = stop_until or time.monotonic() + cluster.stop_timeout_seconds
+            stop_seconds = stop_seconds or _stop_limit(controller.config)
+            stop_until = stop_until or time.monotonic() + stop_seconds
             if time.monotonic() > stop_until:
                 raise LaminarError(
                     f"{state.stopping}: the trainer did not finish step {state.trainer_step + 1} and its "
-                    f"checkpoint within {cluster.stop_timeout_seconds:.0f} s (cluster.stop_timeout_seconds)"
+                    f"checkpoint within {stop_seconds:.0f} s, twice what earlier ones took and at least "
+                    "cluster.stop_timeout_seconds"
                 )
         missing = {} if joined else {role: n - members.count(role) for role, n in wanted.items()}
         joined = joined or not any(number > 0 for number in missing.values())
@@ -308,6 +312,12 @@ def loop(controller: Controller, received: list[str], lock: RunLock, watch: Loop
     controller.continuation.over()
     for member in members.by_place.values():
         log.error("%s did not leave within %.0f s", member.name, cluster.stop_timeout_seconds)
+
+
+def _stop_limit(config: RunConfig) -> float:
+    """Seconds for an orderly stop, by the steps and checkpoints before."""
+    measured = read_durations(Path(config.run_dir))
+    return stop_limit(*measured, config.cluster.stop_timeout_seconds, config.cluster.join_timeout_seconds)
 
 
 def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:

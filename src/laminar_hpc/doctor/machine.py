@@ -110,7 +110,11 @@ def slurm() -> Iterator[Finding]:
         return
     out = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=2, check=False)
     if match := re.match(r"slurm[- ](\S+)", out.stdout):
-        yield Finding("ok", "Slurm", f"{match.group(1)}; slurm/ has the job scripts")
+        inside = "SLURM_JOB_ID" in os.environ
+        hint = (
+            "laminar slurm check looks at all nodes of this job" if inside else "laminar submit starts a run"
+        )
+        yield Finding("ok", "Slurm", f"{match.group(1)}; {hint}")
     else:
         yield Finding(
             "ok", "Slurm", "installed, but it names no cluster; runs start with laminar train or launch/"

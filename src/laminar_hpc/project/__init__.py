@@ -54,7 +54,8 @@ def make(target: Path) -> None:
 def _write(folder: Path) -> None:
     shutil.copytree(TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(shipped_directory("examples") / "arithmetic" / "base", folder / "model")
-    shutil.copy(shipped_directory("slurm") / "laminar_single.sbatch", folder)
+    for name in ("laminar_single.sbatch", "common.sh", "site.sh"):
+        shutil.copy(shipped_directory("slurm") / name, folder)
     script = folder / "train.sbatch"
     script.write_text(script.read_text().replace(_ENVIRONMENT, sys.prefix))
     mask = os.umask(0)

@@ -1,0 +1,105 @@
+# slurm/common.sh   Sourced by the job scripts beside it: run_job ROLE [overrides].
+#
+# One job is one failure domain. The jobs of a run find each other in its folder, RUN_DIR:
+#   jobs/ROLE.JOB.RESTARTS        this life of a job goes on; its node
+#   jobs/end.JOB.RESTARTS         it is to end: `limit` (USR1, before the time limit) or `now` (TERM, preemption)
+#   jobs/again.JOB.RESTARTS       it has ended in order and has more to do, so it is requeued
+# What runs on the nodes is `python -m laminar_hpc.jobs.node`, which reads and writes the last two.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/site.sh"
+
+say() { echo "$(date +%T) laminar: $*"; }
+
+# Slurm's own words on this job; an array's first element would get those of all.
+job_field() { scontrol -o show job "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID " | sed -n "s/.* $1=\([^ ]*\) .*/\1/p"; }
+
+run_job() {
+  role=$1; shift
+  RUN_DIR=${RUN_DIR:-$SLURM_SUBMIT_DIR/runs/slurm-$SLURM_JOB_ID}
+  for word in "$@"; do case $word in run_dir=*) RUN_DIR=${word#run_dir=} ;; esac; done
+  export RUN_DIR STORE_DIR LAMINAR_LIFE=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0} LAMINAR_JOB_END
+  LAMINAR_JOB_END=$(end_of_time)
+  mkdir -p "$RUN_DIR/jobs"
+  end=$RUN_DIR/jobs/end.$LAMINAR_LIFE again=$RUN_DIR/jobs/again.$LAMINAR_LIFE mine=$RUN_DIR/jobs/$role.$LAMINAR_LIFE
+  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  trap 'told limit' USR1
+  trap 'told now' TERM
+  trap 'rm -f "$mine" "$end" "$again"' EXIT
+  echo "$head" >"$mine"
+  say "$role on $SLURM_JOB_NUM_NODES nodes, the first is $head; run $RUN_DIR"
+  code=0
+  await_others && start_nodes "$@" || code=$?
+  if [ -e "$again" ] || { [ $code = 0 ] && [ -n "$nothing_began" ]; }; then requeue; fi
+  say "$role ended with exit code $code"
+  exit $code
+}
+
+# Seconds since 1970 when the time limit comes; empty without one.
+end_of_time() {
+  date -d "$(job_field EndTime)" +%s 2>/dev/null || true
+}
+
+told() { [ -e "$end" ] || { say "told to end ($1)"; echo "$1" >"$end"; }; }
+
+# Whether a job of this role of the run goes on. A file that a killed job has left does not count, and goes.
+goes_on() {
+  local file state
+  for file in "$RUN_DIR/jobs/$1".*; do
+    [ -e "$file" ] || continue
+    state=$(squeue -h -o %T -j "$(basename "$file" | cut -d. -f2)" 2>/dev/null || echo gone)
+    case $state in
+      *RUNNING*) return 0 ;;
+      gone | "") rm -f "$file" ;;
+    esac
+  done
+  return 1
+}
+
+# The controller waits until there are trainers and rollouts, the others wait for the controller: jobs leave the queue when they
+# like, and the time limits of the roles (cluster.join_timeout_seconds) are for those that have started.
+await_others() {
+  local what said=-1000
+  nothing_began=
+  while what=$(missing); [ -n "$what" ]; do
+    if [ -e "$end" ]; then nothing_began=1; return 0; fi
+    if [ $((SECONDS - said)) -ge 600 ]; then said=$SECONDS; say "waits for $what"; fi
+    sleep 1 & wait $! || true                     # a signal ends the wait
+  done
+}
+
+missing() {
+  case $role in
+    controller) for other in ${WAIT_FOR-trainer rollouts}; do goes_on "$other" || { echo "the job of the $other"; return; }; done ;;
+    trainer | rollouts)
+      if [ ! -e "$RUN_DIR/controller.json" ]; then echo "the controller"; return; fi
+      ! compgen -G "$RUN_DIR/jobs/controller.*" >/dev/null || goes_on controller || echo "the job of the controller" ;;
+  esac
+}
+
+# One process on each node, until all have ended. They are told by the file `end`: srun's own signals reach more than them.
+start_nodes() {
+  [ -z "$nothing_began" ] || return 0
+  [ -z "$VENV" ] || export PATH=$VENV/bin:$PATH
+  if [ -n "$VENV" ] && ! [ -x "$VENV/bin/python" ]; then
+    echo "laminar: error: no python in VENV=$VENV: run make setup there, or set VENV or a container in slurm/site.sh" >&2
+    return 2
+  fi
+  [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+  srun -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
+    "${SRUN[@]}" "${CONTAINER[@]}" python -m laminar_hpc.jobs.node "$role" "$@" &
+  local step=$! code=0
+  wait $step || code=$?
+  while kill -0 $step 2>/dev/null; do code=0; wait $step || code=$?; done       # a trapped signal ends a wait, not the step
+  return $code
+}
+
+# Only a job that runs: one that was cancelled, or whose time is over, stays ended.
+requeue() {
+  local state
+  state=$(job_field JobState)
+  if [ "$state" != RUNNING ]; then say "not requeued: the job is $state"; return; fi
+  say "requeued, to go on from here"
+  trap '' USR1 TERM                               # that of the requeue itself
+  rm -f "$mine" "$end" "$again"
+  scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
+}

@@ -1,0 +1,61 @@
+"""When a job that is told of its end stops, and whether it is requeued afterwards.
+
+A job is told by USR1 some minutes before its time limit, or by TERM when it is preempted. It trains on as
+long as the stop leaves time for, by the steps and checkpoints before (policies/stopping.py). Afterwards the
+run's last record says whether there is more to do.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from laminar_hpc.cluster.address import ADDRESS_FILE
+from laminar_hpc.observability import jsonl
+from laminar_hpc.observability.durations import read_durations
+from laminar_hpc.policies.stopping import stop_seconds
+
+ROLLOUTS_SECONDS = 45.0  # before the limit they leave, which takes 20
+LEAD_SECONDS = 600.0  # before the limit USR1 comes, or twice what a stop needs where that is longer
+_EARLY_SECONDS = 120.0  # Slurm sends it up to a minute before
+CLOSE_SECONDS = 60.0  # for the controller to write its last record and take its address away
+
+
+def lead_seconds(run_dir: Path) -> float:
+    """How long before its limit a job of this run is to be told."""
+    return max(LEAD_SECONDS, 2 * stop_seconds(*read_durations(run_dir)))
+
+
+def seconds_to_go_on(role: str, run_dir: Path, left: float | None) -> float:
+    """How long a job of `role` that has `left` seconds may go on before it is to stop; 0 = stop now. None: it
+    has no limit. With much time left USR1 was not for the limit."""
+    if left is None or left > lead_seconds(run_dir) + _EARLY_SECONDS:
+        return 0.0
+    needed = ROLLOUTS_SECONDS if role == "rollouts" else stop_seconds(*read_durations(run_dir))
+    return max(0.0, left - needed)
+
+
+def last_word(run_dir: Path) -> str:
+    """Why the run ended, as its controller wrote: "done", "failed: ...", or what asked it to stop. "" while
+    it goes on, or if no controller could say it."""
+    last: dict = {}
+    for record in jsonl.read(run_dir / "metrics.jsonl", "start", "end"):
+        last = record
+    return str(last.get("reason", "")) if last.get("kind") == "end" else ""
+
+
+def has_more_to_do(role: str, run_dir: Path, told: bool, sleep: Callable[[float], None] = time.sleep) -> bool:
+    """Whether a job of `role` whose processes have ended in order is to run again. `told`: it was told of its
+    end itself.
+
+    A rollout that was told leaves a run that goes on. For all others the run has ended: it is done, was
+    stopped by the user, or has stopped because the time of one of its jobs was over."""
+    if role == "rollouts" and told and (run_dir / ADDRESS_FILE).exists():
+        return True
+    waited = 0.0
+    while (run_dir / ADDRESS_FILE).exists() and waited < CLOSE_SECONDS:
+        sleep(0.5)
+        waited += 0.5
+    word = last_word(run_dir)
+    if word == "done" or word.startswith("failed"):
+        return False
+    return told or word.startswith("SIG")

@@ -1,0 +1,95 @@
+"""Which Slurm jobs a run needs, on how many nodes with how many GPUs: a pure function of the configuration.
+
+A run that fits one node, or whose trainers and engines share GPUs, is one job there (laminar_single.sbatch).
+Any other has a job per failure domain: the controller without a GPU, the trainers on whole nodes, and an
+array of rollouts with one element for each node. cluster/devices.py places the ranks on a node's GPUs.
+"""
+
+import math
+from dataclasses import dataclass
+
+from laminar_hpc.config.check import Derived
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import RunConfig
+
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job script of slurm/, sbatch's options for it, and the environment that it needs."""
+
+    script: str
+    options: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def gpus_by_default(config: RunConfig) -> int:
+    """Of each node: 8 for a configuration that names its GPUs' memory, else none."""
+    named = config.trainer.gpu_memory_gigabytes or config.rollout.gpu_memory_gigabytes
+    return GPUS_PER_NODE if named else 0
+
+
+def shares_gpus(config: RunConfig) -> bool:
+    """Whether trainers and engines use the same GPUs of a node."""
+    return bool(set(config.trainer.devices or ()) & set(config.rollout.devices or ()))
+
+
+def layout(config: RunConfig, derived: Derived, gpus: int, apart: bool) -> list[Job]:
+    """The jobs, in the order in which they are submitted. `gpus` of each node, 0 = run on the CPU; `apart`:
+    a job for each role although one node would do.
+
+    Raises LaminarError for what has no place on such nodes."""
+    used = derived.gpus_unless_shared
+    if shares_gpus(config):
+        used = len({*(config.trainer.devices or ()), *(config.rollout.devices or ())})
+        if apart:
+            raise LaminarError(
+                "--apart: trainer.devices and rollout.devices name the same GPUs; leave both at null"
+            )
+    replay = not derived.rollout_ranks
+    if not apart and (replay or used <= gpus or not gpus) and (nodes := _nodes(derived, gpus)) == 1:
+        return [_single(derived, nodes, min(used, gpus))]
+    trainer = _trainer(config, derived, gpus)
+    if replay:
+        return [Job("control.sbatch", (), (("WAIT_FOR", "trainer"),)), trainer]
+    return [Job("control.sbatch", ()), trainer, _rollouts(config, derived, gpus)]
+
+
+def _nodes(derived: Derived, gpus: int) -> int:
+    """For all trainers."""
+    return math.ceil(derived.trainer_ranks / gpus) if gpus else 1
+
+
+def _gpus(count: int) -> tuple[str, ...]:
+    return (f"--gpus-per-node={count}",) if count else ()
+
+
+def _single(derived: Derived, nodes: int, gpus: int) -> Job:
+    ranks = (("NPROC_PER_NODE", str(derived.world_size)),)
+    return Job("laminar_single.sbatch", (f"--nodes={nodes}", *_gpus(gpus)), ranks)
+
+
+def _trainer(config: RunConfig, derived: Derived, gpus: int) -> Job:
+    """As many on each node as it has GPUs, in whole tensor-parallel groups where these fit a node, and as
+    many on each."""
+    ranks, group = derived.trainer_ranks, config.trainer.tensor_parallel
+    each = ranks
+    if gpus:
+        fits = [n for n in range(1, min(gpus, ranks) + 1) if ranks % n == 0]
+        whole = [n for n in fits if n % group == 0] if group <= gpus else [n for n in fits if group % n == 0]
+        each = max(whole or fits)
+    return Job("trainer.sbatch", (f"--nodes={ranks // each}", *_gpus(each if gpus else 0)))
+
+
+def _rollouts(config: RunConfig, derived: Derived, gpus: int) -> Job:
+    """As many replicas on each node as its GPUs hold, one without GPUs; as equally many as possible."""
+    size = config.rollout.tensor_parallel
+    if gpus and size > gpus:
+        raise LaminarError(
+            f"rollout.tensor_parallel={size}: an engine is on one node, and --gpus-per-node={gpus}; lower it"
+        )
+    elements = math.ceil(derived.rollout_ranks / (gpus // size if gpus else 1))
+    each = math.ceil(derived.rollout_ranks / elements)
+    options = (f"--array=0-{elements - 1}", *_gpus(each * size if gpus else 0))
+    return Job("rollouts.sbatch", options, (("ROLLOUTS", str(each)),))

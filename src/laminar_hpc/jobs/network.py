@@ -1,0 +1,67 @@
+"""At which address a node of a job is reached by the others."""
+
+import os
+import random
+import socket
+from contextlib import suppress
+
+import psutil
+
+from laminar_hpc.config.errors import LaminarError
+
+INTERFACE = "LAMINAR_INTERFACE"
+# below what the kernel hands out by itself: no connection gets such a port before its owner listens there
+_PORTS = range(20_000, 32_768)
+
+
+def addresses() -> dict[str, str]:
+    """The IPv4 addresses of this node's interfaces, by their names, without loopback and those that are
+    down."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    return {
+        name: entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    }
+
+
+def own_address() -> str:
+    """Of the interface that LAMINAR_INTERFACE names; else what the node's name resolves to, unless that is a
+    loopback address of its own /etc/hosts; else of the first interface.
+
+    Raises LaminarError where there is none."""
+    here, wanted = addresses(), os.environ.get(INTERFACE, "")
+    if wanted:
+        if wanted not in here:
+            raise LaminarError(
+                f"{INTERFACE}={wanted}: this node ({socket.gethostname()}) has no such interface with an "
+                f"IPv4 address; it has {', '.join(here) or 'none'}: set it in slurm/site.sh"
+            )
+        return here[wanted]
+    for name in (os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()):
+        with suppress(OSError):
+            if name and (address := socket.gethostbyname(name)) in here.values():
+                return address
+    if not here:
+        raise LaminarError(f"this node ({socket.gethostname()}) has no network but loopback: ip link")
+    return next(iter(here.values()))
+
+
+def use_interface(address: str) -> None:
+    """Lets gloo, and where LAMINAR_INTERFACE says so NCCL, use the interface of this address: gloo would
+    take that of the host name, which may be loopback."""
+    name = next((name for name, mine in addresses().items() if mine == address), "")
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if name and os.environ.get(INTERFACE):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def free_port(address: str) -> int:
+    """A port at this address at which nobody listens. Raises LaminarError when there is none."""
+    for port in random.sample(_PORTS, 100):
+        with suppress(OSError), socket.socket() as listener:
+            listener.bind((address, port))
+            return port
+    raise LaminarError(f"no free port at {address} from {_PORTS.start} to {_PORTS.stop - 1}")

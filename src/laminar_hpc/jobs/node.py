@@ -1,0 +1,244 @@
+"""One node's part of a Slurm job, as slurm/common.sh starts it by srun:
+
+    python -m laminar_hpc.jobs.node trainer|controller|rollouts|all [overrides]
+
+Starts the node's processes of that role, each as launch/ROLE.sh would (`all`: its part of one torchrun
+world), and waits until all have ended. The job's folder RUN_DIR/jobs holds what its nodes and its script
+tell each other: `end.LIFE`, that it is to end, and `again.LIFE`, that it is to be requeued.
+
+TERM, or `end.LIFE`, lets the processes leave in order, once, however often it comes: a second signal would
+end them at once. Exit code: 0 = done or left in order, 2 = refused, 1 = failed.
+"""
+
+import hashlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar_hpc.cluster.address import ADDRESS_FILE
+from laminar_hpc.cluster.launch import REFUSED
+from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
+from laminar_hpc.config.load import load_config
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.jobs.ending import has_more_to_do, seconds_to_go_on
+from laminar_hpc.jobs.machine_number import MachineNumber
+from laminar_hpc.jobs.network import own_address, use_interface
+from laminar_hpc.jobs.world import world_command
+from laminar_hpc.observability import console
+from laminar_hpc.policies.restarts import Restarts
+
+ROLES = ("trainer", "controller", "rollouts", "all")
+_LOOK_SECONDS = 0.5
+_RESTARTS_PER_HOUR = 10  # of a node's relays, and of its rollouts
+_ALONE_SECONDS = 20.0  # of relays after their rollouts: at the end of a run they leave by themselves
+_AGAIN = ("relay", "rollout")  # a controller and trainers are started again by their own launcher
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process is, by Slurm's variables."""
+
+    role: str
+    node: int  # of the job, from 0
+    nodes: int
+    run_dir: Path
+    life: str  # of the job: its id and how often it was requeued
+    ends_at: float | None  # Unix time of the job's limit
+
+    @staticmethod
+    def here(role: str) -> "Place":
+        """Raises LaminarError for a process that slurm/common.sh did not start."""
+        given = os.environ
+        if role not in ROLES or "RUN_DIR" not in given or "LAMINAR_LIFE" not in given:
+            raise LaminarError(
+                f"python -m laminar_hpc.jobs.node {role}: this is for the scripts of slurm/; use "
+                "`laminar submit ...`, or sbatch with one of them"
+            )
+        end = given.get("LAMINAR_JOB_END", "")
+        return Place(
+            role,
+            int(given.get("SLURM_NODEID", "0")),
+            int(given.get("SLURM_JOB_NUM_NODES", "1")),
+            Path(given["RUN_DIR"]),
+            given["LAMINAR_LIFE"],
+            float(end) if end.isdigit() else None,
+        )
+
+    def file(self, kind: str) -> Path:
+        return self.run_dir / "jobs" / f"{kind}.{self.life}"
+
+
+def commands(
+    place: Place, config: RunConfig, words: list[str], address: str, machine: int = 0
+) -> dict[str, list[str]]:
+    """By role, what to start on this node, which is number `machine` of those with rollouts. Raises
+    LaminarError where the trainers do not divide."""
+    if place.role == "all":
+        if file_system(place.run_dir) in NETWORK_FILE_SYSTEMS and not config.store_dir:
+            words = [f"store_dir={local_store(place.run_dir)}", *words]
+        return {"all": world_command(place.run_dir, place.life, place.node, place.nodes, address, words)}
+    common = [f"run_dir={place.run_dir}", f"cluster.host={address}"]
+    words = [*words, "resume=auto"]  # whatever they say: a requeued job goes on
+    start = [sys.executable, "-m", "laminar_hpc.cluster.launch_role"]
+    if place.role == "controller":
+        own = [] if config.store_dir else [f"store_dir={local_store(place.run_dir)}"]
+        if config.rollout.replicas_min is None:  # whoever leaves the queue later joins later
+            own += ["rollout.replicas_min=1"]
+        return {"controller": [*start, "controller", "1", *common, *own, *words]}
+    if place.role == "trainer":
+        trainer = config.trainer
+        ranks = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+        here, rest = divmod(ranks, place.nodes)
+        if rest:
+            raise LaminarError(
+                f"{ranks} trainers (trainer.tensor_parallel x pipeline_parallel x data_parallel) do not "
+                f"divide into {place.nodes} nodes: submit trainer.sbatch with another --nodes"
+            )
+        first = f"first_index={place.node * here}"
+        return {"trainer": [*start, "trainer", str(here), *common, first, *words]}
+    lanes = max(1, config.relay.lanes)
+    return {
+        "relay": [*start, "relay", str(lanes), *common, f"first_index={machine * lanes}", *words],
+        "rollout": [*start, "rollout", str(replicas_here(config)), *common, *words],
+    }
+
+
+def local_store(run_dir: Path) -> Path:
+    """A folder of this run's own below STORE_DIR: runs of equal names do not meet there."""
+    name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
+    return Path(os.environ.get("STORE_DIR") or tempfile.gettempdir()) / name
+
+
+def replicas_here(config: RunConfig) -> int:
+    """ROLLOUTS, else as many as the node's GPUs hold, one without GPUs."""
+    given, gpus = os.environ.get("ROLLOUTS", ""), os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if given:
+        if not given.isdigit() or int(given) < 1:
+            raise LaminarError(f"ROLLOUTS={given}: the number of replicas on each node, from 1 on")
+        return int(given)
+    return max(1, int(gpus if gpus.isdigit() else 0) // max(1, config.rollout.tensor_parallel))
+
+
+class Child:
+    """One launcher of this node, started again after a death where nobody else does it."""
+
+    def __init__(self, role: str, command: list[str]) -> None:
+        self.role, self._command, self._restarts = role, command, Restarts(_RESTARTS_PER_HOUR)
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(self._command, preexec_fn=die_with_parent)
+
+    def code(self, left: bool, again: bool) -> int | None:
+        """Its exit code; None while it runs, or, if the run goes on (`again`), runs again. `left`: it was
+        told to leave."""
+        code = self._process.poll()
+        if left and code == -signal.SIGUSR1:  # before it could hear of it
+            return 0
+        if code is None or code in (0, REFUSED) or left or not again or self.role not in _AGAIN:
+            return code
+        why_not = self._restarts.refusal(f"exit code {code}", int(time.time()), time.time())
+        if why_not:
+            print(f"laminar: error: {self.role} is not started again: {why_not}", file=sys.stderr, flush=True)
+            return code
+        print(console.line("restart", f"{self.role}: it ended with exit code {code}"), flush=True)
+        self._start()
+        return None
+
+    def leave(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+
+
+class Node:
+    """The processes of this node, and whether they were told to leave."""
+
+    def __init__(self, place: Place, started: dict[str, list[str]]) -> None:
+        self._place, self._told_at, self._left = place, 0.0, False
+        self._stop_at: float | None = None
+        signal.signal(signal.SIGTERM, lambda *_: self._on_term())
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)  # not ignored, which the children would inherit
+        self._children = [Child(role, command) for role, command in started.items()]
+
+    @property
+    def told(self) -> bool:
+        return self._stop_at is not None
+
+    def _on_term(self) -> None:
+        with suppress(OSError):  # a full disk: this node leaves all the same
+            self._place.file("end").write_text("now\n")
+        self._stop_at = 0.0
+
+    def run(self) -> int:
+        """Until all have ended; the first exit code that is not 0, the rollouts' before the relays'."""
+        codes: dict[str, int] = {}
+        alone_at = math.inf
+        while len(codes) < len(self._children):
+            self._look_for_the_end()
+            again = not self.told and (self._place.run_dir / ADDRESS_FILE).exists()
+            for child in self._children:
+                if child.role not in codes and (code := child.code(self._left, again)) is not None:
+                    codes[child.role] = code
+                    alone_at = min(alone_at, time.monotonic() + _ALONE_SECONDS)
+            if time.monotonic() > alone_at:
+                self._leave()  # relays without replicas, or the other way round, are of no use
+            time.sleep(_LOOK_SECONDS)
+        return codes.get("rollout", next((code for code in codes.values() if code), 0))
+
+    def _look_for_the_end(self) -> None:
+        if self._stop_at is None and (file := self._place.file("end")).exists():
+            now, ends_at = time.time(), self._place.ends_at
+            at_once = file.read_text().strip() == "now"
+            left = None if ends_at is None else ends_at - now
+            seconds = 0.0 if at_once else seconds_to_go_on(self._place.role, self._place.run_dir, left)
+            self._stop_at = now + seconds
+            if seconds > 1 and self._place.node == 0:
+                print(console.line("time limit", f"goes on for {seconds:.0f} s, then stops"), flush=True)
+        if self._stop_at is not None and time.time() >= self._stop_at:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Once. One node is enough to stop the run, as the trainers and one world do."""
+        if not self._left:
+            self._left = True
+            for child in self._children if self._place.node == 0 else []:
+                child.leave()
+
+
+def main(arguments: list[str]) -> int:
+    """See above."""
+    die_with_parent()
+    machine = None
+    try:
+        place, words = Place.here(arguments[0]), arguments[1:]
+        config = load_config(words)
+        address = own_address()
+        use_interface(address)
+        machine = MachineNumber(place.run_dir, config.relay.lanes) if place.role == "rollouts" else None
+        node = Node(place, commands(place, config, words, address, machine.number if machine else 0))
+        code = node.run()
+    except LaminarError as error:
+        for line in str(error).splitlines():
+            print(f"laminar: error: {line}", file=sys.stderr, flush=True)
+        return REFUSED
+    finally:
+        if machine:
+            machine.release()
+    if place.node == 0 and code != REFUSED and has_more_to_do(place.role, place.run_dir, node.told):
+        place.file("again").touch()
+        return 0
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""`laminar submit [OPTIONS] key=value ...`: checks a run as `laminar train` does, and submits its Slurm jobs.
+
+Prints each sbatch line as it could be typed, then the jobs' ids and what to do next. With --dry-run only the
+lines.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from laminar_hpc.cluster import checkpoints
+from laminar_hpc.config.check import Derived
+from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.load import shipped_directory
+from laminar_hpc.config.options import with_absolute_config_dir
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.jobs.ending import LEAD_SECONDS, lead_seconds
+from laminar_hpc.jobs.layout import Job, gpus_by_default, layout
+from laminar_hpc.observability import console
+
+_OURS = ("run_dir", "resume", "dry_run")  # settings that the scripts make themselves
+_PARTS = {
+    "controller": "control.sbatch",
+    "trainer": "trainer.sbatch",
+    "rollouts": "rollouts.sbatch",
+}
+
+
+@dataclass
+class Options:
+    """`gpus`: of each node. `slurm`: options of sbatch for all jobs; `parts`: those of one script."""
+
+    dry_run: bool = False
+    apart: bool = False
+    gpus: int | None = None
+    slurm: list[str] = field(default_factory=list)
+    parts: dict[str, list[str]] = field(default_factory=dict)
+
+
+def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
+    """Splits them from the settings. --plan FILE becomes the two words that name the experiment of
+    `laminar plan`. Raises LaminarError for values that they cannot have."""
+    taken, rest, left = Options(), list[str](), iter(words)
+    for word in left:
+        flag, equals, value = word.partition("=")
+        if flag in ("--dry-run", "--apart"):
+            setattr(taken, flag[2:].replace("-", "_"), True)
+        elif flag in ("--plan", "--gpus-per-node", "--slurm", *(f"--{part}" for part in _PARTS)):
+            value = value if equals else next(left, "")
+            if flag == "--plan":
+                rest += plan_words(value)
+            elif flag == "--gpus-per-node":
+                if not value.isdigit():
+                    raise LaminarError(f"--gpus-per-node={value}: a number of GPUs; 0 for a run on the CPU")
+                taken.gpus = int(value)
+            elif flag == "--slurm":
+                taken.slurm += split(flag, value)
+            else:
+                taken.parts.setdefault(_PARTS[flag[2:]], []).extend(split(flag, value))
+        else:
+            rest.append(word)
+    return taken, rest
+
+
+def split(flag: str, value: str) -> list[str]:
+    """Options of sbatch, as a shell would read them."""
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise LaminarError(f"{flag}={value}: {error}; quote it as in a shell") from None
+
+
+def plan_words(value: str) -> list[str]:
+    """For FILE = DIR/experiment/NAME.yaml, which `laminar plan` has written."""
+    file = Path(value).expanduser().absolute()
+    if not value or not file.is_file() or file.suffix != ".yaml" or file.parent.name != "experiment":
+        raise LaminarError(
+            f"--plan={value}: not an experiment that `laminar plan` has written; it prints its name "
+            "(DIR/experiment/NAME.yaml)"
+        )
+    return [f"--config-dir={file.parents[1]}", f"experiment={file.stem}"]
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 0 when all are submitted, or nothing is left to do. Raises LaminarError for what is refused,
+    and where sbatch refuses one."""
+    from laminar_hpc.pretrained import pinned_words
+    from laminar_hpc.train_command import prepare
+
+    options, words = take_options(arguments)
+    options.dry_run |= "dry_run=true" in words
+    if not words:
+        raise LaminarError("laminar submit needs what laminar train needs: laminar submit experiment=...")
+    settings = [word for word in words if word.partition("=")[0] not in _OURS]
+    loaded, config, derived = prepare([*words, *["dry_run=true"][: options.dry_run]], print)
+    gpus = gpus_by_default(config) if options.gpus is None else options.gpus
+    jobs = layout(config, derived, gpus, options.apart)
+    if not options.dry_run and not look_around(config, derived):
+        return 0
+    settings = [*with_absolute_config_dir(settings), *pinned_words(loaded, config)]
+    run_dir = Path(config.run_dir).absolute()
+    ids: list[str] = []
+    for job in jobs:
+        environment, command = command_of(job, run_dir, options, settings)
+        print(shlex.join([*(f"{key}={value}" for key, value in environment.items()), *command]), flush=True)
+        if not options.dry_run:
+            ids.append(submitted(environment, command, ids))
+    for text in [] if options.dry_run else next_steps(jobs, ids, run_dir):
+        print(text)
+    return 0
+
+
+def look_around(config: RunConfig, derived: Derived) -> bool:
+    """Whether there is something to start. Raises LaminarError for what a run lacks, for a live run in its
+    folder, and for an earlier one there unless it is to go on; fetches the model, which the nodes may not be
+    able to."""
+    from laminar_hpc import supervisor
+    from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.pretrained import download_model
+    from laminar_hpc.train_command import lacking
+
+    if shutil.which("sbatch") is None:
+        raise LaminarError(
+            "there is no sbatch here; run this on a login node of the cluster, or add --dry-run"
+        )
+    run_dir = Path(config.run_dir)
+    begun = (run_dir / "metrics.jsonl").exists() or bool(checkpoints.present(run_dir))
+    if begun and config.resume != "auto":
+        raise LaminarError(
+            f"run_dir={run_dir}: there is a run; add resume=auto to go on with it, or choose another run_dir"
+        )
+    if supervisor.nothing_to_start(config):
+        return False
+    download_model(config, print)
+    if lines := lacking(config):
+        raise Refused(lines)
+    check_rewards(config)
+    return True
+
+
+def command_of(
+    job: Job, run_dir: Path, options: Options, settings: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The variables and words of one sbatch. A run that has been measured is told of its end as early as it
+    needs."""
+    lead = lead_seconds(run_dir)
+    early = [f"--signal=B:USR1@{lead:.0f}"] if lead > LEAD_SECONDS and "rollouts" not in job.script else []
+    own = options.parts.get(job.script, [])
+    script = str(shipped_directory("slurm") / job.script)
+    environment = {
+        "RUN_DIR": str(run_dir),
+        "VENV": os.environ.get("VENV", sys.prefix),
+        **dict(job.environment),
+    }
+    return environment, ["sbatch", *job.options, *early, *options.slurm, *own, script, *settings]
+
+
+def submitted(environment: dict[str, str], command: list[str], before: Sequence[str]) -> str:
+    """The id of the job. Raises LaminarError with sbatch's words, and how to cancel those before it."""
+    words = [command[0], "--parsable", *command[1:]]
+    done = subprocess.run(
+        words, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        cancel = f"; cancel those before it: scancel {' '.join(before)}" if before else ""
+        raise LaminarError(f"sbatch: {' '.join(done.stderr.split())}{cancel}")
+    return done.stdout.strip().partition(";")[0]  # behind a semicolon: the cluster's name
+
+
+def next_steps(jobs: Sequence[Job], ids: Sequence[str], run_dir: Path) -> list[str]:
+    """What the user may want to type next."""
+    folder = shlex.quote(str(run_dir))
+    lines = [
+        console.line("submitted", f"job {number}  {job.script.removesuffix('.sbatch')}")
+        for job, number in zip(jobs, ids, strict=True)
+    ]
+    lines += [
+        console.line("watch", f"laminar top {folder}"),
+        console.line(
+            "stop",
+            f"laminar stop {folder}   (a checkpoint, then all jobs end; the same command with "
+            "resume=auto goes on)",
+        ),
+        console.line("cancel", f"scancel {' '.join(ids)}"),
+    ]
+    if len(jobs) > 1 and jobs[-1].script == "rollouts.sbatch":
+        lines.append(console.line("more", "the last sbatch line again, with another --array"))
+    return lines

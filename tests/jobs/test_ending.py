@@ -1,0 +1,138 @@
+"""When a job that is told of its end stops, and whether it is requeued."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc.jobs.ending import has_more_to_do, lead_seconds, seconds_to_go_on
+from laminar_hpc.jobs.machine_number import MachineNumber
+from laminar_hpc.jobs.node import Child, Node, Place
+
+
+def write(run_dir: Path, *records: dict) -> Path:
+    run_dir.mkdir(exist_ok=True)
+    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+    (run_dir / "metrics.jsonl").write_text(text)
+    return run_dir
+
+
+def test_it_trains_on_as_long_as_a_stop_leaves_time_for(tmp_path: Path) -> None:
+    """Promise: what a stop needs follows from earlier steps and checkpoints, without the first step of each
+    life; a signal that comes long before the limit is not for the limit."""
+    steps = [{"kind": "step", "seconds": seconds} for seconds in (500, 20, 40)]
+    run_dir = write(tmp_path / "run", {"kind": "start"}, *steps, {"kind": "checkpoint", "seconds": 60})
+    needed = 1.5 * (40 + 60) + 60
+    assert seconds_to_go_on("trainer", run_dir, 600.0) == 600 - needed
+    assert seconds_to_go_on("controller", run_dir, 100.0) == 0.0
+    assert seconds_to_go_on("rollouts", run_dir, 100.0) == 55.0
+    assert seconds_to_go_on("trainer", run_dir, None) == seconds_to_go_on("trainer", run_dir, 9000.0) == 0.0
+    assert lead_seconds(run_dir) == 600.0
+    write(run_dir, {"kind": "start"}, {"kind": "checkpoint", "seconds": 1000})
+    assert lead_seconds(run_dir) == 2 * (1500 + 60)
+
+
+@pytest.mark.parametrize(
+    ("role", "word", "told", "lives", "again"),
+    [
+        ("trainer", "done", True, False, False),  # it was complete when its time was over
+        ("trainer", "SIGUSR1", True, False, True),
+        ("controller", "SIGTERM", False, False, True),  # the trainers' time was over
+        ("rollouts", "SIGUSR1", False, False, True),
+        ("rollouts", "", True, True, True),  # it leaves a run that goes on
+        ("rollouts", "laminar stop", False, False, False),
+        ("trainer", "laminar stop", False, False, False),
+        ("trainer", "failed: no room", True, False, False),
+        ("rollouts", "done", False, False, False),
+    ],
+)
+def test_who_is_requeued(tmp_path: Path, role: str, word: str, told: bool, lives: bool, again: bool) -> None:
+    """Promise: a run that has more to do goes on by itself in all its jobs; one that is complete, that failed
+    or that the user has stopped stays ended."""
+    end = [{"kind": "end", "reason": word}] if word else []
+    run_dir = write(tmp_path / "run", {"kind": "start"}, *end)
+    if lives:
+        (run_dir / "controller.json").write_text("{}")
+    assert has_more_to_do(role, run_dir, told) is again
+
+
+def test_the_controller_s_last_record_is_awaited(tmp_path: Path) -> None:
+    """Promise: who ends before the controller waits until it has said why the run ended."""
+    run_dir = write(tmp_path / "run", {"kind": "start"})
+    (run_dir / "controller.json").write_text("{}")
+    waits = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 5:
+            write(run_dir, {"kind": "start"}, {"kind": "end", "reason": "SIGTERM"})
+            (run_dir / "controller.json").unlink()
+
+    assert has_more_to_do("trainer", run_dir, False, sleep) and len(waits) == 5
+
+
+def test_machines_have_the_lowest_free_number(tmp_path: Path) -> None:
+    """Promise: nodes come and go, two at a time never have the same number, and one that left is given
+    again."""
+    first, second = MachineNumber(tmp_path, 2), MachineNumber(tmp_path, 2)
+    assert (first.number, second.number) == (0, 1)
+    first.release()
+    third = MachineNumber(tmp_path, 2)
+    assert third.number == 0
+    second.release()
+    third.release()
+
+
+CHILD = """
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+print("up", flush=True)
+while True: time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def handlers():
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def test_a_node_leaves_when_the_job_is_told(tmp_path: Path, handlers: None) -> None:
+    """Promise: the file that the job's script writes, or TERM, becomes one signal to the node's processes,
+    however often it comes; a process that ended before it could hear of it has not failed."""
+    (tmp_path / "jobs").mkdir()
+    place = Place("rollouts", 0, 1, tmp_path, "5.0", None)
+    node = Node(place, {"relay": [sys.executable, "-c", CHILD], "rollout": [sys.executable, "-c", CHILD]})
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert place.file("end").read_text() == "now\n"
+    assert node.run() == 0 and node.told
+
+
+def test_a_relay_that_dies_is_started_again_while_the_run_goes_on() -> None:
+    """Promise: nobody sits in front of a Slurm job; a refusal, and an end of the run, are not tried again."""
+    child = Child("relay", ["false"])
+    child._process.wait()
+    assert child.code(left=False, again=True) is None  # another one runs
+    child._process.wait()
+    assert child.code(left=False, again=False) == 1
+    refused = Child("rollout", ["sh", "-c", "exit 2"])
+    refused._process.wait()
+    assert refused.code(left=False, again=True) == 2
+
+
+@pytest.mark.parametrize(
+    "script", sorted((Path(__file__).parents[2] / "slurm").iterdir()), ids=lambda p: p.name
+)
+def test_shell_can_read_the_scripts(script: Path) -> None:
+    """Promise: each script of slurm/ is whole, and every srun says how many nodes and tasks it has."""
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    for line in script.read_text().splitlines():
+        if line.lstrip().startswith("srun "):
+            assert "-N " in line and "-n " in line

@@ -1,0 +1,109 @@
+"""`laminar submit --apart`: a job for each role, by the very scripts that users submit, on a real Slurm."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc.cli import COMMANDS
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
+RUN_SECONDS = 600  # start-up of SGLang servers on a busy machine, then a few steps
+SHARED = "--time=60 --mem=1000 --oversubscribe"  # four jobs on two nodes of two cores
+SMALL = ["algorithm.prompts_per_step=8", "sampling.max_response_tokens=48", "evaluation.problems=32"]
+
+
+def submit(cluster, run_dir: Path, *words: str) -> dict[str, str]:
+    """The jobs of the demo, by their scripts' names."""
+    assert "submit" in COMMANDS
+    options = f"--slurm=--output={cluster.folder}/%A.out {SHARED}", "--controller=--cpus-per-task=1"
+    command = [sys.executable, "-m", "laminar_hpc.cli", "submit", "experiment=demo", "--apart", *options]
+    environment = {"OMP_NUM_THREADS": "1", "STORE_DIR": str(run_dir.parent / "store")}
+    said = cluster.command(*command, f"run_dir={run_dir}", *SMALL, *words, seconds=120, **environment)
+    lines = [line.split() for line in said.splitlines() if line.startswith("submitted")]
+    return {name: job for _, _, job, name in lines}
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
+
+
+def restarts(cluster, job: str) -> int:
+    words = cluster.command("scontrol", "-o", "show", "job", job).split()
+    return int(next(word.partition("=")[2] for word in words if word.startswith("Restarts=")))
+
+
+def check_end(cluster, run_dir: Path, jobs: dict[str, str], steps: int) -> None:
+    """All jobs COMPLETED, all steps trained, and the audit clean."""
+    for name, job in jobs.items():
+        assert cluster.wait(job, RUN_SECONDS) == "COMPLETED", f"{name}: {cluster.output(job)[-3000:]}"
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == steps
+    audit = [sys.executable, "-m", "laminar_hpc.cli", "audit", str(run_dir)]
+    done = subprocess.run(audit, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_jobs_apart_train_to_the_end(slurm_cluster, tmp_path: Path) -> None:
+    """Promise (docs/architecture.md#failure-domains): jobs of their own find each other by the run's folder,
+    train all steps, and all end COMPLETED; the array is submitted again in mid-run, and its replica works
+    too."""
+    run_dir = tmp_path / "run"
+    jobs = submit(slurm_cluster, run_dir, "steps=30")
+    assert list(jobs) == ["control", "trainer", "rollouts"]
+    slurm_cluster.poll(lambda: steps_done(run_dir) >= 1, RUN_SECONDS, "a step", jobs["control"])
+    script = [*SHARED.split(), "slurm/rollouts.sbatch", "experiment=demo", *SMALL]
+    settings = {"RUN_DIR": str(run_dir), "VENV": sys.prefix, "ROLLOUTS": "1", "OMP_NUM_THREADS": "1"}
+    jobs["more"] = slurm_cluster.submit("--array=0-0", *script, "steps=30", **settings)
+    check_end(slurm_cluster, run_dir, jobs, 30)
+    assert sorted(path.name for path in (run_dir / "logs").glob("rollout*.log")) == [
+        "rollout0.log",
+        "rollout1.log",
+    ]
+    assert not list((run_dir / "jobs").glob("*")), "each job has taken its files away"
+
+
+def test_the_trainers_time_is_over(slurm_cluster, tmp_path: Path) -> None:
+    """Promise (docs/architecture.md#failure-domains): USR1 to the trainers' job, as before its limit, stops
+    the run with a checkpoint; all its jobs are requeued, and train the rest without a word. TERM, as at
+    preemption, does the same."""
+    run_dir = tmp_path / "run"
+    jobs = submit(slurm_cluster, run_dir, "steps=60")
+    for number, signal in enumerate((["--batch", "--signal=USR1"], ["--signal=TERM"]), 1):
+        before = steps_done(run_dir)
+        slurm_cluster.poll(
+            lambda before=before: steps_done(run_dir) >= before + 2, RUN_SECONDS, "two steps", jobs["control"]
+        )
+        slurm_cluster.command("scancel", *signal, jobs["trainer"])
+        for job in jobs.values():
+            slurm_cluster.poll(
+                lambda job=job, number=number: restarts(slurm_cluster, job) >= number,
+                RUN_SECONDS,
+                f"requeue {number}",
+                job,
+            )
+    check_end(slurm_cluster, run_dir, jobs, 60)
+    ends = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reason"] for line in ends if line["kind"] == "end"] == ["SIGUSR1", "SIGTERM", "done"]
+
+
+def test_a_complete_run_is_not_requeued(slurm_cluster, tmp_path: Path) -> None:
+    """Promise (docs/architecture.md#failure-domains): `laminar stop` ends all jobs for good, and a second
+    submission goes on; one of a complete run submits nothing."""
+    run_dir = tmp_path / "run"
+    jobs = submit(slurm_cluster, run_dir, "steps=1000")
+    slurm_cluster.poll(lambda: steps_done(run_dir) >= 2, RUN_SECONDS, "two steps", jobs["control"])
+    slurm_cluster.command(sys.executable, "-m", "laminar_hpc.cli", "stop", str(run_dir))
+    for job in jobs.values():
+        assert slurm_cluster.wait(job, RUN_SECONDS) == "COMPLETED", slurm_cluster.output(job)[-3000:]
+        assert restarts(slurm_cluster, job) == 0
+    steps = steps_done(run_dir) + 2
+    check_end(slurm_cluster, run_dir, submit(slurm_cluster, run_dir, f"steps={steps}", "resume=auto"), steps)
+    started = time.monotonic()
+    assert submit(slurm_cluster, run_dir, f"steps={steps}", "resume=auto") == {}
+    assert time.monotonic() - started < 100
