@@ -10,6 +10,7 @@ from laminar_hpc.cluster.shared_memory import remove_noted
 
 OWNER_FILE = "owner"
 ENGINE_FOLDER_PREFIX = "laminar-engine-"  # in the folder for temporary files: an engine's sockets and files
+SANDBOX_FOLDER_PREFIX = "laminar-sandbox-"  # beside those, a sandbox's
 SLOTS_PREFIX = "laminar-"  # in relay.shm_dir, where no engine's folder lies
 
 

@@ -18,6 +18,7 @@ from typing import BinaryIO
 import msgspec
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.framing import encode, read_frame, write_frame
 from laminar_hpc.environments.reward_protocol import (
     Call,
     Fork,
@@ -28,9 +29,6 @@ from laminar_hpc.environments.reward_protocol import (
     Setup,
     decode_from_server,
     decode_from_worker,
-    encode,
-    read_frame,
-    write_frame,
 )
 
 IMPORT_SECONDS = 60.0  # longest import of the user's modules

@@ -3,16 +3,11 @@ nothing pickled.
 
     rollout <->     framing                     there                               back
     fork server     one message per packet      Setup | Fork with a socket | Reap   Ready | Forked
-    reward worker   length before each message  Setup, then Calls                   Ready, Results, Ticks
+    reward worker   as in framing.py            Setup, then Calls                   Ready, Results, Ticks
 """
-
-import asyncio
-import socket
-import struct
 
 import msgspec
 
-LENGTH = struct.Struct("<I")  # bytes of the frame that follows
 MAX_ERROR = 300  # characters of an error that are kept
 
 # ---- to a fork server or a worker --------------------------------------------------------------------------
@@ -98,42 +93,7 @@ class Result(msgspec.Struct, tag=True):
     fault: str = ""
 
 
-encode = msgspec.msgpack.Encoder().encode
 decode_to_server = msgspec.msgpack.Decoder(Setup | Fork | Reap).decode
 decode_from_server = msgspec.msgpack.Decoder(Ready | Forked).decode
 decode_to_worker = msgspec.msgpack.Decoder(Setup | Call).decode
 decode_from_worker = msgspec.msgpack.Decoder(Ready | Result | Tick).decode
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Raises asyncio.IncompleteReadError when the other side is gone."""
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return await reader.readexactly(length)
-
-
-def write_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
-    """Queues one frame; does not wait for it to be sent."""
-    writer.write(framed(message))
-
-
-def framed(message: msgspec.Struct) -> bytes:
-    """A message with its length in front, as it crosses the socket."""
-    frame = encode(message)
-    return LENGTH.pack(len(frame)) + frame
-
-
-def receive_frame(connection: socket.socket) -> bytes | None:
-    """Blocks; None when the other side is gone."""
-    head = _receive(connection, LENGTH.size)
-    return None if head is None else _receive(connection, LENGTH.unpack(head)[0])
-
-
-def _receive(connection: socket.socket, size: int) -> bytes | None:
-    parts, left = [], size
-    while left:
-        part = connection.recv(min(left, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)

@@ -27,6 +27,7 @@ from typing import Any
 
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.framing import encode, framed, read_frame, receive_frame, write_frame
 from laminar_hpc.environments.reward_protocol import (
     MAX_ERROR,
     Call,
@@ -40,11 +41,6 @@ from laminar_hpc.environments.reward_protocol import (
     Tick,
     decode_to_server,
     decode_to_worker,
-    encode,
-    framed,
-    read_frame,
-    receive_frame,
-    write_frame,
 )
 from laminar_hpc.environments.reward_styles import RewardFault, adapted, checked
 

@@ -1,0 +1,45 @@
+"""Messages between a process and its children: msgpack, with its length in front; nothing pickled."""
+
+import asyncio
+import socket
+import struct
+
+import msgspec
+
+LENGTH = struct.Struct("<I")  # bytes of the frame that follows
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Raises asyncio.IncompleteReadError when the other side is gone."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return await reader.readexactly(length)
+
+
+def write_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+    """Queues one frame; does not wait for it to be sent."""
+    writer.write(framed(message))
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    """A message with its length in front, as it crosses the socket."""
+    frame = encode(message)
+    return LENGTH.pack(len(frame)) + frame
+
+
+def receive_frame(connection: socket.socket) -> bytes | None:
+    """Blocks; None when the other side is gone."""
+    head = _receive(connection, LENGTH.size)
+    return None if head is None else _receive(connection, LENGTH.unpack(head)[0])
+
+
+def _receive(connection: socket.socket, size: int) -> bytes | None:
+    parts, left = [], size
+    while left:
+        part = connection.recv(min(left, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,216 @@
+"""The client of a sandbox on this machine."""
+
+import asyncio
+import contextlib
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from laminar_hpc.cluster.folders import SANDBOX_FOLDER_PREFIX, claim
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.framing import encode, framed, read_frame, receive_frame
+from laminar_hpc.environments.isolation.tiers import ISOLATION
+from laminar_hpc.environments.sandbox.protocol import Call, Failed, Limits, Result, Setup, decode_answer
+
+ZYGOTE = f"{__package__}.zygote"  # its module, which this one does not import
+PRELOAD = ("numpy", "sympy")
+QUEUE_SECONDS = 600.0  # longest wait for a place, the start of the preloaded process included
+MAX_TIMEOUT_SECONDS = 3600.0
+_RETRY_SECONDS = 0.01  # while the socket to the preloaded process is full
+
+
+class SandboxFailed(LaminarError):
+    """The sandbox could not run the code; the code has no part in it."""
+
+
+class Sandbox:
+    """Runs Python programs, each in a process of its own that is forked from a preloaded one.
+
+    That one is started by `start`, or with the first call, and shared with all processes that are forked
+    after that. `isolation`: the strongest tier of this machine (auto), or a tier of isolation/tiers.py; a call
+    raises SandboxFailed where the machine does not have it. `preload`: modules that are imported beforehand.
+    """
+
+    def __init__(
+        self, isolation: str = "auto", preload: Sequence[str] = PRELOAD, limits: Limits | None = None
+    ) -> None:
+        if isolation not in ISOLATION:
+            raise ValueError(f"isolation={isolation!r}: must be one of {', '.join(ISOLATION)}")
+        self._isolation, self._preload, self._limits = isolation, list(preload), limits or Limits()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder, self._owner = "", 0
+        self._starting = threading.Lock()
+
+    def start(self) -> None:
+        """Starts the preloaded process and does not wait for it."""
+        with self._starting:
+            if self._control is None:
+                self._start()
+
+    def _start(self) -> None:
+        self._folder, self._owner = tempfile.mkdtemp(prefix=SANDBOX_FOLDER_PREFIX), os.getpid()
+        claim(Path(self._folder))
+        inside = os.path.join(self._folder, "inside")
+        os.mkdir(inside)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-m", ZYGOTE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=environment(),
+            )
+        ours.setblocking(False)
+        ours.send(encode(Setup(self._isolation, self._preload, inside, self._limits)))
+        self._control = ours
+
+    # ---- calls ---------------------------------------------------------------------------------------------
+
+    async def run(self, code: str, stdin: str = "", timeout_seconds: float = 10.0) -> Result:
+        """What comes of this program. Its time counts from its own start: calls beyond `limits.at_once` wait
+        before. Raises SandboxFailed."""
+        call = _call(code, stdin, timeout_seconds)
+        for again in (True, False):
+            connection = await self._connected()
+            reader, writer = await asyncio.open_connection(sock=connection)
+            try:
+                writer.write(framed(call))
+                limit = QUEUE_SECONDS + timeout_seconds
+                return _checked(await asyncio.wait_for(read_frame(reader), limit))
+            except TimeoutError:
+                raise self._late(timeout_seconds) from None
+            except (OSError, asyncio.IncompleteReadError):
+                self._lost(again)
+            finally:
+                writer.close()
+        raise AssertionError
+
+    def run_sync(self, code: str, stdin: str = "", timeout_seconds: float = 10.0) -> Result:
+        """As `run`, for callers without an event loop."""
+        call = _call(code, stdin, timeout_seconds)
+        for again in (True, False):
+            connection, theirs = socket.socketpair()
+            with connection:
+                while not self._sent(theirs):
+                    select.select([], [self._control], [], _RETRY_SECONDS)
+                connection.settimeout(QUEUE_SECONDS + timeout_seconds)
+                try:
+                    connection.sendall(framed(call))
+                    if frame := receive_frame(connection):
+                        return _checked(frame)
+                except TimeoutError:
+                    raise self._late(timeout_seconds) from None
+                except OSError:
+                    pass
+            self._lost(again)
+        raise AssertionError
+
+    async def _connected(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        try:
+            while not self._sent(theirs):
+                await asyncio.sleep(_RETRY_SECONDS)
+        except BaseException:
+            ours.close()
+            raise
+        return ours
+
+    def _sent(self, theirs: socket.socket) -> bool:
+        """Whether the preloaded process will have this end of a connection; False: not yet, ask again. Starts
+        the process, and starts it again where it has died."""
+        for again in (True, False):
+            self.start()
+            assert self._control is not None
+            try:
+                socket.send_fds(self._control, [b"."], [theirs.fileno()])
+            except BlockingIOError:
+                return False
+            except OSError:
+                if not again:
+                    theirs.close()
+                    raise SandboxFailed("the sandbox's process ends at its start; see the log") from None
+                self._forget()
+            else:
+                theirs.close()
+                return True
+        raise AssertionError
+
+    def _lost(self, again: bool) -> None:
+        """A call's keeper has gone without an answer: for want of memory, most likely. Raises SandboxFailed
+        the second time."""
+        if not again:
+            raise SandboxFailed("the process that ran the code was killed, twice; is there enough memory?")
+
+    def _late(self, timeout_seconds: float) -> SandboxFailed:
+        return SandboxFailed(
+            f"no place in the sandbox within {QUEUE_SECONDS:g} s (calls of {timeout_seconds:g} s; "
+            f"{self._limits.at_once or 'as many as cores'} run at a time)"
+        )
+
+    # ---- its end -------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the preloaded process and all calls, if this process has started it. Another call starts it
+        again."""
+        with self._starting:
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()  # its keepers hear of it, and end their calls
+            self._process.wait()
+            _remove(self._folder)
+        self._process = None
+
+    def __enter__(self) -> "Sandbox":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def environment() -> dict[str, str]:
+    """All that sandboxed code finds there, but for HOME, TMPDIR and PWD, which are its box."""
+    one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    return {
+        "PATH": f"{os.path.dirname(sys.executable)}:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",  # -I ignores it; for programs that the code starts
+        **one_thread,
+    }
+
+
+def _call(code: str, stdin: str, timeout_seconds: float) -> Call:
+    if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
+        raise ValueError(f"timeout_seconds={timeout_seconds}: must be above 0, at most {MAX_TIMEOUT_SECONDS:g}")
+    return Call(code, stdin, timeout_seconds)
+
+
+def _checked(frame: bytes) -> Result:
+    answer = decode_answer(frame)
+    if isinstance(answer, Failed):
+        raise SandboxFailed(answer.reason)
+    return answer
+
+
+def _remove(folder: str) -> None:
+    """The boxes of calls that are just being ended may change under it."""
+    deadline = time.monotonic() + 2.0
+    while os.path.isdir(folder) and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)

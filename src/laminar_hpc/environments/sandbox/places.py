@@ -1,0 +1,265 @@
+"""Where a call's code runs, by tier: `prepare` makes the preloaded process ready, once; then each call's keeper
+uses `Place.start` and `Place.end`.
+
+    namespaces   keeper -> first process of a PID namespace, with a box and a /proc of its own -> code.
+                 The kernel ends all that is left when the first process ends.
+    others       keeper, a subreaper -> code, with a box in the sandbox's folder.
+                 The keeper ends all descendants.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.environments.isolation import descendants, kernel, landlock, limits, seccomp, tiers
+from laminar_hpc.environments.sandbox.protocol import Limits, Setup
+
+BOX = "/box"
+_NOBODY = 65534
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+_ROOT_BYTES = "size=1m,mode=755"
+Body = Callable[[], None]
+Streams = tuple[int, int, int]
+
+
+def readable() -> list[str]:
+    """What code may read: Python with its packages, and the system's programs and libraries."""
+    python = {sys.prefix, sys.base_prefix, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib"))}
+    return [*_SYSTEM, *sorted(os.path.realpath(path) if path == sys.base_prefix else path for path in python)]
+
+
+def prepare(setup: Setup) -> "Place":
+    """Brings this process to the asked tier. Raises OSError with the reason where the machine does not have
+    it."""
+    tier = setup.isolation if setup.isolation != "auto" else tiers.best()
+    if not tier:
+        raise OSError(
+            "this machine has neither user namespaces nor Landlock for it "
+            f"({tiers.trouble('namespaces')}; {tiers.trouble('landlock')}); where nobody writes code but "
+            "those you trust, isolation='rlimits' runs it with limits only"
+        )
+    if reason := tiers.trouble(tier):
+        raise OSError(f"this machine does not have isolation={tier!r}: {reason}")
+    if tier == "namespaces":
+        _build_root(setup.folder)
+        return Namespaces(setup.limits)
+    folder = _become_nobody_in(setup.folder)
+    return SharedFiles(setup.limits, folder, locked=tier == "landlock")
+
+
+class Place:
+    """`start` forks; `end` ends all that has come of it and gives the exit code of `body`'s process."""
+
+    def __init__(self, given: Limits) -> None:
+        self.limits = given
+        self.pid = 0
+
+    def start(self, body: Body, streams: Streams) -> int:
+        """`body` in the box, with these as its input, output and errors. Returns the pid whose end is its
+        end."""
+        raise NotImplementedError
+
+    def end(self) -> int:
+        """Nothing that the call has started is there any more."""
+        raise NotImplementedError
+
+
+class Namespaces(Place):
+    """Each call in a PID namespace and on a file system of its own."""
+
+    def start(self, body: Body, streams: Streams) -> int:
+        kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
+        keeper = os.pidfd_open(os.getpid())
+        self._status, status = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _guarded(lambda: self._first_process(body, streams, keeper, status))
+        os.close(status)
+        os.close(keeper)
+        return self.pid
+
+    def _first_process(self, body: Body, streams: Streams, keeper: int, status: int) -> None:
+        die_with_parent()
+        if select.select([keeper], [], [], 0)[0]:
+            return  # it had died before
+        nothing_else = kernel.MS_NOSUID | kernel.MS_NODEV
+        kernel.mount("proc", "/proc", "proc", nothing_else)
+        room = f"size={self.limits.box_bytes},nr_inodes=16384,mode=700"
+        kernel.mount("tmpfs", BOX, "tmpfs", nothing_else, room)
+        kernel.drop_privileges()
+        code = os.fork()
+        if code == 0:
+            _guarded(lambda: self._code(body, streams))
+        while (ended := os.waitpid(-1, 0))[0] != code:
+            pass  # an orphan
+        os.write(status, str(os.waitstatus_to_exitcode(ended[1])).encode())
+
+    def _code(self, body: Body, streams: Streams) -> None:
+        _enter(BOX, streams)
+        kernel.unshare(kernel.CLONE_NEWUSER)  # so that the number of processes counts those of this call
+        limits.set_limits(self.limits.memory_bytes, self.limits.file_bytes, self.limits.processes)
+        kernel.drop_privileges()
+        if landlock.version():
+            landlock.restrict(["/"], [BOX, "/dev"])
+        kernel.install_filter(seccomp.program(shared_files=False, shared_signals=False, processes=True))
+        body()
+
+    def end(self) -> int:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        with os.fdopen(self._status, "rb") as pipe:
+            said = pipe.read()
+        return int(said) if said else -signal.SIGKILL
+
+
+class SharedFiles(Place):
+    """Each call among the machine's processes and files; `locked`: with Landlock and seccomp."""
+
+    def __init__(self, given: Limits, folder: str, locked: bool) -> None:
+        super().__init__(given)
+        self._folder, self._locked, self._box = folder, locked, ""
+        self._paths = readable()
+
+    def start(self, body: Body, streams: Streams) -> int:
+        kernel.set_subreaper()
+        self._box = tempfile.mkdtemp(dir=self._folder)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _guarded(lambda: self._code(body, streams))
+        return self.pid
+
+    def _code(self, body: Body, streams: Streams) -> None:
+        _enter(self._box, streams)
+        given, counted = self.limits, os.geteuid() != 0  # the kernel does not count root's processes
+        allowed = limits.tasks_of_user() + given.processes if counted else None
+        limits.set_limits(given.memory_bytes, given.file_bytes, allowed)
+        kernel.drop_privileges()
+        if self._locked:
+            devices = [f"/dev/{name}" for name in _DEVICES]
+            landlock.restrict(self._paths, [self._box, *devices])
+            alone = landlock.version() >= landlock.SCOPED_SIGNALS
+            kernel.install_filter(seccomp.program(True, not alone, counted, os.getpid()))
+        body()
+
+    def end(self) -> int:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)  # it had no group yet
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        descendants.end_all()
+        shutil.rmtree(self._box, ignore_errors=True)
+        return code
+
+
+def _guarded(body: Body) -> None:
+    """A forked process never returns into the code that forked it."""
+    status = 70
+    try:
+        body()
+        status = 0
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.write(2, f"sandbox: {error}\n".encode())
+    finally:
+        os._exit(status)
+
+
+def _enter(box: str, streams: Streams) -> None:
+    """A session of its own in the box, with no descriptor but these."""
+    os.setsid()
+    os.umask(0o077)
+    limits.prefer_for_killing()
+    os.chdir(box)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ |= {"HOME": box, "TMPDIR": box, "PWD": box}
+    tempfile.tempdir = None
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _build_root(folder: str) -> None:
+    """A root that holds `readable`, read-only, and nothing else; then namespaces for this user alone, in which
+    it may make those of the calls."""
+    root = Path(folder, "root")
+    root.mkdir()
+    privileged = os.geteuid() == 0
+    others = kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    tiers.enter_namespaces(kernel.CLONE_NEWNS | (0 if privileged else others))
+    kernel.mount("tmpfs", str(root), "tmpfs", kernel.MS_NOSUID, _ROOT_BYTES)
+    for path in readable():
+        _show(root, path)
+    for name in _DEVICES:
+        _bind(f"/dev/{name}", root)
+    for name in ("proc", BOX[1:]):
+        (root / name).mkdir()
+    for name in ("tmp", "dev/shm"):
+        if not (root / name).exists():  # Python may lie there
+            (root / name).symlink_to(BOX)
+    kernel.mount("/proc", str(root / "proc"), flags=kernel.MS_BIND | kernel.MS_REC)
+    kernel.pivot_root(str(root))
+    kernel.make_read_only("/", below=False)
+    if privileged:
+        _become_nobody()
+        kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | others)
+        kernel.map_own_user()
+
+
+def _show(root: Path, path: str) -> None:
+    """Binds a file or a folder of the machine; a link is made again."""
+    if not os.path.lexists(path) or os.path.lexists(f"{root}{path}"):
+        return  # the latter lies in one that is there already
+    if os.path.islink(path) and path in _SYSTEM:
+        Path(f"{root}{path}").parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(os.readlink(path), f"{root}{path}")
+    else:
+        kernel.make_read_only(_bind(path, root))
+
+
+def _bind(path: str, root: Path) -> str:
+    target = Path(f"{root}{path}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.isdir(path):
+        target.mkdir()
+    else:
+        target.touch()
+    kernel.mount(path, str(target), flags=kernel.MS_BIND | kernel.MS_REC)
+    return str(target)
+
+
+def _become_nobody() -> None:
+    os.setgroups([])
+    os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+    os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    kernel.set_dumpable()
+
+
+def _become_nobody_in(folder: str) -> str:
+    """Root's processes are not counted, so root becomes nobody where nobody can read Python. Returns a folder
+    for boxes."""
+    boxes = os.path.join(folder, "boxes")
+    os.mkdir(boxes, 0o700)
+    if os.geteuid() == 0 and _nobody_reads(sys.prefix) and _nobody_reads(sys.base_prefix):
+        os.chmod(folder, 0o711)
+        os.chown(boxes, _NOBODY, _NOBODY)
+        _become_nobody()
+    return boxes
+
+
+def _nobody_reads(path: str) -> bool:
+    """By the rights of others on it and all folders above."""
+    real = Path(path).resolve()
+    return all(each.stat().st_mode & 0o005 == 0o005 for each in (real, *real.parents))
