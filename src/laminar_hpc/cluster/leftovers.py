@@ -1,5 +1,5 @@
-"""What killed runs have left on this machine: weight slots, engines' files and shared memory, KV caches on
-the move.
+"""What killed runs have left on this machine: weight slots, files and shared memory of engines, sandboxes'
+folders, KV caches on the move.
 
 Every start of a relay or an engine removes it; `laminar doctor` lists it, and removes it with --clean. Only
 what provably belonged to dead processes of this user, container and boot counts (folders.py,
@@ -29,8 +29,9 @@ def find(shm: Path | None = None, temporary: Path | None = None) -> list[Leftove
     shm, temporary = shm or shared_memory.SHM, temporary or Path(tempfile.gettempdir())
     slots = [("weight slots", path) for path in folders.abandoned(shm, folders.SLOTS_PREFIX)]
     engines = [("engine files", path) for path in folders.abandoned(temporary, folders.ENGINE_FOLDER_PREFIX)]
+    boxes = [("sandbox files", path) for path in folders.abandoned(temporary, folders.SANDBOX_FOLDER_PREFIX)]
     moves = [("KV caches", path) for path in offers.abandoned(shm)]
-    return [Leftover(what, path, _size(path)) for what, path in (*slots, *engines, *moves)]
+    return [Leftover(what, path, _size(path)) for what, path in (*slots, *engines, *boxes, *moves)]
 
 
 def clean(shm: Path | None = None, temporary: Path | None = None) -> list[Leftover]:

@@ -1,5 +1,5 @@
-"""`laminar doctor` on the machine: cores, memory, disks, the loopback interface, Slurm, and what killed runs
-have left."""
+"""`laminar doctor` on the machine: cores, memory, disks, the sandbox, the loopback interface, Slurm, and what
+killed runs have left."""
 
 import os
 import re
@@ -14,6 +14,7 @@ import psutil
 from laminar_hpc.cluster import leftovers
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.doctor.findings import GIB, Finding, size_text
+from laminar_hpc.environments.isolation import landlock, tiers
 
 # controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
 DEMO_MEMORY = 5 * GIB
@@ -58,6 +59,19 @@ def machine() -> Iterator[Finding]:
         "disk",
         f"{size_text(shutil.disk_usage('.').free)} free here, on {kind}",
         cure,
+    )
+
+
+def sandbox() -> Iterator[Finding]:
+    """How far code that a model has written can be kept apart here; see docs/security.md."""
+    if tier := tiers.best():
+        known = landlock.version()
+        with_it = f", Landlock {known}" if known else ", no Landlock"
+        yield Finding("ok", "sandbox", {"namespaces": f"namespaces{with_it}"}.get(tier, f"landlock {known}"))
+        return
+    cure = "allow user namespaces (Linux 5.12) or Landlock (Linux 5.13) on this machine"
+    yield Finding(
+        "warn", "sandbox", f"none: {tiers.trouble('namespaces')}; {tiers.trouble('landlock')}", cure
     )
 
 

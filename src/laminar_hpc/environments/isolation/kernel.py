@@ -43,7 +43,7 @@ def unshare(flags: int) -> None:
 
 
 def children_here() -> None:
-    """Children that come are in this process's own PID namespace again, so that `unshare` can make the next."""
+    """Children that come are in this process's own PID namespace again; then `unshare` can make another."""
     descriptor = os.open("/proc/self/ns/pid", os.O_RDONLY)
     try:
         check(_libc.setns(descriptor, CLONE_NEWPID), "setns")

@@ -10,6 +10,7 @@ import os
 import platform
 import socket
 import struct
+from collections.abc import Mapping
 
 _LOAD, _EQUAL, _GREATER, _GREATER_EQUAL, _AND, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x54, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -66,10 +67,12 @@ _SIGNALS_BY_OTHER_WAYS = {
 }  # fmt: skip
 _PROCESSES = {"fork": (57, None), "vfork": (58, None)}
 _CLONE, _SOCKETPAIR = (56, 220), (53, 199)
-_OPENS = ((257, 56), 2), ((2, None), 1)  # openat and open, and which argument has the flags
 _CLONE_THREAD = 0x00010000
 
-Table = dict[str, tuple[int, int | None]]
+Numbers = tuple[int, int | None]
+Table = Mapping[str, Numbers]
+# openat and open, and which argument has the flags
+_OPENS: tuple[tuple[Numbers, int], ...] = (((257, 56), 2), ((2, None), 1))
 
 
 def supported() -> bool:
@@ -114,9 +117,9 @@ def program(shared_files: bool, shared_signals: bool, processes: bool, own_pid: 
     namespaces = [(_AND, 0, 0, _NEW_NAMESPACES), (_EQUAL, 1, 0, 0), _error(errno.EPERM)]
     look_at(_CLONE[column], 0, *namespaces, *threads_only)
     look_at(_SOCKETPAIR[column], 0, (_EQUAL, 1, 0, socket.AF_UNIX), _error(errno.EPERM))
-    for pair, argument in _OPENS:  # truncates what it may only read, before Landlock's third version
+    for numbers, argument in _OPENS:  # truncates what it may only read, before Landlock's third version
         mask, asked = os.O_ACCMODE | os.O_TRUNC, os.O_RDONLY | os.O_TRUNC
-        look_at(pair[column], argument, (_AND, 0, 0, mask), (_EQUAL, 0, 1, asked), _error(errno.EACCES))
+        look_at(numbers[column], argument, (_AND, 0, 0, mask), (_EQUAL, 0, 1, asked), _error(errno.EACCES))
     out.append(_give(_ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in out)
 

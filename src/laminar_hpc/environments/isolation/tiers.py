@@ -1,8 +1,8 @@
 """How far this machine lets processes be kept apart, tried in processes that end at once.
 
-    namespaces   own PID, mount, network, IPC and user namespaces, with Landlock where the kernel has it
-    landlock     Landlock and seccomp: the same processes and file names, out of reach
-    rlimits      limits only; it protects from accidents, not from intent
+namespaces   own PID, mount, network, IPC and user namespaces, with Landlock where the kernel has it
+landlock     Landlock and seccomp: the same processes and file names, out of reach
+rlimits      limits only; it protects from accidents, not from intent
 """
 
 import os

@@ -1,6 +1,5 @@
 """A sandbox behind a URL: a server that speaks SandboxFusion's `POST /run_code`."""
 
-import asyncio
 from typing import Any
 
 import aiohttp
@@ -17,7 +16,7 @@ _TIME_OVER = "TimeLimitExceeded"
 
 
 class SandboxFusion:
-    """`run` as of Sandbox. `url` is the server's, without /run_code. Of the limits, memory and output hold."""
+    """`run` as of Sandbox. `url` is the server's, without /run_code. Limits of memory and output hold."""
 
     def __init__(self, url: str, limits: Limits | None = None) -> None:
         self._url, self._limits = url.rstrip("/") + "/run_code", limits or Limits()
@@ -54,9 +53,11 @@ class SandboxFusion:
             ):
                 text = await response.content.read(_MAX_REPLY)
                 if response.status != 200:
-                    raise SandboxFailed(f"{where}: HTTP {response.status}: {text[:200].decode(errors='replace')}")
+                    raise SandboxFailed(
+                        f"{where}: HTTP {response.status}: {text[:200].decode(errors='replace')}"
+                    )
                 reply = msgspec.json.decode(text)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise SandboxFailed(f"{where}: no answer ({str(error) or type(error).__name__})") from None
         except msgspec.DecodeError as error:
             raise SandboxFailed(f"{where}: its answer is no JSON ({error})") from None

@@ -1,5 +1,5 @@
-"""One call: its keeper has a process wait for the code, hands it the call, bounds its time and output, ends all
-that has come of it, and answers.
+"""One call: its keeper has a process wait for the code, hands it the call, bounds its time and output, ends
+all that has come of it, and answers.
 
 The keeper runs no foreign code. It ends when its client or the preloaded process has gone.
 """
@@ -68,7 +68,7 @@ class _Keeper:
             os.set_blocking(reading, False)
         try:
             streams = (self._given.fileno(), self._pipes[0][1], self._pipes[1][1])
-            pid = self._place.start(self._wait_for_code, streams)
+            ended = self._place.start(self._wait_for_code, streams)
         except OSError as error:
             connection, _ = _next_call(orders)
             connection.sendall(framed(Failed(f"no process can be started: {error}")))
@@ -79,15 +79,19 @@ class _Keeper:
             for _, writing in self._pipes:
                 os.close(writing)
             connection, frame = _next_call(orders)
+            self._place.begin()
             begun = time.monotonic()
             with contextlib.suppress(ConnectionError):  # its process has ended: that is seen below
                 self._requests.sendall(framed(decode_call(frame)))
             deadline = begun + decode_call(frame).timeout_seconds
-            timed_out = not self._ended_by(pid, deadline, connection)
+            timed_out = not self._ended_by(ended, deadline, connection)
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             code = self._place.end()
-        connection.sendall(framed(self._answer(code, timed_out, time.monotonic() - begun)))
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(framed(self._answer(code, timed_out, time.monotonic() - begun)))
+        connection.close()
+        self._place.close()
 
     def _wait_for_code(self) -> None:
         self._ready[0] = 1
@@ -103,25 +107,21 @@ class _Keeper:
         truncated = stdout.truncated or stderr.truncated
         return Result(stdout.text(), stderr.text(), code, timed_out, truncated, seconds)
 
-    def _ended_by(self, pid: int, deadline: float, connection: socket.socket) -> bool:
-        """Waits for the process and takes its output; False when the deadline comes first. Raises
-        Abandoned."""
-        poller, ended = select.poll(), os.pidfd_open(pid)
+    def _ended_by(self, ended: int, deadline: float, connection: socket.socket) -> bool:
+        """Waits for the end and takes the output; False when the deadline comes first. Raises Abandoned."""
+        poller = select.poll()
         for descriptor in (ended, connection.fileno(), *self._outputs):
             poller.register(descriptor, select.POLLIN)
-        try:
-            while (left := deadline - time.monotonic()) > 0:
-                ready = {descriptor for descriptor, _ in poller.poll(left * 1000)}
-                for descriptor in ready & self._outputs.keys():
-                    if _read(descriptor, self._outputs[descriptor]) is None:
-                        poller.unregister(descriptor)
-                if connection.fileno() in ready:
-                    raise Abandoned
-                if ended in ready:
-                    return True
-            return False
-        finally:
-            os.close(ended)
+        while (left := deadline - time.monotonic()) > 0:
+            ready = {descriptor for descriptor, _ in poller.poll(left * 1000)}
+            for descriptor in ready & self._outputs.keys():
+                if _read(descriptor, self._outputs[descriptor]) is None:
+                    poller.unregister(descriptor)
+            if connection.fileno() in ready:
+                raise Abandoned
+            if ended in ready:
+                return True
+        return False
 
 
 def _read(descriptor: int, output: Output) -> bool | None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -35,8 +34,8 @@ class Sandbox:
     """Runs Python programs, each in a process of its own that is forked from a preloaded one.
 
     That one is started by `start`, or with the first call, and shared with all processes that are forked
-    after that. `isolation`: the strongest tier of this machine (auto), or a tier of isolation/tiers.py; a call
-    raises SandboxFailed where the machine does not have it. `preload`: modules that are imported beforehand.
+    after that. `isolation`: the strongest tier of this machine (auto), or a tier of isolation/tiers.py; a
+    call raises SandboxFailed where the machine does not have it. `preload`: modules imported beforehand.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Sandbox:
             connection, theirs = socket.socketpair()
             with connection:
                 while not self._sent(theirs):
-                    select.select([], [self._control], [], _RETRY_SECONDS)
+                    time.sleep(_RETRY_SECONDS)
                 connection.settimeout(QUEUE_SECONDS + timeout_seconds)
                 try:
                     connection.sendall(framed(call))
@@ -197,7 +196,9 @@ def environment() -> dict[str, str]:
 
 def _call(code: str, stdin: str, timeout_seconds: float) -> Call:
     if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
-        raise ValueError(f"timeout_seconds={timeout_seconds}: must be above 0, at most {MAX_TIMEOUT_SECONDS:g}")
+        raise ValueError(
+            f"timeout_seconds={timeout_seconds}: must be above 0, at most {MAX_TIMEOUT_SECONDS:g}"
+        )
     return Call(code, stdin, timeout_seconds)
 
 

@@ -1,5 +1,5 @@
-"""Where a call's code runs, by tier: `prepare` makes the preloaded process ready, once; then each call's keeper
-uses `Place.start` and `Place.end`.
+"""Where a call's code runs, by tier: `prepare` makes the preloaded process ready, once; then each call's
+keeper uses a Place.
 
     namespaces   keeper -> first process of a PID namespace, with a box and a /proc of its own -> code.
                  The kernel ends all that is left when the first process ends.
@@ -9,6 +9,7 @@ uses `Place.start` and `Place.end`.
 
 import contextlib
 import os
+import resource
 import select
 import shutil
 import signal
@@ -23,9 +24,11 @@ from laminar_hpc.environments.isolation import descendants, kernel, landlock, li
 from laminar_hpc.environments.sandbox.protocol import Limits, Setup
 
 BOX = "/box"
+_ALONE = "alone"  # the first process says that nothing else is left
 _NOBODY = 65534
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+_OTHERS_TASKS = 256  # that others of this user may start while a call runs
 _ROOT_BYTES = "size=1m,mode=755"
 Body = Callable[[], None]
 Streams = tuple[int, int, int]
@@ -57,20 +60,26 @@ def prepare(setup: Setup) -> "Place":
 
 
 class Place:
-    """`start` forks; `end` ends all that has come of it and gives the exit code of `body`'s process."""
+    """Of one keeper: `start` forks, `end` comes when the call is over, `close` after the answer."""
 
     def __init__(self, given: Limits) -> None:
         self.limits = given
         self.pid = 0
 
     def start(self, body: Body, streams: Streams) -> int:
-        """`body` in the box, with these as its input, output and errors. Returns the pid whose end is its
-        end."""
+        """`body` in the box, with these as its input, output and errors. Returns a descriptor that can be
+        read when it has ended."""
         raise NotImplementedError
 
+    def begin(self) -> None:
+        """The code is about to begin; `start` may be long ago."""
+
     def end(self) -> int:
-        """Nothing that the call has started is there any more."""
+        """The exit code of `body`'s process; nothing that it has started runs any more."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is left of the call."""
 
 
 class Namespaces(Place):
@@ -85,7 +94,7 @@ class Namespaces(Place):
             _guarded(lambda: self._first_process(body, streams, keeper, status))
         os.close(status)
         os.close(keeper)
-        return self.pid
+        return self._status
 
     def _first_process(self, body: Body, streams: Streams, keeper: int, status: int) -> None:
         die_with_parent()
@@ -101,7 +110,8 @@ class Namespaces(Place):
             _guarded(lambda: self._code(body, streams))
         while (ended := os.waitpid(-1, 0))[0] != code:
             pass  # an orphan
-        os.write(status, str(os.waitstatus_to_exitcode(ended[1])).encode())
+        alone = "" if descendants.has_children() else _ALONE
+        os.write(status, f"{os.waitstatus_to_exitcode(ended[1])} {alone}".encode())
 
     def _code(self, body: Body, streams: Streams) -> None:
         _enter(BOX, streams)
@@ -114,12 +124,19 @@ class Namespaces(Place):
         body()
 
     def end(self) -> int:
-        with contextlib.suppress(ProcessLookupError):
+        said = os.read(self._status, 64).split() if select.select([self._status], [], [], 0)[0] else []
+        if said[1:] != [_ALONE.encode()]:
+            self._end_first_process()
+        return int(said[0]) if said else -signal.SIGKILL
+
+    def close(self) -> None:
+        self._end_first_process()
+
+    def _end_first_process(self) -> None:
+        """The kernel ends all others of its namespace with it."""
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        with os.fdopen(self._status, "rb") as pipe:
-            said = pipe.read()
-        return int(said) if said else -signal.SIGKILL
+            os.waitpid(self.pid, 0)
 
 
 class SharedFiles(Place):
@@ -129,6 +146,7 @@ class SharedFiles(Place):
         super().__init__(given)
         self._folder, self._locked, self._box = folder, locked, ""
         self._paths = readable()
+        self._counts = os.geteuid() != 0  # the kernel does not count root's processes
 
     def start(self, body: Body, streams: Streams) -> int:
         kernel.set_subreaper()
@@ -136,20 +154,25 @@ class SharedFiles(Place):
         self.pid = os.fork()
         if self.pid == 0:
             _guarded(lambda: self._code(body, streams))
-        return self.pid
+        return os.pidfd_open(self.pid)
 
     def _code(self, body: Body, streams: Streams) -> None:
         _enter(self._box, streams)
-        given, counted = self.limits, os.geteuid() != 0  # the kernel does not count root's processes
-        allowed = limits.tasks_of_user() + given.processes if counted else None
-        limits.set_limits(given.memory_bytes, given.file_bytes, allowed)
+        limits.set_limits(self.limits.memory_bytes, self.limits.file_bytes, None)
         kernel.drop_privileges()
         if self._locked:
             devices = [f"/dev/{name}" for name in _DEVICES]
             landlock.restrict(self._paths, [self._box, *devices])
             alone = landlock.version() >= landlock.SCOPED_SIGNALS
-            kernel.install_filter(seccomp.program(True, not alone, counted, os.getpid()))
+            kernel.install_filter(seccomp.program(True, not alone, self._counts, os.getpid()))
         body()
+
+    def begin(self) -> None:
+        """All tasks of this user count, whoever has started them, so the limit stands above those that there
+        are now."""
+        if self._counts:
+            most = limits.tasks_of_user() + _OTHERS_TASKS + self.limits.processes
+            resource.prlimit(self.pid, resource.RLIMIT_NPROC, (most, most))
 
     def end(self) -> int:
         with contextlib.suppress(ProcessLookupError):
@@ -192,8 +215,8 @@ def _enter(box: str, streams: Streams) -> None:
 
 
 def _build_root(folder: str) -> None:
-    """A root that holds `readable`, read-only, and nothing else; then namespaces for this user alone, in which
-    it may make those of the calls."""
+    """A root that holds `readable`, read-only, and nothing else; then namespaces for this user alone, in
+    which it may make those of the calls."""
     root = Path(folder, "root")
     root.mkdir()
     privileged = os.geteuid() == 0
@@ -248,8 +271,8 @@ def _become_nobody() -> None:
 
 
 def _become_nobody_in(folder: str) -> str:
-    """Root's processes are not counted, so root becomes nobody where nobody can read Python. Returns a folder
-    for boxes."""
+    """The kernel does not count root's processes, so root becomes the user nobody where that one may read
+    Python. Returns a folder for boxes."""
     boxes = os.path.join(folder, "boxes")
     os.mkdir(boxes, 0o700)
     if os.geteuid() == 0 and _nobody_reads(sys.prefix) and _nobody_reads(sys.base_prefix):

@@ -17,8 +17,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct):
-    """To the preloaded process, once. `isolation`: auto or a tier; `preload`: modules; `folder`: for it alone,
-    empty."""
+    """To the preloaded process, once. `isolation`: auto or a tier; `preload`: modules; `folder`: an empty one
+    for it alone."""
 
     isolation: str
     preload: list[str]

@@ -1,8 +1,9 @@
 """The preloaded process: `python -m laminar_hpc.environments.sandbox.zygote FD`, started by local.py.
 
-It imports what code will want, goes to the asked tier, and then forks keepers: some that wait, so that a call
-finds its process ready, and one takes each connection that comes over the socket, so many at a time. It holds no secret: it is started with a clean environment and no
-descriptor but that socket. It ends when the last process that could send it calls is gone.
+It imports what code will want, goes to the asked tier, and then forks keepers. Some wait, so that a call
+finds its process ready; one takes each connection that comes over the socket, so many at a time. It holds no
+secret: it is started with a clean environment and no descriptor but that socket. It ends when the last
+process that could send it calls is gone.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ class Zygote:
         self._control, self._place, self._trouble = control, place, trouble
         self._at_once = at_once or len(os.sched_getaffinity(0))
         self._calls: deque[socket.socket] = deque()  # connections that wait for a place
-        self._waiting: deque[tuple[int, socket.socket]] = deque()  # keepers without a call, and how to reach them
+        self._waiting: deque[tuple[int, socket.socket]] = (
+            deque()
+        )  # keepers without a call, and how to reach them
         self._busy: set[int] = set()
 
     def serve(self) -> None:
@@ -48,11 +51,11 @@ class Zygote:
                 self._pass_on(self._calls.popleft())
             while len(self._waiting) < self._at_once:
                 self._waiting.append(self._fork())
-            ready, _, _ = select.select([self._control, waking], [], [])
+            ready, _, _ = select.select([self._control.fileno(), waking], [], [])
             if waking in ready:
                 os.read(waking, 4096)
                 self._reap()
-            if self._control in ready and not self._take():
+            if self._control.fileno() in ready and not self._take():
                 return
 
     def _take(self) -> bool:
@@ -87,10 +90,11 @@ class Zygote:
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                keepers = self._busy | {pid for pid, _ in self._waiting}
                 self._busy.discard(ended[0])
                 self._waiting = deque(each for each in self._waiting if each[0] != ended[0])
-                if os.WIFSIGNALED(ended[1]):
-                    descendants.end_all(spared=frozenset({*self._busy, *(pid for pid, _ in self._waiting)}))
+                if ended[0] in keepers and os.WIFSIGNALED(ended[1]):
+                    descendants.end_all(spared=frozenset(keepers - {ended[0]}))
 
 
 def _prepared(setup: Setup) -> tuple[Place | None, str]:
