@@ -31,6 +31,16 @@ def test_answers(answer, response, right):
     assert scored["answered"] == float(any(c.isdigit() for c in response))
 
 
+def test_a_response_runs_no_code(tmp_path):
+    """Expressions are read by a grammar of LaTeX, or consist of digits and operators: nothing of a response
+    reaches Python's eval."""
+    mark = tmp_path / "ran"
+    code = f"__import__('pathlib').Path('{mark}').touch()"
+    for response in (code, f"\\boxed{{{code}}}", f"${code}$", f"the answer is {code}", f"1+{code}"):
+        reward(prompt="", response=response, row={"answer": "1"})
+    assert not mark.exists()
+
+
 def test_a_row_without_an_answer_is_an_error():
     """A row without a gold answer raises, rather than scoring 0."""
     with pytest.raises(KeyError):

@@ -145,10 +145,10 @@ def started_by(process: psutil.Process) -> list[psutil.Process]:
 
 
 def settled(sandbox: Sandbox) -> int:
-    """How many processes the sandbox has once the last call's are gone: the preloaded one, and for each core
-    a keeper, perhaps a first process, and one that waits."""
+    """How many processes the sandbox has once the last call's are gone: the preloaded one, perhaps twice,
+    and keepers, one more than cores, each with the process that waits for its next call."""
     process = psutil.Process(sandbox._process.pid)
-    most = 1 + 3 * len(os.sched_getaffinity(0))
+    most = 4 + 2 * len(os.sched_getaffinity(0))
     for _ in range(400):
         if (count := 1 + len(started_by(process))) <= most:
             return count
@@ -194,7 +194,7 @@ def test_a_program_runs_as_by_python(sandbox: Sandbox) -> None:
     assert "return 1 / x" in failed.stderr and failed.stderr.endswith("ZeroDivisionError: division by zero\n")
     assert "laminar_hpc" not in failed.stderr
     assert "SyntaxError" in sandbox.run_sync("def").stderr
-    assert sandbox.run_sync("import os, signal; os.kill(os.getpid(), signal.SIGKILL)").exit == -9
+    assert sandbox.run_sync("import os; os.abort()").exit < 0
     assert sandbox.run_sync("import sys; sys.exit('so')").stderr == "so\n"
     late = "import atexit, threading\natexit.register(print, 'last')\n"
     late += "threading.Thread(target=print, args=['thread']).start()"

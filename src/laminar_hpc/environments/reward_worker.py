@@ -66,6 +66,8 @@ class Reward:
             type(function).__call__
         )
         self.call = adapted(function, spec.style, spec.label, prompt_field)
+        if hasattr(function, "prepare"):  # an object that wants to do something once, before the forks
+            function.prepare()
 
 
 def load_function(path: str, label: str) -> Callable:

@@ -42,13 +42,15 @@ def unshare(flags: int) -> None:
     check(_libc.unshare(flags), "unshare")
 
 
-def children_here() -> None:
-    """Children that come are in this process's own PID namespace again; then `unshare` can make another."""
-    descriptor = os.open("/proc/self/ns/pid", os.O_RDONLY)
-    try:
-        check(_libc.setns(descriptor, CLONE_NEWPID), "setns")
-    finally:
-        os.close(descriptor)
+def children_in(pid_namespace: int) -> None:
+    """Children that come are in the PID namespace that this descriptor names: with that of this process
+    itself, `unshare` can make another for them."""
+    check(_libc.setns(pid_namespace, CLONE_NEWPID), "setns")
+
+
+def unmount(path: str) -> None:
+    """Takes a mount out of sight; it is gone when nobody uses it any more."""
+    check(_libc.umount2(path.encode(), _MNT_DETACH), f"umount {path}")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:

@@ -1,7 +1,7 @@
-"""One call: its keeper has a process wait for the code, hands it the call, bounds its time and output, ends
-all that has come of it, and answers.
+"""A keeper, which takes one call after the other: it has a process wait for the code, hands it the call,
+bounds its time and output, ends all that has come of it, and answers.
 
-The keeper runs no foreign code. It ends when its client or the preloaded process has gone.
+It runs no foreign code. It ends with the preloaded process, and a call ends with its client.
 """
 
 import contextlib
@@ -20,78 +20,112 @@ from laminar_hpc.environments.sandbox.places import Place
 from laminar_hpc.environments.sandbox.protocol import Failed, Result, decode_call
 
 _CHUNK = 1 << 16
+READY, DONE = b"r", b"d"  # what a keeper says over `orders`: it waits for a call; it has answered one
 
 
-class Abandoned(Exception):
+class _Abandoned(Exception):
     """Nobody waits for the result."""
 
 
+class _NoMore(Exception):
+    """No call will come."""
+
+
 def keep(orders: socket.socket, place: Place | None, trouble: str) -> None:
-    """Answers the call of one connection, which comes over `orders`; with `trouble` where there is no
-    place."""
-    signal.signal(signal.SIGTERM, _abandon)
+    """Answers the calls of the connections that come over `orders`; with `trouble` where there is no place.
+    Returns when there are no more."""
     die_with_parent(signal.SIGTERM)
-    with contextlib.suppress(Abandoned):
-        if place is None:
-            connection, _ = _next_call(orders)
-            connection.sendall(framed(Failed(trouble)))
-        else:
-            _Keeper(place).keep(orders)
+    with contextlib.suppress(_NoMore):
+        while True:
+            signal.signal(signal.SIGTERM, _end)
+            if place is None:
+                _tell(orders, READY)
+                connection, _ = _next_call(orders)
+                _say(connection, Failed(trouble))
+            else:
+                _One(place).keep(orders)
+            _tell(orders, DONE)
 
 
-def _abandon(number: int, frame: object) -> None:
-    raise Abandoned
+def _end(number: int, frame: object) -> None:
+    raise _NoMore
 
 
 def _next_call(orders: socket.socket) -> tuple[socket.socket, bytes]:
-    """Raises Abandoned when there is none to come."""
-    packet, descriptors, _, _ = socket.recv_fds(orders, 1, 1)
-    if packet:
+    """A connection whose client is still there, and what it asks. Raises _NoMore."""
+    while True:
+        packet, descriptors, _, _ = socket.recv_fds(orders, 1, 1)
+        if not packet:
+            raise _NoMore
         connection = socket.socket(fileno=descriptors[0])
         with contextlib.suppress(ConnectionError):
             if (frame := receive_frame(connection)) is not None:
                 return connection, frame
-    raise Abandoned
+        connection.close()
+        _tell(orders, DONE + READY)
 
 
-class _Keeper:
+def _tell(orders: socket.socket, words: bytes) -> None:
+    """Raises _NoMore when the preloaded process has gone."""
+    try:
+        orders.send(words)
+    except ConnectionError:
+        raise _NoMore from None
+
+
+def _say(connection: socket.socket, answer: Result | Failed) -> None:
+    with connection, contextlib.suppress(ConnectionError):
+        connection.sendall(framed(answer))
+
+
+class _One:
+    """One call."""
+
     def __init__(self, place: Place) -> None:
         self._place = place
         self._ready = mmap.mmap(-1, 1)  # shared with the process that waits: it has reached its place
-        self._requests, self._given = socket.socketpair()
-        self._pipes = os.pipe(), os.pipe()
-        limit = place.limits.output_bytes
-        self._outputs = {reading: Output(limit) for reading, _ in self._pipes}
+        self._outputs: dict[int, Output] = {}
 
     def keep(self, orders: socket.socket) -> None:
-        for reading in self._outputs:
-            os.set_blocking(reading, False)
+        with contextlib.ExitStack() as stack:
+            requests, given = socket.socketpair()
+            pipes = os.pipe(), os.pipe()
+            for reading, _ in pipes:
+                os.set_blocking(reading, False)
+                stack.callback(os.close, reading)
+                self._outputs[reading] = Output(self._place.limits.output_bytes)
+            stack.enter_context(requests)
+            try:
+                streams = (given.fileno(), pipes[0][1], pipes[1][1])
+                ended = self._place.start(self._wait_for_code, streams)
+            except OSError as error:
+                _tell(orders, READY)
+                _say(_next_call(orders)[0], Failed(f"no process can be started: {error}"))
+                return
+            finally:
+                given.close()
+                for _, writing in pipes:
+                    os.close(writing)
+            stack.callback(os.close, ended)
+            self._run(orders, requests, ended)
+
+    def _run(self, orders: socket.socket, requests: socket.socket, ended: int) -> None:
+        connection, timed_out, begun, code = None, False, 0.0, 0
         try:
-            streams = (self._given.fileno(), self._pipes[0][1], self._pipes[1][1])
-            ended = self._place.start(self._wait_for_code, streams)
-        except OSError as error:
-            connection, _ = _next_call(orders)
-            connection.sendall(framed(Failed(f"no process can be started: {error}")))
-            return
-        code, timed_out, begun = 0, False, 0.0
-        try:
-            self._given.close()
-            for _, writing in self._pipes:
-                os.close(writing)
+            _tell(orders, READY)
             connection, frame = _next_call(orders)
             self._place.begin()
             begun = time.monotonic()
+            call = decode_call(frame)
             with contextlib.suppress(ConnectionError):  # its process has ended: that is seen below
-                self._requests.sendall(framed(decode_call(frame)))
-            deadline = begun + decode_call(frame).timeout_seconds
-            timed_out = not self._ended_by(ended, deadline, connection)
+                requests.sendall(framed(call))
+            timed_out = not self._ended_by(ended, begun + call.timeout_seconds, connection)
+        except _Abandoned:
+            return
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             code = self._place.end()
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(framed(self._answer(code, timed_out, time.monotonic() - begun)))
-        connection.close()
-        self._place.close()
+        _say(connection, self._answer(code, timed_out, time.monotonic() - begun))
 
     def _wait_for_code(self) -> None:
         self._ready[0] = 1
@@ -108,7 +142,7 @@ class _Keeper:
         return Result(stdout.text(), stderr.text(), code, timed_out, truncated, seconds)
 
     def _ended_by(self, ended: int, deadline: float, connection: socket.socket) -> bool:
-        """Waits for the end and takes the output; False when the deadline comes first. Raises Abandoned."""
+        """Waits for the end and takes the output; False when the deadline comes first. Raises _Abandoned."""
         poller = select.poll()
         for descriptor in (ended, connection.fileno(), *self._outputs):
             poller.register(descriptor, select.POLLIN)
@@ -118,7 +152,7 @@ class _Keeper:
                 if _read(descriptor, self._outputs[descriptor]) is None:
                     poller.unregister(descriptor)
             if connection.fileno() in ready:
-                raise Abandoned
+                raise _Abandoned
             if ended in ready:
                 return True
         return False

@@ -1,10 +1,8 @@
 """Where a call's code runs, by tier: `prepare` makes the preloaded process ready, once; then each call's
 keeper uses a Place.
 
-    namespaces   keeper -> first process of a PID namespace, with a box and a /proc of its own -> code.
-                 The kernel ends all that is left when the first process ends.
-    others       keeper, a subreaper -> code, with a box in the sandbox's folder.
-                 The keeper ends all descendants.
+    namespaces   among no other processes, on a file system that holds nothing else
+    others       among all processes and files; the keeper is a subreaper and ends all descendants
 """
 
 import contextlib
@@ -24,7 +22,6 @@ from laminar_hpc.environments.isolation import descendants, kernel, landlock, li
 from laminar_hpc.environments.sandbox.protocol import Limits, Setup
 
 BOX = "/box"
-_ALONE = "alone"  # the first process says that nothing else is left
 _NOBODY = 65534
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
@@ -54,49 +51,59 @@ def prepare(setup: Setup) -> "Place":
         raise OSError(f"this machine does not have isolation={tier!r}: {reason}")
     if tier == "namespaces":
         _build_root(setup.folder)
+        _become_first_process()
         return Namespaces(setup.limits)
     folder = _become_nobody_in(setup.folder)
     return SharedFiles(setup.limits, folder, locked=tier == "landlock")
 
 
 class Place:
-    """Of one keeper: `start` forks, `end` comes when the call is over, `close` after the answer."""
+    """Of one keeper, call after call: `start` forks ahead of the call, `begin` comes with it, `end` when it
+    is over."""
 
     def __init__(self, given: Limits) -> None:
         self.limits = given
         self.pid = 0
 
     def start(self, body: Body, streams: Streams) -> int:
-        """`body` in the box, with these as its input, output and errors. Returns a descriptor that can be
-        read when it has ended."""
+        """`body` in a box, with these as its input, output and errors. Returns a descriptor that can be read
+        when it has ended."""
         raise NotImplementedError
 
     def begin(self) -> None:
         """The code is about to begin; `start` may be long ago."""
 
     def end(self) -> int:
-        """The exit code of `body`'s process; nothing that it has started runs any more."""
+        """The exit code of `body`'s process; nothing that it has started is left."""
         raise NotImplementedError
-
-    def close(self) -> None:
-        """Nothing is left of the call."""
 
 
 class Namespaces(Place):
-    """Each call in a PID namespace and on a file system of its own."""
+    """Each call is the first process of a PID namespace, with a box and a /proc of its own; the kernel ends
+    all others of a namespace with the first. The mounts are those of the keeper, which takes them away before
+    the next call: that takes the kernel longer than a call."""
+
+    def __init__(self, given: Limits) -> None:
+        super().__init__(given)
+        self._own_namespace = -1  # descriptor, of the keeper
 
     def start(self, body: Body, streams: Streams) -> int:
-        kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
+        if self._own_namespace < 0:
+            kernel.unshare(kernel.CLONE_NEWNS)
+            self._own_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        while os.path.ismount(BOX):
+            kernel.unmount(BOX)
+            kernel.unmount("/proc")
+        kernel.children_in(self._own_namespace)
+        kernel.unshare(kernel.CLONE_NEWPID)
         keeper = os.pidfd_open(os.getpid())
-        self._status, status = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            _guarded(lambda: self._first_process(body, streams, keeper, status))
-        os.close(status)
+            _guarded(lambda: self._code(body, streams, keeper))
         os.close(keeper)
-        return self._status
+        return os.pidfd_open(self.pid)
 
-    def _first_process(self, body: Body, streams: Streams, keeper: int, status: int) -> None:
+    def _code(self, body: Body, streams: Streams, keeper: int) -> None:
         die_with_parent()
         if select.select([keeper], [], [], 0)[0]:
             return  # it had died before
@@ -104,16 +111,6 @@ class Namespaces(Place):
         kernel.mount("proc", "/proc", "proc", nothing_else)
         room = f"size={self.limits.box_bytes},nr_inodes=16384,mode=700"
         kernel.mount("tmpfs", BOX, "tmpfs", nothing_else, room)
-        kernel.drop_privileges()
-        code = os.fork()
-        if code == 0:
-            _guarded(lambda: self._code(body, streams))
-        while (ended := os.waitpid(-1, 0))[0] != code:
-            pass  # an orphan
-        alone = "" if descendants.has_children() else _ALONE
-        os.write(status, f"{os.waitstatus_to_exitcode(ended[1])} {alone}".encode())
-
-    def _code(self, body: Body, streams: Streams) -> None:
         _enter(BOX, streams)
         kernel.unshare(kernel.CLONE_NEWUSER)  # so that the number of processes counts those of this call
         limits.set_limits(self.limits.memory_bytes, self.limits.file_bytes, self.limits.processes)
@@ -124,19 +121,9 @@ class Namespaces(Place):
         body()
 
     def end(self) -> int:
-        said = os.read(self._status, 64).split() if select.select([self._status], [], [], 0)[0] else []
-        if said[1:] != [_ALONE.encode()]:
-            self._end_first_process()
-        return int(said[0]) if said else -signal.SIGKILL
-
-    def close(self) -> None:
-        self._end_first_process()
-
-    def _end_first_process(self) -> None:
-        """The kernel ends all others of its namespace with it."""
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 class SharedFiles(Place):
@@ -203,9 +190,9 @@ def _enter(box: str, streams: Streams) -> None:
     os.setsid()
     os.umask(0o077)
     limits.prefer_for_killing()
-    os.chdir(box)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
+    os.chdir(box)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.environ |= {"HOME": box, "TMPDIR": box, "PWD": box}
     tempfile.tempdir = None
@@ -239,6 +226,22 @@ def _build_root(folder: str) -> None:
         _become_nobody()
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | others)
         kernel.map_own_user()
+
+
+def _become_first_process() -> None:
+    """Goes on as the first process of a PID namespace, which a keeper may make others in; the one that was
+    started waits for its end, and they die together."""
+    kernel.unshare(kernel.CLONE_NEWPID)
+    waiting = os.pidfd_open(os.getpid())
+    if pid := os.fork():
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.waitpid(pid, 0)
+        os._exit(0)
+    die_with_parent()
+    if select.select([waiting], [], [], 0)[0]:
+        os._exit(0)
+    os.close(waiting)
+    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV)
 
 
 def _show(root: Path, path: str) -> None:

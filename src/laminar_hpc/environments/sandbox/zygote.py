@@ -1,9 +1,9 @@
 """The preloaded process: `python -m laminar_hpc.environments.sandbox.zygote FD`, started by local.py.
 
-It imports what code will want, goes to the asked tier, and then forks keepers. Some wait, so that a call
-finds its process ready; one takes each connection that comes over the socket, so many at a time. It holds no
-secret: it is started with a clean environment and no descriptor but that socket. It ends when the last
-process that could send it calls is gone.
+It imports what code will want, goes to the asked tier, and forks keepers, among which it divides the
+connections that come over its socket. Each keeper has a process ready for the next call. It holds no secret:
+it is started with a clean environment and no descriptor but that socket. It ends when the last process that
+could send it calls is gone.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ _SOCKETS_AT_ONCE = 16  # in one packet
 
 
 class Zygote:
-    """Forks keepers. `place` None: `trouble` is the answer to every call."""
+    """Forks keepers, one more than calls may run at a time, as each gets ready again after a call, and
+    divides calls among them. `place` None: `trouble` is the answer to every call."""
 
     def __init__(self, control: socket.socket, place: Place | None, trouble: str, at_once: int) -> None:
         self._control, self._place, self._trouble = control, place, trouble
         self._at_once = at_once or len(os.sched_getaffinity(0))
-        self._calls: deque[socket.socket] = deque()  # connections that wait for a place
-        self._waiting: deque[tuple[int, socket.socket]] = (
-            deque()
-        )  # keepers without a call, and how to reach them
-        self._busy: set[int] = set()
+        self._calls: deque[socket.socket] = deque()  # connections that wait for a keeper
+        self._keepers: dict[int, socket.socket] = {}  # pid -> how to reach it
+        self._ready: deque[int] = deque()  # those that wait for a call
+        self._running: set[int] = set()  # those that have one
 
     def serve(self) -> None:
         """Until nobody can send calls any more."""
@@ -47,11 +47,14 @@ class Zygote:
         signal.set_wakeup_fd(wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while True:
-            while self._calls and len(self._busy) < self._at_once:
-                self._pass_on(self._calls.popleft())
-            while len(self._waiting) < self._at_once:
-                self._waiting.append(self._fork())
-            ready, _, _ = select.select([self._control.fileno(), waking], [], [])
+            while len(self._keepers) <= self._at_once:
+                self._fork()
+            while self._calls and self._ready and len(self._running) < self._at_once:
+                self._pass_on(self._calls.popleft(), self._ready.popleft())
+            speakers = {orders.fileno(): pid for pid, orders in self._keepers.items()}
+            ready, _, _ = select.select([self._control.fileno(), waking, *speakers], [], [])
+            for keeper_that_speaks in (speakers[number] for number in ready if number in speakers):
+                self._listen(keeper_that_speaks)
             if waking in ready:
                 os.read(waking, 4096)
                 self._reap()
@@ -64,20 +67,29 @@ class Zygote:
         self._calls += [socket.socket(fileno=descriptor) for descriptor in descriptors]
         return bool(packet)
 
-    def _pass_on(self, connection: socket.socket) -> None:
-        pid, orders = self._waiting.popleft() if self._waiting else self._fork()
-        with connection, orders, contextlib.suppress(ConnectionError):  # it has just died: that is seen there
-            socket.send_fds(orders, [b"."], [connection.fileno()])
-        self._busy.add(pid)
+    def _pass_on(self, connection: socket.socket, pid: int) -> None:
+        self._running.add(pid)
+        with connection, contextlib.suppress(ConnectionError):  # it has just died: the client asks again
+            socket.send_fds(self._keepers[pid], [b"."], [connection.fileno()])
 
-    def _fork(self) -> tuple[int, socket.socket]:
+    def _listen(self, pid: int) -> None:
+        words = b""
+        with contextlib.suppress(ConnectionError):  # it has died: its end is seen too
+            words = self._keepers[pid].recv(16)
+        for word in words:
+            if word == keeper.DONE[0]:
+                self._running.discard(pid)
+            else:
+                self._ready.append(pid)
+
+    def _fork(self) -> None:
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             try:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for other in (self._control, ours, *self._calls, *(orders for _, orders in self._waiting)):
+                for other in (self._control, ours, *self._calls, *self._keepers.values()):
                     other.close()
                 keeper.keep(theirs, self._place, self._trouble)
             except BaseException:
@@ -85,16 +97,16 @@ class Zygote:
             finally:
                 os._exit(0)
         theirs.close()
-        return pid, ours
+        self._keepers[pid] = ours
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                keepers = self._busy | {pid for pid, _ in self._waiting}
-                self._busy.discard(ended[0])
-                self._waiting = deque(each for each in self._waiting if each[0] != ended[0])
-                if ended[0] in keepers and os.WIFSIGNALED(ended[1]):
-                    descendants.end_all(spared=frozenset(keepers - {ended[0]}))
+                if (orders := self._keepers.pop(ended[0], None)) is not None:
+                    orders.close()
+                    self._running.discard(ended[0])
+                    self._ready = deque(pid for pid in self._ready if pid != ended[0])
+                    descendants.end_all(spared=frozenset(self._keepers))
 
 
 def _prepared(setup: Setup) -> tuple[Place | None, str]:

@@ -1,0 +1,152 @@
+"""The tests of a row, in the forms that common data sets have, and whether a program passes one.
+
+| form | data sets |
+|---|---|
+| `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls | APPS, TACO, PRIME, verl's ground_truth |
+| `{"input": [...], "output": [...]}` | CodeContests (`public_tests`, `private_tests`, `generated_tests`) |
+| `[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}, ...]` | LiveCodeBench, DeepCoder |
+| `["assert f(1) == 2", ...]` | MBPP (`test_list`) |
+
+Each may be JSON text. Outputs are compared outside of the program, which never has them; only an assert
+shows the program what it wants.
+"""
+
+import json
+import math
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from laminar_hpc.environments.sandbox import Result
+
+_FIELDS = ("tests", "test_cases", "input_output", "test_list")
+_CODE_CONTESTS = ("public_tests", "private_tests", "generated_tests")
+_TOLERANCE = 1e-6  # of numbers that are not whole
+_PRELUDE = (
+    "from typing import *\n"
+    "import bisect, collections, functools, heapq, itertools, math, random, re, string, sys\n"
+    "from collections import *\nfrom functools import *\nfrom itertools import *\nfrom heapq import *\n"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`stdin` and the wanted `output`; with `function`, its `arguments` and the wanted value; with `check`,
+    an assert."""
+
+    stdin: str = ""
+    output: str = ""
+    function: str = ""
+    arguments: tuple = ()
+    value: Any = None
+    check: str = ""
+
+    def program(self, code: str) -> tuple[str, str]:
+        """What is to be run for this answer, and the mark that its own words cannot have."""
+        mark = secrets.token_hex(16)
+        if self.check:
+            return f"{code}\n{self.check}\nprint({mark!r})\n", mark
+        if not self.function:
+            return code, mark
+        given = json.dumps(self.arguments)
+        call = (
+            f"import json as _json\n_where = globals()\n"
+            f"_f = getattr(_where['Solution'](), {self.function!r}) if 'Solution' in _where "
+            f"else _where[{self.function!r}]\n"
+            f"print('\\n' + {mark!r} + _json.dumps(_f(*_json.loads({given!r}))))\n"
+        )
+        return f"{_PRELUDE}{code}\n{call}", mark
+
+    def passed(self, result: Result, mark: str) -> bool:
+        """Whether the program did what this test wants."""
+        if result.timed_out or result.exit != 0:
+            return False
+        if self.check:
+            return result.stdout.rstrip().endswith(mark)
+        if not self.function:
+            return same_output(result.stdout, self.output)
+        before, _, said = result.stdout.rpartition(mark)
+        try:
+            value = json.loads(said)
+        except ValueError:
+            return False
+        return bool(before) and (_same(value, self.value) or _same([value], self.value))
+
+
+def cases_of(row: dict) -> list[Case]:
+    """Raises KeyError when the row has no tests, ValueError when they have none of these forms."""
+    model = row.get("reward_model")
+    candidates = [row.get(name) for name in _FIELDS]
+    candidates += [model.get("ground_truth") if isinstance(model, dict) else None, row.get("answer")]
+    found = [each for each in candidates if each][:1] or [
+        row[name] for name in _CODE_CONTESTS if row.get(name)
+    ]
+    if not found:
+        raise KeyError("tests")
+    tests = [test for each in found for test in _parsed(each)]
+    if not tests:
+        raise ValueError("the row's tests are empty")
+    return tests
+
+
+def _parsed(found: object) -> Iterator[Case]:
+    if isinstance(found, str):
+        found = json.loads(found)
+    if isinstance(found, list) and all(isinstance(each, str) for each in found):
+        yield from (Case(check=each) for each in found)
+    elif isinstance(found, list) and all(isinstance(each, dict) for each in found):
+        for each in found:
+            metadata = each.get("metadata")
+            name = each.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, dict) else "")
+            yield _test(each["input"], each["output"], name or "")
+    elif isinstance(found, dict):
+        plural = "inputs" in found
+        inputs, outputs = (found["inputs"], found["outputs"]) if plural else (found["input"], found["output"])
+        for given, wanted in zip(inputs, outputs, strict=True):
+            yield _test(given, wanted, found.get("fn_name") or "")
+    else:
+        raise ValueError(f"the row's tests have no known form: {found!r:.80}")
+
+
+def _test(given: object, wanted: object, function: str) -> Case:
+    if not function:
+        return Case(stdin=_lines(given), output=_lines(wanted))
+    if isinstance(given, str):  # LiveCodeBench: one JSON value a line
+        given = [json.loads(line) for line in given.splitlines() if line.strip()]
+        wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
+    arguments = tuple(given) if isinstance(given, list) else (given,)
+    return Case(function=function, arguments=arguments, value=wanted)
+
+
+def _lines(text: object) -> str:
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def same_output(said: str, wanted: str) -> bool:
+    """By lines without blank ones at the end, and words in a line; numbers that are not whole may differ by a
+    millionth."""
+    lines = [[line.split() for line in text.rstrip().splitlines()] for text in (said, wanted)]
+    return len(lines[0]) == len(lines[1]) and all(
+        len(mine) == len(theirs) and all(map(_same_word, mine, theirs))
+        for mine, theirs in zip(*lines, strict=True)
+    )
+
+
+def _same_word(said: str, wanted: str) -> bool:
+    if said == wanted:
+        return True
+    try:
+        return ("." in wanted or "e" in wanted) and _same(float(said), float(wanted))
+    except ValueError:
+        return False
+
+
+def _same(said: object, wanted: object) -> bool:
+    """Of JSON values."""
+    if isinstance(said, list) and isinstance(wanted, list | tuple):
+        return len(said) == len(wanted) and all(map(_same, said, wanted))
+    if isinstance(said, float) or isinstance(wanted, float):
+        both = isinstance(said, int | float) and isinstance(wanted, int | float)
+        return both and math.isclose(said, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)  # type: ignore[arg-type]
+    return said == wanted

@@ -1,0 +1,163 @@
+"""The reward for programs: the tests of common data sets, in the real sandbox and in real reward workers."""
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from laminar_hpc.config.schema import RewardConfig
+from laminar_hpc.environments.code import CodeReward, last_program
+from laminar_hpc.environments.code_cases import cases_of, same_output
+from laminar_hpc.environments.reward_pool import RewardPool
+from laminar_hpc.environments.sandbox import Sandbox, SandboxFailed
+from laminar_hpc.environments.sandbox.fusion import SandboxFusion
+
+SUM = "So:\n```python\nprint(sum(map(int, input().split())))\n```\nDone."
+DOUBLE = """```python
+class Solution:
+    def twice(self, xs: List[int]) -> List[int]:
+        return [2 * x for x in xs]
+```"""
+TWICE = {"fn_name": "twice", "inputs": [[[1]]], "outputs": [[[2]]]}
+WRONG = [{"input": "1 2", "output": "3"}, {"input": "1 2", "output": "4"}]
+MBPP = {"test_list": ["assert f(1) == 2"]}
+SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+CALLS = [
+    {"input": "[1, 2]", "output": "[2, 4]", "testtype": "functional", "metadata": {"func_name": "twice"}}
+]
+CASES = [
+    ("sums, JSON text as in verl", {"reward_model": {"ground_truth": json.dumps(SUMS)}}, SUM, 1.0, 1.0),
+    ("sums, as in APPS", {"input_output": json.dumps(SUMS)}, SUM, 1.0, 1.0),
+    ("sums, as in CodeContests", {"public_tests": {"input": ["1 2"], "output": ["3"]}}, SUM, 1.0, 1.0),
+    ("one is wrong", {"tests": WRONG}, SUM, 0.0, 0.5),
+    ("calls, as in LiveCodeBench", {"tests": CALLS}, DOUBLE, 1.0, 1.0),
+    ("calls, as in TACO", {"tests": TWICE}, DOUBLE, 1.0, 1.0),
+    ("asserts, as in MBPP", MBPP, "```\ndef f(x):\n    return x + 1\n```", 1.0, 1.0),
+    ("an assert fails", MBPP, "```\ndef f(x):\n    return x\n```", 0.0, 0.0),
+    ("leaves before the assert", MBPP, "```\nimport os\nos._exit(0)\n```", 0.0, 0.0),
+    ("no program", {"tests": SUMS}, "print(3)", 0.0, 0.0),
+    ("raises", {"tests": SUMS}, "```python\n1 / 0\n```", 0.0, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "response", "right", "passed"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+def test_forms_of_tests(row, response, right, passed, sandbox):
+    """Which program counts as right, by the forms that data sets have."""
+    scored = asyncio.run(CodeReward(sandbox)(prompt="", response=response, row=row))
+    assert (scored["reward"], scored["accuracy"], scored["passed"]) == (right, right, passed)
+    assert scored["answered"] == float("```" in response)
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    """Without preloaded modules it is there at once."""
+    with Sandbox(preload=()) as made:
+        yield made
+
+
+def test_a_program_without_end_is_told_apart(sandbox):
+    """It fails its test at the time limit, and that is a part of the reward."""
+    slow = CodeReward(sandbox, timeout_seconds=0.3)
+    scored = asyncio.run(slow(prompt="", response="```python\nwhile True: pass\n```", row={"tests": SUMS}))
+    assert (scored["reward"], scored["timed_out"]) == (0.0, 1.0)
+
+
+def test_rows_without_tests_are_errors():
+    """They raise, rather than scoring 0."""
+    with pytest.raises(KeyError):
+        cases_of({"question": "?"})
+    for wrong in ("[]", "3", '[{"input": 1}]'):
+        with pytest.raises((ValueError, KeyError)):
+            cases_of({"tests": wrong})
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted", "same"),
+    [
+        ("1 2 \n3\n\n", "1 2\n3", True),
+        ("1\n2", "1 2", False),
+        ("0.3333333", "0.33333333", True),
+        ("0.34", "0.33", False),
+        ("10", "10.0", True),
+        ("10.0", "10", False),
+        ("YES", "yes", False),
+        ("", "", True),
+    ],
+)
+def test_outputs_are_compared_by_words(said, wanted, same):
+    """Blanks and the last digits of fractions do not count."""
+    assert same_output(said, wanted) is same
+
+
+def test_the_last_python_block_is_the_program():
+    """Blocks of other languages, and one that is cut off, are none."""
+    assert last_program("```python\nx = 1\n```\nor\n```py\nx = 2\n```") == "x = 2\n"
+    assert last_program("```bash\nls\n```") is None and last_program("```python\nx = 1\n") is None
+
+
+async def test_in_reward_workers():
+    """As a run calls it: the workers share one preloaded process, which ends with the pool."""
+    pool = RewardPool(
+        RewardConfig(function="laminar_hpc.environments.code.reward", workers=2, timeout_seconds=60.0)
+    )
+    await pool.start()
+    try:
+        scores = await asyncio.gather(*(pool.score("", SUM, {"tests": SUMS}) for _ in range(8)))
+        assert [(s.error, s.reward, s.parts["passed"]) for s in scores] == [("", 1.0, 1.0)] * 8
+        missing = await pool.score("", SUM, {})
+        assert missing.error == "KeyError: 'tests'"
+    finally:
+        await pool.close()
+
+
+async def test_a_sandbox_behind_a_url():
+    """What is asked of a server that speaks SandboxFusion's protocol, and what is made of its answers. The
+    server is a stand-in with that project's answers."""
+    asked = []
+
+    async def run_code(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        code = asked[-1]["code"]
+        ran = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "3\n", "stderr": ""}
+        if "1 / 0" in code:
+            ran |= {"return_code": 1, "stdout": "", "stderr": "ZeroDivisionError"}
+        if "while" in code:
+            ran = {
+                "status": "TimeLimitExceeded",
+                "execution_time": None,
+                "return_code": None,
+                "stdout": "",
+                "stderr": "",
+            }
+        status = "SandboxError" if "broken" in code else "Success" if ran["return_code"] == 0 else "Failed"
+        return web.json_response({"status": status, "message": "no room", "run_result": ran})
+
+    app = web.Application()
+    app.router.add_post("/run_code", run_code)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    try:
+        remote = SandboxFusion(url)
+        fine = await remote.run("print(input())", "3", 4.0)
+        assert (fine.stdout, fine.exit, fine.timed_out, fine.seconds) == ("3\n", 0, False, 0.1)
+        assert (
+            asked[0]["stdin"] == "3" and asked[0]["run_timeout"] == 4.0 and asked[0]["language"] == "python"
+        )
+        assert (await remote.run("1 / 0")).stderr == "ZeroDivisionError"
+        assert (await remote.run("while True: pass")).timed_out
+        with pytest.raises(SandboxFailed, match="no room"):
+            await remote.run("broken")
+        scored = await CodeReward(remote)(
+            prompt="", response=SUM, row={"tests": [{"input": "1 2", "output": "3"}]}
+        )
+        assert scored["reward"] == 1.0
+    finally:
+        await runner.cleanup()
+    with pytest.raises(SandboxFailed, match="no answer"):
+        await remote.run("print(1)")
