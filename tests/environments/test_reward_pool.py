@@ -37,10 +37,27 @@ def plain(*, prompt, response, row):
     if what == "return": return row["value"]
     if what == "nan": return float("nan")
     if what == "pid": return float(os.getpid())
+    if what == "look": return look(row["name"], row["file"])
+    if what == "leave children":
+        for _ in range(10):
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    os.setsid()
+                    open(f"{row['folder']}/{os.getpid()}", "w").close()
+                    time.sleep(1000)
+                os._exit(0)
+        while len(os.listdir(row["folder"])) < 10: time.sleep(0.01)
+        if row["then"] == "hang": time.sleep(1000)
+        if row["then"] == "die": os._exit(3)
     if what == "die once":
         open(row["file"], "a").write("x")
         if os.path.getsize(row["file"]) == 1: os._exit(3)
     return float(response)
+
+def look(name, file):
+    held = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
+    return float(name in os.environ or file in held)
 
 async def patient(*, prompt, response, row):
     await asyncio.sleep(0.2)
@@ -213,6 +230,35 @@ async def test_calls_that_never_end_cost_their_neighbours_nothing(function, do, 
     assert max(seconds for i, seconds in ended.items() if i % 8) < most + busy_machine
 
 
+@pytest.mark.parametrize("then", ["hang", "die", "return"])
+async def test_all_that_a_call_has_started_ends(then, tmp_path):
+    """Sessions of their own and double forks: with the call that hangs or dies, and with the pool."""
+    pool = RewardPool(RewardConfig(function=f"{MODULE}.plain", timeout_seconds=3.0))
+    await pool.start()
+    try:
+        await pool.score("", "1", {"do": "leave children", "folder": str(tmp_path), "then": then})
+    finally:
+        if then == "return":
+            await pool.close()
+    started = [psutil.Process(int(name)) for name in os.listdir(tmp_path) if psutil.pid_exists(int(name))]
+    _, alive = await asyncio.to_thread(psutil.wait_procs, started, 20)
+    assert len(os.listdir(tmp_path)) >= 10
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    await pool.close()
+
+
+async def test_functions_have_none_of_our_keys(tmp_path, monkeypatch):
+    """Neither our keys nor what launchers say is in their environment, and no open file of the rollout is
+    theirs; the rest of the environment is."""
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("JUDGE_KEY", "the user's own")
+    with open(tmp_path / "secret", "w") as held:
+        os.set_inheritable(held.fileno(), True)
+        names = ["WANDB_API_KEY", "JUDGE_KEY"]
+        rows = [{"do": "look", "name": name, "file": str(tmp_path / "secret")} for name in names]
+        assert [s.reward for s in await scores("plain", rows)] == [0.0, 1.0]
+
+
 async def test_the_crew_grows_when_all_hang():
     """32 of 32 compute for ever: they are ended together, not one after the other (which took 32 time
     limits)."""
@@ -353,7 +399,7 @@ asyncio.run(main())
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         processes = [psutil.Process(pid) for pid in json.loads(parent.stdout.readline())]
-        assert len(processes) == 3
+        assert len(processes) == 5, "the fork server, and two workers with their keepers"
         for process in processes:
             assert sum(process.cpu_times()[:2]) < 0.5 * 2 and not any(
                 "torch" in m.path for m in process.memory_maps()

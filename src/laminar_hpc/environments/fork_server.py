@@ -1,18 +1,20 @@
 """The rollout's side of a fork server (reward_worker.py): it starts the server, has workers forked, ends
 them, and bounds what they print.
 
-Used by reward_crews.py on one event loop. Everything that a worker has started dies with it, as each leads a
-process group.
+Used by reward_crews.py on one event loop. Everything that a worker has started dies with it, see
+reward_keeper.py.
 """
 
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from typing import BinaryIO
 
 import msgspec
@@ -35,6 +37,18 @@ IMPORT_SECONDS = 60.0  # longest import of the user's modules
 # bytes of what reward functions print that go into the rollout's log; the rest is dropped
 MAX_OUTPUT = 4 << 20
 _MAX_PACKET = 1 << 16
+
+
+# What launchers tell their processes, and our own keys; a function keeps the rest of its user's environment.
+_NOT_FOR_FUNCTIONS = re.compile(
+    r"LAMINAR_|WANDB_|TORCHELASTIC_|MASTER_|GROUP_|ROLE_|TORCH_NCCL_|(LOCAL_)?(RANK|WORLD_SIZE)$"
+)
+
+
+def environment(kept: Collection[str] = ()) -> dict[str, str]:
+    """Of the processes that run reward functions. `kept`: names that a reward behind a URL needs."""
+    inherited = {n: v for n, v in os.environ.items() if n in kept or not _NOT_FOR_FUNCTIONS.match(n)}
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class WorkerLost(Exception):
@@ -140,7 +154,7 @@ class ForkServer:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                env=environment({spec.api_key_env for spec in self._setup.specs}),
             )
         self._control = ours
         assert self._process.stdout is not None
@@ -211,7 +225,7 @@ class ForkServer:
                 await self.start()
 
     async def reap(self, worker: Worker) -> None:
-        """Ends a worker for good."""
+        """Ends a worker for good, and all that it has started."""
         worker.kill()
         await asyncio.to_thread(self._reap, worker.pid)
 

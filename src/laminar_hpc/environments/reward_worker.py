@@ -2,8 +2,9 @@
 fork_server.py.
 
 The first is a fork server: it imports the user's functions once and then only forks, so that a worker is
-there within milliseconds and shares the memory of what was imported. A worker answers calls on its socket, in
-one of two ways:
+there within milliseconds and shares the memory of what was imported. Between it and each worker is a keeper,
+which ends all that the worker starts (reward_keeper.py). A worker answers calls on its socket, in one of two
+ways:
 
     one at a time   plain functions, in its main thread; the rollout kills the worker when the time is over
     together        async functions, as tasks on one event loop, which bounds their time and ticks; silence
@@ -18,6 +19,7 @@ import gc
 import importlib
 import inspect
 import os
+import signal
 import socket
 import sys
 import time
@@ -27,6 +29,7 @@ from typing import Any
 
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments import reward_keeper
 from laminar_hpc.environments.framing import encode, framed, read_frame, receive_frame, write_frame
 from laminar_hpc.environments.reward_protocol import (
     MAX_ERROR,
@@ -196,10 +199,8 @@ def _follow(parent: int) -> bool:
     return os.getppid() == parent
 
 
-def work(connection: socket.socket, parent: int, together: bool, rewards: dict[str, Reward] | None) -> None:
+def work(connection: socket.socket, together: bool, rewards: dict[str, Reward] | None) -> None:
     """The life of a worker. `rewards` None: it has been started afresh and imports them itself."""
-    if not _follow(parent):
-        return
     frame = receive_frame(connection)
     setup = decode_to_worker(frame) if frame else None
     if not isinstance(setup, Setup):
@@ -218,25 +219,75 @@ def work(connection: socket.socket, parent: int, together: bool, rewards: dict[s
 
 
 def _child(
-    control: socket.socket, fd: int, server: int, together: bool, rewards: dict[str, Reward], threads: bool
+    control: socket.socket,
+    fd: int,
+    told: int,
+    server: int,
+    together: bool,
+    rewards: dict[str, Reward],
+    threads: bool,
 ) -> None:
-    """What a forked process does; it never returns to the server's loop. Its group is its own, so that its
-    children end with it."""
+    """What a forked process does, a worker's keeper; it never returns to the server's loop."""
     try:
-        os.setsid()
         control.close()
         if threads:  # a fork of a process with threads may find locks that nobody will ever release
-            os.set_inheritable(fd, True)
+            for descriptor in (fd, told):
+                os.set_inheritable(descriptor, True)
             kind = "together" if together else "one_by_one"
-            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, kind, str(fd), str(server)])
+            words = [kind, str(fd), str(server), str(told)]
+            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *words])
+        reward_keeper.keep(server, told, lambda: _worker(fd, together, rewards))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _worker(fd: int, together: bool, rewards: dict[str, Reward] | None) -> None:
+    try:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # the random module sees to itself
-        work(socket.socket(fileno=fd), server, together, rewards)
+        work(socket.socket(fileno=fd), together, rewards)
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(0)
+
+
+class _Keepers:
+    """The workers' keepers, in the fork server."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}  # worker -> keeper
+        self._ending: list[int] = []
+
+    def fork(self, child: Callable[[int], None]) -> int:
+        """The pid of a new worker. `child` gets the descriptor that its keeper tells it by. Raises
+        OSError."""
+        reading, told = os.pipe()
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            child(told)
+        os.close(told)
+        with os.fdopen(reading, "rb") as pipe:
+            said = pipe.read()
+        if not said:
+            raise OSError("a worker's keeper has died")
+        worker = int(said)
+        self._of[worker] = pid
+        return worker
+
+    def end(self, worker: int) -> None:
+        """It and all that it has started, soon."""
+        keeper = self._of.pop(worker, None)
+        if keeper is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(keeper, signal.SIGTERM)
+            self._ending.append(keeper)
+        self._ending = [pid for pid in self._ending if os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
 
 def serve_forks(control: socket.socket) -> None:
@@ -253,19 +304,17 @@ def serve_forks(control: socket.socket) -> None:
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, the memory that it shares
     control.send(encode(ready(rewards)))
+    keepers = _Keepers()
     while True:
         packet, fds, _, _ = socket.recv_fds(control, MAX_PACKET, 1)
         if not packet:
             return
         message = decode_to_server(packet)
         if isinstance(message, Reap):
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(message.pid, 0)
+            keepers.end(message.pid)
         elif isinstance(message, Fork):
-            sys.stdout.flush()
-            server, pid = os.getpid(), os.fork()
-            if pid == 0:
-                _child(control, fds[0], server, message.together, rewards, threads)
+            words = (os.getpid(), message.together, rewards, threads)
+            pid = keepers.fork(lambda told: _child(control, fds[0], told, *words))  # noqa: B023
             os.close(fds[0])
             control.send(encode(Forked(pid)))
 
@@ -273,12 +322,11 @@ def serve_forks(control: socket.socket) -> None:
 def main() -> None:
     """The process that the pool starts: a worker, or the server that forks workers. Does not return."""
     kind, fd, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    connection = socket.socket(fileno=fd)
     if kind == "server":
         if _follow(parent):
-            serve_forks(connection)
+            serve_forks(socket.socket(fileno=fd))
     else:
-        work(connection, parent, kind == "together", None)
+        reward_keeper.keep(parent, int(sys.argv[4]), lambda: _worker(fd, kind == "together", None))
     sys.stdout.flush()
     os._exit(0)  # threads of the user's modules are not waited for
 

@@ -12,22 +12,22 @@ OPEN_FILES = 256
 def set_limits(memory_bytes: int, file_bytes: int, tasks: int | None) -> None:
     """For this process and each one that it starts: address space, size of a file, and `tasks`, the processes
     and threads of this user (in this user namespace) above which none starts; None = as before."""
-    _limit(resource.RLIMIT_AS, memory_bytes)
-    _limit(resource.RLIMIT_FSIZE, file_bytes)
-    _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_MSGQUEUE, 0)
+    lower(resource.RLIMIT_AS, memory_bytes)
+    lower(resource.RLIMIT_FSIZE, file_bytes)
+    lower(resource.RLIMIT_NOFILE, OPEN_FILES)
+    lower(resource.RLIMIT_CORE, 0)
+    lower(resource.RLIMIT_MSGQUEUE, 0)
     if tasks is not None:
-        _limit(resource.RLIMIT_NPROC, tasks)
+        lower(resource.RLIMIT_NPROC, tasks)
 
 
-def set_cpu_limit(seconds: float) -> None:
+def set_cpulower(seconds: float) -> None:
     """CPU time of this process, and of each one that it starts; a second more than that, rounded up."""
-    _limit(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
+    lower(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
 
 
-def _limit(which: int, value: int) -> None:
-    """Soft and hard; never above the hard limit that there is."""
+def lower(which: int, value: int) -> None:
+    """A limit of the resource module, soft and hard; never above the hard one that there is."""
     hard = resource.getrlimit(which)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(which, (value, value))
