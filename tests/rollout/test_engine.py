@@ -197,6 +197,10 @@ def test_the_engine_is_private(pair):
     listening = [c for p in everyone for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
     assert {connection.laddr.ip for connection in listening} == {"127.0.0.1"}
     assert stat.S_IMODE(pair.engines[0].log.stat().st_mode) == 0o600
+    assert not any(process.key in value for p in everyone for value in p.environ().values())
+    logged = pair.engines[0].log.read_text()
+    assert process.key not in logged and "'api_key': '***'" in logged
+    assert not (process.folder / "key").exists()
 
     async def without_key() -> int:
         async with (

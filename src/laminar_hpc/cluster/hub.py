@@ -32,6 +32,10 @@ from laminar_hpc.messages.wire import AnyMessage, decode, encode
 _FRAMES_AT_ONCE = 100  # between two looks at who asks for admission
 # that a turn takes, behind which no ping waits longer than it takes to store so much; one frame may be larger
 _BYTES_AT_ONCE = 4 << 20
+# A stranger that does not say who it is gives its place back after this; so does a member that meets a
+# controller in a long turn, and it comes again.
+_HANDSHAKE_SECONDS = 5.0
+_MESSAGE_BYTES_MAX = 1 << 30  # a peer that sends a larger one is cut off
 _QUEUE_MESSAGES = 4096  # above the window of cluster/delivery.py; what the socket drops is sent again
 
 
@@ -67,6 +71,8 @@ class Hub:
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.setsockopt(zmq.LINGER, 2000)
         self._router.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_SECONDS * 1000))
+        self._router.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         self._router.setsockopt(zmq.ZAP_DOMAIN, b"laminar")
         self._router.curve_server = True
         self._router.curve_secretkey = secret.encode()

@@ -9,6 +9,8 @@ import resource
 from laminar_hpc.config.errors import LaminarError
 
 _OWN = 256  # files, pipes and libraries of a process without connections
+# connections to the controller of who has not said who it is, where the hard limit allows them
+_STRANGERS = 4096
 _MESHES = 8  # groups of a trainer rank that are meshes: ours, Megatron's of the data-parallel ranks
 _FEWEST = 3  # of them, those over all ranks
 
@@ -17,6 +19,7 @@ def allow_connections(others: int, meshes: bool) -> None:
     """Raises this process's limit where it is too low for connections to `others` processes, with `meshes`
     several to each. Raises LaminarError where the system does not let it."""
     wanted, needed = _OWN + others * (_MESHES if meshes else 1), _OWN + others * (_FEWEST if meshes else 1)
+    wanted += 0 if meshes else _STRANGERS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return

@@ -28,7 +28,7 @@ from laminar_hpc.compat import cuda_toolkit
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.interface import EngineDied
 from laminar_hpc.engine.sglang.command_line import has_cuda
-from laminar_hpc.engine.sglang.plugin import protocol, serve
+from laminar_hpc.engine.sglang.plugin import key, protocol, serve
 
 MODEL_PACKAGE = "laminar_hpc.engine.sglang.plugin.models"
 # What torchrun and Slurm tell their workers must not reach the engine's own torch.distributed.
@@ -130,9 +130,9 @@ class EngineProcess:
         claim(self.folder)
         self._note = shared_memory.Note(self.folder)
         self._held_port, self.key = hold_port(), secrets.token_hex(24)
+        key.leave(self.folder, self.key)
         self.port = self._held_port.getsockname()[1]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        # SGLang logs its arguments, the key too
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._log_begin = os.fstat(descriptor).st_size
         try:
@@ -168,7 +168,7 @@ class EngineProcess:
             "GLOO_SOCKET_IFNAME": "lo",
             "NCCL_SOCKET_IFNAME": "lo",
             **(_cuda_variables() if has_cuda() else _cpu_variables(self.ranks)),
-            serve.KEY_VARIABLE: self.key,
+            key.FILE_VARIABLE: str(self.folder / "key") if self.folder else "",
             serve.PARENT_VARIABLE: str(os.getpid()),
             protocol.SOCKET_VARIABLE: str(self.socket_path),
         }

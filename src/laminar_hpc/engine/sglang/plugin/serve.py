@@ -1,9 +1,9 @@
 """The engine process: `python -m laminar_hpc.engine.sglang.plugin.serve <SGLang's server arguments>`,
 started by process.py.
 
-It is SGLang's own launcher, but: it dies with its parent; the API key comes from the environment (an argument
-would stand in the process list); and a missing installation of our entry points is said in one line instead
-of by a crash deep inside SGLang.
+It is SGLang's own launcher, but: it dies with its parent; the API key comes from a file (arguments and
+environments stand in the process list); and a missing installation of our entry points is said in one line
+instead of by a crash deep inside SGLang.
 """
 
 import os
@@ -12,8 +12,8 @@ from importlib.metadata import entry_points
 
 from laminar_hpc.cluster.devices import present
 from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.engine.sglang.plugin import key
 
-KEY_VARIABLE = "LAMINAR_ENGINE_KEY"
 PARENT_VARIABLE = "LAMINAR_ENGINE_PARENT"
 
 
@@ -80,11 +80,12 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    arguments = sys.argv[1:]
-    if key := os.environ.pop(KEY_VARIABLE, ""):
-        arguments += ["--api-key", key]
+    secret = key.take()
+    arguments = prepare_server_args([*sys.argv[1:], *(["--api-key", secret] if secret else [])])
+    if secret:
+        arguments.api_key = secret  # what was parsed is a plain text
     try:
-        launch_server(prepare_server_args(arguments))
+        launch_server(arguments)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
