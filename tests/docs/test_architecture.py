@@ -66,6 +66,16 @@ def test_every_function_that_is_named_exists():
     assert not wrong, f"docs/architecture.md names what is not there: {wrong}"
 
 
+def test_the_security_page_names_files_and_tests_that_are_there():
+    """A protection without its test would only be said; several tests of one file may follow its name."""
+    page = (ROOT / "docs" / "security.md").read_text()
+    assert not [name for name in FILE.findall(page) if name.endswith(".py") and not located(name).is_file()]
+    named = re.findall(r"`([\w/.]+\.py)`((?:,?\s+`\w+`)+)", page)
+    references = [(file, name) for file, names in named for name in re.findall(r"\w+", names)]
+    assert len(references) > 20
+    assert not [(file, name) for file, name in references if name not in definitions(located(file))]
+
+
 @pytest.mark.parametrize("walk", ["a trajectory", "a weight", "a KV block", "an override"])
 def test_every_step_of_a_walk_names_code(walk):
     """Each numbered step says in which file and function it happens."""

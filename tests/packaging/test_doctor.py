@@ -12,7 +12,7 @@ from laminar_hpc.doctor import packages
 
 TOPICS = (
     "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|CUDA compiler|KV migration|apex|"
-    "transformer-engine|left behind|cores|memory|/dev/shm|disk|sandbox|loopback|Slurm|demo"
+    "transformer-engine|left behind|cores|memory|/dev/shm|disk|sandbox|loopback|trust|Slurm|demo"
 )
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from laminar_hpc.doctor.findings import Finding
-from laminar_hpc.doctor.machine import demo, left_behind, machine, network, sandbox, slurm
+from laminar_hpc.doctor.machine import demo, left_behind, machine, network, sandbox, slurm, trust
 from laminar_hpc.doctor.packages import engines, python_and_compiler, torch_and_gpus
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
@@ -22,6 +22,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     machine,
     sandbox,
     network,
+    trust,
     slurm,
     demo,
 )

@@ -20,6 +20,7 @@ from laminar_hpc.environments.isolation import landlock, tiers
 DEMO_MEMORY = 5 * GIB
 DEMO_SHM = 32 * 2**20  # three weight slots of about 1 MB, SGLang's and gloo's own segments
 DEMO_DISK = GIB
+_BIND = "name its interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; docs/security.md"
 
 
 def usable_cores() -> float:
@@ -60,6 +61,14 @@ def machine() -> Iterator[Finding]:
         f"{size_text(shutil.disk_usage('.').free)} free here, on {kind}",
         cure,
     )
+
+
+def trust() -> Iterator[Finding]:
+    """What the machine cannot be asked: who else is on its network."""
+    plain = "beyond one machine, torchrun, gloo and NCCL need a private network: no keys, no encryption"
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    bound = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+    yield Finding("ok", "trust", plain + (f"; bound by {bound}" if bound else ""), "" if bound else _BIND)
 
 
 def sandbox() -> Iterator[Finding]:
