@@ -337,3 +337,10 @@ def test_a_renamed_key_is_refused_with_its_new_name(earlier, now, tmp_path):
     (tmp_path / "config.yaml").write_text(f"{section}:\n  {name}: {value}\n")
     read = getattr(read_config(tmp_path / "config.yaml"), section)
     assert getattr(read, now.partition(".")[2]) == value
+
+
+@pytest.mark.parametrize("word", ["host=0.0.0.0", "port=80", "api_key=x", "hos=0.0.0.0"])
+def test_engines_are_not_opened_by_an_argument(word):
+    """Where an engine listens and with which key is not for rollout.engine_arguments to say."""
+    (line,) = unknown_arguments(load_config([f"rollout.engine_arguments.{word}"]))
+    assert line.startswith(f"rollout.engine_arguments.{word.partition('=')[0]}: ") and "leave it out" in line

@@ -17,6 +17,7 @@ from laminar_hpc.config.schema import RunConfig
 
 HEAD_SIZES = (64, 128, 256)  # that all of SGLang's compiled attention backends have
 _MIN_NAMES = 100  # fewer mean that this version of SGLang declares them in another way
+_PRIVATE = ("host", "port", "api-key", "admin-api-key", "ssl-keyfile", "ssl-certfile")
 _FIELD = re.compile(r"^    ([a-z]\w+)\s*:", re.M)
 _FLAG = re.compile(r"[\"']--([a-z][\w-]+)[\"']")
 
@@ -37,13 +38,19 @@ def argument_names() -> set[str]:
 
 
 def unknown_arguments(config: RunConfig) -> list[str]:
-    """One line for each entry of rollout.engine_arguments that SGLang does not have; its argparse takes
-    unique beginnings too."""
+    """One line for each entry of rollout.engine_arguments that SGLang does not have, or that would open an
+    engine to others; its argparse takes unique beginnings too."""
     if not config.rollout.engine_arguments or config.rollout.engine != "sglang":
         return []
     names = argument_names()
     asked = {key: key.replace("_", "-") for key in config.rollout.engine_arguments}
-    return [
+    private = [
+        f"rollout.engine_arguments.{key}: where engines listen, and with which key, is the run's own; leave "
+        "it out (docs/security.md)"
+        for key, name in asked.items()
+        if name in _PRIVATE or (name not in names and any(own.startswith(name) for own in _PRIVATE))
+    ]
+    return private + [
         f"rollout.engine_arguments.{key}: SGLang's server has no argument --{name}{did_you_mean(name, names)}"
         for key, name in asked.items()
         if names and not any(known.startswith(name.removeprefix("no-")) for known in names)
