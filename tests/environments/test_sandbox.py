@@ -20,8 +20,7 @@ from laminar_hpc.environments.sandbox.output import Output
 SECRET = "a secret of the rollout"
 LIMITS = Limits(memory_bytes=1 << 30, processes=24, output_bytes=4096, box_bytes=8 << 20, file_bytes=4 << 20)
 ATTEMPTS = """
-import ctypes, os, socket, sys
-import ctypes.util
+import ctypes, fcntl, os, resource, socket, sys
 libc = ctypes.CDLL(None, use_errno=True)
 VICTIM, PARENT, PORT = {victim!r}, {parent}, {port}
 
@@ -67,6 +66,10 @@ attempts = dict(
     folder_of_victim=lambda: os.listdir(os.path.dirname(VICTIM)),
     others=see_others,
     environment_of_parent=lambda: open(f"/proc/{{PARENT}}/environ").read(),
+    limits_of_parent=lambda: resource.prlimit(PARENT, resource.RLIMIT_CORE, (0, 0)),
+    priority_of_parent=lambda: os.setpriority(os.PRIO_PROCESS, PARENT, 1),
+    cores_of_parent=lambda: os.sched_setaffinity(PARENT, os.sched_getaffinity(0)),
+    signals_by_a_pipe=lambda: fcntl.fcntl(1, fcntl.F_SETOWN, PARENT),
     signal_to_parent=lambda: os.kill(PARENT, 0),
     network=lambda: connect(socket.AF_INET, ("127.0.0.1", PORT)),
     network6=lambda: socket.socket(socket.AF_INET6),

@@ -21,7 +21,7 @@ def set_limits(memory_bytes: int, file_bytes: int, tasks: int | None) -> None:
         lower(resource.RLIMIT_NPROC, tasks)
 
 
-def set_cpulower(seconds: float) -> None:
+def set_cpu_limit(seconds: float) -> None:
     """CPU time of this process, and of each one that it starts; a second more than that, rounded up."""
     lower(resource.RLIMIT_CPU, math.ceil(seconds) + 1)
 

@@ -20,6 +20,7 @@ _NEWEST = 450  # set_mempolicy_home_node, Linux 5.17
 _NEW_NAMESPACES = 0x7E020000  # flags of clone
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # and the column of the tables
 
+Numbers = tuple[int, int | None]
 # name: number on x86-64, on arm64
 _REFUSED = {
     # mounts, namespaces, the machine
@@ -65,11 +66,17 @@ _SIGNALS_BY_OTHER_WAYS = {
     "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
 }  # fmt: skip
+# change another process of the same user, and which argument names it: 0 is the caller
+_OF_OTHERS: dict[str, tuple[Numbers, int]] = {
+    "prlimit64": ((302, 261), 0), "sched_setaffinity": ((203, 122), 0), "sched_setparam": ((142, 118), 0),
+    "sched_setscheduler": ((144, 119), 0), "sched_setattr": ((314, 274), 0), "setpriority": ((141, 140), 1),
+    "ioprio_set": ((251, 30), 1),
+}  # fmt: skip
+_FCNTL, _SIGNAL_OWNERS = (72, 25), (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: whom the kernel signals
 _PROCESSES = {"fork": (57, None), "vfork": (58, None)}
 _CLONE, _SOCKETPAIR = (56, 220), (53, 199)
 _CLONE_THREAD = 0x00010000
 
-Numbers = tuple[int, int | None]
 Table = Mapping[str, Numbers]
 # openat and open, and which argument has the flags
 _OPENS: tuple[tuple[Numbers, int], ...] = (((257, 56), 2), ((2, None), 1))
@@ -81,8 +88,8 @@ def supported() -> bool:
 
 
 def program(shared_files: bool, shared_signals: bool, processes: bool, own_pid: int = 0) -> bytes:
-    """The filter. `shared_files`: files of others can be named, so what Landlock lets pass is refused.
-    `shared_signals`: processes of others can be named, so signals go to `own_pid` only. `processes`: whether
+    """The filter. `shared_files`: files and processes of others can be named, so what Landlock lets pass is
+    refused. `shared_signals`: it lets signals pass too, so they go to `own_pid` only. `processes`: whether
     new ones may be started."""
     code, column = _ARCHITECTURES[platform.machine()]
     out = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, code), _give(_KILL), (_LOAD, 0, 0, _NUMBER)]
@@ -105,6 +112,10 @@ def program(shared_files: bool, shared_signals: bool, processes: bool, own_pid: 
     refuse(_UNKNOWN, errno.ENOSYS)
     if shared_files:
         refuse(_UNCOVERED, errno.EPERM)
+        for others, argument in _OF_OTHERS.values():
+            look_at(others[column], argument, (_EQUAL, 1, 0, 0), _error(errno.EPERM))
+        owners = [line for owner in _SIGNAL_OWNERS for line in ((_EQUAL, 0, 1, owner), _error(errno.EPERM))]
+        look_at(_FCNTL[column], 1, *owners)
     if shared_signals:
         refuse(_SIGNALS_BY_OTHER_WAYS, errno.EPERM)
         for pair in _SIGNALS.values():
