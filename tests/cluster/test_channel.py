@@ -27,14 +27,14 @@ class Served:
     def __init__(self, run_dir):
         self.hub = Hub(run_dir, "test", "127.0.0.1", 0, "here")
         self.got, self.running, self.silent = [], True, False
-        self.bytes_to_send = []  # by the thread that has the socket: ZeroMQ's are for one thread
+        self.asked = []  # of the thread that has the socket, as ZeroMQ's are for one thread
         self.thread = threading.Thread(target=self._serve)
         self.thread.start()
 
     def _serve(self):
         while self.running:
-            while self.bytes_to_send:
-                self.hub._router.send_multipart(self.bytes_to_send.pop())
+            while self.asked:
+                self.asked.pop()(self.hub)
             for identity, message in self.hub.poll(0.02):
                 if self.silent:
                     continue
@@ -194,7 +194,7 @@ def test_what_the_worker_cannot_read_is_raised_where_it_waits(tmp_path, served, 
     """A worker whose controller says what it cannot read ends at once, with the reason; it does not wait for
     an answer that it has thrown away."""
     channel = connect(tmp_path)
-    served.bytes_to_send.append([b"trainer:0:i", frame])
+    served.asked.append(lambda hub: hub._router.send_multipart([b"trainer:0:i", frame]))
     with pytest.raises(
         MessageRefused, match=r"a message from the controller was refused: .*install the same version"
     ):
@@ -205,7 +205,7 @@ def test_what_the_worker_cannot_read_is_raised_where_it_waits(tmp_path, served, 
 def test_a_controllers_failure_is_the_workers(tmp_path, served):
     """What the controller has against a worker is the worker's error."""
     channel = connect(tmp_path)
-    served.hub.send("trainer:0:i", Failure("you speak another language"))
+    served.asked.append(lambda hub: hub.send("trainer:0:i", Failure("you speak another language")))
     with pytest.raises(LaminarError, match=r"^you speak another language$"):
         channel.receive(5, "anything")
     channel.close()

@@ -27,7 +27,8 @@ def test_the_limit_is_raised_or_the_reason_said() -> None:
     assert limits(256, 4096, 2) == ["272 4096"]
     assert limits(1024, 4096, 40) == ["1024 4096"]
     assert limits(1024, 4096, 768) == ["4096 4096"]
-    assert limits(1024, 4096, 2000, meshes=False) == ["2256 4096"]
+    assert limits(1024, 8192, 2000, meshes=False) == ["6352 8192"], "with room for strangers"
+    assert limits(1024, 2304, 2000, meshes=False) == ["2304 2304"]
     refused, unchanged = limits(1024, 2048, 768)
     assert "connections to 768 others and so about 2560 open files, and this machine allows 2048" in refused
     assert "ulimit -Hn" in refused and unchanged == "1024 2048"
