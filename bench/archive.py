@@ -22,7 +22,7 @@ import numpy as np
 from laminar_hpc.archive import files
 from laminar_hpc.export import rows as exported
 from laminar_hpc.messages.data import Trajectory, VersionSpan
-from laminar_hpc.payload.layout import Response, all_trained, pack, packed_digest
+from laminar_hpc.payload.layout import Response, drawn, pack, packed_digest
 from laminar_hpc.payload.whole import Whole
 
 RESPONSES, TOKENS = 64, 16_384
@@ -36,7 +36,7 @@ def made(trajectory_id: int, kind: str) -> Whole:
     margins = draw.normal(*MARGINS[kind], TOKENS).astype(np.float32)
     spans = [VersionSpan(1, 0, TOKENS)]
     response = Response(
-        trajectory_id, 0, tokens, -np.log(np.float32(1) + np.exp(-margins)), spans, all_trained(TOKENS)
+        trajectory_id, 0, tokens, -np.log(np.float32(1) + np.exp(-margins)), spans, drawn(TOKENS, spans)
     )
     numbers = (trajectory_id, trajectory_id // 16, 0, 0, 1, 1, TOKENS, TOKENS, 1)
     record = Trajectory(*numbers, "stop", 1.0, 2.0, digest=packed_digest(pack(response)))

@@ -241,11 +241,11 @@ def whole(
 ) -> "Whole":
     """A trajectory made up: its record, its prompt and its response, of one policy and all of it trained."""
     from laminar_hpc.messages.data import Trajectory, VersionSpan
-    from laminar_hpc.payload.layout import Response, all_trained, logprobs_array, tokens_array
+    from laminar_hpc.payload.layout import Response, drawn, logprobs_array, tokens_array
     from laminar_hpc.payload.whole import Whole
 
     n = len(tokens)
     spans, columns = [VersionSpan(0, 0, n)], (tokens_array(tokens), logprobs_array(logprobs))
-    response = Response(trajectory_id, 0, *columns, spans, all_trained(n))
+    response = Response(trajectory_id, 0, *columns, spans, drawn(n, spans))
     record = Trajectory(trajectory_id, group_id, 0, 0, 0, 0, n, n, 1, "stop", 1.0, 2.0, step_finished=0)
     return Whole(record, tokens_array(prompt), response)

@@ -6,7 +6,8 @@ machines of 8, and so many others have no work: admission lets nobody begin more
 TRAJECTORIES responses, their scores, and the pings of a tenth of all members. The trainer
 takes batches, trains for STEP_TURNS turns and publishes; relays receive, and replicas without work pull, a
 few in each turn. A turn that answers the trainer with a batch sends the plan of all that is trained on; it is
-told apart (`batch_ms_max`). `status_ms` is what status.json costs, once a second, beside the turns.
+told apart (`batch_ms_max`). `turn_cpu_ms_p99` leaves out what the disk and other processes take. `status_ms`
+is what status.json costs, once a second, beside the turns.
 
 Load: the controller as a process, and REPLICAS emulated rollouts over encrypted sockets (control_crowd.py)
 with responses of TOKENS tokens, whose payload files nobody writes here. `decision_seconds`: from each ping of
@@ -77,6 +78,7 @@ COLUMNS = (
     "turn_ms_median",
     "turn_ms_p99",
     "turn_ms_max",
+    "turn_cpu_ms_p99",
     "batch_ms_max",
     "status_ms",
 )
@@ -145,16 +147,18 @@ class Workers:
             self.say("rollout", i, hello, Ping(self._load(i)), opened, RequestWork(0))
         while self.hub.arrived or any(isinstance(message, Grant) for _, message in self.hub.left):
             self.hears()
+            for i in self.relays:
+                self.say("relay", i, Ping())
             self.turn()
         self.hears()
         self.say("trainer", 0, TakeBatch(0))
 
-    def turn(self) -> tuple[float, bool]:
-        """Milliseconds, and whether the trainer got a batch."""
-        begun = time.perf_counter()
+    def turn(self) -> tuple[float, float, bool]:
+        """Milliseconds, those of CPU time, and whether the trainer got a batch."""
+        begun, spent = time.perf_counter(), time.thread_time()
         self.controller.turn()
-        took = (time.perf_counter() - begun) * 1e3
-        return took, any(isinstance(message, Batch) for _, message in self.hub.left)
+        took, spent = (time.perf_counter() - begun) * 1e3, (time.thread_time() - spent) * 1e3
+        return took, spent, any(isinstance(message, Batch) for _, message in self.hub.left)
 
     def works(self) -> None:
         """What comes in the next turn."""
@@ -240,11 +244,13 @@ def measured(waiting: int, turns: int) -> dict[str, float]:
         collect_rarely()
         workers = Workers(controller, hub, WORKING + waiting)
         workers.join()
-        in_flight, took, batches = len(workers.in_hand), [], [0.0]
+        in_flight, took, spent, batches = len(workers.in_hand), [], [], [0.0]
         for _ in range(turns):
             workers.works()
-            milliseconds, batch = workers.turn()
+            milliseconds, cpu, batch = workers.turn()
             (batches if batch else took).append(milliseconds)
+            if not batch:
+                spent.append(cpu)
             workers.hears()
         begun = time.perf_counter()
         status.write(Path(controller.config.run_dir), snapshot.status(controller))
@@ -253,7 +259,7 @@ def measured(waiting: int, turns: int) -> dict[str, float]:
             part.close()
     finally:
         shutil.rmtree(folder)
-    took.sort()
+    took.sort(), spent.sort()
     return {
         "waiting": waiting,
         "in_flight": in_flight,
@@ -262,6 +268,7 @@ def measured(waiting: int, turns: int) -> dict[str, float]:
         "turn_ms_median": statistics.median(took),
         "turn_ms_p99": took[int(0.99 * len(took))],
         "turn_ms_max": took[-1],
+        "turn_cpu_ms_p99": spent[int(0.99 * len(spent))],
         "batch_ms_max": max(batches),
         "status_ms": status_ms,
     }

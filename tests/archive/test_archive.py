@@ -14,7 +14,7 @@ from laminar_hpc.payload.layout import Damaged, pack, packed_digest
 from laminar_hpc.policies.retention import kept
 from made import Made
 
-BYTES_PER_TOKEN_MAX = 4.8
+BYTES_PER_TOKEN_MAX = 4.2
 
 
 def made(trajectory_id: int, tokens: int, seed: int = 0, **fields: object) -> Made:

@@ -5,7 +5,7 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from script import Script
 from stand import small_config
@@ -172,6 +172,7 @@ class World:
                 self.publish(step + 1, number % 3)
                 script.hear("trainer", 0, TakeBatch(step + 1))
         elif event == "die":
+            self.compared.opened_for.discard(replica)  # its next life waits for the next round
             script.dies(replica, life)
             self.lives[replica] += 1
             self.work[replica].clear()
@@ -199,6 +200,7 @@ RARE = st.sampled_from(["lose", "publish", "die"])
     refresh=st.sampled_from(["drained", "drained", "barrier"]),
     bound=st.sampled_from([0, 1, 2]),
 )
+@example(events=[("die", 2), ("ask", 2), ("lose", 0), ("lose", 0)], refresh="barrier", bound=0)
 def test_grants_are_those_of_a_pass_over_all_replicas(events, refresh, bound):
     """docs/architecture.md#turns: whatever replicas, relays and the trainer do, and in rounds too."""
     with tempfile.TemporaryDirectory() as folder:
