@@ -26,7 +26,7 @@ run_job() {
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   trap 'told limit' USR1
   trap judge TERM
-  trap 'rm -f "$mine" "$end" "$term" "$again"' EXIT
+  trap tidy EXIT
   echo "$head" >"$mine"
   say "$role on $SLURM_JOB_NUM_NODES nodes, the first is $head; run $RUN_DIR"
   code=0
@@ -35,6 +35,8 @@ run_job() {
   say "$role ended with exit code $code"
   exit $code
 }
+
+tidy() { rm -f "$RUN_DIR"/jobs/*."$LAMINAR_LIFE"; }
 
 # Seconds since 1970 when the time limit comes; empty without one.
 end_of_time() {
@@ -111,7 +113,7 @@ requeue() {
   if [ "$state" != RUNNING ]; then say "not requeued: the job is $state"; return; fi
   say "requeued, to go on from here"
   trap '' USR1 TERM                               # that of the requeue itself
-  rm -f "$mine" "$end" "$term" "$again"
+  tidy
   scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" ||
     say "not requeued: Slurm has refused it; submit again with resume=auto"
 }

@@ -46,6 +46,7 @@ def test_it_trains_on_as_long_as_a_stop_leaves_time_for(tmp_path: Path) -> None:
         ("rollouts", "", True, True, True),  # it leaves a run that goes on
         ("rollouts", "laminar stop", False, False, False),
         ("trainer", "laminar stop", False, False, False),
+        ("trainer", "laminar stop", True, False, False),  # while it went on until its time was over
         ("trainer", "failed: no room", True, False, False),
         ("rollouts", "done", False, False, False),
     ],
