@@ -43,7 +43,11 @@ end_of_time() {
   date -d "$(job_field EndTime)" +%s 2>/dev/null || true
 }
 
-told() { [ -e "$end" ] || { say "told to end ($1)"; echo "$1" >"$end"; }; }
+told() {
+  local before
+  before=$(cat "$end" 2>/dev/null || true)
+  if [ -z "$before" ] || [ "$1 after $before" = "now after limit" ]; then say "told to end ($1)"; echo "$1" >"$end"; fi
+}
 
 # TERM at preemption, or by scancel, is to stop; that of a job which Slurm has requeued already, because a node of it died, is not:
 # the others go on and wait for its next life.

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,17 @@ def test_a_node_leaves_when_the_job_is_told(tmp_path: Path, handlers: None) -> N
     assert place.file("term").exists() and not node.told
     place.file("end").write_text("now\n")
     assert node.run() == 0 and node.told
+
+
+def test_a_preemption_while_it_goes_on_ends_it_at_once(tmp_path: Path, handlers: None) -> None:
+    """Promise: before its time limit a job goes on while it can; TERM after that is heard too."""
+    (tmp_path / "jobs").mkdir()
+    place = Place("trainer", 0, 1, tmp_path, "5.0", time.time() + 500)
+    node = Node(place, {"trainer": [sys.executable, "-c", CHILD]})
+    place.file("end").write_text("limit\n")
+    threading.Timer(2.0, lambda: place.file("end").write_text("now\n")).start()
+    started = time.monotonic()
+    assert node.run() == 0 and 2.0 <= time.monotonic() - started < 60
 
 
 def test_a_relay_that_dies_is_started_again_while_the_run_goes_on() -> None:

@@ -198,16 +198,23 @@ class Node:
         return codes.get("rollout", next((code for code in codes.values() if code), 0))
 
     def _look_for_the_end(self) -> None:
-        if self._stop_at is None and (file := self._place.file("end")).exists():
+        told = "" if self._left else self._told_by_the_script()
+        if told == "now":
+            self._stop_at = 0.0
+        elif told and self._stop_at is None:
             now, ends_at = time.time(), self._place.ends_at
-            at_once = file.read_text().strip() == "now"
             left = None if ends_at is None else ends_at - now
-            seconds = 0.0 if at_once else seconds_to_go_on(self._place.role, self._place.run_dir, left)
+            seconds = seconds_to_go_on(self._place.role, self._place.run_dir, left)
             self._stop_at = now + seconds
             if seconds > 1 and self._place.node == 0:
                 print(console.line("time limit", f"goes on for {seconds:.0f} s, then stops"), flush=True)
         if self._stop_at is not None and time.time() >= self._stop_at:
             self._leave()
+
+    def _told_by_the_script(self) -> str:
+        with suppress(OSError):
+            return self._place.file("end").read_text().strip()
+        return ""
 
     def _leave(self) -> None:
         """Once. One node is enough to stop the run, as the trainers and one world do."""
