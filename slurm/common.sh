@@ -3,8 +3,9 @@
 # One job is one failure domain. The jobs of a run find each other in its folder, RUN_DIR:
 #   jobs/ROLE.JOB.RESTARTS        this life of a job goes on; its node
 #   jobs/end.JOB.RESTARTS         it is to end: `limit` (USR1, before the time limit) or `now` (TERM, preemption)
+#   jobs/term.JOB.RESTARTS        a node of it was sent TERM; only Slurm knows why
 #   jobs/again.JOB.RESTARTS       it has ended in order and has more to do, so it is requeued
-# What runs on the nodes is `python -m laminar_hpc.jobs.node`, which reads and writes the last two.
+# What runs on the nodes is `python -m laminar_hpc.jobs.node`: it reads `end` and writes the last two.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/site.sh"
 
@@ -20,11 +21,12 @@ run_job() {
   export RUN_DIR STORE_DIR LAMINAR_LIFE=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0} LAMINAR_JOB_END
   LAMINAR_JOB_END=$(end_of_time)
   mkdir -p "$RUN_DIR/jobs"
-  end=$RUN_DIR/jobs/end.$LAMINAR_LIFE again=$RUN_DIR/jobs/again.$LAMINAR_LIFE mine=$RUN_DIR/jobs/$role.$LAMINAR_LIFE
+  end=$RUN_DIR/jobs/end.$LAMINAR_LIFE term=$RUN_DIR/jobs/term.$LAMINAR_LIFE
+  again=$RUN_DIR/jobs/again.$LAMINAR_LIFE mine=$RUN_DIR/jobs/$role.$LAMINAR_LIFE
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   trap 'told limit' USR1
-  trap 'told now' TERM
-  trap 'rm -f "$mine" "$end" "$again"' EXIT
+  trap judge TERM
+  trap tidy EXIT
   echo "$head" >"$mine"
   say "$role on $SLURM_JOB_NUM_NODES nodes, the first is $head; run $RUN_DIR"
   code=0
@@ -34,22 +36,35 @@ run_job() {
   exit $code
 }
 
+tidy() { rm -f "$RUN_DIR"/jobs/*."$LAMINAR_LIFE"; }
+
 # Seconds since 1970 when the time limit comes; empty without one.
 end_of_time() {
   date -d "$(job_field EndTime)" +%s 2>/dev/null || true
 }
 
-told() { [ -e "$end" ] || { say "told to end ($1)"; echo "$1" >"$end"; }; }
+told() {
+  local before
+  before=$(cat "$end" 2>/dev/null || true)
+  if [ -z "$before" ] || [ "$1 after $before" = "now after limit" ]; then say "told to end ($1)"; echo "$1" >"$end"; fi
+}
+
+# TERM at preemption, or by scancel, is to stop; that of a job which Slurm has requeued already, because a node of it died, is not:
+# the others go on and wait for its next life.
+judge() {
+  rm -f "$term"
+  if [ "$(job_field Restarts)" = "${SLURM_RESTART_COUNT:-0}" ]; then told now; else say "this life of the job is over"; fi
+}
 
 # Whether a job of this role of the run goes on. A file that a killed job has left does not count, and goes.
 goes_on() {
   local file state
   for file in "$RUN_DIR/jobs/$1".*; do
     [ -e "$file" ] || continue
-    state=$(squeue -h -o %T -j "$(basename "$file" | cut -d. -f2)" 2>/dev/null || echo gone)
+    state=$(squeue -h -o %T -j "$(basename "$file" | cut -d. -f2)" 2>&1) || true
     case $state in
       *RUNNING*) return 0 ;;
-      gone | "") rm -f "$file" ;;
+      "" | *"Invalid job id"*) rm -f "$file" ;;   # any other error is Slurm's own
     esac
   done
   return 1
@@ -86,11 +101,13 @@ start_nodes() {
   fi
   [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
   srun -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-    "${SRUN[@]}" "${CONTAINER[@]}" python -m laminar_hpc.jobs.node "$role" "$@" &
-  local step=$! code=0
-  wait $step || code=$?
-  while kill -0 $step 2>/dev/null; do code=0; wait $step || code=$?; done       # a trapped signal ends a wait, not the step
-  return $code
+    ${SRUN[@]+"${SRUN[@]}"} ${CONTAINER[@]+"${CONTAINER[@]}"} python -m laminar_hpc.jobs.node "$role" "$@" &
+  local step=$!
+  while kill -0 $step 2>/dev/null; do
+    if [ -e "$term" ]; then judge; fi
+    sleep 1 & wait $! || true                     # a signal ends the wait, not the step
+  done
+  wait $step
 }
 
 # Only a job that runs: one that was cancelled, or whose time is over, stays ended.
@@ -100,6 +117,7 @@ requeue() {
   if [ "$state" != RUNNING ]; then say "not requeued: the job is $state"; return; fi
   say "requeued, to go on from here"
   trap '' USR1 TERM                               # that of the requeue itself
-  rm -f "$mine" "$end" "$again"
-  scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
+  tidy
+  scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" ||
+    say "not requeued: Slurm has refused it; submit again with resume=auto"
 }

@@ -30,7 +30,7 @@ def stop(arguments: list[str]) -> int:
     from laminar_hpc.cluster.stop import request_stop
 
     run_dir, wish = arguments[0], "to finish its step, checkpoint and leave"
-    if request_stop(Path(run_dir), "laminar stop"):
+    if request_stop(Path(run_dir), "laminar stop"):  # jobs/ending.py knows it by this reason
         print(f"asked the job in {run_dir} {wish}")
     else:
         text = "has no controller now: the request waits there for the next one, which has it"

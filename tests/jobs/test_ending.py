@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,7 @@ def test_it_trains_on_as_long_as_a_stop_leaves_time_for(tmp_path: Path) -> None:
         ("rollouts", "", True, True, True),  # it leaves a run that goes on
         ("rollouts", "laminar stop", False, False, False),
         ("trainer", "laminar stop", False, False, False),
+        ("trainer", "laminar stop", True, False, False),  # while it went on until its time was over
         ("trainer", "failed: no room", True, False, False),
         ("rollouts", "done", False, False, False),
     ],
@@ -104,15 +107,26 @@ def handlers():
 
 
 def test_a_node_leaves_when_the_job_is_told(tmp_path: Path, handlers: None) -> None:
-    """Promise: the file that the job's script writes, or TERM, becomes one signal to the node's processes,
-    however often it comes; a process that ended before it could hear of it has not failed."""
+    """Promise: TERM is the script's to judge; the file that it then writes becomes one signal to the node's
+    processes; one that ended before it could hear of it has not failed."""
     (tmp_path / "jobs").mkdir()
     place = Place("rollouts", 0, 1, tmp_path, "5.0", None)
     node = Node(place, {"relay": [sys.executable, "-c", CHILD], "rollout": [sys.executable, "-c", CHILD]})
     os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert place.file("end").read_text() == "now\n"
+    assert place.file("term").exists() and not node.told
+    place.file("end").write_text("now\n")
     assert node.run() == 0 and node.told
+
+
+def test_a_preemption_while_it_goes_on_ends_it_at_once(tmp_path: Path, handlers: None) -> None:
+    """Promise: before its time limit a job goes on while it can; TERM after that is heard too."""
+    (tmp_path / "jobs").mkdir()
+    place = Place("trainer", 0, 1, tmp_path, "5.0", time.time() + 500)
+    node = Node(place, {"trainer": [sys.executable, "-c", CHILD]})
+    place.file("end").write_text("limit\n")
+    threading.Timer(2.0, lambda: place.file("end").write_text("now\n")).start()
+    started = time.monotonic()
+    assert node.run() == 0 and 2.0 <= time.monotonic() - started < 60
 
 
 def test_a_relay_that_dies_is_started_again_while_the_run_goes_on() -> None:

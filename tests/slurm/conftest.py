@@ -114,7 +114,8 @@ def _obstacle() -> str:
 
 @pytest.fixture(scope="session")
 def slurm_cluster() -> Iterator[SlurmCluster]:
-    """Two nodes of two CPUs; Debian's Slurm packages are installed first where they are missing."""
+    """Two nodes of four declared CPUs; Debian's Slurm packages are installed first where they are
+    missing."""
     if obstacle := _obstacle():
         if os.environ.get("CI"):
             pytest.fail(obstacle)
@@ -122,7 +123,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
     folder = Path(
         tempfile.mkdtemp(prefix="slurm", dir="/tmp")
     )  # short: unix sockets below it must fit in 108 bytes
-    command = [str(HERE / "slurm_up.sh"), str(folder), "--nodes", "2", "--cpus", "2", "--gpus", "0"]
+    command = [str(HERE / "slurm_up.sh"), str(folder), "--nodes", "2", "--cpus", "4", "--gpus", "0"]
     try:
         # a file takes its output: the daemons it starts inherit the descriptors, and a pipe would never close
         with open(folder / "up.log", "w") as log:

@@ -12,7 +12,7 @@ from laminar_hpc.cli import COMMANDS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
 RUN_SECONDS = 600  # start-up of SGLang servers on a busy machine, then a few steps
-SHARED = "--time=60 --mem=1000 --oversubscribe"  # four jobs on two nodes of two cores
+SHARED = "--time=60 --mem=1000 --oversubscribe"  # four jobs on two nodes
 SMALL = ["algorithm.prompts_per_step=8", "sampling.max_response_tokens=48", "evaluation.problems=32"]
 
 
@@ -107,3 +107,28 @@ def test_a_complete_run_is_not_requeued(slurm_cluster, tmp_path: Path) -> None:
     started = time.monotonic()
     assert submit(slurm_cluster, run_dir, f"steps={steps}", "resume=auto") == {}
     assert time.monotonic() - started < 100
+
+
+def test_a_trainer_node_dies(slurm_cluster, tmp_path: Path) -> None:
+    """Promise (docs/architecture.md#failure-domains): the power of one of the trainers' two nodes is cut.
+    Their job is requeued, controller and rollouts go on, in one life each, and the trainers go on from the
+    newest checkpoint."""
+    if slurm_cluster.mode() == "plain":
+        pytest.skip("nodes without namespaces of their own cannot lose power: that needs CAP_SYS_ADMIN")
+    run_dir = tmp_path / "run"
+    places = ["--trainer=--nodes=2", "--controller=--nodelist=n1", "--rollouts=--nodelist=n1"]
+    layout = ["trainer.data_parallel=2", "checkpoint.every=2"]
+    jobs = submit(slurm_cluster, run_dir, "steps=60", *places, *layout)
+    slurm_cluster.poll(lambda: steps_done(run_dir) >= 5, RUN_SECONDS, "five steps", jobs["control"])
+    slurm_cluster.node("off", "n2")
+    try:
+        slurm_cluster.poll(
+            lambda: restarts(slurm_cluster, jobs["trainer"]) == 1, 120, "the requeue", jobs["trainer"]
+        )
+    finally:
+        slurm_cluster.node("on", "n2")
+    check_end(slurm_cluster, run_dir, jobs, 60)
+    assert [restarts(slurm_cluster, jobs[name]) for name in ("control", "trainer", "rollouts")] == [0, 1, 0]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    restored = [line["restored_step"] for line in records if line["kind"] == "restored"]
+    assert restored[0] is None and restored[-1] >= 4 and restored[-1] % 2 == 0

@@ -32,6 +32,9 @@ _ERROR = "laminar: error:"
 _REFUSED = f"{_ERROR} refused:"  # an error seen before anything began
 GO_ON = ", then go on with the same command and resume=auto"
 REFUSED, PERMANENT = 2, 3  # exit codes of a rank: before the run began; failed, and would fail again
+# set in the environment of launchers that jobs/node.py starts, which tells them by USR1: a Slurm may send its
+# TERM to all processes of a job
+DEAF = "LAMINAR_DEAF_TO_TERM"
 JOINED_AS = "laminar: joined as"  # ROLE INDEX, by a process that did not know its number when it started
 REPEAT_SECONDS = 2.0  # `timeout` and some terminals send the same signal twice at once
 GONE_SECONDS = 20.0  # a session that was told to end is gone after this
@@ -106,6 +109,8 @@ class Launch:
             self.print_error()
 
     def on_signal(self, number: int) -> None:
+        if number == signal.SIGTERM and os.environ.get(DEAF):
+            return
         now = time.monotonic()
         if self._stops and now - self._asked < REPEAT_SECONDS:
             return

@@ -10,6 +10,7 @@ cannot do without its controller and trainer, so theirs become `laminar stop`; r
 leave, the run goes on, and the exit code is theirs. A second one ends them at once.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ import psutil
 
 from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import read_address
-from laminar_hpc.cluster.launch import GONE_SECONDS, REFUSED, REPEAT_SECONDS, Launch
+from laminar_hpc.cluster.launch import DEAF, GONE_SECONDS, REFUSED, REPEAT_SECONDS, Launch
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -54,6 +55,8 @@ class RoleLaunch(Launch):
         self._config, self._role = config, config.role
 
     def on_signal(self, number: int) -> None:
+        if number == signal.SIGTERM and os.environ.get(DEAF):
+            return None
         if self._role in ("controller", "trainer") and not terminal.shared():
             return super().on_signal(number)
         now = time.monotonic()
@@ -167,7 +170,7 @@ def launch_replicas(config: RunConfig, overrides: list[str], processes: int) -> 
         launch.print_error()
         if codes[-1] == REFUSED:  # the others wait for this one to say so
             for other in launches:
-                other.on_signal(signal.SIGTERM)
+                other.on_signal(signal.SIGINT)
 
     def on_signal(number: int, _: object) -> None:
         for launch in launches:

@@ -14,6 +14,7 @@ from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.durations import read_durations
 from laminar_hpc.policies.stopping import stop_seconds
 
+BY_THE_USER = "laminar stop"  # the reason that it gives
 ROLLOUTS_SECONDS = 45.0  # before the limit they leave, which takes 20
 LEAD_SECONDS = 600.0  # before the limit USR1 comes, or twice what a stop needs where that is longer
 _EARLY_SECONDS = 120.0  # Slurm sends it up to a minute before
@@ -56,6 +57,6 @@ def has_more_to_do(role: str, run_dir: Path, told: bool, sleep: Callable[[float]
         sleep(0.5)
         waited += 0.5
     word = last_word(run_dir)
-    if word == "done" or word.startswith("failed"):
+    if word in ("done", BY_THE_USER) or word.startswith("failed"):
         return False
     return told or word.startswith("SIG")

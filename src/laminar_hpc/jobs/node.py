@@ -4,10 +4,12 @@
 
 Starts the node's processes of that role, each as launch/ROLE.sh would (`all`: its part of one torchrun
 world), and waits until all have ended. The job's folder RUN_DIR/jobs holds what its nodes and its script
-tell each other: `end.LIFE`, that it is to end, and `again.LIFE`, that it is to be requeued.
+tell each other: `end.LIFE`, that it is to end, `term.LIFE`, that a node was sent TERM, and `again.LIFE`, that
+it is to be requeued.
 
-TERM, or `end.LIFE`, lets the processes leave in order, once, however often it comes: a second signal would
-end them at once. Exit code: 0 = done or left in order, 2 = refused, 1 = failed.
+Slurm sends TERM at preemption, and also when another node of the job has died; the script finds out which.
+The processes are told to leave once: a second signal would end them at once. Exit code: 0 = done or left in
+order, 2 = refused, 1 = failed.
 """
 
 import hashlib
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.cluster.address import ADDRESS_FILE
-from laminar_hpc.cluster.launch import REFUSED
+from laminar_hpc.cluster.launch import DEAF, REFUSED
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
@@ -136,7 +138,8 @@ class Child:
         self._start()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(self._command, preexec_fn=die_with_parent)
+        environment = {**os.environ, DEAF: "1"}
+        self._process = subprocess.Popen(self._command, env=environment, preexec_fn=die_with_parent)
 
     def code(self, left: bool, again: bool) -> int | None:
         """Its exit code; None while it runs, or, if the run goes on (`again`), runs again. `left`: it was
@@ -175,9 +178,8 @@ class Node:
         return self._stop_at is not None
 
     def _on_term(self) -> None:
-        with suppress(OSError):  # a full disk: this node leaves all the same
-            self._place.file("end").write_text("now\n")
-        self._stop_at = 0.0
+        with suppress(OSError):
+            self._place.file("term").touch()
 
     def run(self) -> int:
         """Until all have ended; the first exit code that is not 0, the rollouts' before the relays'."""
@@ -196,16 +198,23 @@ class Node:
         return codes.get("rollout", next((code for code in codes.values() if code), 0))
 
     def _look_for_the_end(self) -> None:
-        if self._stop_at is None and (file := self._place.file("end")).exists():
+        told = "" if self._left else self._told_by_the_script()
+        if told == "now":
+            self._stop_at = 0.0
+        elif told and self._stop_at is None:
             now, ends_at = time.time(), self._place.ends_at
-            at_once = file.read_text().strip() == "now"
             left = None if ends_at is None else ends_at - now
-            seconds = 0.0 if at_once else seconds_to_go_on(self._place.role, self._place.run_dir, left)
+            seconds = seconds_to_go_on(self._place.role, self._place.run_dir, left)
             self._stop_at = now + seconds
             if seconds > 1 and self._place.node == 0:
                 print(console.line("time limit", f"goes on for {seconds:.0f} s, then stops"), flush=True)
         if self._stop_at is not None and time.time() >= self._stop_at:
             self._leave()
+
+    def _told_by_the_script(self) -> str:
+        with suppress(OSError):
+            return self._place.file("end").read_text().strip()
+        return ""
 
     def _leave(self) -> None:
         """Once. One node is enough to stop the run, as the trainers and one world do."""

@@ -107,7 +107,8 @@ def main(arguments: list[str]) -> int:
     ids: list[str] = []
     for job in jobs:
         environment, command = command_of(job, run_dir, options, settings)
-        print(shlex.join([*(f"{key}={value}" for key, value in environment.items()), *command]), flush=True)
+        variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items())
+        print(f"{variables} {shlex.join(command)}", flush=True)
         if not options.dry_run:
             ids.append(submitted(environment, command, ids))
     for text in [] if options.dry_run else next_steps(jobs, ids, run_dir):
