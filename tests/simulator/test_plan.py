@@ -24,8 +24,8 @@ from laminar_hpc.simulator.plan import (
     trainer_settings,
 )
 from laminar_hpc.simulator.plan_files import experiment, rollout_machines, trainer_machines
-from laminar_hpc.simulator.settings import load_plan
-from laminar_hpc.simulator.tables import GPUS
+from laminar_hpc.simulator.settings import TRAINED, load_plan
+from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.workload import Workload
 
 SMALL = [
@@ -87,6 +87,19 @@ def test_the_written_experiment_passes_a_dry_run_on_its_own_gpus(words, tmp_path
         LaminarError, match=r"rollout needs .* GB on a GPU, .* can be used: lower rollout.kv_cache_tokens"
     ):
         check(load_config([*train, f"rollout.kv_cache_tokens={2 * run.rollout.kv_cache_tokens}"]))
+
+
+@pytest.mark.parametrize(
+    "model", [name for name, model in MODELS.items() if model.config["model_type"] in TRAINED]
+)
+def test_every_model_that_is_planned_is_known_to_a_dry_run(model, tmp_path):
+    """Promise: no model of the tables that laminar trains has to be on this machine to be planned."""
+    config = load_plan(
+        "mixed", [*SMALL, f"model={model}", "pools=[{gpu: B200, count: 256}]", f"name=p{model}"]
+    )
+    best = next(candidates(config))
+    found = plan.Plan(plan.Planned(best, 0.0, figures={"latency_max": 1.0, "step_seconds": 1.0}), None, 1, 1)
+    assert "dry_run=true" in "\n".join(plan_command.write(config, found, tmp_path))
 
 
 @pytest.mark.parametrize(("gpus", "splits"), [(8, {4, 6, 7}), (6, {4}), (4, set())])
@@ -232,7 +245,8 @@ def test_preemptible_gpus_never_train_and_the_cheapest_set_keeps_the_trainer_bus
 def test_the_cheapest_that_is_fast_enough():
     """Promise: objective=cost with least_throughput buys more GPUs where fewer are too slow, and refuses what
     no candidate reaches."""
-    words = ["cheapest", *SMALL, "trainer_busy=0", "pools=[{gpu: H800, count: 32}]"]
+    words = ["cheapest", *SMALL, "workload.samples_per_prompt=16", "trainer_busy=0"]
+    words.append("pools=[{gpu: H800, count: 32}]")
     cheap = search(load_plan(words[0], words[1:])).best
     rate = cheap.figures["tokens_per_second"]
     fast = search(load_plan(words[0], [*words[1:], f"least_throughput={1.02 * rate}"])).best
@@ -253,6 +267,26 @@ def test_a_model_that_fits_nowhere_is_refused():
     with pytest.raises(LaminarError, match="fits on no pool that is not preemptible to train"):
         search(load_plan("node", ["pools=[{gpu: H100, count: 8, preemptible: true}]"]))
     assert Candidate(0, 8, ((0, 8, 4),)).replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["max_staleness=-1"], "max_staleness=-1: must be at least 0"),
+        (["mtbf_hours=0"], "mtbf_hours: no such key"),
+        (["pools=[{gpu: H100, count: 8, mtbf_hours: 0}]"], r"pools\[0\].mtbf_hours=0: must be at least 0.25"),
+        (["pools=[{gpu: H100, count: 8, price: -1}]"], r"pools\[0\].price=-1: must be above 0"),
+        (["pools=[{gpu: H100, count: 8, mtbf: 3}]"], "with the keys gpu, count, price, preemptible, mtbf_h"),
+        (["pools=[H100]"], r"must be a list of tables, written \[\{KEY: value\}\]"),
+        (["pools=[]"], "pools is empty: name at least one"),
+        (["pools=[{gpu: H100, count: 1}]"], "one GPU cannot be divided"),
+    ],
+)
+def test_a_bad_question_is_refused_in_one_line(words, text, tmp_path):
+    """Promise: nothing is simulated, the line names the key and what it may be."""
+    with pytest.raises(LaminarError, match=text) as refused:
+        plan_command.main(["node", f"out_dir={tmp_path}", *words])
+    assert len(str(refused.value).splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
 def test_an_experiment_that_would_be_refused_is_not_left_behind(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 refused in one line."""
 
 import dataclasses
+import errno
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from laminar_hpc.simulator.workload import read_lengths
 
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
 _TRAJECTORIES_MAX = 20_000_000  # of a simulated run, some 20 us each
-_TRAINED = ("qwen2", "qwen3", "llama")  # families that laminar trains
+TRAINED = ("qwen2", "qwen3", "llama")  # families that laminar trains
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -146,6 +148,19 @@ def check_plan(config: PlanConfig) -> None:
     _refuse([*_work(config), *_plannable(config)])
 
 
+def output_folder(config: SimulationConfig | PlanConfig, default: str) -> Path:
+    """Where files go, made here. Raises LaminarError where that cannot be."""
+    folder = Path(config.out_dir or default)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        why = error.strerror
+        raise LaminarError(f"out_dir={folder}: cannot be written ({why}); choose another") from None
+    return folder
+
+
 def _refuse(wrong: Iterable[str]) -> None:
     """Raises Refused with all sentences that are not empty, each once."""
     if lines := list(dict.fromkeys(text for text in wrong if text)):
@@ -231,10 +246,10 @@ def _replicas(config: SimulationConfig) -> Iterator[str]:
 def _plannable(config: PlanConfig) -> Iterator[str]:
     """What a run would refuse, and machines that are not whole."""
     w, model = config.workload, MODELS[config.model].config
-    if model["model_type"] not in _TRAINED:
+    if model["model_type"] not in TRAINED:
         yield (
             f"model={config.model} is of the family {model['model_type']}, which can be simulated but not "
-            f"trained: use one of {', '.join(_TRAINED)}"
+            f"trained: use one of {', '.join(TRAINED)}"
         )
     trajectories = w.prompts_per_step * w.samples_per_prompt
     if w.samples_per_prompt < 2:
