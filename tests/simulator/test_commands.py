@@ -11,7 +11,7 @@ import pytest
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory, load_config
 from laminar_hpc.config.system_schema import PipelineConfig
-from laminar_hpc.simulator import command
+from laminar_hpc.simulator import command, plan_command
 from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.settings import experiments, load_plan, load_simulation, questions
@@ -104,6 +104,15 @@ def test_sim_refuses_in_one_line(words, text):
     """A wrong simulation is refused with its reason."""
     with pytest.raises(LaminarError, match=text):
         command.main(words)
+
+
+@pytest.mark.parametrize("main", [command.main, plan_command.main])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(main, tmp_path):
+    """Promise: one line, and nothing is simulated first."""
+    (tmp_path / "file").touch()
+    name = "dora" if main is command.main else "node"
+    with pytest.raises(LaminarError, match=r"out_dir=.*/file/x: cannot be written \(Not a directory\)"):
+        main([name, f"out_dir={tmp_path}/file/x"])
 
 
 def test_lengths_of_a_run_are_replayed(tmp_path):

@@ -255,6 +255,26 @@ def test_a_model_that_fits_nowhere_is_refused():
     assert Candidate(0, 8, ((0, 8, 4),)).replicas == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["max_staleness=-1"], "max_staleness=-1: must be at least 0"),
+        (["mtbf_hours=0"], "mtbf_hours: no such key"),
+        (["pools=[{gpu: H100, count: 8, mtbf_hours: 0}]"], r"pools\[0\].mtbf_hours=0: must be at least 0.25"),
+        (["pools=[{gpu: H100, count: 8, price: -1}]"], r"pools\[0\].price=-1: must be above 0"),
+        (["pools=[{gpu: H100, count: 8, mtbf: 3}]"], "with the keys gpu, count, price, preemptible, mtbf_h"),
+        (["pools=[H100]"], r"must be a list of tables, written \[\{KEY: value\}\]"),
+        (["pools=[]"], "pools is empty: name at least one"),
+        (["pools=[{gpu: H100, count: 1}]"], "one GPU cannot be divided"),
+    ],
+)
+def test_a_bad_question_is_refused_in_one_line(words, text, tmp_path):
+    """Promise: nothing is simulated, the line names the key and what it may be."""
+    with pytest.raises(LaminarError, match=text) as refused:
+        plan_command.main(["node", f"out_dir={tmp_path}", *words])
+    assert len(str(refused.value).splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
 def test_an_experiment_that_would_be_refused_is_not_left_behind(tmp_path, monkeypatch):
     """Promise: no file stays that a run would refuse; the planner says why."""
     monkeypatch.setattr(plan_command, "experiment", lambda *_: "# @package _global_\nsteps: -1\n")

@@ -149,6 +149,9 @@ def requirement(field: "dataclasses.Field[Any]", entry: bool = False) -> str:
     noun = {int: "whole number", float: "number", str: "text"}.get(kind, "value")
     origin = None if entry else typing.get_origin(plain)
     what = "true or false" if kind is bool else f"a {noun}"
+    if origin is list and dataclasses.is_dataclass(kind):
+        names = ", ".join(field.name for field in dataclasses.fields(kind))
+        return f"must be a list of tables, written [{{KEY: value}}], with the keys {names}"
     if origin is list:
         what = f"a list of {noun}s, written [a,b]"
     elif origin is dict:

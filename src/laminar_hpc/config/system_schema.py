@@ -123,6 +123,8 @@ class EmulationConfig:
     """whose costs, by conf/simulation/tables and simulator/constants.py"""
     gpu: str = choice("H800", "A100", "H100", "H20", "H200", "B200", "GB200", "L40S", "MI300X")
     """the same"""
+    tensor_parallel: int | None = number(None, at_least=1, at_most=64)
+    """GPUs of a replica; null = the model's own"""
     median_response_tokens: float = number(1097.0, at_least=1)
     """lengths are log-normal, similar inside a group, at most sampling.max_response_tokens"""
     sigma: float = number(1.69, at_least=0, at_most=10)

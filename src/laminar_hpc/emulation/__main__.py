@@ -3,7 +3,8 @@ in RUN_DIR/config.yaml.
 
 controller RUN_DIR             the real one
 stage RUN_DIR SECONDS          stand-ins for trainer and relay; emulated seconds of training per token
-fleet RUN_DIR FIRST COUNT      real rollout workers with emulated engines
+fleet RUN_DIR FIRST COUNT [CONFIG]     real rollout workers with emulated engines, of another kind with
+                               settings of their own in the file CONFIG
 """
 
 import asyncio
@@ -19,7 +20,8 @@ def main(role: str, run_dir: str, *numbers: str) -> None:
     """One process of an emulated run: `role` with its `numbers`, configured by run_dir/config.yaml."""
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = read_config(Path(run_dir) / "config.yaml")
+    own = role == "fleet" and len(numbers) > 2
+    config = read_config(Path(numbers[2]) if own else Path(run_dir) / "config.yaml")
     if role == "controller":
         from laminar_hpc.controller.run import run
 

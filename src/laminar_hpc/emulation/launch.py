@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from laminar_hpc.config.load import dump_config, examples_directory
@@ -39,20 +40,28 @@ def prepare(folder: Path, prompts: int, prompt_tokens: int, max_response_tokens:
 
 
 class Emulation:
-    """The processes of one run. Fleets of `per_process` replicas each."""
+    """The processes of one run. Fleets of `per_process` replicas each. `kinds`: (settings, replicas) where
+    replicas differ, which come to as many as there are."""
 
-    def __init__(self, config: RunConfig, train_seconds_per_token: float, per_process: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        train_seconds_per_token: float,
+        per_process: int,
+        kinds: Sequence[tuple[RunConfig, int]] = (),
+    ) -> None:
         self.config, self.run_dir = config, Path(config.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(dump_config(config))
         self.log = open(self.run_dir.with_suffix(".log"), "ab")  # noqa: SIM115 (closed by `stop`)
         self.controller = self.start("controller")
         self.stage = self.start("stage", str(train_seconds_per_token))
-        replicas = config.rollout.replicas
-        self.fleets = {
-            first: self.fleet(first, min(per_process, replicas - first))
-            for first in range(0, replicas, per_process)
-        }
+        self.fleets: dict[int, subprocess.Popen[bytes]] = {}
+        begin = 0
+        for own, count in kinds or [(None, config.rollout.replicas)]:
+            for first in range(begin, begin + count, per_process):
+                self.fleets[first] = self.fleet(first, min(per_process, begin + count - first), own)
+            begin += count
 
     def start(self, role: str, *numbers: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "laminar_hpc.emulation", role, str(self.run_dir), *numbers]
@@ -60,8 +69,14 @@ class Emulation:
             command, stdout=self.log, stderr=self.log, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
 
-    def fleet(self, first: int, count: int) -> subprocess.Popen[bytes]:
-        return self.start("fleet", str(first), str(count))
+    def fleet(self, first: int, count: int, own: RunConfig | None = None) -> subprocess.Popen[bytes]:
+        """`own`: its settings, where they are not those of the run."""
+        words = [str(first), str(count)]
+        if own is not None:
+            file = self.run_dir / f"fleet-{first}.yaml"
+            file.write_text(dump_config(own))
+            words.append(str(file))
+        return self.start("fleet", *words)
 
     def wait(self, seconds: float) -> int | None:
         """The controller's exit code, or None when it still runs after so long."""

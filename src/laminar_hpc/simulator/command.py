@@ -4,11 +4,10 @@ report.html. `laminar sim RUN_DIR`: finished/."""
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 from laminar_hpc.simulator import report
 from laminar_hpc.simulator.finished import command as finished
-from laminar_hpc.simulator.settings import experiments, load_simulation, take_apart
+from laminar_hpc.simulator.settings import experiments, load_simulation, output_folder, take_apart
 from laminar_hpc.simulator.sweep import sweep
 
 
@@ -18,7 +17,7 @@ def main(arguments: list[str]) -> int:
     if finished.is_run(name, experiments()):
         return finished.sim(name, overrides, as_json)
     config = load_simulation(name, overrides)
-    folder = Path(config.out_dir or f"runs/sim-{config.name}")
+    folder = output_folder(config, f"runs/sim-{config.name}")
     rows = sweep(config, lambda line: print(line, file=sys.stderr, flush=True), folder / "ranges.json")
     report.write(folder / "report.html", config.name, dataclasses.asdict(config), rows)
     result = json.dumps({"settings": dataclasses.asdict(config), "rows": report.as_json(rows)}, indent=1)

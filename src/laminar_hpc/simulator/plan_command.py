@@ -30,7 +30,7 @@ from laminar_hpc.simulator.plan_files import (
     trainer_machines,
 )
 from laminar_hpc.simulator.schema import PlanConfig
-from laminar_hpc.simulator.settings import load_plan, questions, take_apart
+from laminar_hpc.simulator.settings import load_plan, output_folder, questions, take_apart
 
 
 def expectations(config: PlanConfig, plan: Plan) -> list[str]:
@@ -115,8 +115,9 @@ def main(arguments: list[str]) -> int:
     if finished.is_run(name, questions()):
         return finished.plan(name, overrides, as_json)
     config = load_plan(name, overrides)
+    folder = output_folder(config, f"runs/plan-{config.name}")
     plan = search(config, lambda line: print(line, file=sys.stderr, flush=True))
-    lines = write(config, plan, Path(config.out_dir or f"runs/plan-{config.name}"))
+    lines = write(config, plan, folder)
     if as_json:
         second = plan.runner_up and dataclasses.asdict(plan.runner_up)
         print(

@@ -2,6 +2,8 @@
 refused in one line."""
 
 import dataclasses
+import errno
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -144,6 +146,19 @@ def check_plan(config: PlanConfig) -> None:
         ]
     )
     _refuse([*_work(config), *_plannable(config)])
+
+
+def output_folder(config: SimulationConfig | PlanConfig, default: str) -> Path:
+    """Where files go, made here. Raises LaminarError where that cannot be."""
+    folder = Path(config.out_dir or default)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        why = error.strerror
+        raise LaminarError(f"out_dir={folder}: cannot be written ({why}); choose another") from None
+    return folder
 
 
 def _refuse(wrong: Iterable[str]) -> None:

@@ -79,11 +79,13 @@ def _fewest_stages(model: Model, gpu: Gpu, gpus: int, tensor: int, w: WorkloadCo
 
 
 def layout_of(trainer: TrainerConfig) -> Layout:
-    """The trainer's parallel sizes as the cost model wants them."""
+    """The trainer's parallel sizes as the cost model wants them; its ranks get trajectories by their tokens
+    (trainer/step/packing.py)."""
     return Layout(
         trainer.tensor_parallel,
         trainer.pipeline_parallel,
         trainer.data_parallel,
         trainer.tokens_per_microbatch,
         _REPEATED.get(trainer.recompute_activations, 0.0),
+        balanced=True,
     )

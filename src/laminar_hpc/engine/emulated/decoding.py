@@ -71,7 +71,8 @@ class EmulatedDecoding:
         self.scale = emulation.time_scale
         constants = dataclasses.replace(DEFAULT, **emulation.constants)
         self.model = MODELS[emulation.model]
-        self.costs = engine_costs(self.model, GPUS[emulation.gpu], self.model.tensor_parallel, constants)
+        tensor_parallel = emulation.tensor_parallel or self.model.tensor_parallel
+        self.costs = engine_costs(self.model, GPUS[emulation.gpu], tensor_parallel, constants)
         self.vocabulary = model_config(config.model.path)["vocab_size"]
         self.weight_id: int | None = None
         admission = Admission.of(config.sampling.max_response_tokens, constants)
@@ -83,7 +84,7 @@ class EmulatedDecoding:
             rollout.kv_cache_tokens,
             rollout.max_concurrent,
             admission,
-            self.model.tensor_parallel,
+            tensor_parallel,
         )
         self._jobs: dict[str, Job] = {}
         self._job_of: dict[int, Job] = {}

@@ -31,7 +31,8 @@ from laminar_hpc.simulator.finished.decode import (
     speeds,
 )
 from laminar_hpc.simulator.request import Admission
-from laminar_hpc.simulator.trainer_cost import Layout, only_training, updates_seconds
+from laminar_hpc.simulator.trainer_cost import only_training, updates_seconds
+from laminar_hpc.simulator.trainer_fit import layout_of
 
 WARMUP_STEPS = 2
 _BATCHES_MIN = 6  # local batches that a curve of four numbers is taken from
@@ -188,7 +189,7 @@ def _trainer_costs(run: Run, config: RunConfig, steps: list[dict], trained: list
     by_step, prompt = defaultdict[int, list[int]](list), _queue(steps, config).prompt_tokens
     for t in trained:
         by_step[t.consumed_step + 1].append(t.response_length + prompt)
-    updates, layout = config.algorithm.minibatches_per_step, layout_of(config)
+    updates, layout = config.algorithm.minibatches_per_step, layout_of(config.trainer)
     random, unit = np.random.default_rng(0), only_training(1.0 / layout.ranks)
     counted = [s for s in steps[WARMUP_STEPS:] if by_step[s["step"]]]
     work = [updates_seconds(by_step[s["step"]], updates, unit, layout, random) for s in counted]
@@ -203,14 +204,6 @@ def _trainer_costs(run: Run, config: RunConfig, steps: list[dict], trained: list
     late = [relayed[s["step"]] - s["time"] for s in counted if {s["step"]} & relayed.keys() - saved]
     checkpoint = max(0.0, _mean([x for step, x in rest.items() if step in saved]) - publish)
     return TrainerCosts(fixed, token, publish, max(0.0, _mean(late)), checkpoint)
-
-
-def layout_of(config: RunConfig) -> Layout:
-    """The trainer's, whose ranks get trajectories by their tokens (trainer/step/packing.py)."""
-    t = config.trainer
-    return Layout(
-        t.tensor_parallel, t.pipeline_parallel, t.data_parallel, t.tokens_per_microbatch, balanced=True
-    )
 
 
 def _mean(values: list[float]) -> float:

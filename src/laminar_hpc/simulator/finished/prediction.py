@@ -8,7 +8,6 @@ from laminar_hpc.simulator.finished.measured import (
     WARMUP_STEPS,
     Figures,
     Measured,
-    layout_of,
     repack_requests,
 )
 from laminar_hpc.simulator.rules import Rules
@@ -16,6 +15,7 @@ from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.setup import Engines, Setup
 from laminar_hpc.simulator.trainer_cost import JobCosts, only_training
+from laminar_hpc.simulator.trainer_fit import layout_of
 
 
 def setup_of(measured: Measured, config: RunConfig | None = None) -> Setup:
@@ -49,7 +49,7 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> Setup:
         tuple(kinds),
         _job_costs(measured, config),
         t.tensor_parallel * t.pipeline_parallel * t.data_parallel,
-        layout_of(config),
+        layout_of(t),
         _workload(measured),
         steps=measured.steps,
         warmup_steps=WARMUP_STEPS,

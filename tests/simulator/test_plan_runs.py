@@ -1,0 +1,75 @@
+"""A mixed plan as it is written: its script starts every machine's part, real trainer, relays and controller,
+with emulated engines."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from audits import assert_clean
+from laminar_hpc.config.load import examples_directory
+from laminar_hpc.simulator import plan_command
+from laminar_hpc.simulator.plan import search
+from laminar_hpc.simulator.plan_files import rollout_machines
+from laminar_hpc.simulator.settings import load_plan
+
+POOLS = "pools=[{gpu: H100, count: 1}, {gpu: H20, count: 2}, {gpu: A100, count: 1}]"
+WORK = [
+    "model=0.5B",
+    "workload.prompts_per_step=8",
+    "workload.samples_per_prompt=4",
+    "workload.updates_per_step=2",
+    "workload.mean_response_tokens=30",
+    "workload.max_response_tokens=128",
+]
+SMALL = [  # what a machine without GPUs needs: a small model, and no engine
+    f"model.path={examples_directory('arithmetic/base')}",
+    "model.dtype=float32",
+    f"data.train={examples_directory('arithmetic/data/train.jsonl')}",
+    "reward.function=laminar_hpc.environments.arithmetic.reward",
+    "rollout.engine=emulated",
+    "emulation.model=0.5B",
+    "emulation.median_response_tokens=30",
+    "steps=6",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_mixed_plan_starts_all_replicas(tmp_path):
+    """Promise: NAME.sh on each machine starts the trainer and every replica of every pool, and they train
+    together to the end."""
+    config = load_plan("mixed", [*WORK, POOLS, "name=kinds"])
+    plan = search(config)
+    plan_command.write(config, plan, tmp_path)
+    best = plan.best.candidate
+    machines = [n for part in rollout_machines(config, best) for n in part.processes]
+    assert best.trainer_gpus == 1 and sum(machines) == best.replicas == 3 and len(machines) == 2
+    run_dir = tmp_path / "run"
+    env = {**os.environ, "RUN_DIR": str(run_dir), "HOST": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    parts = [("controller", 0), ("trainer", 0), *(("rollout", n) for n in range(len(machines)))]
+    with open(tmp_path / "out", "w") as out:
+        started = [
+            subprocess.Popen(
+                [tmp_path / "kinds.sh", role, str(number), *SMALL],
+                stdout=out,
+                stderr=out,
+                env=env,
+                cwd=tmp_path,
+            )
+            for role, number in parts
+        ]
+        try:
+            codes = [process.wait(300) for process in started]
+        finally:
+            for process in started:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait(60)
+    assert codes == [0] * len(parts), (tmp_path / "out").read_text()[-3000:]
+    lines = [json.loads(line) for line in Path(run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert {line["replica"] for line in lines if line["kind"] == "pull"} == set(range(best.replicas))
+    assert max(line["step"] for line in lines if line["kind"] == "step") == 6
+    assert_clean(run_dir)
