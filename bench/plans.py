@@ -22,6 +22,7 @@ import io
 import json
 import math
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,14 +34,15 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.launch import Emulation, prepare
 from laminar_hpc.engine.emulated.responses import response_length
-from laminar_hpc.report import rundata
+from laminar_hpc.observability import jsonl
 from laminar_hpc.simulator import plan_command
 from laminar_hpc.simulator.plan import Candidate, Plan, describe, search
 from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.settings import load_plan
 from laminar_hpc.simulator.workload import mu_of_mean
 
-STEPS, SKIP, REPLICAS = 8, 2, 4
+STEPS, SKIP, REPLICAS = 9, 2, 4
+ENDLESS = 1000  # steps of a run, which is ended after STEPS of them in full swing
 STEP_SECONDS = 5.0  # of a step of an emulated run: far above what its messages take
 RATE = 150.0  # trajectories a second that two cores carry with all else that they do
 GROUPS = 4096  # of which lengths are known
@@ -117,7 +119,8 @@ def ask(name: str, folder: Path) -> Asked:
     """The plan, its files under `folder`, and its responses' lengths as the emulated engines will draw
     them."""
     question, *settings = QUESTIONS[name]
-    words = [*WORK, *settings, f"workload.sigma={SIGMA}", f"name={name}", f"out_dir={folder}"]
+    window = (f"steps={STEPS}", f"warmup_steps={SKIP}")
+    words = [*WORK, *settings, *window, f"workload.sigma={SIGMA}", f"name={name}", f"out_dir={folder}"]
     config = load_plan(question, words)
     w = config.workload
     median = math.exp(mu_of_mean(w.mean_response_tokens, w.sigma, w.max_response_tokens))
@@ -157,7 +160,7 @@ def emulated_config(asked: Asked, folder: Path, scale: int) -> RunConfig:
     name, w = asked.config.name, asked.config.workload
     written = load_config(["--config-dir", str(asked.folder), f"experiment={name}", "dry_run=true"])
     config = prepare(folder, 4_000, w.prompt_tokens, w.max_response_tokens)
-    config.steps, config.algorithm, config.pipeline = STEPS, written.algorithm, written.pipeline
+    config.steps, config.algorithm, config.pipeline = ENDLESS, written.algorithm, written.pipeline
     config.algorithm.prompts_per_step //= scale
     trajectories = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
     seconds = max(STEP_SECONDS, trajectories / RATE)
@@ -184,13 +187,18 @@ def carry_out(asked: Asked, folder: Path, scale: int, limit: float) -> float:
         own.emulation.gpu = asked.config.pools[index].gpu
         kinds.append((own, gpus // tensor_parallel // scale))
     emulation = Emulation(config, training, per_process=4, kinds=kinds)
+    deadline, done = time.monotonic() + limit, list[dict]()
     try:
-        code = emulation.wait(limit)
+        while len(done) < STEPS:
+            if emulation.wait(0.5) is not None or time.monotonic() > deadline:
+                log = emulation.run_dir.with_suffix(".log")
+                raise SystemExit(f"{asked.config.name}: {len(done)} of {STEPS} steps; see {log}")
+            metrics = emulation.run_dir / "metrics.jsonl"
+            done = [r for r in jsonl.read(metrics) if r["kind"] == "step"] if metrics.exists() else []
     finally:
-        emulation.stop()
-    if code != 0:
-        raise SystemExit(f"{asked.config.name} ended with {code} (None: still running after {limit:g} s)")
-    return common.tokens_per_second(rundata.load(emulation.run_dir), SKIP) / config.emulation.time_scale
+        emulation.stop(patience=0.0)
+    tokens = sum(r["prompt_tokens"] + r["response_tokens"] for r in done[SKIP:STEPS])
+    return tokens / (done[STEPS - 1]["time"] - done[SKIP - 1]["time"]) / config.emulation.time_scale
 
 
 def row(name: str, folder: Path, limit: float) -> dict:

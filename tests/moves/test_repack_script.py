@@ -7,6 +7,7 @@ from stand import small_config
 from laminar_hpc.messages.data import ReplicaLoad
 from laminar_hpc.messages.membership import Ping
 from laminar_hpc.messages.moves import Reserve
+from laminar_hpc.messages.rollouts import RequestWork
 
 
 @pytest.fixture
@@ -60,3 +61,16 @@ def test_what_waited_in_an_engine_was_no_ramp_down(script):
     assert not looks(script, 9000, 8000, queued=1)
     assert not looks(script, 4000, 3000)
     assert looks(script, 3900, 2900)
+
+
+def test_the_next_local_batch_is_no_ramp_down_of_the_one_before(script):
+    """A replica that has drained and was granted more on the same weights holds less KV than before: that is
+    no fall, and what it has just been granted stays where it is."""
+    first = script.granted(1)
+    assert not looks(script, 4000, 3000)
+    script.ends(1, first, 4)
+    script.hear("rollout", 1, RequestWork(0, first.batch_id))
+    assert script.granted(1).batch_id != first.batch_id
+    assert not looks(script, 3900, 200)
+    assert not looks(script, 3950, 300)
+    assert looks(script, 3900, 250)

@@ -21,9 +21,11 @@ KV_SHARE = 0.9  # C_max as a share of the cache: room for growth without preempt
 
 @dataclass(frozen=True)
 class _Seen:
-    """A replica's report at the newest planning, and its KV tokens at the one before."""
+    """A replica's report at the newest planning, of which local batch it is (None: not known), and its KV
+    tokens at the one before."""
 
     report: ReplicaLoad
+    batch: int | None
     kv_tokens_before: float
 
 
@@ -55,8 +57,12 @@ class Repacker:
     def consolidate(self, now: float) -> None:
         """Plans and begins moves, unless an emptied replica would find no work."""
         self._next = now + self._config.pipeline.repack_seconds
+        count = self._tracker.holders.generating_counts()
         self._seen = {
-            replica: self._compared(replica, report)
+            # with more on it than it reports it has been granted a local batch since
+            replica: self._compared(
+                replica, report, row.newest_batch if count.get(replica, 0) <= report.in_flight else None
+            )
             for replica, row in self._replicas.rows().items()
             if (report := row.current_report) is not None
         }
@@ -80,16 +86,18 @@ class Repacker:
                 planner_ms=seconds * 1e3,
             )
 
-    def _compared(self, replica: int, report: ReplicaLoad) -> _Seen:
-        """KV use falls if it is lower than at the planning before, and the replica drained at both. The same
-        report at two plannings tells nothing: a ping may repeat it, or the next one is not here yet."""
+    def _compared(self, replica: int, report: ReplicaLoad, batch: int | None) -> _Seen:
+        """KV use falls if it is lower than at the planning before, and the replica drained the same local
+        batch at both. The same report at two plannings tells nothing: a ping may repeat it, or the next one
+        is not here yet."""
         earlier = self._seen.get(replica)
         if earlier is None:
-            return _Seen(report, 0.0)
+            return _Seen(report, batch, 0.0)
         if earlier.report == report:
             return earlier
-        comparable = _drains(earlier.report) and earlier.report.weight_id == report.weight_id
-        return _Seen(report, earlier.report.kv_tokens if comparable else 0.0)
+        same = batch is not None and batch == earlier.batch
+        comparable = same and earlier.report.weight_id == report.weight_id and _drains(earlier.report)
+        return _Seen(report, batch, earlier.report.kv_tokens if comparable else 0.0)
 
     def _candidates(self) -> dict[int, _Seen]:
         """Replicas that generate for training (the tracker knows their work), with nothing waiting, and that

@@ -45,6 +45,8 @@ class Repacker:
                 ReplicaView(replica.index, replica.weight_id, kv, replica.kv_before, replica.pending)
             )
             replica.kv_before = kv
+        if not self.rollouts.quota(self.rollouts.newest):
+            return  # an emptied replica would find no work
         for merge in plan(views, self.kv_max, self.requests_max):
             self.carry_out(self.rollouts.replicas[merge.source], self.rollouts.replicas[merge.destination])
 

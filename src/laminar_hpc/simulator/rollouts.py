@@ -187,7 +187,7 @@ class Rollouts:
                 given += 1
         if given:
             self.waiting_replicas.pop(replica.index, None)
-            replica.state = "generate"
+            replica.state, replica.kv_before = "generate", 0.0
             self.settle(replica)
         else:
             replica.state = "admission"

@@ -39,11 +39,16 @@ _STEPS = EngineCosts(overhead=1.0, **_NOTHING)  # an engine whose seconds are de
 @dataclass(frozen=True)
 class LocalBatch:
     """Of one replica: (response tokens, seconds from its begin to the last token) of each trajectory, in the
-    order in which they were granted, and the seconds of the whole."""
+    order in which they were granted; None for those that ended after the first move from or to the replica.
+    `seconds`: of the whole, None where there was a move."""
 
     replica: int
-    seconds: float
-    ends: tuple[tuple[int, float], ...]
+    seconds: float | None
+    ends: tuple[tuple[int, float | None], ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [length for length, _ in self.ends]
 
 
 @dataclass(frozen=True)
@@ -70,25 +75,39 @@ class Queue:
 
 def local_batches(run: Run, begin: float, end: float) -> list[LocalBatch]:
     """Those that began and ended between two times, without each replica's first, which is slow, and without
-    those that trajectories left or came to on their way."""
-    by_replica: dict[int, list[tuple[float, int, int]]] = {}
-    for t in run.consumed:
-        by_replica.setdefault(t.replica, []).append((t.time_finished, t.id, t.response_length))
+    those of which a trajectory was not trained."""
+    trained = {t.id: t for t in run.consumed}
     batches = []
     for name, spans in run.spans.items():
         if not name.startswith("rollout"):
             continue
         replica = int(name.removeprefix("rollout"))
-        mine = sorted(by_replica.get(replica, []))
-        times = [finished for finished, *_ in mine]
+        mine = sorted((t.time_finished, t.id) for t in run.consumed if t.replica == replica)
+        times = [finished for finished, _ in mine]
+        moves = [m for m in run.records.get("move", []) if replica in (m["source"], m["destination"])]
         inside = [s for s in spans if s.kind == "generate" and s.t0 >= begin and s.t1 <= end]
         for span in inside[1:]:
             first, last = np.searchsorted(times, [span.t0, span.t1 + _LATE], side="right")
-            ended = sorted((i, length, finished - span.t0) for finished, i, length in mine[first:last])
-            if ended and len(ended) == span.fields.get("trajectories", len(ended)):
-                ends = tuple((length, seconds) for _, length, seconds in ended)
-                batches.append(LocalBatch(replica, span.t1 - span.t0, ends))
+            here = {i for _, i in mine[first:last]}
+            moved = [m for m in moves if span.t0 < m["time"] <= span.t1 + _LATE]
+            begun = _begun(replica, here, moved)
+            if begun <= trained.keys() and len(begun) == span.fields.get("trajectories", len(begun)) > 0:
+                until = min((m["time"] - m["seconds"] for m in moved), default=span.t1 + _LATE)
+                ends = [(trained[i].response_length, trained[i].time_finished) for i in sorted(begun)]
+                seconds = None if moved else span.t1 - span.t0
+                known = tuple((n, at - span.t0 if at <= until else None) for n, at in ends)
+                batches.append(LocalBatch(replica, seconds, known))
     return batches
+
+
+def _begun(replica: int, ended: set[int], moves: Sequence[dict]) -> set[int]:
+    """The trajectories that a local batch began with: those that ended here and that left, without those that
+    came."""
+    first: dict[int, dict] = {}
+    for move in moves:
+        first.setdefault(move["trajectory_id"], move)
+    came = {i for i, move in first.items() if move["destination"] == replica}
+    return (ended | first.keys()) - came
 
 
 def work_before(lengths: Sequence[int], queue: Queue) -> list[tuple[float, float, float]]:
@@ -115,15 +134,18 @@ def decode_curve(batches: Sequence[LocalBatch], queue: Queue) -> DecodeCurve:
     others of it together."""
     rows, seconds = list[list[float]](), list[float]()
     for batch in batches:
-        work = work_before([length for length, _ in batch.ends], queue)
-        order = sorted(range(len(work)), key=lambda i: work[i][0])
-        chosen = order[:-1][:: max(1, len(order) // _ROWS)]
+        work = work_before(batch.lengths, queue)
+        order = [
+            i for i in sorted(range(len(work)), key=lambda i: work[i][0]) if batch.ends[i][1] is not None
+        ]
+        chosen = order[:: max(1, len(order) // _ROWS)]
         for i in chosen:
             rows.append([1.0, *work[i]])
-            seconds.append(batch.ends[i][1])
-        weight = max(1, len(chosen))
-        rows.append([weight * value for value in (1.0, *work[order[-1]])])
-        seconds.append(weight * batch.seconds)
+            seconds.append(batch.ends[i][1] or 0.0)
+        if batch.seconds is not None:
+            weight = max(1, len(chosen))
+            rows.append([weight * value for value in (1.0, *max(work))])
+            seconds.append(weight * batch.seconds)
     return DecodeCurve(*not_negative(np.array(rows), np.array(seconds)))
 
 
@@ -141,13 +163,17 @@ def not_negative(columns: np.ndarray, values: np.ndarray) -> list[float]:
 
 
 def speeds(batches: Sequence[LocalBatch], curve: DecodeCurve, queue: Queue) -> dict[int, float]:
-    """How fast each replica was beside the curve of all: 1.1 took a tenth less time."""
+    """How fast each replica was beside the curve of all, by the last known end of each local batch: 1.1 took
+    a tenth less time."""
     expected: dict[int, float] = {}
     taken: dict[int, float] = {}
     for batch in batches:
-        work = work_before([length for length, _ in batch.ends], queue)
-        steps, tokens, kv = max(work)
+        work = work_before(batch.lengths, queue)
+        known = [(end, work[i]) for i, (_, end) in enumerate(batch.ends) if end is not None]
+        if not known:
+            continue
+        last, (steps, tokens, kv) = max(known)
         seconds = curve.start + curve.step * steps + curve.token * tokens + curve.kv * kv
         expected[batch.replica] = expected.get(batch.replica, 0.0) + seconds
-        taken[batch.replica] = taken.get(batch.replica, 0.0) + batch.seconds
+        taken[batch.replica] = taken.get(batch.replica, 0.0) + (batch.seconds or last)
     return {replica: expected[replica] / seconds for replica, seconds in taken.items()}

@@ -109,8 +109,8 @@ def measure_run(run: Run, config: RunConfig) -> Measured:
     batches, rollouts = local_batches(run, begin, end), _rollouts(run, begin, end)
     if len(batches) < _BATCHES_MIN:
         raise LaminarError(
-            f"{run.directory}: {len(batches)} whole local batches in its traces are too few to measure a "
-            "decode curve from; let it run for longer"
+            f"{run.directory}: {len(batches)} local batches in its traces, all of them trained, are too few "
+            "to measure a decode curve from; let it run for longer"
         )
     curve = decode_curve(batches, queue)
     known = speeds(batches, curve, queue)
