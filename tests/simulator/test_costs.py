@@ -8,13 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_hpc.emulation.launch import prepare
+from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.replica import Replica
 from laminar_hpc.simulator.request import Admission, Request
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.trainer_cost import Layout, job_costs, trainer_layout, updates_seconds
+from laminar_hpc.simulator.trainer_cost import (
+    Layout,
+    job_costs,
+    only_training,
+    trainer_layout,
+    updates_seconds,
+)
 from laminar_hpc.simulator.workload import Workload
 
 JOB = job_costs(MODELS["32B"], GPUS["H800"], 64, Layout(8, 1, 8), 64, 16384, DEFAULT)
@@ -201,3 +209,25 @@ def test_more_trainer_gpus_help_as_much_as_published():
     assert abs(update(32) / update(128) / (377.5 / 167.7) - 1) < 0.2
     assert abs(update(64) / update(128) / (203.7 / 167.7) - 1) < 0.2
     assert abs(update(16, False) / update(64, False) / (313.8 / 113.2) - 1) < 0.2
+
+
+def test_an_emulated_replica_has_as_many_gpus_as_asked(tmp_path):
+    """Promise: emulation.tensor_parallel is the number of GPUs of a replica, null the model's own."""
+    config = prepare(tmp_path, 1, 10, 64)
+    config.emulation.model = "32B"
+
+    def reading(tensor_parallel: int | None) -> float:
+        config.emulation.tensor_parallel = tensor_parallel
+        return EmulatedEngine(config, 0, tmp_path).costs.weights
+
+    assert reading(None) == reading(4) == pytest.approx(reading(8) * 2)
+
+
+@given(tokens=st.lists(st.integers(1, 16384), min_size=1, max_size=200), ranks=st.integers(1, 8))
+def test_ranks_balanced_by_tokens_take_the_mean_or_the_longest_trajectory(tokens, ranks):
+    """Promise: of a run of our own, whose trainer deals trajectories out by their tokens, an update takes the
+    mean over its ranks or the longest trajectory alone, so no longer than when they are dealt at random."""
+    job, random = only_training(1.0 / ranks), np.random.default_rng(0)
+    balanced = updates_seconds(tokens, 1, job, Layout(1, 1, ranks, balanced=True), random)
+    assert balanced == pytest.approx(max(sum(tokens) / ranks, max(tokens)))
+    assert balanced <= updates_seconds(tokens, 1, job, Layout(1, 1, ranks), random) * (1 + 1e-9)

@@ -25,6 +25,7 @@ from laminar_hpc.simulator.finished.decode import (
     LocalBatch,
     Queue,
     decode_curve,
+    local_batches,
     not_negative,
     speeds,
     work_before,
@@ -77,6 +78,28 @@ def test_a_known_curve_is_found(of):
     assert dataclasses.astuple(one) == pytest.approx((START, STEP, TOKEN, KV), rel=0.02)
     found = speeds(batches, one, of)
     assert found[0] / found[1] == pytest.approx(SLOWER[1], rel=0.01)
+
+
+def test_a_local_batch_tells_what_came_before_its_first_move(tmp_path):
+    """Promise: of a local batch that trajectories left or came to, what ended before the first move counts,
+    with all that it began with; the curve is the same."""
+    run, _ = made_up_run(tmp_path)
+    whole = local_batches(run, 0.0, 1e9)
+    assert all(batch.seconds and None not in dict(batch.ends).values() for batch in whole)
+    span = [s for s in run.spans["rollout0"] if s.kind == "generate"][1]
+    mine = sorted(
+        (t for t in run.consumed if t.replica == 0 and span.t0 < t.time_finished <= span.t1),
+        key=lambda t: t.time_finished,
+    )
+    last, at = mine[-1], mine[-2].time_finished
+    run.consumed[last.id].replica = 1
+    move = {"trajectory_id": last.id, "source": 0, "destination": 1, "time": at + 0.02, "seconds": 0.01}
+    run.records["move"] = [move]
+    one = local_batches(run, 0.0, 1e9)[0]
+    assert one.seconds is None and one.lengths == whole[0].lengths
+    assert sum(seconds is None for _, seconds in one.ends) == 1
+    found = decode_curve([batch for batch in local_batches(run, 0.0, 1e9) if batch.replica == 0], queue())
+    assert dataclasses.astuple(found) == pytest.approx((START, STEP, TOKEN, KV), rel=0.02)
 
 
 def test_no_coefficient_is_negative():
