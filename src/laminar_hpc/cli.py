@@ -16,6 +16,7 @@ from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean
 
 WIDE = 60  # columns of an example; what a longer one does follows right behind it
 _SIMULATOR_KEYS = "The keys are in src/laminar_hpc/simulator/schema.py."
+_RUN = "RUN_DIR is a finished run, which takes no keys."
 
 
 def train_help() -> str:
@@ -42,14 +43,14 @@ def sim_help() -> str:
     """What `laminar sim --help` adds to its usage."""
     from laminar_hpc.simulator.settings import experiments
 
-    return f"\nEXPERIMENT is one of {', '.join(experiments())}. {_SIMULATOR_KEYS}"
+    return f"\nEXPERIMENT is one of {', '.join(experiments())}. {_SIMULATOR_KEYS} {_RUN}"
 
 
 def plan_help() -> str:
     """What `laminar plan --help` adds to its usage."""
     from laminar_hpc.simulator.settings import questions
 
-    return f"\nQUESTION is one of {', '.join(questions())}. {_SIMULATOR_KEYS}"
+    return f"\nQUESTION is one of {', '.join(questions())}. {_SIMULATOR_KEYS} {_RUN}"
 
 
 # those of jobs/submit.py, which is imported only when it is called

@@ -5,6 +5,7 @@ many steps, generated tokens and token-steps of KV lie before each end, whatever
 the run are fitted to these three.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,19 +78,24 @@ def local_batches(run: Run, begin: float, end: float) -> list[LocalBatch]:
     """Those that began and ended between two times, without each replica's first, which is slow, and without
     those of which a trajectory was not trained."""
     trained = {t.id: t for t in run.consumed}
+    ended, moves = defaultdict[int, list[tuple[float, int]]](list), defaultdict[int, list[dict]](list)
+    for t in run.consumed:
+        ended[t.replica].append((t.time_finished, t.id))
+    for move in run.records.get("move", []):
+        for replica in {move["source"], move["destination"]}:
+            moves[replica].append(move)
     batches = []
     for name, spans in run.spans.items():
         if not name.startswith("rollout"):
             continue
         replica = int(name.removeprefix("rollout"))
-        mine = sorted((t.time_finished, t.id) for t in run.consumed if t.replica == replica)
+        mine = sorted(ended[replica])
         times = [finished for finished, _ in mine]
-        moves = [m for m in run.records.get("move", []) if replica in (m["source"], m["destination"])]
         inside = [s for s in spans if s.kind == "generate" and s.t0 >= begin and s.t1 <= end]
         for span in inside[1:]:
             first, last = np.searchsorted(times, [span.t0, span.t1 + _LATE], side="right")
             here = {i for _, i in mine[first:last]}
-            moved = [m for m in moves if span.t0 < m["time"] <= span.t1 + _LATE]
+            moved = [m for m in moves[replica] if span.t0 < m["time"] <= span.t1 + _LATE]
             begun = _begun(replica, here, moved)
             if begun <= trained.keys() and len(begun) == span.fields.get("trajectories", len(begun)) > 0:
                 until = min((m["time"] - m["seconds"] for m in moved), default=span.t1 + _LATE)
