@@ -4,6 +4,7 @@ with emulated engines."""
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ WORK = [
 SMALL = [  # what a machine without GPUs needs: a small model, and no engine
     f"model.path={examples_directory('arithmetic/base')}",
     "model.dtype=float32",
+    "trainer.gpu_memory_gigabytes=null",
+    "rollout.gpu_memory_gigabytes=null",
+    "trainer.tokens_per_microbatch=2048",
     f"data.train={examples_directory('arithmetic/data/train.jsonl')}",
     "reward.function=laminar_hpc.environments.arithmetic.reward",
     "rollout.engine=emulated",
@@ -47,13 +51,16 @@ def test_a_mixed_plan_starts_all_replicas(tmp_path):
     plan_command.write(config, Plan(planned, None, 1, 1), tmp_path)
     machines = [n for part in rollout_machines(config, best) for n in part.processes]
     assert best.trainer_gpus == 1 and sum(machines) == best.replicas == 3 and len(machines) == 2
+
+    shared_memory = [Path("/dev/shm"), tmp_path]  # its device tells one machine from another
+    assert shared_memory[0].stat().st_dev != tmp_path.stat().st_dev
     run_dir = tmp_path / "run"
     env = {**os.environ, "RUN_DIR": str(run_dir), "HOST": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     parts = [("controller", 0), ("trainer", 0), *(("rollout", n) for n in range(len(machines)))]
     with open(tmp_path / "out", "w") as out:
         started = [
             subprocess.Popen(
-                [tmp_path / "kinds.sh", role, str(number), *SMALL],
+                [tmp_path / "kinds.sh", role, str(number), *SMALL, f"relay.shm_dir={shared_memory[number]}"],
                 stdout=out,
                 stderr=out,
                 env=env,
@@ -62,13 +69,17 @@ def test_a_mixed_plan_starts_all_replicas(tmp_path):
             for role, number in parts
         ]
         try:
-            codes = [process.wait(300) for process in started]
+            deadline = time.monotonic() + 300
+            while any(process.poll() is None for process in started):
+                failed = any(process.poll() for process in started)
+                assert not failed and time.monotonic() < deadline, (tmp_path / "out").read_text()[-3000:]
+                time.sleep(0.2)
         finally:
             for process in started:
                 if process.poll() is None:
                     process.terminate()
                     process.wait(60)
-    assert codes == [0] * len(parts), (tmp_path / "out").read_text()[-3000:]
+    assert [process.returncode for process in started] == [0] * len(parts)
     lines = [json.loads(line) for line in Path(run_dir / "metrics.jsonl").read_text().splitlines()]
     assert {line["replica"] for line in lines if line["kind"] == "pull"} == set(range(best.replicas))
     assert max(line["step"] for line in lines if line["kind"] == "step") == 6
