@@ -192,6 +192,8 @@ def _trainer_costs(run: Run, config: RunConfig, steps: list[dict], trained: list
     updates, layout = config.algorithm.minibatches_per_step, layout_of(config.trainer)
     random, unit = np.random.default_rng(0), only_training(1.0 / layout.ranks)
     counted = [s for s in steps[WARMUP_STEPS:] if by_step[s["step"]]]
+    if not counted:
+        raise LaminarError(f"{run.directory}: its store knows nothing of what its newest steps trained")
     work = [updates_seconds(by_step[s["step"]], updates, unit, layout, random) for s in counted]
     seconds = [s["train_seconds"] for s in counted]
     fixed, token = 0.0, sum(seconds) / sum(work)
