@@ -24,8 +24,8 @@ from laminar_hpc.simulator.plan import (
     trainer_settings,
 )
 from laminar_hpc.simulator.plan_files import experiment, rollout_machines, trainer_machines
-from laminar_hpc.simulator.settings import load_plan
-from laminar_hpc.simulator.tables import GPUS
+from laminar_hpc.simulator.settings import TRAINED, load_plan
+from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.workload import Workload
 
 SMALL = [
@@ -87,6 +87,19 @@ def test_the_written_experiment_passes_a_dry_run_on_its_own_gpus(words, tmp_path
         LaminarError, match=r"rollout needs .* GB on a GPU, .* can be used: lower rollout.kv_cache_tokens"
     ):
         check(load_config([*train, f"rollout.kv_cache_tokens={2 * run.rollout.kv_cache_tokens}"]))
+
+
+@pytest.mark.parametrize(
+    "model", [name for name, model in MODELS.items() if model.config["model_type"] in TRAINED]
+)
+def test_every_model_that_is_planned_is_known_to_a_dry_run(model, tmp_path):
+    """Promise: no model of the tables that laminar trains has to be on this machine to be planned."""
+    config = load_plan(
+        "mixed", [*SMALL, f"model={model}", "pools=[{gpu: B200, count: 256}]", f"name=p{model}"]
+    )
+    best = next(candidates(config))
+    found = plan.Plan(plan.Planned(best, 0.0, figures={"latency_max": 1.0, "step_seconds": 1.0}), None, 1, 1)
+    assert "dry_run=true" in "\n".join(plan_command.write(config, found, tmp_path))
 
 
 @pytest.mark.parametrize(("gpus", "splits"), [(8, {4, 6, 7}), (6, {4}), (4, set())])

@@ -1,5 +1,5 @@
 """A model's architecture numbers: from its config.json, or for a dry run from the table of public models
-below. Imports no torch.
+in conf/simulation/tables. Imports no torch.
 
 The table lets `dry_run=true` count bytes before anything was downloaded; a real run always reads the
 directory itself.
@@ -7,36 +7,38 @@ directory itself.
 
 import json
 import math
+from functools import cache
 from pathlib import Path
+
+import yaml
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import TrainerConfig
 
-# layers, hidden, heads, KV heads, FFN, vocabulary, tied embeddings, positions: as in the config.json of
-# Qwen/<name> on Hugging Face.
-_QWEN2 = {
-    "Qwen2.5-0.5B": (24, 896, 14, 2, 4864, 151936, True, 32768),
-    "Qwen2.5-1.5B": (28, 1536, 12, 2, 8960, 151936, True, 131072),
-    "Qwen2.5-7B": (28, 3584, 28, 4, 18944, 152064, False, 131072),
-    "Qwen2.5-32B": (64, 5120, 40, 8, 27648, 152064, False, 131072),
-    "Qwen2.5-72B": (80, 8192, 64, 8, 29568, 152064, False, 131072),
-}
-_KEYS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
-    "tie_word_embeddings",
-    "max_position_embeddings",
-)
+_TRAINED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+@cache
+def _table() -> dict[str, dict]:
+    """Name on the hub -> what counts of the config.json, of the models that a run can train."""
+    from laminar_hpc.config.load import conf_directory
+
+    text = (conf_directory() / "simulation" / "tables" / "models.yaml").read_text()
+    entries = [entry for entry in yaml.safe_load(text).values() if entry["config"]["model_type"] in _TRAINED]
+    return {
+        entry["path"]: {"architectures": [_TRAINED[entry["config"]["model_type"]]], **entry["config"]}
+        for entry in entries
+    }
 
 
 def known_models() -> dict[str, dict]:
     """Directory name -> what its config.json says of the architecture."""
-    common = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    return {name: {**common, **dict(zip(_KEYS, numbers, strict=True))} for name, numbers in _QWEN2.items()}
+    return {Path(name).name: dict(config) for name, config in _table().items()}
+
+
+def is_known(name: str) -> bool:
+    """Whether a model of the hub, OWNER/NAME, is one of `known_models`."""
+    return name in _table()
 
 
 def model_config(path: str, dry_run: bool = False) -> dict:

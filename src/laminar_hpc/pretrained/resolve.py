@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.models import known_models
+from laminar_hpc.config.models import is_known
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability.console import line, size
 from laminar_hpc.pretrained import hub
@@ -27,7 +27,7 @@ def resolve_model(config: RunConfig, say: Say) -> RunConfig:
     name = parse_name(config.model.path)
     if name is None:
         return config
-    if config.dry_run and str(name) in {f"Qwen/{known}" for known in known_models()}:
+    if config.dry_run and is_known(str(name)):
         return config
     name = _of_the_run(config, name)
     commit = hub.commit_of(name, say)

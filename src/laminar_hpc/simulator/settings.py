@@ -25,7 +25,7 @@ from laminar_hpc.simulator.workload import read_lengths
 
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
 _TRAJECTORIES_MAX = 20_000_000  # of a simulated run, some 20 us each
-_TRAINED = ("qwen2", "qwen3", "llama")  # families that laminar trains
+TRAINED = ("qwen2", "qwen3", "llama")  # families that laminar trains
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -246,10 +246,10 @@ def _replicas(config: SimulationConfig) -> Iterator[str]:
 def _plannable(config: PlanConfig) -> Iterator[str]:
     """What a run would refuse, and machines that are not whole."""
     w, model = config.workload, MODELS[config.model].config
-    if model["model_type"] not in _TRAINED:
+    if model["model_type"] not in TRAINED:
         yield (
             f"model={config.model} is of the family {model['model_type']}, which can be simulated but not "
-            f"trained: use one of {', '.join(_TRAINED)}"
+            f"trained: use one of {', '.join(TRAINED)}"
         )
     trajectories = w.prompts_per_step * w.samples_per_prompt
     if w.samples_per_prompt < 2:
