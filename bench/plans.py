@@ -43,7 +43,6 @@ from laminar_hpc.simulator.workload import mu_of_mean
 
 STEPS, SKIP, REPLICAS = 9, 2, 8
 ENDLESS = 1000  # steps of a run, which is ended after STEPS of them in full swing
-STEP_SECONDS = 5.0  # of a step of an emulated run: far above what its messages take
 RATE = 150.0  # trajectories a second that two cores carry with all else that they do
 GROUPS = 4096  # of which lengths are known
 SIGMA = 0.8
@@ -93,7 +92,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "on-policy": ("node", "max_staleness=0", pools(pool("H100", 8)), *SHORT),
     "few-at-once": ("node", "max_concurrent=32", "max_staleness=1", pools(pool("H100", 8)), *LONG),
 }
-COLUMNS = ("question", "plan", "starts", "predicted tokens/s", "scale", "reached")
+COLUMNS = ("question", "plan", "starts", "predicted tokens/s", "scale", "time scale", "reached")
 
 
 @dataclass(frozen=True)
@@ -155,15 +154,16 @@ def scale_of(asked: Asked) -> int:
     return next((n for n in divisors if sum(counts) // n <= REPLICAS), divisors[-1])
 
 
-def emulated_config(asked: Asked, folder: Path, scale: int) -> RunConfig:
-    """The written experiment with emulated engines and less work."""
+def emulated_config(asked: Asked, folder: Path, scale: int, step_seconds: float) -> RunConfig:
+    """The written experiment with emulated engines and less work, a step of which takes about so many
+    seconds."""
     name, w = asked.config.name, asked.config.workload
     written = load_config(["--config-dir", str(asked.folder), f"experiment={name}", "dry_run=true"])
     config = prepare(folder, 4_000, w.prompt_tokens, w.max_response_tokens)
     config.steps, config.algorithm, config.pipeline = ENDLESS, written.algorithm, written.pipeline
     config.algorithm.prompts_per_step //= scale
     trajectories = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
-    seconds = max(STEP_SECONDS, trajectories / RATE)
+    seconds = max(step_seconds, trajectories / RATE)
     e, r = config.emulation, config.rollout
     e.time_scale = max(1.0, asked.figures["step_seconds"] / seconds)
     e.model, e.tensor_parallel, e.wire_share = asked.config.model, asked.candidate.tensor_parallel, 1e-4
@@ -176,9 +176,9 @@ def emulated_config(asked: Asked, folder: Path, scale: int) -> RunConfig:
     return config
 
 
-def carry_out(asked: Asked, folder: Path, scale: int, limit: float) -> float:
+def carry_out(asked: Asked, config: RunConfig, scale: int, limit: float) -> float:
     """Tokens per emulated second of the scaled-down run. Raises SystemExit when it doesn't end well."""
-    config, f = emulated_config(asked, folder, scale), asked.figures
+    f = asked.figures
     # what the trainer takes in all, publications and checkpoints included
     training = f["step_seconds"] * (1.0 - f["trainer_wait_share"]) / f["tokens_per_step"] * scale
     kinds = []
@@ -201,20 +201,22 @@ def carry_out(asked: Asked, folder: Path, scale: int, limit: float) -> float:
     return tokens / (done[STEPS - 1]["time"] - done[SKIP - 1]["time"]) / config.emulation.time_scale
 
 
-def row(name: str, folder: Path, limit: float) -> dict:
+def row(name: str, folder: Path, step_seconds: float, limit: float) -> dict:
     """A question's plan, whether it starts, and how much of what it says it reaches."""
     try:
         asked = ask(name, folder)
     except LaminarError as error:
         return {"question": name, "plan": str(error), "starts": False}
     scale, rate = scale_of(asked), asked.figures["tokens_per_second"]
-    reached = carry_out(asked, folder / "emulated", scale, limit) / (rate / scale)
+    config = emulated_config(asked, folder / "emulated", scale, step_seconds)
+    reached = carry_out(asked, config, scale, limit) / (rate / scale)
     return {
         "question": name,
         "plan": describe(asked.config, asked.candidate),
         "starts": starts(name, folder),
         "predicted tokens/s": round(rate),
         "scale": scale,
+        "time scale": config.emulation.time_scale,
         "reached": reached,
     }
 
@@ -226,6 +228,12 @@ def main() -> None:
         "--runs-dir", type=Path, help="keep plans and runs there (default: a temporary folder)"
     )
     options.add_argument(
+        "--step-seconds",
+        type=float,
+        default=5.0,
+        help="of a step of an emulated run: what messages take counts for so much less (default 5)",
+    )
+    options.add_argument(
         "--run-seconds", type=float, default=600.0, help="time limit of one run (default 600)"
     )
     options = options.parse_args()
@@ -233,7 +241,7 @@ def main() -> None:
     rows = kept(options.json, names)
     for name in names:
         with common.run_folder(options) as folder:
-            rows.append(row(name, folder / name, options.run_seconds))
+            rows.append(row(name, folder / name, options.step_seconds, options.run_seconds))
         print(f"  {rows[-1]}", file=sys.stderr, flush=True)
     reached = [found["reached"] for found in rows if "reached" in found]
     figures = {

@@ -58,7 +58,8 @@ class Emulation:
         self.stage = self.start("stage", str(train_seconds_per_token))
         self.fleets: dict[int, subprocess.Popen[bytes]] = {}
         begin = 0
-        for own, count in kinds or [(None, config.rollout.replicas)]:
+        alike: Sequence[tuple[RunConfig | None, int]] = [(None, config.rollout.replicas)]
+        for own, count in kinds or alike:
             for first in range(begin, begin + count, per_process):
                 self.fleets[first] = self.fleet(first, min(per_process, begin + count - first), own)
             begin += count
