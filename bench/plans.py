@@ -1,7 +1,7 @@
 """Plans that are carried out: 20 questions to `laminar plan`, each answer tried as a dry run and then, scaled
 down, run with emulated engines.
 
-    python bench/plans.py --json plans.json            all: some 15 minutes on two cores
+    python bench/plans.py --json plans.json            all: some 70 minutes on two cores
     python bench/plans.py --only node,preemptible      some of them; the others' rows in the file are kept
 
 A plan is run from the very file that it wrote. Scaled down is: so many times fewer replicas of each pool,
@@ -230,8 +230,8 @@ def main() -> None:
     options.add_argument(
         "--step-seconds",
         type=float,
-        default=5.0,
-        help="of a step of an emulated run: what messages take counts for so much less (default 5)",
+        default=20.0,
+        help="of a step of an emulated run: what messages take counts for so much less (default 20)",
     )
     options.add_argument(
         "--run-seconds", type=float, default=600.0, help="time limit of one run (default 600)"

@@ -245,7 +245,8 @@ def test_preemptible_gpus_never_train_and_the_cheapest_set_keeps_the_trainer_bus
 def test_the_cheapest_that_is_fast_enough():
     """Promise: objective=cost with least_throughput buys more GPUs where fewer are too slow, and refuses what
     no candidate reaches."""
-    words = ["cheapest", *SMALL, "trainer_busy=0", "pools=[{gpu: H800, count: 32}]"]
+    words = ["cheapest", *SMALL, "workload.samples_per_prompt=16", "trainer_busy=0"]
+    words.append("pools=[{gpu: H800, count: 32}]")
     cheap = search(load_plan(words[0], words[1:])).best
     rate = cheap.figures["tokens_per_second"]
     fast = search(load_plan(words[0], [*words[1:], f"least_throughput={1.02 * rate}"])).best
