@@ -88,7 +88,14 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         *LONG,
     ),
     "cheapest": ("cheapest", "model=7B", "trainer_busy=0.6", pools(pool("H100", 32)), *SHORT),
-    "fast-enough": ("cheapest", "model=7B", "least_throughput=20000", pools(pool("H100", 32)), *SHORT),
+    "fast-enough": (
+        "cheapest",
+        "model=7B",
+        "trainer_busy=0.4",
+        "least_throughput=26000",
+        pools(pool("H100", 32)),
+        *SHORT,
+    ),
     "on-policy": ("node", "max_staleness=0", pools(pool("H100", 8)), *SHORT),
     "few-at-once": ("node", "max_concurrent=32", "max_staleness=1", pools(pool("H100", 8)), *LONG),
 }
