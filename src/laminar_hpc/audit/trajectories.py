@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from laminar_hpc.audit.records import GroupRow, Records, StoreRecords, TrajectoryRow
+from laminar_hpc.policies.filtering import UNGRADED
 
 # state of a trajectory -> (it has a response, it has a score, the states that its group may have)
 _STATES = {
@@ -48,15 +49,19 @@ def one_state_each(_: Records, store: StoreRecords) -> Iterator[str | None]:
     """Trained, waiting, without a score, in progress or given up; its response, score and step say the
     same."""
     archived = int(store.meta.get("archived_steps", 0))
+    ungraded = {g.id for g in store.groups.values() if (g.reason or "").startswith(UNGRADED)}
     for t in store.trajectories:
-        yield _state_wrong(t, archived)
+        yield _state_wrong(t, archived, t.group_id in ungraded)
 
 
-def _state_wrong(t: TrajectoryRow, archived: int) -> str | None:
-    """Of the first `archived` steps the archive has the responses; of groups that are given up nobody."""
+def _state_wrong(t: TrajectoryRow, archived: int, ungraded: bool) -> str | None:
+    """Of the first `archived` steps the archive has the responses; of groups that are given up nobody.
+    `ungraded`: its group was given up before all had a score."""
     if t.state not in _STATES:
         return f"trajectory {t.id}: '{t.state}' is no state"
     response, score, _ = _STATES[t.state]
+    if t.state == "given_up" and ungraded:
+        response, score = bool(t.stored), bool(t.scored)
     response = response and not (t.consumed_step is not None and t.consumed_step < archived)
     let_go = t.state == "given_up" and archived > 0
     if bool(t.stored) != response and not let_go:

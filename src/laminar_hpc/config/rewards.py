@@ -21,9 +21,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def reward_functions(config: RewardConfig) -> dict[str, RewardFunction]:
-    """Every reward by its name; reward.function alone has the name ""."""
+    """Every reward by its name; reward.function alone has the name "". None: the environment's own."""
     if config.functions:
         return {name: _entry(f"reward.functions.{name}", value) for name, value in config.functions.items()}
+    if not config.function:
+        return {}
     return {SINGLE: RewardFunction(function=config.function, style=config.style)}
 
 
@@ -64,8 +66,9 @@ def shown_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def check_reward(config: RewardConfig) -> None:
-    """Raises LaminarError for the first thing that cannot work."""
+def check_reward(config: RewardConfig, factory: str = "") -> None:
+    """Raises LaminarError for the first thing that cannot work. `factory`: environment.factory, which may
+    have the reward."""
     if config.functions and config.function:
         raise LaminarError(
             f"reward.function={config.function} and reward.functions (of {', '.join(config.functions)}) are "
@@ -76,6 +79,8 @@ def check_reward(config: RewardConfig) -> None:
             f"reward.style={config.style} is of reward.function; set reward.functions.NAME.style instead"
         )
     if not config.functions and not config.function:
+        if factory:
+            return
         raise LaminarError(
             "reward.function is empty: name a Python function by its dotted path, e.g. "
             "laminar_hpc.environments.arithmetic.reward"

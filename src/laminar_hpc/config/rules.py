@@ -33,6 +33,7 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
         *_devices(config),
         *_sampling(config),
         *_rollout(config),
+        *_environment(config),
         *_relay(config),
         *_pipeline(config),
         *_batch(config),
@@ -92,6 +93,26 @@ def _rollout(config: RunConfig) -> Iterator[Rule]:
         least is not None and least > replicas,
         f"rollout.replicas_min={least} is more than rollout.replicas={replicas}: lower it, or leave it at "
         "null; more than rollout.replicas may join all the same",
+    )
+
+
+def _environment(config: RunConfig) -> Iterator[Rule]:
+    e = config.environment
+    key = f"environment.factory={e.factory}" if e.factory else f"environment.tools={e.tools}"
+    yield (
+        bool(e.factory and e.tools),
+        f"environment.factory={e.factory} and environment.tools={e.tools}: the factory's methods are its "
+        "tools; leave one of the two out",
+    )
+    several = bool(e.factory or e.tools)
+    yield (
+        several and not config.data.chat_template,
+        f"{key} needs data.chat_template=true: what stands between turns is the model's template's",
+    )
+    yield (
+        several and config.pipeline.refresh == "interrupt",
+        f"{key} needs pipeline.refresh=drained or barrier, not interrupt: one trajectory keeps its policy "
+        "over all its turns",
     )
 
 

@@ -107,6 +107,25 @@ class RewardConfig:
 
 
 @dataclass
+class EnvironmentConfig:
+    """Responses of several turns with tools, called in processes of each rollout rank; see environments.md.
+    `factory` or `tools`, or neither: one turn."""
+
+    factory: str = ""
+    """dotted path of a class (TRL's contract): reset(**row), public methods as tools, get_reward()"""
+    tools: list[str] = field(default_factory=list)
+    """dotted paths of functions that the model may call; the reward is that of `reward`"""
+    max_turns: int = number(8, at_least=1)
+    """answers of the model in one trajectory"""
+    max_tool_calls: int = number(16, at_least=1)
+    """in one trajectory"""
+    timeout_seconds: float = seconds(30.0)
+    """longest time for one reset, tool call or get_reward"""
+    max_seconds: float = seconds(600.0)
+    """a trajectory that takes longer ends with its turn, and is graded on what is there"""
+
+
+@dataclass
 class SamplingConfig:
     """How responses are drawn. Settings after `max_response_tokens` bend the behaviour distribution and are
     refused for training."""
@@ -114,7 +133,7 @@ class SamplingConfig:
     temperature: float = number(1.0, above=0, at_most=100)
     """of the softmax over next tokens"""
     max_response_tokens: int = number(256, at_least=1)
-    """a response is cut here"""
+    """a response is cut here; of all its turns together, with what tools gave"""
     top_p: float = number(1.0)
     """refused for training unless 1.0"""
     top_k: int = number(-1)
@@ -231,6 +250,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -129,6 +129,10 @@ class EmulationConfig:
     """lengths are log-normal, similar inside a group, at most sampling.max_response_tokens"""
     sigma: float = number(1.69, at_least=0, at_most=10)
     """of the log-lengths"""
+    turn_tokens: int = number(0, at_least=0)
+    """a response's turns end at multiples of so many tokens, each but the last with `call`; 0 = one turn"""
+    call: str = ""
+    """the text of a tool call, in the model's own format"""
     wire_share: float = number(1.0, at_least=0, at_most=1)
     """of a KV cache's bytes that really cross the socket; all of them are charged"""
     constants: dict[str, float] = field(default_factory=dict, metadata=bounds(at_least=0))

@@ -20,6 +20,7 @@ class SampleState:
     accuracy: float = 0.0
     length: int = 0  # response tokens, once it is complete
     weight_id: int = -1  # that it was generated with, once it is complete
+    ungraded: int = 0  # times that its environment failed, as this controller knows
 
     @property
     def is_open(self) -> bool:

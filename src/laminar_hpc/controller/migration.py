@@ -14,6 +14,8 @@ from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+import msgspec
+
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.replicas import Replicas
@@ -247,7 +249,7 @@ class Migration:
 
 def moved(partial: Partial) -> Partial:
     """A response so far, at its new owner."""
-    return Partial(partial.tokens, partial.logprobs, partial.spans, partial.time_started, partial.moves + 1)
+    return msgspec.structs.replace(partial, moves=partial.moves + 1)
 
 
 def attempt_of(move_id: str) -> tuple[int, int] | None:

@@ -34,7 +34,7 @@ class PartialPool:
                 last.end = span.end
             else:
                 partial.spans.append(span)
-        partial.time_started = more.time_started
+        partial.time_started, partial.called = more.time_started, more.called
         self._held[more.trajectory_id] = (more.attempt, partial)
         self.tokens += more.count
 

@@ -47,7 +47,8 @@ class Repacker:
 
     def tick(self, now: float) -> None:
         """`now`: monotonic seconds."""
-        if self._config.pipeline.repack != "off" and now >= self._next:
+        stays = bool(self._config.environment.factory)  # trajectories do, where their environments are
+        if self._config.pipeline.repack != "off" and not stays and now >= self._next:
             self.consolidate(now)
 
     def consolidate_soon(self) -> None:

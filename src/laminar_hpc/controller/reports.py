@@ -14,7 +14,8 @@ from laminar_hpc.controller.rewards import RewardErrors
 from laminar_hpc.controller.scorers import Scorers
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.messages.rollouts import Generated, Increment, Lost, Scored
+from laminar_hpc.messages.data import Sample
+from laminar_hpc.messages.rollouts import Drop, Generated, Increment, Lost, Scored
 from laminar_hpc.observability import console
 from laminar_hpc.payload.reader import is_sound
 from laminar_hpc.policies import filtering
@@ -64,8 +65,31 @@ class TrajectoryReports:
         self._scorers.scored(lost.trajectory_id)
         if self._tracker.lost(lost.trajectory_id, lost.attempt):
             self._tracker.counts.tokens_discarded += self._rescuer.trajectory_ended(lost.trajectory_id)
+            if lost.ungraded:
+                self._ungraded(lost)
         fields = {"trajectory_id": lost.trajectory_id, "attempt": lost.attempt, "reason": lost.reason}
         self._shared.metrics.write("lost", **fields)
+
+    def _ungraded(self, lost: Lost) -> None:
+        """Nothing of a group without a grade is trained. Ends the run, with a checkpoint, when a whole batch
+        of groups had none."""
+        tracker, shared = self._tracker, self._shared
+        group = tracker.ungraded(lost.trajectory_id, lost.reason, time.time())
+        if group is None:
+            return
+        for trajectory_id, sample in group.samples.items():
+            tracker.counts.tokens_discarded += self._rescuer.trajectory_ended(trajectory_id)
+            self._scorers.scored(trajectory_id)
+            owner = None if sample.replica is None else shared.members.at("rollout", sample.replica)
+            if owner is not None:
+                shared.outbox.send(owner, Drop([Sample(trajectory_id, sample.attempt)]))
+        fields = {"group_id": group.group_id, "prompt_index": group.prompt_index}
+        shared.metrics.write("given_up", **fields, reason=filtering.ungraded(lost.reason))
+        in_a_row = tracker.ungraded_in_a_row
+        if filtering.environments_fail(in_a_row, shared.config.algorithm.prompts_per_step):
+            last = f"the last because {lost.reason}"
+            text = f"the last {in_a_row} groups had no grade, {last}; mend the environment"
+            shared.fail(text, "every environment fails")
 
     # ---- scores --------------------------------------------------------------------------------------------
 

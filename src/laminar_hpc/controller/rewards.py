@@ -8,16 +8,21 @@ from pathlib import Path
 from laminar_hpc.config.rewards import SINGLE, reward_functions
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import parse_source
-from laminar_hpc.data.chat_template import load_chat_template
-from laminar_hpc.data.prompts import Prompt, load_prompts, load_tokenizer
+from laminar_hpc.data.prompts import Prompt, load_prompts, run_render
+from laminar_hpc.data.tokens import load_tokenizer
 from laminar_hpc.environments import preflight
 from laminar_hpc.messages.rollouts import Scored
 from laminar_hpc.observability import console
 
 
 def check_rewards(config: RunConfig) -> None:
-    """For a command line: refuses what can only be a mistake. A dry run has no rows, so it calls no
-    function."""
+    """For a command line: refuses what can only be a mistake, in environments too. A dry run has no rows, so
+    it calls no function."""
+    several = config.environment.factory or config.environment.tools
+    if several and not config.source.startswith("replay:"):
+        from laminar_hpc.turns.preflight import check_environment
+
+        check_environment(config)
     named = bool(config.reward.function or config.reward.functions)
     if config.dry_run and named and not config.source.startswith("replay:"):
         preflight.check_functions(config)
@@ -28,7 +33,7 @@ def check_rewards(config: RunConfig) -> None:
 def try_rewards(config: RunConfig, say: Callable[[str], None], prompts: list[Prompt] | None = None) -> None:
     """Calls every reward once, on the first of `prompts`, else on the first row of data.train. Raises
     LaminarError for a mistake."""
-    if config.source.startswith("replay:"):
+    if config.source.startswith("replay:") or not reward_functions(config.reward):
         return
     first = (prompts or _first_prompt(config))[0]
     for warning in preflight.first_call(config, first.text, first.row):
@@ -37,7 +42,7 @@ def try_rewards(config: RunConfig, say: Callable[[str], None], prompts: list[Pro
 
 def _first_prompt(config: RunConfig) -> list[Prompt]:
     data = dataclasses.replace(config.data, too_long="drop", max_prompt_tokens=None)
-    render = load_chat_template(config.model.path) if data.chat_template else None
+    render = run_render(config)
     tokenizer = load_tokenizer(config.model.path)
     return load_prompts(
         parse_source("data.train", data.train), data, tokenizer, render, 1 << 30, limit=1

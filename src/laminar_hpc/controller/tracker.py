@@ -48,7 +48,7 @@ class TrajectoryTracker:
         self.holders = Holders()
         self._group_of: dict[int, int] = {}
         self.unscored: dict[int, None] = {}  # complete, and nobody is asked for their scores; oldest first
-        self.filtered_in_a_row = 0
+        self.filtered_in_a_row = self.ungraded_in_a_row = 0
         self.counts = Counts()
         # a score can make room for other groups, or for more samples
         self.may_change = filters or size.first < size.limit
@@ -249,7 +249,7 @@ class TrajectoryTracker:
             self._store.give_up_group(group.group_id, filtering.reason(rewards), time)
             self._forget(group.group_id)
             return
-        self.filtered_in_a_row = 0
+        self.filtered_in_a_row = self.ungraded_in_a_row = 0
         self._finished_count += 1
         group.finished, group.finish_order = True, self._finished_count
         self.live.put(group.view())
@@ -386,6 +386,22 @@ class TrajectoryTracker:
         sample.replica, sample.held, sample.generated = None, False, False
         self._changed(trajectory_id)
         return True
+
+    def ungraded(self, trajectory_id: int, reason: str, time: float) -> Group | None:
+        """Of a sample that is lost: its environment failed. Its group, when that was once too often: it is
+        given up, with all of its samples, wherever they are, and its admission number is free."""
+        group = self.groups[self._group_of[trajectory_id]]
+        sample = group.samples[trajectory_id]
+        sample.ungraded += 1
+        if sample.ungraded < filtering.UNGRADED_LIMIT:
+            return None
+        self.ungraded_in_a_row += 1
+        self.counted -= 1
+        for each in group.samples:
+            self.unscored.pop(each, None)
+        self._store.give_up_group(group.group_id, filtering.ungraded(reason), time)
+        self._forget(group.group_id)
+        return group
 
     # ---- training ------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 importing it (or torch)."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,28 @@ Render = Callable[[Messages, str], str]  # (messages, place of the row) -> text
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def load_chat_template(model_path: str) -> Render:
-    """render(messages, where) -> text that ends where the assistant's answer begins. Raises LaminarError when
-    the model has no template."""
+def template_text(model_path: str) -> str:
+    """The template itself; empty where the model has none."""
+    folder = Path(model_path)
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    text = _read(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(text, list):  # several templates by name
+        text = next((t["template"] for t in text if t.get("name") == "default"), None)
+    return text or ""
+
+
+def load_chat_template(model_path: str, tools: Sequence[dict] = ()) -> Render:
+    """render(messages, where) -> text that ends where the assistant's answer begins; it tells the model of
+    `tools`. Raises LaminarError when the model has no template."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     folder = Path(model_path)
     settings = _read(folder / "tokenizer_config.json")
-    file = folder / "chat_template.jinja"
-    text = file.read_text(encoding="utf-8") if file.exists() else settings.get("chat_template")
-    if isinstance(text, list):  # several templates by name
-        text = next((t["template"] for t in text if t.get("name") == "default"), None)
-    if not text:
+    if not (text := template_text(model_path)):
         raise LaminarError(
             f"data.chat_template=true, but {folder} has no chat template (chat_template.jinja, or "
             "chat_template in tokenizer_config.json); "
@@ -53,11 +61,13 @@ def load_chat_template(model_path: str) -> Render:
         raise LaminarError(
             f"{folder}: its chat template is not valid Jinja ({error.message}, line {error.lineno}); mend it"
         ) from None
-    tokens = {name: _token(settings.get(name)) for name in _TOKENS if settings.get(name)}
+    given: dict[str, object] = {name: _token(settings[name]) for name in _TOKENS if settings.get(name)}
+    if tools:
+        given["tools"] = list(tools)
 
     def render(messages: Messages, where: str) -> str:
         try:
-            return template.render(messages=messages, add_generation_prompt=True, **tokens)
+            return template.render(messages=messages, add_generation_prompt=True, **given)
         except (TemplateError, TypeError, KeyError) as error:
             raise LaminarError(
                 f"{where}: the model's chat template refuses its messages ({error}); mend the row"

@@ -4,7 +4,6 @@ naming file and row."""
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 from tokenizers import Tokenizer
@@ -16,6 +15,7 @@ from laminar_hpc.config.source import Source, labels, parse_source
 from laminar_hpc.data.chat_template import Render, as_messages, load_chat_template
 from laminar_hpc.data.rows import field as field_of
 from laminar_hpc.data.rows import read_rows
+from laminar_hpc.data.tokens import load_tokenizer
 from laminar_hpc.observability import console
 
 
@@ -45,16 +45,15 @@ class PromptSet:
         return ", ".join(parts)
 
 
-def load_tokenizer(model_path: str) -> Tokenizer:
-    """The model's fast tokenizer. Raises LaminarError where tokenizer.json cannot be read."""
-    file = Path(model_path) / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise LaminarError(
-            f"{file} cannot be read as a tokenizer ({error}); "
-            "the model directory needs a fast tokenizer's tokenizer.json"
-        ) from None
+def run_render(config: RunConfig) -> Render | None:
+    """How the run's prompts become text; None: they are text. Raises LaminarError where that cannot be."""
+    if not config.data.chat_template:
+        return None
+    if not (config.environment.factory or config.environment.tools):
+        return load_chat_template(config.model.path)
+    from laminar_hpc.turns.preflight import prompt_render
+
+    return prompt_render(config)
 
 
 def load_run_prompts(
@@ -65,7 +64,7 @@ def load_run_prompts(
     if config.source.startswith("replay:"):
         return [], {}
     tokenizer = load_tokenizer(config.model.path)
-    render = load_chat_template(config.model.path) if config.data.chat_template else None
+    render = run_render(config)
     model = model_config(config.model.path)
     context = min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30))
     room = context - config.sampling.max_response_tokens - 1

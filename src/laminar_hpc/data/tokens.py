@@ -33,6 +33,18 @@ def stop_token_ids(model: Path) -> list[int]:
     )
 
 
+def load_tokenizer(model_path: str) -> Tokenizer:
+    """The model's fast tokenizer. Raises LaminarError where tokenizer.json cannot be read."""
+    file = Path(model_path) / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise LaminarError(
+            f"{file} cannot be read as a tokenizer ({error}); "
+            "the model directory needs a fast tokenizer's tokenizer.json"
+        ) from None
+
+
 class TextDecoder:
     """Text by the tokenizer.json of a model. Raises LaminarError when there is none."""
 
@@ -44,6 +56,6 @@ class TextDecoder:
             )
         self._tokenizer = Tokenizer.from_file(str(path))
 
-    def text(self, token_ids: list[int]) -> str:
-        """The text without special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+    def text(self, token_ids: list[int], specials: bool = False) -> str:
+        """The text, by default without special tokens."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=not specials))

@@ -36,7 +36,7 @@ from laminar_hpc.environments.reward_protocol import (
 IMPORT_SECONDS = 60.0  # longest import of the user's modules
 # bytes of what reward functions print that go into the rollout's log; the rest is dropped
 MAX_OUTPUT = 4 << 20
-_MAX_PACKET = 1 << 16
+_MAX_PACKET = 1 << 17
 
 
 # What launchers tell their processes, and our own keys; a function keeps the rest of its user's environment.
@@ -129,11 +129,11 @@ def _expire(waiter: asyncio.Future) -> None:
 
 
 class ForkServer:
-    """`asynchronous`: names of the rewards that are awaited, known after `start`."""
+    """`ready`: what `start` has learned of the functions."""
 
     def __init__(self, setup: Setup, quiet: bool = False) -> None:
         self._setup, self._label, self._quiet = setup, ", ".join(spec.label for spec in setup.specs), quiet
-        self.asynchronous: list[str] = []
+        self.ready = Ready("")
         self._process: subprocess.Popen | None = None
         self._control: socket.socket | None = None
         self._speaking = threading.Lock()  # one request at a time
@@ -171,7 +171,7 @@ class ForkServer:
         assert isinstance(ready, Ready)
         if ready.error:
             raise LaminarError(ready.error)
-        self.asynchronous = ready.asynchronous
+        self.ready = ready
 
     def _request(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> msgspec.Struct:
         """Blocks. Raises TimeoutError, OSError or EOFError."""

@@ -215,12 +215,16 @@ class SharedCrew:
     async def run(self, call: Call) -> Result:
         """Raises WorkerLost when the process died or its loop was stuck: it may have been another call's
         fault."""
+        return await (await self.worker()).ask(call)
+
+    async def worker(self) -> Worker:
+        """The one with the fewest calls. Raises WorkerLost after `stop`."""
         async with self._changing:
             while len(able := [worker for worker in self._workers if not worker.retired]) < self._number:
                 if self._closed:
                     raise WorkerLost
                 await self._add()
-        return await min(able, key=lambda worker: len(worker.calls)).ask(call)
+        return min(able, key=lambda worker: len(worker.calls))
 
     async def _add(self) -> None:
         worker = await self._server.fork(True)

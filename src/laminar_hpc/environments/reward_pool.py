@@ -58,9 +58,11 @@ class RewardPool:
     async def start(self) -> None:
         """Raises LaminarError when a function is missing, cannot be imported, or has other parameters than
         its style."""
+        if not self.entries:
+            return  # the environment has the reward
         try:
             await self._server.start()
-            shared = len(self._server.asynchronous)
+            shared = len(self._server.ready.asynchronous)
             crews: list[Crew | SharedCrew] = [
                 *([self._shared] if shared else []),
                 *([self._crew] if shared < len(self.entries) else []),
@@ -82,16 +84,15 @@ class RewardPool:
         """What became of the call of each reward, by name."""
         given = list(tokens) if self._wants_tokens else []
         calls = [Call(next(self._ids), name, prompt, response, row, given) for name in self.entries]
-        results = (
-            await asyncio.gather(*map(self._call, calls)) if len(calls) > 1 else [await self._call(calls[0])]
-        )
+        one = len(calls) == 1
+        results = [await self._call(calls[0])] if one else await asyncio.gather(*map(self._call, calls))
         return dict(zip(self.entries, results, strict=True))
 
     async def _call(self, call: Call) -> Result:
         async with self._free:
             t0 = time.time()
             crews: list[Crew | SharedCrew] = [self._crew] * TRIES
-            if call.name in self._server.asynchronous:
+            if call.name in self._server.ready.asynchronous:
                 crews[0] = self._shared
             for crew in crews:
                 try:

@@ -46,15 +46,20 @@ class Reap(msgspec.Struct, tag=True):
     pid: int
 
 
-class Call(msgspec.Struct, tag=True):
-    """`name` of the reward to call. `tokens` are those of the response."""
+class Call(msgspec.Struct, tag=True, omit_defaults=True):
+    """`name` of the reward or tool to call. `tokens` are those of the response. Of a tool: its `arguments`.
+    Of an environment: the `session` that is meant, and `method`, one of its tools, reset, get_reward, or ""
+    to forget it."""
 
     id: int
     name: str
-    prompt: str
-    response: str
-    row: dict
-    tokens: list[int]
+    prompt: str = ""
+    response: str = ""
+    row: dict = {}
+    tokens: list[int] = []
+    session: int = 0
+    method: str = ""
+    arguments: dict = {}
 
 
 # ---- from them ---------------------------------------------------------------------------------------------
@@ -62,10 +67,12 @@ class Call(msgspec.Struct, tag=True):
 
 class Ready(msgspec.Struct, tag=True):
     """All functions are imported, or `error` says why not. `asynchronous`: the names of those that are
-    awaited."""
+    awaited. `tools`: JSON schemas, as turns/tools.py makes them; `rewards`: there is a get_reward."""
 
     error: str
     asynchronous: list[str] = []
+    tools: list[dict] = []
+    rewards: bool = False
 
 
 class Forked(msgspec.Struct, tag=True):
@@ -91,6 +98,7 @@ class Result(msgspec.Struct, tag=True):
     t1: float
     error: str = ""
     fault: str = ""
+    text: str | None = None  # of a tool or a reset, for the model
 
 
 decode_to_server = msgspec.msgpack.Decoder(Setup | Fork | Reap).decode

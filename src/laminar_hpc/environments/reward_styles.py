@@ -53,9 +53,9 @@ def adapted(function: Callable, style: str, label: str, prompt_field: str) -> Ca
     if parameters is not None:
         _check_signature(parameters, style, label)
     if style == "trl":
-        return lambda call: function(**_given(_trl_arguments(call, prompt_field), parameters))
+        return lambda call: function(**accepted(_trl_arguments(call, prompt_field), parameters))
     if style == "verl":
-        return lambda call: function(**_given(_verl_arguments(call), parameters))
+        return lambda call: function(**accepted(_verl_arguments(call), parameters))
     return lambda call: function(prompt=call.prompt, response=call.response, row=call.row)
 
 
@@ -136,7 +136,7 @@ def _check_signature(parameters: Mapping[str, inspect.Parameter], style: str, la
     )
 
 
-def _given(arguments: dict, parameters: Mapping[str, inspect.Parameter] | None) -> dict:
+def accepted(arguments: dict, parameters: Mapping[str, inspect.Parameter] | None) -> dict:
     """Those that the function takes. Raises BadArguments when it needs others."""
     if parameters is None:
         return arguments

@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
@@ -72,6 +72,11 @@ class Reward:
         if hasattr(function, "prepare"):  # an object that wants to do something once, before the forks
             function.prepare()
 
+    def result(self, call: Call, value: object, t0: float) -> Result:
+        """Of what the call returned. Raises RewardFault."""
+        number, parts = checked(value, self.style)
+        return Result(call.id, number, parts, t0, time.time())
+
 
 def load_function(path: str, label: str) -> Callable:
     """The callable at a dotted path, searched from the current folder on too. Raises LaminarError when
@@ -97,14 +102,38 @@ def load_function(path: str, label: str) -> Callable:
     return function
 
 
-def load_all(setup: Setup) -> dict[str, Reward]:
-    """Imports the user's functions, by name of the reward; what their modules raise is raised here."""
-    return {spec.name: Reward(spec, setup.timeout_seconds, setup.prompt_field) for spec in setup.specs}
+class Served(Protocol):
+    """What a worker calls: a Reward, or a tool or environment of turns/served.py."""
+
+    is_async: bool
+
+    def call(self, call: Call, /) -> object:
+        """What the user's code returns, or an awaitable of it."""
+
+    def result(self, call: Call, value: object, t0: float) -> Result:
+        """Of what the call returned. Raises RewardFault."""
 
 
-def ready(rewards: dict[str, Reward]) -> Ready:
-    """The report that all rewards are imported, and which of them are coroutines."""
-    return Ready("", [name for name, reward in rewards.items() if reward.is_async])
+def load_all(setup: Setup) -> dict[str, Served]:
+    """Imports the user's functions, by name of the reward or tool; what their modules raise is raised
+    here."""
+
+    def load(spec: Spec) -> Served:
+        if spec.style not in ("tool", "environment"):
+            return Reward(spec, setup.timeout_seconds, setup.prompt_field)
+        from laminar_hpc.turns.served import Environment, Tool
+
+        of = load_function(spec.function, spec.label)
+        return Tool(of, spec.label) if spec.style == "tool" else Environment(of, spec.label)
+
+    return {spec.name: load(spec) for spec in setup.specs}
+
+
+def ready(served: dict[str, Served]) -> Ready:
+    """The report that all is imported, which of it is awaited, and which tools there are."""
+    awaited = [name for name, each in served.items() if each.is_async]
+    tools = [tool for each in served.values() for tool in getattr(each, "tools", ())]
+    return Ready("", awaited, tools, any(getattr(each, "rewards", False) for each in served.values()))
 
 
 def result(call: Call, t0: float, error: BaseException) -> Result:
@@ -123,7 +152,7 @@ async def _awaited(value: Any) -> object:
     return await value
 
 
-def serve_one_by_one(connection: socket.socket, rewards: dict[str, Reward]) -> None:
+def serve_one_by_one(connection: socket.socket, rewards: dict[str, Served]) -> None:
     """Answers one call after the other, until the other end closes the connection."""
     while (frame := receive_frame(connection)) is not None:
         call = decode_to_worker(frame)
@@ -133,8 +162,7 @@ def serve_one_by_one(connection: socket.socket, rewards: dict[str, Reward]) -> N
             value = reward.call(call)
             if inspect.isawaitable(value):
                 value = asyncio.run(_awaited(value))
-            number, parts = checked(value, reward.style)
-            answer = Result(call.id, number, parts, t0, time.time())
+            answer = reward.result(call, value, t0)
         except BaseException as error:  # sys.exit() in a reward function is its failure, not ours
             answer = result(call, t0, error)
         connection.sendall(framed(answer))
@@ -143,13 +171,13 @@ def serve_one_by_one(connection: socket.socket, rewards: dict[str, Reward]) -> N
 # ---- a worker, calls together ------------------------------------------------------------------------------
 
 
-async def _answer(reward: Reward, call: Call, limit: float) -> Result:
+async def _answer(reward: Served, call: Call, limit: float) -> Result:
     t0 = time.time()
 
     async def body() -> Result:
         try:
-            number, parts = checked(await _awaited(reward.call(call)), reward.style)
-            return Result(call.id, number, parts, t0, time.time())
+            value = reward.call(call)
+            return reward.result(call, await value if inspect.isawaitable(value) else value, t0)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -163,7 +191,7 @@ async def _answer(reward: Reward, call: Call, limit: float) -> Result:
     return result(call, t0, RuntimeError("it was cancelled")) if task.cancelled() else task.result()
 
 
-async def serve_together(connection: socket.socket, rewards: dict[str, Reward], limit: float) -> None:
+async def serve_together(connection: socket.socket, rewards: dict[str, Served], limit: float) -> None:
     """Answers calls side by side in one event loop, each within `limit` seconds, and ticks while the loop
     runs."""
     reader, writer = await asyncio.open_connection(sock=connection)
@@ -199,7 +227,7 @@ def _follow(parent: int) -> bool:
     return os.getppid() == parent
 
 
-def work(connection: socket.socket, together: bool, rewards: dict[str, Reward] | None) -> None:
+def work(connection: socket.socket, together: bool, rewards: dict[str, Served] | None) -> None:
     """The life of a worker. `rewards` None: it has been started afresh and imports them itself."""
     frame = receive_frame(connection)
     setup = decode_to_worker(frame) if frame else None
@@ -224,7 +252,7 @@ def _child(
     told: int,
     server: int,
     together: bool,
-    rewards: dict[str, Reward],
+    rewards: dict[str, Served],
     threads: bool,
 ) -> None:
     """What a forked process does, a worker's keeper; it never returns to the server's loop."""

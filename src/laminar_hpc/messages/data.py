@@ -39,13 +39,15 @@ class VersionSpan(msgspec.Struct):
 class Partial(msgspec.Struct):
     """A response so far: what a replica needs to go on with it. `tokens` are int32 and `logprobs` float32,
     little-endian, one of each per token; moves that it has made. Tokens in no span were given by the
-    environment: they are not trained, and their log-prob is 0."""
+    environment: they are not trained, and their log-prob is 0. `called`: the calls of its last turn may have
+    been made, and their results are not here."""
 
     tokens: bytes = b""
     logprobs: bytes = b""
     spans: list[VersionSpan] = []
     time_started: float = 0.0
     moves: int = 0
+    called: bool = False
 
     @property
     def count(self) -> int:
@@ -84,7 +86,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     length: int  # response tokens
     trained: int  # of them, those whose loss mask is 1: drawn by the policy, not given by the environment
     policies: int  # weight ids that drew its tokens, by the engine's own report
-    finish_reason: str  # stop | length
+    finish_reason: str  # stop | length, or the limit that ended it: turns | calls | time
     time_started: float
     time_finished: float
     step_finished: int = -1  # trainer step when the last token was generated, stamped by the controller

@@ -95,12 +95,14 @@ class ScoreOrder(Message):
 
 class Lost(Message):
     """This attempt came to nothing (engine error, mixed versions, a damaged payload); the controller gives
-    the sample out again."""
+    the sample out again. `ungraded`: its environment failed, at this replica as often as that is tried; the
+    controller gives its group up before it tries for ever."""
 
     trajectory_id: int
     attempt: int
     reason: str
     evaluation: str = ""
+    ungraded: bool = False
 
 
 class Leaving(Message):
@@ -134,6 +136,7 @@ class Increment(Message):
     logprobs: bytes
     spans: list[VersionSpan]  # of these tokens; places count from the beginning of the response
     time_started: float
+    called: bool = False  # as in Partial
 
     @property
     def count(self) -> int:

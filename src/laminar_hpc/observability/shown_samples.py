@@ -67,7 +67,7 @@ def sample_line(whole: Whole, step: int, tokenizer: Tokenizer) -> str:
     reward = f"reward {trajectory.reward:5.2f}" + (
         " (its function failed)" if trajectory.reward_error else ""
     )
-    cut = " (cut at the limit)" if trajectory.finish_reason == "length" else ""
+    cut = "" if trajectory.finish_reason == "stop" else " (cut at the limit)"
     texts = f'"{shown(prompt, PROMPT_CHARACTERS)}" -> "{shown(response, RESPONSE_CHARACTERS)}"{cut}'
     return line("sample", f"{reward}  stale {step - trajectory.weight_step}  {texts}")
 

@@ -19,6 +19,7 @@ KINDS = (
     "load",
     "generate",
     "score",
+    "tool",
     "pull",
     "train",
     "publish",

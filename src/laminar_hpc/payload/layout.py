@@ -80,6 +80,13 @@ def logprobs_array(logprobs: ArrayLike) -> Logprobs:
     return np.asarray(logprobs, _LOGPROB)
 
 
+def last_drawn(tokens: Tokens, mask_runs: Runs) -> Tokens:
+    """The last of the parts that the policy has drawn in one go, a view; of one turn, all of it."""
+    last = (len(mask_runs) - 1) // 2 * 2
+    start = int(mask_runs[:last].sum())
+    return tokens[start : start + int(mask_runs[last])]
+
+
 def drawn(count: int, spans: Sequence[VersionSpan]) -> Runs:
     """The mask runs of a response of which the policy has drawn what `spans` cover, in order; the rest the
     environment gave."""

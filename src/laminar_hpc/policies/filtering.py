@@ -1,5 +1,8 @@
-"""What becomes of a group whose rewards are all equal: it has no advantage, so it is trained, estimated, or
-given up. Pure."""
+"""What becomes of a group that cannot teach anything. Pure.
+
+Rewards that are all equal give no advantage, so the group is trained, estimated, or given up. One with a
+trajectory that no environment can grade is given up: its rewards without that one would have another mean.
+"""
 
 from collections.abc import Sequence
 
@@ -10,6 +13,11 @@ PATIENCE_GROUPS = 100
 PATIENCE_BATCHES = 10  # and at least so many global batches
 
 
+# losses of one trajectory by its environment, each after rollout/episodes.py TRIES at one replica
+UNGRADED_LIMIT = 2
+UNGRADED = "an environment failed"  # what the reasons of such groups begin with
+
+
 def zero_variance(rewards: Sequence[float]) -> bool:
     """Whether all rewards of a group are equal, so that every group-relative advantage is 0."""
     return all(reward == rewards[0] for reward in rewards)
@@ -18,6 +26,16 @@ def zero_variance(rewards: Sequence[float]) -> bool:
 def reason(rewards: Sequence[float]) -> str:
     """Why a group is given up, for store and metrics."""
     return f"all {len(rewards)} rewards are {rewards[0]:g}"
+
+
+def ungraded(reason: str) -> str:
+    """Why a group is given up of which one trajectory has no grade, for store and metrics."""
+    return f"{UNGRADED}: {reason}"
+
+
+def environments_fail(ungraded_in_a_row: int, groups_per_step: int) -> bool:
+    """Whether a whole global batch of groups was given up for that, without one that was finished."""
+    return ungraded_in_a_row >= groups_per_step
 
 
 def exhausted(filtered_in_a_row: int, groups_per_step: int) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from laminar_hpc.messages.data import Trajectory
 
+ENVIRONMENT = "environment."  # what reward parts begin with that turns/episode.py gives
 _COUNTS = frozenset(
     {"trajectories", "reward_error_count", "prompt_tokens", "response_tokens", "skipped_updates"}
 )
@@ -25,7 +26,7 @@ def batch_metrics(trajectories: list[Trajectory], prompt_tokens: int, step: int)
         "reward_mean": sum(t.reward for t in trajectories) / n,
         "accuracy_mean": sum(accuracy(t.reward, t.reward_parts) for t in trajectories) / n,
         "reward_error_count": sum(bool(t.reward_error) for t in trajectories),
-        "truncated_fraction": sum(t.finish_reason == "length" for t in trajectories) / n,
+        "truncated_fraction": sum(t.finish_reason != "stop" for t in trajectories) / n,
         "prompt_tokens": prompt_tokens,
         "response_tokens": sum(lengths),
         "response_length_mean": sum(lengths) / n,
@@ -35,7 +36,19 @@ def batch_metrics(trajectories: list[Trajectory], prompt_tokens: int, step: int)
         "staleness_training_mean": sum(training) / n,
         "staleness_training_max": max(training),
         "versions_per_trajectory_max": max(t.policies for t in trajectories),
+        **_environment_means(trajectories),
     }
+
+
+def _environment_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Of turns, tool calls and their seconds per trajectory, and of the cached share of later turns' prompts;
+    nothing where there was one turn only."""
+    found: dict[str, list[float]] = {}
+    for t in trajectories:
+        for name, value in t.reward_parts.items():
+            if name.startswith(ENVIRONMENT):
+                found.setdefault(name.removeprefix(ENVIRONMENT), []).append(value)
+    return {f"{name}_mean": sum(values) / len(values) for name, values in found.items()}
 
 
 def reward_means(trajectories: Sequence[Trajectory], names: Iterable[str]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from laminar_hpc.report.run_files import metrics_of
 
 FRESH_SECONDS = 5.0  # a controller writes its status once a second; a busy one may miss a few
 RECENT_STEPS = 60
-BEHIND = ("score", "send")  # go on beside what a process itself does
+BEHIND = ("score", "tool", "send")  # go on beside what a process itself does
 TAIL_BYTES = 4096  # of a trace: room for some spans
 
 

@@ -22,6 +22,7 @@ COLORS = {
     "send": "var(--send)",
     "pull": "var(--pull)",
     "score": "var(--score)",
+    "tool": "var(--evaluate)",
     "wait": "var(--wait)",
     "evaluate": "var(--evaluate)",
     "checkpoint": "var(--checkpoint)",
@@ -56,20 +57,21 @@ _ROLES = ("trainer", "relay", "rollout", "controller")
 
 @dataclass
 class Row:
-    """A line of the figure: a process, or the reward scoring of one."""
+    """A line of the figure: a process, or the tools or the reward scoring of one."""
 
     name: str
     spans: list[Span]
 
 
 def rows(run: Run) -> list[Row]:
-    """Trainers, relays, rollouts (each followed by its reward scoring), controller; processes without spans
-    are left out."""
+    """Trainers, relays, rollouts (each followed by its tools and its scoring), controller; processes without
+    spans are left out."""
     rows = []
     for name in sorted(run.spans, key=_order):
         spans = run.spans[name]
         for label, part in (
-            (name, [s for s in spans if s.kind != "score"]),
+            (name, [s for s in spans if s.kind not in ("score", "tool")]),
+            (f"{name} tools", [s for s in spans if s.kind == "tool"]),
             (f"{name} rewards", [s for s in spans if s.kind == "score"]),
         ):
             if part:
@@ -184,6 +186,7 @@ def _kind_name(kind: str) -> str:
         "wait": "wait (idle)",
         "relay": "receive into slot",
         "score": "score rewards",
+        "tool": "tool calls",
         "decide": "decide (controller)",
         "commit": "commit (controller)",
     }.get(kind, kind)

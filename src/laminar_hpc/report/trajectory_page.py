@@ -26,6 +26,15 @@ CURVE_POINTS = 200
 SHOWN_TOKENS = 5  # least likely ones
 
 
+_ENDS = {
+    "stop": "its end-of-sequence token",
+    "length": "the limit on its length",
+    "turns": "environment.max_turns",
+    "calls": "environment.max_tool_calls",
+    "time": "environment.max_seconds",
+}
+
+
 @dataclass
 class Facts:
     """Of the run: (replica, weight id) -> probe mismatch; trajectory -> (own mismatch, mini-batches ahead);
@@ -74,9 +83,7 @@ def page(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]]
     body = tag("h3", "prompt") + tag(
         "p", tag("code", text(shortened(decode(whole.prompt.tolist()), MAX_CHARACTERS)))
     )
-    body += tag("h3", "answer") + tag(
-        "p", tag("code", text(shortened(decode(whole.response.tokens.tolist()), MAX_CHARACTERS)))
-    )
+    body += tag("h3", "answer") + _answer(whole.response, decode)
     figures = (
         _reward(row, whole.record)
         | _log_probs(row, whole.response, known, decode)
@@ -95,6 +102,17 @@ def page(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]]
         class_="two",
     )
     return tag("details", tag("summary", text(title)) + body, id=anchor(row.id), class_="trajectory")
+
+
+def _answer(response: Response, decode: Callable[[list[int]], str]) -> str:
+    """Turn by turn; what the environment gave between them is set apart."""
+    shown, at = "", 0
+    for number, count in enumerate(response.mask_runs.tolist()):
+        said = decode(response.tokens[at : at + count].tolist())
+        part = tag("code", text(shortened(said, MAX_CHARACTERS)))
+        shown += tag("p", part if number % 2 == 0 else tag("em", "given: ") + part) if count else ""
+        at += count
+    return shown
 
 
 def _reward(row: Consumed, trajectory: Trajectory) -> dict[str, object]:
@@ -149,8 +167,8 @@ def _where(row: Consumed, whole: Whole, known: Facts) -> dict[str, object]:
         "last token at step": row.step_finished,
         "trained with weights of step": row.consumed_step,
         "staleness": f"{row.staleness_generation} at generation, {row.staleness_training} at training",
-        "ended by": "its end-of-sequence token" if row.finish_reason == "stop" else "the limit on its length",
-        "turns": trajectory.turns,
+        "ended by": _ENDS.get(row.finish_reason, row.finish_reason),
+        "turns": np.count_nonzero(whole.response.mask_runs[::2]),
         "attempts": f"{trajectory.attempt + 1}" + (f" ({reasons})" if reasons else ""),
         "moves between replicas": trajectory.moves,
     }

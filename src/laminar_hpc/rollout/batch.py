@@ -15,7 +15,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,18 +27,14 @@ from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.payload.layout import Damaged, Logprobs, Tokens
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.state import ReplicaState
-from laminar_hpc.rollout.work import Work, columns, extended, objection, tokens_of
+from laminar_hpc.rollout.work import Outcome, Work, columns, extended, objection, tokens_of
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a trajectory ended on this replica: it is with another one, is lost for a reason, or else is
-    whole."""
-
-    moved_away: bool = False
-    lost: str | None = None
+Turn = Callable[[Work], Coroutine[Any, Any, Outcome]]
+# (work, one answer of the model) -> how it ended: the turns of a trajectory, see episodes.py
+Turns = Callable[[Work, Turn], Coroutine[Any, Any, Outcome]]
 
 
 class LocalBatch:
@@ -53,9 +48,10 @@ class LocalBatch:
         state: ReplicaState,
         stop_ids: list[int],
         ended: Callable[[Work, str | None], None],
+        turns: Turns | None = None,
     ) -> None:
         self.context, self.config, self.engines, self.state = context, context.config, engines, state
-        self.stop_ids, self.ended = stop_ids, ended
+        self.stop_ids, self.ended, self._turns = stop_ids, ended, turns
         self.hand_over: Callable[[Work], Coroutine[Any, Any, bool]] | None = None
         self.moved_away = 0  # trajectories that are with others, since `run` began
         self.progress = 0  # counts increments and ends of requests
@@ -125,8 +121,7 @@ class LocalBatch:
         """From where it is to its last token."""
         self.works[work.trajectory_id] = work
         try:
-            async with self._places:
-                outcome = await self._generate(work)
+            outcome = await (self._turn(work) if self._turns is None else self._turns(work, self._turn))
         finally:
             if self.works.get(work.trajectory_id) is work:  # it may be back by now, as another work
                 del self.works[work.trajectory_id]
@@ -134,10 +129,17 @@ class LocalBatch:
         if outcome.moved_away:
             self.moved_away += 1
         else:
-            if work.order is not None:
-                why = outcome.lost or "it has ended"
-                self.context.channel.send(MoveFailed(work.order.move_id, why))
             self.ended(work, outcome.lost)
+
+    async def _turn(self, work: Work) -> Outcome:
+        """One answer of the model; between two nobody waits for a place."""
+        async with self._places:
+            outcome = await self._generate(work)
+        if work.order is not None and not outcome.moved_away:
+            self.context.channel.send(MoveFailed(work.order.move_id, outcome.lost or "it has ended"))
+            work.order = None
+            work.sent.clear()
+        return outcome
 
     async def _generate(self, work: Work) -> Outcome:
         """Request after request: one that was interrupted is followed by another for the rest."""
@@ -210,16 +212,18 @@ class LocalBatch:
         weight_id, start = self.state.weight_id, work.partial.count
         assert weight_id is not None
 
+        work.told = start
+
         def send_increment(tokens: Tokens, logprobs: Logprobs) -> None:
             nonlocal start
             self.progress += 1
             end, told = start + len(tokens), columns(tokens, logprobs)
             spans, begun = [VersionSpan(weight_id, start, end)], work.partial.time_started
             self.context.channel.send(Increment(work.trajectory_id, work.attempt, start, *told, spans, begun))
-            start = end
+            start = work.told = end
             work.streamed(weight_id, *told)
 
-        wanted = 0 < self.config.rollout.increment_tokens < work.room and not work.evaluation
+        wanted = 0 < self.config.rollout.increment_tokens < work.room and not (work.evaluation or work.bound)
         prompt = np.concatenate((np.array(work.group.prompt_tokens, np.int32), tokens_of(work.partial)))
         return await self.engines.current.generate(
             prompt, sampling, request_id, str(weight_id), send_increment if wanted else None

@@ -25,6 +25,7 @@ class BatchHealth:
         self._overflowed = 0  # responses of this local batch with log-probs that are not finite
         self._overflows: Counter[tuple[str, int]] = Counter()  # the same by evaluation and trajectory
         self._lost_batches_in_a_row = self._hangs_in_a_row = 0
+        self._last_reason = ""
 
     def begin(self) -> None:
         """A local batch begins."""
@@ -34,8 +35,9 @@ class BatchHealth:
         """A response of so many tokens is whole."""
         self.tokens += tokens
 
-    def lost(self, work: Work) -> None:
+    def lost(self, work: Work, reason: str) -> None:
         """A response is lost."""
+        self._last_reason = reason
         if first_not_finite(work.partial) is None:
             return
         key = (work.evaluation, work.trajectory_id)
@@ -61,7 +63,8 @@ class BatchHealth:
         if self._lost_batches_in_a_row == MAX_LOST_BATCHES_IN_A_ROW:
             raise LaminarError(
                 f"rollout {self.replica} lost all trajectories of {MAX_LOST_BATCHES_IN_A_ROW} "
-                f"local batches in a row: see its log and {self.engines.current.log}"
+                f"local batches in a row, the last one because {self._last_reason}: see its log and "
+                f"{self.engines.current.log}"
             )
 
     def _overflow(self, what: str) -> LaminarError:

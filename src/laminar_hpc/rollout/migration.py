@@ -16,6 +16,8 @@ import logging
 import time
 from typing import TypeVar
 
+import msgspec
+
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.engine.interface import Engine, RequestFailed
 from laminar_hpc.kv.errors import KvRefused
@@ -81,11 +83,12 @@ class ReplicaMigration:
 
     def _order(self, order: MoveOrder) -> None:
         work = self.batch.works.get(order.trajectory_id)
-        if work is None or work.attempt != order.attempt or not work.request_id or work.order is not None:
+        here = work is not None and work.attempt == order.attempt and work.request_id and not work.bound
+        if work is None or not here or work.order is not None:
             self.context.channel.send(MoveFailed(order.move_id, "it does not run here"))
             return
         work.order = order
-        self.batch.add(self._send(order, work, work.request_id))
+        self.batch.add(self._send(order, work, work.request_id or ""))
 
     async def _send(self, order: MoveOrder, work: Work, request_id: str) -> None:
         """What the order asks for; without KV, or where that fails, the request is only stopped."""
@@ -100,7 +103,8 @@ class ReplicaMigration:
             kv = False
         if not kv:
             await engine.abort(request_id)
-        work.sent.set()
+        if work.order is order:  # else its turn has ended meanwhile
+            work.sent.set()
 
     async def hand_over(self, work: Work) -> bool:
         """The request of a work with an order stands still. Returns whether the work has moved away; else it
@@ -158,9 +162,7 @@ class ReplicaMigration:
             reserve.weight_step,
             reserve.temperature,
             reserve.max_response_tokens,
-            partial=Partial(
-                partial.tokens, partial.logprobs, partial.spans, partial.time_started, partial.moves + 1
-            ),
+            partial=msgspec.structs.replace(partial, moves=partial.moves + 1),
         )
         # The request goes in before the commit: until it has the KV, the move holds it.
         await asyncio.gather(self.batch.one(work), *([self._engine.kv_commit(move_id)] if reserve.kv else []))

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -9,24 +10,30 @@ from typing import Any
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import TextDecoder
-from laminar_hpc.environments.reward_pool import RewardPool
+from laminar_hpc.environments.reward_pool import RewardPool, Score
 from laminar_hpc.messages.data import PromptGroup, Sample
 from laminar_hpc.messages.rollouts import Lost, Scored, ScoreOrder
-from laminar_hpc.payload.layout import Tokens
+from laminar_hpc.payload.layout import Tokens, drawn, last_drawn
 from laminar_hpc.payload.reader import read
+from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.work import Work, tokens_of
+from laminar_hpc.turns.pool import EnvironmentFailed
 
 logger = logging.getLogger(__name__)
 
 
 class Scoring:
     """`pool` is started and closed by the caller. `failed(error)` is called when no reward worker can be
-    started any more."""
+    started any more. `episodes`: where trajectories have several turns."""
 
     def __init__(
-        self, context: RoleContext, pool: RewardPool, failed: Callable[[BaseException], None]
+        self,
+        context: RoleContext,
+        pool: RewardPool,
+        failed: Callable[[BaseException], None],
+        episodes: Episodes | None = None,
     ) -> None:
-        self.context, self.pool, self.failed = context, pool, failed
+        self.context, self.pool, self.failed, self.episodes = context, pool, failed, episodes
         self.decoder = TextDecoder(Path(context.config.model.path))
         self._tasks: dict[asyncio.Task[None], tuple[str, Sample]] = {}
 
@@ -43,9 +50,11 @@ class Scoring:
     def begin(self, work: Work) -> None:
         """Of a complete response that was generated here. Scored is sent when the reward is there."""
         sample = Sample(work.trajectory_id, work.attempt)
-        self._add(
-            work.evaluation, sample, self._score(work.evaluation, work.group, sample, tokens_of(work.partial))
-        )
+        if self.episodes is not None:
+            self._add(work.evaluation, sample, self._score_episode(self.episodes, work, sample))
+            return
+        whole = tokens_of(work.partial)
+        self._add(work.evaluation, sample, self._score(work.evaluation, work.group, sample, whole))
 
     def begin_ordered(self, order: ScoreOrder) -> None:
         """Of a response that another replica has generated."""
@@ -75,14 +84,55 @@ class Scoring:
         except LaminarError as error:
             self.context.channel.send(Lost(order.trajectory_id, order.attempt, str(error)))
             return
-        await self._score("", order.group, sample, response.tokens)
+        if self.episodes is not None and self.episodes.grades:
+            reason = "its environment has ended with its replica"
+            self.context.channel.send(Lost(order.trajectory_id, order.attempt, reason))
+            return
+        answer = last_drawn(response.tokens, response.mask_runs)
+        await self._score("", order.group, sample, answer)
 
-    async def _score(self, evaluation: str, group: PromptGroup, sample: Sample, response: Tokens) -> None:
+    async def _score_episode(self, episodes: Episodes, work: Work, sample: Sample) -> None:
+        """Its environment's reward, or that of its last turn."""
+        episode, part = work.episode, work.partial
+        figures = episode.figures() if episode else {}
+        try:
+            if episodes.grades:
+                self._say(work.evaluation, sample, await episodes.grade(work), figures)
+                return
+            answer = last_drawn(tokens_of(part), drawn(part.count, part.spans))
+            await self._score(work.evaluation, work.group, sample, answer, figures)
+        except EnvironmentFailed as error:
+            self.ungraded(work, f"its environment: {error}")
+        finally:
+            episodes.let_go(work)
+
+    def ungraded(self, work: Work, reason: str) -> None:
+        """Its environment failed: it is not trained. In an evaluation it counts as a reward that failed."""
+        trajectory_id, attempt = work.trajectory_id, work.attempt
+        if work.evaluation:
+            reward = self.context.config.reward.score_on_failure
+            scored = Scored(trajectory_id, attempt, reward, {}, reason, time.time(), work.evaluation)
+            self.context.channel.send(scored)
+        else:
+            self.context.channel.send(Lost(trajectory_id, attempt, reason, ungraded=True))
+
+    async def _score(
+        self,
+        evaluation: str,
+        group: PromptGroup,
+        sample: Sample,
+        response: Tokens,
+        figures: dict[str, float] | None = None,
+    ) -> None:
         tokens = response.tolist()
         score = await self.pool.score(group.prompt, self.decoder.text(tokens), group.row, tokens)
+        self._say(evaluation, sample, score, figures or {})
+
+    def _say(self, evaluation: str, sample: Sample, score: Score, figures: dict[str, float]) -> None:
+        """`figures` of its episode stand among the parts of its reward."""
         trajectory_id, attempt = sample.trajectory_id, sample.attempt
         self.context.trace.record("score", score.t0, score.t1, trajectory_id=trajectory_id)
-        outcome = score.reward, score.parts, score.error, score.t1
+        outcome = score.reward, score.parts | figures, score.error, score.t1
         self.context.channel.send(Scored(trajectory_id, attempt, *outcome, evaluation))
 
     def _done(self, task: asyncio.Task[None]) -> None:

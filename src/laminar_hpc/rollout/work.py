@@ -3,6 +3,7 @@ pure functions, used by batch.py, migration.py and worker.py."""
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +24,17 @@ from laminar_hpc.payload.layout import (
     packed_digest,
     tokens_array,
 )
+from laminar_hpc.turns.episode import Episode
+from laminar_hpc.turns.pool import Session
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trajectory ended on this replica: it is with another one, is lost for a reason, or else is
+    whole."""
+
+    moved_away: bool = False
+    lost: str | None = None
 
 
 @dataclass
@@ -43,6 +55,11 @@ class Work:
     cached_tokens: int = 0  # of its first prefill here, taken from the prefix cache
     order: MoveOrder | None = None  # the move that takes it away
     dropped: bool = False  # the controller has given it to others
+    told: int = 0  # response tokens that the controller's pool knows
+    episode: Episode | None = None  # where it has several turns
+    session: Session | None = None  # its environment
+    ungraded: bool = False  # it is lost because its environment failed
+    bound: bool = False  # to its environment here: it goes on here, or begins again
     of_request: Partial | None = None  # the increments of its present request
     sent: asyncio.Event = field(default_factory=asyncio.Event)  # the source's part of the order is done
 
@@ -62,9 +79,18 @@ class Work:
     def is_dropped(self) -> bool:
         return self.dropped
 
+    def give(self, tokens: Sequence[int]) -> None:
+        """Tokens that the environment gives."""
+        before, more = self.partial, tokens_array(np.array(tokens, np.int32))
+        zeros = logprobs_array(np.zeros(len(more)))
+        joined = before.tokens + more.tobytes(), before.logprobs + zeros.tobytes()
+        self.partial = Partial(*joined, before.spans, before.time_started, before.moves)
+
     @property
     def so_far(self) -> Partial:
-        """With the increments of its present request."""
+        """What somebody else can go on with: with the increments of its present request."""
+        if self.bound:
+            return Partial()
         return _joined(self.partial, self.of_request) if self.of_request else self.partial
 
 
@@ -160,6 +186,7 @@ def trajectory(work: Work, replica: int, response: bytes) -> Trajectory:
     """What is said of a finished one, as of now; `response`: packed."""
     partial = work.partial
     return Trajectory(
+        turns=work.episode.turns if work.episode else 1,
         trajectory_id=work.trajectory_id,
         group_id=work.group.group_id,
         attempt=work.attempt,

@@ -51,6 +51,7 @@ from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.departure import SETTLE_SECONDS, Departure
 from laminar_hpc.rollout.engine_lives import EngineLives
+from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.migration import ReplicaMigration
 from laminar_hpc.rollout.reporting import UtilizationReporter
@@ -81,10 +82,14 @@ class RolloutWorker:
         self.reader = SlotReader(self.config.relay.shm_dir, context.welcome.slots_name)
         probe = probe_sequences(model_config(model)["vocab_size"])
         self.weight_loader = WeightLoader(self.reader, probe, context.trace, self.engines)
-        self.scoring = Scoring(context, self.pool, self._leave)
+        environment, stop_ids = self.config.environment, stop_token_ids(model)
+        several = bool(environment.factory or environment.tools)
+        self.episodes = Episodes(context, stop_ids) if several else None
+        self.scoring = Scoring(context, self.pool, self._leave, self.episodes)
         self.payloads = PayloadWriter(context.run_dir, f"rollout{context.index}")
         self.health = BatchHealth(context.index, self.state, self.engines)
-        self.batch = LocalBatch(context, self.engines, self.state, stop_token_ids(model), self._ended)
+        turns = self.episodes.run if self.episodes else None
+        self.batch = LocalBatch(context, self.engines, self.state, stop_ids, self._ended, turns)
         self.reporter = UtilizationReporter(
             context, self.state, self.engines, self.batch, lambda: self.scoring.pending
         )
@@ -134,6 +139,8 @@ class RolloutWorker:
             await asyncio.gather(reporting, return_exceptions=True)
             if self.own_pool:
                 await self.pool.close()
+            if self.episodes:
+                await self.episodes.close()
             self.weight_loader.let_go()
             await self.engines.current.stop()
             await (last_words or asyncio.to_thread(self.payloads.close))
@@ -221,6 +228,7 @@ class RolloutWorker:
         t0 = time.time()
         with self.context.trace.span("load", what="engine"):
             pool = [self.pool.start()] if self.own_pool else []
+            pool += [self.episodes.start()] if self.episodes else []
             await asyncio.gather(*pool, self.engines.start(Path(self.config.model.path), None))
         logger.info("engine %d answered after %.1f s", self.context.index, time.time() - t0)
         limit = self.config.cluster.join_timeout_seconds
@@ -394,8 +402,13 @@ class RolloutWorker:
     def _ended(self, work: Work, lost: str | None) -> None:
         """A trajectory has its last token, or is lost."""
         if lost is not None:
-            self.health.lost(work)
-            self._lost(work, lost)
+            self.health.lost(work, lost)
+            if work.ungraded and work.evaluation:
+                finished = trajectory(work, self.context.index, packed(work))
+                self.context.channel.send(Generated(finished, work.evaluation))
+                self.scoring.ungraded(work, lost)
+            else:
+                self._lost(work, lost)
             return
         self.health.finished(work.partial.count)
         self.reporter.finished(work.partial.count)
@@ -409,7 +422,8 @@ class RolloutWorker:
 
     def _lost(self, work: Work, reason: str) -> None:
         logger.warning("trajectory %d (attempt %d) is lost: %s", work.trajectory_id, work.attempt, reason)
-        self.context.channel.send(Lost(work.trajectory_id, work.attempt, reason, work.evaluation))
+        lost = Lost(work.trajectory_id, work.attempt, reason, work.evaluation, work.ungraded)
+        self.context.channel.send(lost)
 
 
 def _generated(finished: Trajectory, place: Place) -> Generated:

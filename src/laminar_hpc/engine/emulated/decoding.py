@@ -7,10 +7,12 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.data.tokens import load_tokenizer, stop_token_ids
 from laminar_hpc.engine.emulated import responses
 from laminar_hpc.engine.interface import (
     UNKNOWN_WEIGHTS,
@@ -45,6 +47,7 @@ class Job:
     ) -> None:
         self.trajectory_id, self.first, self.wanted = trajectory_id, first, wanted
         self.cut, self.on_tokens = cut, on_tokens
+        self.ends_with: Sequence[int] = ()  # its last tokens, where they are not invented
         self.spans: list[tuple[int, int]] = []  # (weight id, its last token) of earlier weights
         self.told = first  # up to here `on_tokens` has had them
         self.future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
@@ -57,6 +60,15 @@ class Job:
             max(0.0, request.end - replica.steps) if request.ticket in replica.running else request.remaining
         )
         return self.wanted - max(0, min(self.wanted - self.first, math.ceil(left - _ALMOST)))
+
+
+def _call_tokens(config: RunConfig) -> list[int]:
+    """emulation.call with the stop token behind it."""
+    if not config.emulation.turn_tokens:
+        return []
+    path = Path(config.model.path)
+    encoded = load_tokenizer(str(path)).encode(config.emulation.call, add_special_tokens=False)
+    return [*encoded.ids, stop_token_ids(path)[0]]
 
 
 class EmulatedDecoding:
@@ -86,6 +98,7 @@ class EmulatedDecoding:
             admission,
             tensor_parallel,
         )
+        self._call = _call_tokens(config)
         self._jobs: dict[str, Job] = {}
         self._job_of: dict[int, Job] = {}
         self._paused: float | None = None  # since when
@@ -164,6 +177,10 @@ class EmulatedDecoding:
 
     def _generation(self, job: Job, start: int, end: int, reason: str) -> Generation:
         tokens = responses.tokens(job.trajectory_id, start, end, self.vocabulary)
+        call_at = job.wanted - len(job.ends_with)
+        if job.ends_with and end > call_at:
+            own = job.ends_with[max(0, start - call_at) : end - call_at]
+            tokens[len(tokens) - len(own) :] = own
         logprobs = responses.logprobs(job.trajectory_id, start, end)
         spans, at = [], start
         for weight_id, until in [*job.spans, (self._served(), end)]:
@@ -212,8 +229,11 @@ class EmulatedDecoding:
             trajectory_id, group, config.emulation.median_response_tokens, config.emulation.sigma, max_tokens
         )
         first = max_tokens - sampling["max_new_tokens"]
-        wanted = max(first + 1, length)
-        job = Job(trajectory_id, first, wanted, length >= max_tokens, len(prompt_tokens), on_tokens)
+        turn = self._turn_end(first, prompt_tokens) if self._call else length
+        wanted = max(first + 1, min(turn, length))
+        cut = wanted >= max_tokens
+        job = Job(trajectory_id, first, wanted, cut, len(prompt_tokens), on_tokens)
+        job.ends_with = self._call if wanted < length else ()
         came = self._came.pop(hash(tuple(prompt_tokens)), 0) if self._came else 0
         warm = min(came or self._warm.pop(trajectory_id, 0), len(prompt_tokens))
         if warm:
@@ -231,6 +251,15 @@ class EmulatedDecoding:
                 self._take(job)
             self._jobs.pop(request_id, None)
             self._job_of.pop(id(job.request), None)
+
+    def _turn_end(self, first: int, prompt_tokens: Prompt) -> int:
+        """The next multiple of emulation.turn_tokens that leaves room for a call, or that a call which has
+        begun leads to."""
+        every, call = self.config.emulation.turn_tokens, self._call
+        end = (first // every + 1) * every
+        written = first - (end - len(call))  # tokens of the call that would be there by now
+        begun = 0 < written <= len(prompt_tokens) and list(prompt_tokens[-written:]) == call[:written]
+        return end if written <= 0 or begun else end + every
 
     def _take(self, job: Job) -> None:
         """The request out of the engine, running or waiting."""

@@ -1,0 +1,204 @@
+"""Trajectories of several turns: the loop around a local batch's requests, and their rewards.
+
+    reset -> turn -> its calls, answered -> turn ... -> a final answer or a limit -> graded
+      ^                    |
+      '--- EnvironmentFailed, at most TRIES times: from the prompt, in a fresh environment
+
+A trajectory that waits for a tool holds its replica's weights (it counts as in flight) and no place among
+the requests; its KV cache stays in the engine's prefix cache, under its weight id. It does not move while it
+waits. One with an environment of a factory does not move at all: it goes on here, or begins again elsewhere.
+One with functions moves, and is rescued, from its tokens; if its replica died between a call and its result,
+it begins again, so that no call is made twice.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.config.rewards import reward_functions
+from laminar_hpc.data.tokens import TextDecoder
+from laminar_hpc.environments.reward_pool import Score
+from laminar_hpc.messages.data import Partial, VersionSpan
+from laminar_hpc.messages.rollouts import Increment
+from laminar_hpc.rollout.batch import Turn
+from laminar_hpc.rollout.work import Outcome, Work, tokens_of
+from laminar_hpc.turns.calls import CallParser, Malformed, ToolCall
+from laminar_hpc.turns.conversation import Conversation, ToolResult
+from laminar_hpc.turns.episode import Episode
+from laminar_hpc.turns.model import conversation, with_tools
+from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool
+from laminar_hpc.turns.tools import error_text
+
+logger = logging.getLogger(__name__)
+TRIES = 3  # of one trajectory at one replica, whose environment fails
+
+
+class Episodes:
+    """A replica's. `run` is what its local batch does with each trajectory, `grade` what its scoring does."""
+
+    def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
+        self.context, self.limits = context, context.config.environment
+        self.bound = bool(self.limits.factory)
+        self.grades = self.bound and not reward_functions(context.config.reward)
+        self.pool = EnvironmentPool(self.limits)
+        self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
+        self._decoder = TextDecoder(self._model)
+        self._conversation: Conversation | None = None
+        self._parser: CallParser | None = None
+
+    async def start(self) -> None:
+        """Raises LaminarError for environments, templates and call formats that cannot be used."""
+        await self.pool.start()
+        path, tools = str(self._model), self.pool.tools
+        self._conversation = await asyncio.to_thread(conversation, path, tools)
+        self._parser = await asyncio.to_thread(CallParser, tools, with_tools(path, tools))
+        logger.info("tool calls are read by SGLang's parser '%s'", self._parser.name)
+
+    async def close(self) -> None:
+        """Ends all environments."""
+        await self.pool.close()
+
+    # ---- one trajectory ------------------------------------------------------------------------------------
+
+    async def run(self, work: Work, turn: Turn) -> Outcome:
+        """From where it is to its last token."""
+        why = ""
+        for _ in range(TRIES):
+            try:
+                return await self._episode(work, turn)
+            except EnvironmentFailed as error:
+                why = str(error)
+                logger.warning("trajectory %d begins again: its environment: %s", work.trajectory_id, why)
+                work.partial = Partial(moves=work.partial.moves)
+        work.ungraded = True
+        return Outcome(lost=f"its environment failed {TRIES} times, at last: {why}")
+
+    async def _episode(self, work: Work, turn: Turn) -> Outcome:
+        work.episode = Episode(self.limits, work.partial.time_started or time.time())
+        if (why := self._resumed(work, work.episode)) is not None:
+            return Outcome(lost=why)
+        work.bound, whole = self.bound, False
+        try:
+            await self._begin(work)
+            if self._ends_a_turn(work.partial):
+                work.finish_reason = "stop"
+                work.episode.turns += 1
+                if not await self._answered(work, work.episode):
+                    whole = True
+                    return Outcome()
+            while True:
+                sent = len(work.group.prompt_tokens) + work.partial.count
+                work.cached_tokens, before = 0, work.partial.tokens
+                outcome = await turn(work)
+                if outcome.moved_away or outcome.lost is not None:
+                    return outcome
+                if not work.partial.tokens.startswith(before):
+                    return Outcome(lost="its earlier turns are not what they were")
+                work.episode.turn(sent, work.cached_tokens)
+                if not await self._answered(work, work.episode):
+                    whole = True
+                    return outcome
+        finally:
+            if not whole and work.session is not None:  # else `grade` or `let_go` follows
+                self.let_go(work)
+
+    async def _begin(self, work: Work) -> None:
+        """Its environment is reset; what reset says stands behind the prompt."""
+        t0 = time.time()
+        work.session = await self.pool.open(work.group.row)
+        if self.bound:
+            assert self._conversation is not None
+            opening = self._conversation.opening(work.session.observation or "")
+            if len(opening) >= work.room:
+                raise EnvironmentFailed(f"reset: its text leaves no room of {work.room} tokens to answer")
+            work.give(opening)
+            self._record(work, t0, "reset")
+
+    def _resumed(self, work: Work, episode: Episode) -> str | None:
+        """Counts what is known of one that comes from elsewhere. Why it cannot go on."""
+        part = work.partial
+        for at, span in enumerate(part.spans):
+            following = part.spans[at + 1].start if at + 1 < len(part.spans) else part.count
+            if following > span.end:
+                found = self._calls(part, span)
+                episode.turns += 1
+                episode.calls += len(found) if isinstance(found, list) else 0
+        return "its replica ended while it waited for a tool" if part.called else None
+
+    def _ends_a_turn(self, part: Partial) -> bool:
+        """It has moved with its turn's last token, before anybody looked for calls."""
+        drawn_last = bool(part.spans) and part.spans[-1].end == part.count
+        return drawn_last and int(tokens_of(part)[-1]) in self._stop_ids
+
+    async def _answered(self, work: Work, episode: Episode) -> bool:
+        """The calls of its last turn are made and their results given. False when there are none, or no more
+        may be made: it has ended."""
+        if work.finish_reason != "stop":
+            return False
+        found = self._calls(work.partial, work.partial.spans[-1])
+        if not found:
+            return False
+        names = [call.name for call in found] if isinstance(found, list) else []
+        if limit := episode.limit(names, time.time()):
+            work.finish_reason = limit
+            return False
+        work.partial.called = True
+        self._tell(work)
+        t0 = time.time()
+        results = await self._results(work, found)
+        episode.called(names, time.time() - t0)
+        self._record(work, t0, ",".join(names) or "malformed")
+        assert self._conversation is not None
+        given = self._conversation.between(int(tokens_of(work.partial)[-1]), results)
+        if len(given) >= work.room:
+            work.finish_reason = "length"
+            return False
+        work.give(given)
+        self._tell(work)
+        return True
+
+    async def _results(self, work: Work, found: list[ToolCall] | Malformed) -> list[ToolResult]:
+        """One after the other, as they may depend on each other."""
+        if isinstance(found, Malformed):
+            return [ToolResult("error", error_text(found.reason))]
+        assert work.session is not None
+        return [ToolResult(call.name, await work.session.call(call.name, call.arguments)) for call in found]
+
+    def _calls(self, partial: Partial, span: VersionSpan) -> list[ToolCall] | Malformed:
+        """Of one turn, whose stop token is no part of a call."""
+        tokens = tokens_of(partial)[span.start : span.end].tolist()
+        said = tokens[:-1] if tokens[-1] in self._stop_ids else tokens
+        assert self._parser is not None
+        return self._parser.calls(self._decoder.text(said, specials=True))
+
+    def _tell(self, work: Work) -> None:
+        """The pool knows all of it: what stands between a whole turn and its result tells of a call that may
+        have been made."""
+        part, start = work.partial, work.told
+        if not self.context.config.rollout.increment_tokens or work.evaluation or work.bound:
+            return
+        spans = [VersionSpan(s.weight_id, max(s.start, start), s.end) for s in part.spans if s.end > start]
+        columns = part.tokens[4 * start :], part.logprobs[4 * start :]
+        told = (work.trajectory_id, work.attempt, start, *columns, spans, part.time_started)
+        self.context.channel.send(Increment(*told, part.called))
+        work.told = part.count
+
+    def _record(self, work: Work, t0: float, what: str) -> None:
+        self.context.trace.record("tool", t0, time.time(), trajectory_id=work.trajectory_id, what=what)
+
+    # ---- rewards -------------------------------------------------------------------------------------------
+
+    async def grade(self, work: Work) -> Score:
+        """By the environment's get_reward. Raises EnvironmentFailed."""
+        assert work.session is not None and work.episode is not None
+        result = await work.session.reward()
+        return Score(result.reward or 0.0, result.parts, "", result.t0, result.t1)
+
+    def let_go(self, work: Work) -> None:
+        """Its environment is not needed any more."""
+        if work.session is not None:
+            work.session.close()
+            work.session = None

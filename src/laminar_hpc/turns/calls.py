@@ -1,0 +1,90 @@
+"""Tool calls in what a model has said, found by SGLang's own parsers. The parser is the first that reads what
+the model's chat template writes for a call.
+
+Importing SGLang's parsers takes seconds and brings torch: done by `CallParser`, in a thread of the rollout
+while its engine starts.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from laminar_hpc.config.errors import LaminarError
+
+_PREFERRED = ("hermes",)  # reads what others of its format want with line breaks
+_ARGUMENTS = {"laminar": "1"}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """`arguments` by name."""
+
+    name: str
+    arguments: dict
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """It was meant as a call, and cannot be read; the model is told."""
+
+    reason: str
+
+
+class CallParser:
+    """`tools`: JSON schemas as OpenAI's API has them; `render`: messages -> text. Raises LaminarError where
+    no parser reads the template's calls."""
+
+    def __init__(self, tools: Sequence[dict], render: Callable[[list[dict]], str]) -> None:
+        from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.environ import envs
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # the model is told
+        envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)  # so that it can be told of those too
+        self._names = [tool["function"]["name"] for tool in tools]
+        given = [Tool.model_validate(tool) for tool in tools]
+        written = _written(render, self._names[0])
+        for name in dict.fromkeys((*_PREFERRED, *FunctionCallParser.ToolCallParserEnum)):
+            try:
+                self._new = partial(FunctionCallParser, given, name)
+                if self.calls(written) == [ToolCall(self._names[0], _ARGUMENTS)]:
+                    self.name = name
+                    return
+            except Exception:  # a parser for other texts, or one that needs a tokenizer
+                continue
+        raise LaminarError(
+            "environment: none of SGLang's tool-call parsers reads what the model's chat template writes for "
+            f"a call: {written[:120]!r}; take a template that writes tool_calls"
+        )
+
+    def calls(self, text: str) -> list[ToolCall] | Malformed:
+        """Of one turn; an empty list is a final answer."""
+        parser = self._new()
+        if not parser.has_tool_call(text):
+            return []
+        _, found = parser.parse_non_stream(text)
+        if not found:
+            return Malformed("the tool call could not be read: write it as JSON with a name and arguments")
+        calls = []
+        for item in found:
+            try:
+                arguments = json.loads(item.parameters or "{}")
+            except ValueError:
+                arguments = None
+            if item.name not in self._names:
+                return Malformed(f"there is no tool {item.name!r}; there is: {', '.join(self._names)}")
+            if not isinstance(arguments, dict):
+                return Malformed(f"the arguments of {item.name} are no JSON object")
+            calls.append(ToolCall(item.name, arguments))
+        return calls
+
+
+def _written(render: Callable[[list[dict]], str], name: str) -> str:
+    """A call as the template writes it, with what stands around it in the assistant's turn."""
+    user = {"role": "user", "content": "0"}
+    call = {"id": "000000000", "type": "function", "function": {"name": name, "arguments": _ARGUMENTS}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    before, whole = render([user]), render([user, said])
+    return whole[len(before) :] if whole.startswith(before) else whole

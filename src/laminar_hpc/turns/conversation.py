@@ -1,0 +1,124 @@
+"""A conversation as token ids that only ever grows: token in, token out.
+
+    prompt | drawn, with its stop token | given: results, up to the next answer | drawn | given | drawn
+
+The first prompt is rendered once, and what the policy has drawn stays as it was drawn: nothing is decoded and
+encoded again. What is given between two turns is what the model's chat template writes behind an assistant's
+content, taken from a rendering of a short conversation, whose assistant says MARK. Pure: it knows a template
+and a tokenizer as functions, no engine and no environment.
+"""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from laminar_hpc.config.errors import LaminarError
+
+Messages = list[dict]
+MARK = "0LAMINAR0"  # survives templates that trim
+_SHOWN = 60  # characters of a rendering that an error shows
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool said, as the model reads it."""
+
+    name: str
+    content: str
+
+
+class Conversation:
+    """One model's. `render`: messages -> the text up to where the next answer begins, tools included;
+    `encode`: text -> token ids, special tokens as such; `specials`: their texts; `stop_ids`: those that end
+    a turn. Raises LaminarError for a template whose conversations do not only grow."""
+
+    def __init__(
+        self,
+        render: Callable[[Messages], str],
+        encode: Callable[[str], list[int]],
+        specials: Collection[str],
+        stop_ids: Collection[int],
+        thinks: bool = False,
+    ) -> None:
+        """`thinks`: the template knows of <think>, so that is tried too."""
+        self._render, self._encode = render, encode
+        self._specials = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "$^")
+        _, mark, self.closing = render([_user(MARK)]).partition(MARK)
+        if not mark:
+            raise LaminarError(f"{_TEMPLATE} leaves out what the user says")
+        self._check(stop_ids, "{}")
+        if thinks:
+            self._check(stop_ids, "<think>\n{}\n</think>\n\n{}")
+
+    def opening(self, observation: str) -> list[int]:
+        """What follows on a prompt that was cut before `closing`: more of the last user's words, and the
+        rest."""
+        return self._encode(self._plain(observation) + self.closing)
+
+    def between(self, last: int, results: Sequence[ToolResult]) -> list[int]:
+        """What is given behind a turn whose last token is `last`. The template's own end of a turn is not
+        doubled, nor the mark of a role that has ended the turn; the separators behind it are restored."""
+        given = self._encode(self._behind([_assistant(MARK), *map(self._message, results)]))
+        return given[1:] if given[:1] == [last] else given
+
+    def _behind(self, messages: Messages) -> str:
+        text = self._render([_user("0"), *messages])
+        _, mark, behind = text.partition(MARK)
+        if not mark:
+            raise LaminarError(f"{_TEMPLATE} leaves out what the assistant says")
+        return behind
+
+    def _message(self, result: ToolResult) -> dict:
+        """Some templates want a call's id, of nine letters."""
+        content = self._plain(result.content)
+        return {"role": "tool", "name": result.name, "content": content, "tool_call_id": "000000000"}
+
+    def _plain(self, text: str) -> str:
+        """An environment's text cannot end a turn or begin another role's."""
+        return self._specials.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", text)
+
+    def _check(self, stop_ids: Collection[int], pattern: str) -> None:
+        """Three turns with tools, token by token: the conversation that has grown is the one that the
+        template writes."""
+        messages = [_user("0")]
+        grown = self._render(messages)
+        ids = self._encode(grown)
+        for word in ("1", "2", "3"):
+            said, result = pattern.format(word, word), ToolResult("tool", f"4{word}")
+            behind = self._behind([_assistant(MARK), self._message(result)])
+            first = self._encode(behind)[:1]
+            if not first or first[0] not in stop_ids:
+                raise LaminarError(
+                    f"{_TEMPLATE} ends an assistant's turn with token {first}, which is none of the "
+                    f"stop tokens {sorted(stop_ids)}: name it as eos_token_id in generation_config.json"
+                )
+            grown += said + behind
+            ids += [*self._encode(said), *first, *self.between(first[0], [result])]
+            messages += [_assistant(said), self._message(result)]
+            self._compare(self._render(messages), grown, ids)
+
+    def _compare(self, text: str, grown: str, ids: list[int]) -> None:
+        if text != grown:
+            pairs = enumerate(zip(text, grown, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(text), len(grown)))
+            now, before = text[at : at + _SHOWN], grown[at : at + _SHOWN]
+            raise LaminarError(
+                f"{_TEMPLATE} rewrites earlier turns (it writes {now!r} where {before!r} stood): what is "
+                "trained would not be what the model sees; take a template that keeps them"
+            )
+        if self._encode(text) != ids:
+            raise LaminarError(
+                f"{_TEMPLATE} and its tokenizer do not split a turn as it was drawn: what is trained would "
+                "not be what the model sees; take another template"
+            )
+
+
+_TEMPLATE = "environment: the model's chat template"
+
+
+def _user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def _assistant(content: str) -> dict:
+    return {"role": "assistant", "content": content}

@@ -1,0 +1,62 @@
+"""One trajectory of several turns as a pure state machine: what its next step is, and what is known of it at
+the end. Owns no task, no process and no clock.
+
+    turn ends -> calls, within the limits -> results -> next turn
+              -> a final answer, or a limit  -> it ends, with a finish reason
+
+A trajectory that is cut by a limit is graded on what is there; its finish reason says which limit it was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from laminar_hpc.config.schema import EnvironmentConfig
+
+ENDS = ("stop", "length", "turns", "calls", "time")  # finish reasons: the answer, or the limit that it met
+
+
+@dataclass
+class Episode:
+    """`began`: when its first token was asked for, in seconds since the Unix epoch."""
+
+    limits: EnvironmentConfig
+    began: float
+    turns: int = 0
+    calls: int = 0
+    tool_seconds: float = 0.0
+    later_tokens: int = 0  # of the prompts of turns after the first
+    cached_tokens: int = 0  # of those, taken from the prefix cache
+    names: dict[str, int] = field(default_factory=dict)  # of tools, how often each was called
+
+    def turn(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """A turn has ended, for which the engine was sent so many tokens."""
+        if self.turns:
+            self.later_tokens += prompt_tokens
+            self.cached_tokens += cached_tokens
+        self.turns += 1
+
+    def limit(self, wanted: Sequence[str], now: float) -> str:
+        """Which limit keeps the turn's calls from being made and answered; "" is none."""
+        if self.turns >= self.limits.max_turns:
+            return "turns"
+        if self.calls + len(wanted) > self.limits.max_tool_calls:
+            return "calls"
+        return "time" if self.seconds_left(now) <= 0 else ""
+
+    def seconds_left(self, now: float) -> float:
+        """Of the whole trajectory's time."""
+        return self.limits.max_seconds - (now - self.began)
+
+    def called(self, wanted: Sequence[str], seconds: float) -> None:
+        """Its turn's calls have been answered, in so many seconds."""
+        self.calls += len(wanted)
+        self.tool_seconds += seconds
+        for name in wanted:
+            self.names[name] = self.names.get(name, 0) + 1
+
+    def figures(self) -> dict[str, float]:
+        """For the trajectory's record; the cached share only where there was a later turn."""
+        found = {"turns": self.turns, "tool_calls": self.calls, "tool_seconds": self.tool_seconds}
+        if self.later_tokens:
+            found["cached_share"] = self.cached_tokens / self.later_tokens
+        return {f"environment.{name}": float(value) for name, value in found.items()}

@@ -1,0 +1,129 @@
+"""What an environment worker has of the user: a function as a tool, or a class with tools (TRL's environment
+contract). Called by environments/reward_worker.py, as rewards are.
+
+An environment whose methods are all coroutines shares its process and event loop with others; any other has a
+process to itself (turns/pool.py sees to it), so that it may block, and be ended.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.reward_protocol import MAX_ERROR, Call, Result
+from laminar_hpc.environments.reward_styles import RewardFault, accepted, checked
+from laminar_hpc.turns.tools import PythonTool, as_text, error_text
+
+_NOT_TOOLS = ("reset", "get_reward")
+MAX_TEXT = 1 << 20  # characters of what a tool returns; more is cut in the middle
+
+
+class NoSession(RewardFault):
+    """It was never begun here."""
+
+    fault = "session"
+
+
+class Tool:
+    """A function. What it raises, the model reads."""
+
+    rewards = False
+
+    def __init__(self, function: Callable, label: str) -> None:
+        self._tool = PythonTool(function, label)
+        self.is_async, self.tools = self._tool.is_async, [self._tool.schema]
+
+    def call(self, call: Call) -> object:
+        return _called(self._tool, call.arguments)
+
+    def result(self, call: Call, value: object, t0: float) -> Result:
+        return _told(call, value, t0)
+
+
+class Environment:
+    """A class, and its instances by session. `label`: what errors call it."""
+
+    def __init__(self, factory: Callable, label: str) -> None:
+        self._factory, self._instances = factory, dict[int, object]()
+        methods = {
+            name: member
+            for name, member in inspect.getmembers(factory, inspect.isfunction)
+            if not name.startswith("_")
+        }
+        if "reset" not in methods:
+            raise LaminarError(f"{label} has no reset(**row): an environment is a class with reset and tools")
+        made = {name: PythonTool(_unbound(m), label) for name, m in methods.items() if name not in _NOT_TOOLS}
+        if not made:
+            raise LaminarError(f"{label} has no public method beside reset and get_reward: it has no tools")
+        self.tools = [tool.schema for tool in made.values()]
+        self.rewards = "get_reward" in methods
+        self._parameters = inspect.signature(_unbound(methods["reset"])).parameters
+        self.is_async = all(inspect.iscoroutinefunction(method) for method in methods.values())
+        self._label, self._runner = label, asyncio.Runner()
+
+    def call(self, call: Call) -> object:
+        """What the method returns, to be awaited if all of them are."""
+        value = self._call(call)
+        if not self.is_async and inspect.iscoroutine(value):
+            return self._runner.run(value)
+        return value
+
+    def _call(self, call: Call) -> object:
+        if call.method == "":
+            return self._instances.pop(call.session, None) and None
+        if call.method == "reset":
+            instance = self._instances[call.session] = self._factory()
+            return instance.reset(**accepted(call.row, self._parameters))
+        if (found := self._instances.get(call.session)) is None:
+            raise NoSession("its environment is not here")
+        method = getattr(found, call.method)
+        if call.method == "get_reward":
+            return method()
+        return _called(PythonTool(method, self._label), call.arguments)
+
+    def result(self, call: Call, value: object, t0: float) -> Result:
+        """Raises RewardFault for a reward that is none."""
+        if call.method == "get_reward":
+            number, parts = checked(value, "laminar")
+            return Result(call.id, number, parts, t0, time.time())
+        return _told(call, value, t0)
+
+
+def _unbound(method: Callable) -> Callable:
+    """A method as the model sees it: without self."""
+
+    def shown() -> None: ...
+
+    signature = inspect.signature(method)
+    shown.__name__, shown.__doc__ = method.__name__, inspect.getdoc(method)
+    shown.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
+    shown.__annotations__ = {k: v for k, v in inspect.get_annotations(method, eval_str=True).items()}
+    return shown
+
+
+def _called(tool: PythonTool, arguments: dict) -> object:
+    """What it returns; in place of what it raises an error for the model."""
+    try:
+        value = tool(arguments)
+    except Exception as error:
+        return error_text(tool.reason(error)[:MAX_ERROR])
+    return _awaited(tool, value) if inspect.isawaitable(value) else value
+
+
+async def _awaited(tool: PythonTool, value: Awaitable[object]) -> object:
+    try:
+        return await value
+    except Exception as error:
+        return error_text(tool.reason(error)[:MAX_ERROR])
+
+
+def _told(call: Call, value: object, t0: float) -> Result:
+    text = None if value is None and call.method == "reset" else _cut(as_text(value))
+    return Result(call.id, None, {}, t0, time.time(), text=text)
+
+
+def _cut(text: str) -> str:
+    half = MAX_TEXT // 2
+    left_out = len(text) - MAX_TEXT
+    return text if left_out <= 0 else f"{text[:half]}\n... {left_out} characters ...\n{text[-half:]}"

@@ -1,0 +1,104 @@
+"""A Python function as a tool: its JSON schema from its types and docstring, and its call with arguments that
+are checked against the types. Used in environment workers; no torch."""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from typing import Any, cast
+
+import pydantic
+
+from laminar_hpc.config.errors import LaminarError
+
+_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.M)
+_ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
+
+
+class PythonTool:
+    """`label`: what errors call it. Raises LaminarError for a function without types or a docstring."""
+
+    def __init__(self, function: Callable, label: str) -> None:
+        self.name: str = function.__name__
+        self.is_async = inspect.iscoroutinefunction(function)
+        self.schema = {"type": "function", "function": _schema(function, label)}
+        self._call, self._title = pydantic.validate_call(function), function.__qualname__
+
+    def __call__(self, arguments: dict) -> object:
+        """What the function returns, or an awaitable of it. Either may raise ValidationError."""
+        return self._call(**arguments)
+
+    def reason(self, error: Exception) -> str:
+        """Why a call or its awaitable has failed, in words for the model."""
+        own = isinstance(error, pydantic.ValidationError) and error.title in (self._title, self.name)
+        if isinstance(error, pydantic.ValidationError) and own:
+            return "; ".join(_words(each) for each in error.errors())
+        return f"{type(error).__name__}: {error}"
+
+
+def as_text(value: object) -> str:
+    """What a tool returned, for the model: a text as it is, anything else as JSON where it can be."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def error_text(reason: str) -> str:
+    """What the model reads when a call has failed."""
+    return json.dumps({"error": reason}, ensure_ascii=False)
+
+
+def _words(error: Any) -> str:
+    place = ".".join(str(part) for part in error["loc"])
+    return f"{place}: {error['msg']}"
+
+
+def _schema(function: Callable, label: str) -> dict:
+    """{name, description, parameters} as OpenAI's API has it."""
+    text, signature = inspect.getdoc(function) or "", inspect.signature(function)
+    untyped = [p.name for p in signature.parameters.values() if p.annotation is inspect.Parameter.empty]
+    if untyped or not text:
+        missing = f"no type of its argument {untyped[0]}" if untyped else "no docstring"
+        raise LaminarError(
+            f"{label}: {function.__name__} has {missing}, which tells the model how to call it"
+        )
+    try:
+        parameters = pydantic.TypeAdapter[Any](cast(Any, function)).json_schema()
+    except pydantic.errors.PydanticUserError as error:
+        shown = str(error).splitlines()[0]
+        raise LaminarError(
+            f"{label}: {function.__name__} has types without a JSON schema ({shown})"
+        ) from None
+    if "properties" not in parameters:
+        raise LaminarError(
+            f"{label}: {function.__name__} takes positional arguments only; a tool's have names"
+        )
+    described = _descriptions(text)
+    for name, of_one in parameters["properties"].items():
+        of_one.pop("title", None)
+        of_one |= {"description": described[name]} if name in described else {}
+    parameters.pop("additionalProperties", None)
+    return {
+        "name": function.__name__,
+        "description": _SECTION.split(text)[0].strip(),
+        "parameters": parameters,
+    }
+
+
+def _descriptions(text: str) -> dict[str, str]:
+    """Of arguments, from a docstring in Google's style."""
+    found, last = dict[str, str](), ""
+    parts = _SECTION.split(text)
+    for title, body in zip(parts[1::2], parts[2::2], strict=True):
+        if title not in ("Args", "Arguments", "Parameters"):
+            continue
+        for line in body.strip("\n").splitlines():
+            if (match := _ARGUMENT.match(line.strip())) and len(line) - len(line.lstrip()) <= 4:
+                last = match[1]
+                found[last] = match[2]
+            elif last and line.strip():
+                found[last] += " " + line.strip()
+    return found

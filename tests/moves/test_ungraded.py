@@ -1,0 +1,68 @@
+"""docs/architecture.md#graded: a trajectory whose environment fails again and again takes its group out of
+training, message by message."""
+
+from pathlib import Path
+
+import pytest
+from script import Script, samples_of
+from stand import small_config
+
+from audits import assert_clean
+from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.rollouts import Drop, Grant, Lost
+from laminar_hpc.policies import filtering
+
+
+def working(tmp_path: Path, prompts: int = 4) -> tuple[Script, list[Grant]]:
+    """Two replicas with two groups of two each."""
+    config = small_config(tmp_path, replicas=2, steps=4)
+    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = prompts, 2
+    config.pipeline.local_batch_groups = 2
+    script = Script(config)
+    script.publish(0, 0)
+    grants = []
+    for index in range(2):
+        script.rollout(index)
+        script.asks(index, 0)
+        grant = script.granted(index)
+        assert grant is not None
+        grants.append(grant)
+    return script, grants
+
+
+def fails(script: Script, replica: int, trajectory_id: int, attempt: int) -> None:
+    script.hear("rollout", replica, Lost(trajectory_id, attempt, "no shelf", ungraded=True))
+
+
+def sent(script: Script, replica: int, kind: type[Message]) -> list[Message]:
+    return [m for m in script.hub.left.get(f"rollout:{replica}:", []) if isinstance(m, kind)]
+
+
+def test_its_group_is_given_up_and_its_number_is_free(tmp_path: Path) -> None:
+    """Once it is tried again, elsewhere perhaps; then all samples of the group are taken from whoever has
+    them, finished ones too, another group may be granted in its place, and the records are whole."""
+    script, (first, second) = working(tmp_path)
+    lost, other, *_ = samples_of(first)
+    tracker = script.controller.tracker
+    group_id, counted = first.groups[0].group_id, tracker.counted
+    fails(script, 0, lost, 0)
+    assert group_id in tracker.groups and tracker.groups[group_id].samples[lost].is_open
+    script.asks(1, 0, newest_batch=second.batch_id)
+    again = script.granted(1)
+    assert again is not None and samples_of(again).get(lost) == 1
+    fails(script, 1, lost, 1)
+    assert group_id not in tracker.groups and tracker.counted == counted + len(again.groups) - 2
+    (drop,) = sent(script, 0, Drop)
+    assert isinstance(drop, Drop) and [(s.trajectory_id, s.attempt) for s in drop.samples] == [(other, 0)]
+    script.hear("rollout", 0, Lost(other, 0, "late"))
+    assert tracker.counts.reports_refused == 1 and not script.controller.state.failure
+    rows = script.controller.store._db.execute("SELECT state, reason FROM groups WHERE id = ?", (group_id,))
+    assert rows.fetchone() == ("given_up", f"{filtering.UNGRADED}: no shelf")
+    script.closes()
+    assert_clean(Path(script.controller.config.run_dir))
+
+
+@pytest.mark.parametrize("in_a_row, ends", [(3, False), (4, True)])
+def test_how_many_are_too_many(in_a_row: int, ends: bool) -> None:
+    """A whole batch of groups in a row: then the run ends in one line."""
+    assert filtering.environments_fail(in_a_row, 4) == ends

@@ -1,0 +1,102 @@
+"""Calls are read by SGLang's own parsers; what cannot be read is told to the model."""
+
+from pathlib import Path
+
+import pytest
+from chats import SEPARATED, save
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.turns.calls import CallParser, Malformed, ToolCall
+from laminar_hpc.turns.model import with_tools
+from laminar_hpc.turns.tools import PythonTool
+
+
+def add(a: int, b: float = 2.0) -> float:
+    """Adds.
+
+    Args:
+        a: the first,
+            an integer
+        b (float): the second
+
+    Returns:
+        the sum
+    """
+    return a + b
+
+
+TOOLS = [PythonTool(add, "here").schema]
+PYTHONIC = (
+    SEPARATED.replace("<tool_call>\n{", "{{ '[' }}")
+    .replace("}\n</tool_call>", "]")
+    .replace(
+        '"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}',
+        "{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})",
+    )
+)
+
+
+def call(text: str) -> str:
+    return f"so <tool_call>{text}</tool_call>"
+
+
+def test_what_a_model_says(tmp_path: Path) -> None:
+    """A final answer, one call, two calls, and every way of getting one wrong."""
+    model = str(save(tmp_path, SEPARATED, ["<|end|>"]))
+    parser = CallParser(TOOLS, with_tools(model, TOOLS))
+    one = '{"name": "add", "arguments": {"a": 1}}'
+    assert parser.calls("the answer is 3") == []
+    assert parser.calls(call(one)) == [ToolCall("add", {"a": 1})]
+    assert parser.calls(call(one) + call(one)) == [ToolCall("add", {"a": 1})] * 2
+    for text, words in (
+        ('{"name": "add", "argu', "could not be read"),
+        ("", "could not be read"),
+        ("7", "could not be read"),
+        ('{"name": "sub", "arguments": {}}', "there is no tool 'sub'; there is: add"),
+        ('{"name": "add", "arguments": [1]}', "no JSON object"),
+    ):
+        found = parser.calls(call(text))
+        assert isinstance(found, Malformed) and words in found.reason, text
+
+
+def test_the_parser_is_that_of_the_template(tmp_path: Path) -> None:
+    """Another format is read by another parser; a template without one is refused."""
+    pythonic = str(save(tmp_path / "pythonic", PYTHONIC, ["<|end|>"]))
+    parser = CallParser(TOOLS, with_tools(pythonic, TOOLS))
+    assert parser.calls("[add(a=1)]") == [ToolCall("add", {"a": 1})]
+    silent = str(save(tmp_path / "silent", SEPARATED.split("{% for c in")[0] + "{% endfor %}", ["<|end|>"]))
+    with pytest.raises(LaminarError, match="none of SGLang's tool-call parsers reads"):
+        CallParser(TOOLS, with_tools(silent, TOOLS))
+
+
+def test_a_function_is_described_as_the_model_wants_it() -> None:
+    """Its schema has types, defaults and the docstring's words."""
+    assert TOOLS[0]["function"] == {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "the first, an integer"},
+                "b": {"type": "number", "default": 2.0, "description": "the second"},
+            },
+            "required": ["a"],
+        },
+    }
+
+
+def untyped(a):  # type: ignore[no-untyped-def]
+    """Does."""
+
+
+def silent(a: int) -> int:
+    return a
+
+
+@pytest.mark.parametrize(
+    "function, words", [(untyped, "no type of its argument a"), (silent, "no docstring")]
+)
+def test_what_is_no_tool(function, words) -> None:
+    """One line that says what the model would lack."""
+    with pytest.raises(LaminarError, match=words):
+        PythonTool(function, "environment.tools: x")

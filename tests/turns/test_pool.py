@@ -1,0 +1,184 @@
+"""Environments in worker processes: TRL's contract, functions as tools, and what becomes of those that raise,
+hang or die."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import EnvironmentConfig
+from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool
+
+MODULE = '''
+import asyncio, os, time
+
+def double(x: int) -> dict:
+    """Doubles.
+
+    Args:
+        x: what
+    """
+    if x == 13: raise ValueError("unlucky")
+    if x == 14: os._exit(3)
+    if x == 15: time.sleep(60)
+    return {"twice": 2 * x, "pid": os.getpid()}
+
+async def slowly(x: int) -> str:
+    """Waits a little."""
+    await asyncio.sleep(0.01)
+    return f"slow {x}"
+
+class Counter:
+    """As in TRL: no argument to make one, reset takes the row."""
+    def __init__(self):
+        self.n = 0
+
+    def reset(self, **row) -> str | None:
+        self.n = row["start"]
+        return f"at {self.n}" if self.n else None
+
+    def add(self, by: int) -> int:
+        """Adds.
+
+        Args:
+            by: how much
+        """
+        if by == 13: raise ValueError("unlucky")
+        if by == 14: os._exit(3)
+        if by == 15: time.sleep(60)
+        self.n += by
+        return self.n
+
+    def pid(self) -> int:
+        """Its process."""
+        return os.getpid()
+
+    def get_reward(self) -> float:
+        return float("nan") if self.n == 99 else self.n / 10
+
+class Waiting:
+    async def reset(self, start: int) -> None:
+        self.n = start
+
+    async def add(self, by: int) -> str:
+        """Adds."""
+        await asyncio.sleep(60 if by == 15 else 0.01)
+        self.n += by
+        return f"now {self.n}"
+
+    async def pid(self) -> int:
+        """Its process."""
+        return os.getpid()
+
+    async def get_reward(self) -> dict:
+        return {"reward": self.n, "accuracy": 1.0}
+
+class Bare:
+    def get_reward(self) -> float:
+        return 0.0
+'''
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EnvironmentPool]:
+    (tmp_path / "environments_of_pool_test.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+
+    def make(*tools: str, factory: str = "", seconds: float = 1.0) -> EnvironmentPool:
+        module = "environments_of_pool_test."
+        config = EnvironmentConfig(module + factory if factory else "", [module + t for t in tools])
+        config.timeout_seconds = seconds
+        return EnvironmentPool(config)
+
+    return make
+
+
+async def test_functions(pool) -> None:
+    """Each call of a plain one is in a process; what it raises, and that it hung or died, the model reads."""
+    tools = pool("double", "slowly")
+    await tools.start()
+    try:
+        assert [tool["function"]["name"] for tool in tools.tools] == ["double", "slowly"]
+        session = await tools.open({})
+        assert session.observation is None
+        assert json.loads(await session.call("double", {"x": "4"}))["twice"] == 8
+        assert await session.call("slowly", {"x": 1}) == "slow 1"
+        said = [await session.call("double", given) for given in ({"x": 13}, {"y": 1}, {"x": 14}, {"x": 15})]
+        assert [json.loads(text)["error"] for text in said] == [
+            "ValueError: unlucky",
+            "x: Missing required argument; y: Unexpected keyword argument",
+            "the process of double ended",
+            "no result within 1 s",
+        ]
+        session.close()
+    finally:
+        await tools.close()
+
+
+@pytest.mark.parametrize("factory", ["Counter", "Waiting"])
+async def test_sessions(pool, factory: str) -> None:
+    """Of the same class side by side, each with a state of its own; plain ones in a process each."""
+    environments = pool(factory=factory, seconds=20.0)
+    await environments.start()
+    try:
+        assert environments.rewards and len(environments.tools) == 2
+        first, second = await asyncio.gather(*(environments.open({"start": n, "q": "x"}) for n in (0, 5)))
+        said = await asyncio.gather(*(session.call("add", {"by": 2}) for session in (first, second)))
+        assert [text[-1] for text in said] == ["2", "7"]
+        pids = [await session.call("pid", {}) for session in (first, second)]
+        assert (pids[0] == pids[1]) == (factory == "Waiting")
+        assert (second.observation == "at 5") == (factory == "Counter") and first.observation is None
+        rewards = [(await session.reward()).reward for session in (first, second)]
+        assert rewards == ([0.2, 0.7] if factory == "Counter" else [2.0, 7.0])
+        first.close()
+        assert json.loads(await second.call("add", {"by": "many"}))["error"].startswith("by: Input should be")
+    finally:
+        await environments.close()
+
+
+async def test_failures_are_told_apart(pool) -> None:
+    """What a method raises the model reads; a process that dies, a call that hangs, a reset that raises and a
+    reward that is none are nobody's answer, and others go on."""
+    environments = pool(factory="Counter")
+    await environments.start()
+    try:
+        good, dies, hangs, wrong = [await environments.open({"start": 99}) for _ in range(4)]
+        assert json.loads(await good.call("add", {"by": 13})) == {"error": "ValueError: unlucky"}
+        with pytest.raises(EnvironmentFailed, match="its process ended in add"):
+            await dies.call("add", {"by": 14})
+        with pytest.raises(EnvironmentFailed, match="add did not return in time"):
+            await hangs.call("add", {"by": 15})
+        with pytest.raises(EnvironmentFailed, match="get_reward: it returned reward=nan"):
+            await wrong.reward()
+        with pytest.raises(EnvironmentFailed, match="reset: KeyError: 'start'"):
+            await environments.open({})
+        assert await good.call("add", {"by": 1}) == "100" and (await good.reward()).reward == 10.0
+        for session in (good, dies, hangs, wrong):
+            session.close()
+    finally:
+        await environments.close()
+
+
+async def test_an_async_call_that_hangs_leaves_the_others(pool) -> None:
+    """They share a process."""
+    environments = pool(factory="Waiting")
+    await environments.start()
+    try:
+        hangs, good = [await environments.open({"start": 1}) for _ in range(2)]
+        waiting = asyncio.create_task(hangs.call("add", {"by": 15}))
+        assert await good.call("add", {"by": 1}) == "now 2"
+        with pytest.raises(EnvironmentFailed, match="add: no result within 1 s"):
+            await waiting
+        assert await good.call("add", {"by": 1}) == "now 3"
+    finally:
+        await environments.close()
+
+
+@pytest.mark.parametrize("name, words", [("Bare", "has no reset"), ("Nobody", "has no 'Nobody'")])
+async def test_what_is_no_environment(pool, name: str, words: str) -> None:
+    """One line before anything starts."""
+    with pytest.raises(LaminarError, match=words):
+        await pool(factory=name).start()
