@@ -271,7 +271,7 @@ def _child(
         os._exit(0)
 
 
-def _worker(fd: int, together: bool, rewards: dict[str, Reward] | None) -> None:
+def _worker(fd: int, together: bool, rewards: dict[str, Served] | None) -> None:
     try:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # the random module sees to itself
