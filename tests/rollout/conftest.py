@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[1] / "turns"))
 
 from engines import Pair, start_pair
 from laminar_hpc.weights.slots import SlotWriter

@@ -13,6 +13,7 @@ import psutil
 from engines import engine_config, fill_slot, make_model
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.in_order import InOrder
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.messages.data import Message, PromptGroup, Sample
 from laminar_hpc.messages.membership import Welcome
@@ -110,7 +111,8 @@ class Controller:
 class Replica:
     """A worker in a thread, with its controller, its relay's slots, and two models to serve."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, adjust: Callable[[RunConfig], None] = lambda _: None) -> None:
+        """`adjust` changes its configuration, and its models' folders."""
         self.folder = folder
         self.models = [make_model(folder / f"model{seed}", seed) for seed in (0, 1)]
         (folder / "scorer_for_worker_test.py").write_text(SCORER)
@@ -118,6 +120,7 @@ class Replica:
         config.relay.shm_dir = str(folder)
         config.reward.function = "scorer_for_worker_test.score"
         config.reward.timeout_seconds = 60.0
+        adjust(config)
         self.writer = SlotWriter(str(folder), "run", 3, self.models[0])
         self.controller = Controller()
         self.trace = Trace(folder, "rollout", 0)

@@ -8,7 +8,7 @@ def test_limits_on_turns_calls_and_time() -> None:
     """The first that is met ends it; calls of one turn are made all or not at all."""
     limits = EnvironmentConfig(max_turns=3, max_tool_calls=2, max_seconds=10.0)
     episode = Episode(limits, began=100.0)
-    episode.turn(50, 0)
+    episode.turn(0, 40)
     assert episode.limit(["a"], 109.0) == "" and episode.limit(["a"], 110.0) == "time"
     assert episode.limit(["a"] * 3, 101.0) == "calls"
     episode.called(["a", "b"], 1.5)

@@ -89,15 +89,16 @@ class Episodes:
                 if not await self._answered(work, work.episode):
                     whole = True
                     return Outcome()
+            seen = 0  # tokens that this engine has had
             while True:
-                sent = len(work.group.prompt_tokens) + work.partial.count
                 work.cached_tokens, before = 0, work.partial.tokens
                 outcome = await turn(work)
                 if outcome.moved_away or outcome.lost is not None:
                     return outcome
                 if not work.partial.tokens.startswith(before):
                     return Outcome(lost="its earlier turns are not what they were")
-                work.episode.turn(sent, work.cached_tokens)
+                work.episode.turn(seen, work.cached_tokens)
+                seen = len(work.group.prompt_tokens) + work.partial.count
                 if not await self._answered(work, work.episode):
                     whole = True
                     return outcome

@@ -24,15 +24,15 @@ class Episode:
     turns: int = 0
     calls: int = 0
     tool_seconds: float = 0.0
-    later_tokens: int = 0  # of the prompts of turns after the first
+    seen_tokens: int = 0  # of the prompts of all turns, those that the engine has had before
     cached_tokens: int = 0  # of those, taken from the prefix cache
     names: dict[str, int] = field(default_factory=dict)  # of tools, how often each was called
 
-    def turn(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A turn has ended, for which the engine was sent so many tokens."""
-        if self.turns:
-            self.later_tokens += prompt_tokens
-            self.cached_tokens += cached_tokens
+    def turn(self, seen_tokens: int, cached_tokens: int) -> None:
+        """A turn has ended, of whose prompt the engine has had so many tokens before."""
+        if seen_tokens:
+            self.seen_tokens += seen_tokens
+            self.cached_tokens += min(cached_tokens, seen_tokens)
         self.turns += 1
 
     def limit(self, wanted: Sequence[str], now: float) -> str:
@@ -57,6 +57,6 @@ class Episode:
     def figures(self) -> dict[str, float]:
         """For the trajectory's record; the cached share only where there was a later turn."""
         found = {"turns": self.turns, "tool_calls": self.calls, "tool_seconds": self.tool_seconds}
-        if self.later_tokens:
-            found["cached_share"] = self.cached_tokens / self.later_tokens
+        if self.seen_tokens:
+            found["cached_share"] = self.cached_tokens / self.seen_tokens
         return {f"environment.{name}": float(value) for name, value in found.items()}
