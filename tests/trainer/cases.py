@@ -21,6 +21,7 @@ from laminar_hpc.messages.chain import RelayHas
 from laminar_hpc.messages.publication import Published
 from laminar_hpc.trainer import control
 from laminar_hpc.trainer.agreement import Agreement
+from laminar_hpc.trainer.canonical import files
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron import head
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
@@ -29,6 +30,7 @@ from laminar_hpc.trainer.step.microbatch import MicroBatch, make_microbatch
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import chunks
 
+FILE_BYTES = files.FILE_BYTES
 ROWS = 7  # of a chunk of logits, see `in_chunks`
 
 
@@ -81,6 +83,40 @@ def train(
         "names": names,
         "metadata": [(name, shape) for name, shape, _ in policy.canonical_metadata()],
     }
+
+
+def save_in_shares(model: str, settings: dict, run_dir: str) -> dict[str, object]:
+    """A step of training and its checkpoint, with files of hf/ as small as may be: the bytes that this rank
+    writes of optimizer and weights, the items that the embeddings' padding adds, the weights, on rank 0, and
+    the state's hash."""
+    files.FILE_BYTES = 1 << 10
+    try:
+        policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
+        learner = Learner(policy.config, policy)
+        checkpointer = Checkpointer(Path(run_dir), policy, learner)
+        learner.train(tiny.step_batch(tiny.make_batch(seed=1)), 0, lambda: None)
+        _, state_hash = checkpointer.save(1)
+    finally:
+        files.FILE_BYTES = FILE_BYTES
+    kept = checkpointer._copies._kept
+    shards = sum(buffer.nbytes for name, buffer in kept.items() if name.startswith("shard "))
+    rows = policy.transformer.hidden_size * (policy.gpt.vocab_size - policy.shape.vocab)
+    return {
+        "shards": shards,
+        "hf": sum(buffer.nbytes for buffer in kept.values()) - shards,
+        "padding": rows * (1 if policy.shape.tied else 2),
+        "weights": {name: t.clone() for name, t in policy.canonical_tensors()},
+        "hash": state_hash,
+    }
+
+
+def load_shares(model: str, settings: dict, run_dir: str) -> dict[str, object]:
+    """What is loaded of it: the weights, on rank 0, and the state's hash."""
+    policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
+    checkpointer = Checkpointer(Path(run_dir), policy, Learner(policy.config, policy))
+    checkpointer.load(1)
+    weights = {name: t.clone() for name, t in policy.canonical_tensors()}
+    return {"weights": weights, "hash": checkpointer.state_hash()}
 
 
 def gradients(model: str, settings: dict) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ import tiny
 
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.trainer.checkpoint import Checkpointer
+from laminar_hpc.trainer.checkpointing.hf_files import HfFiles
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 
@@ -22,6 +23,7 @@ class Trainer:
                 "algorithm__minibatches_per_step": 2,
                 "optimizer__lr": 1e-3,
                 "optimizer__weight_decay": 0.1,
+                "checkpoint__state_hash": True,
                 **settings,
             },
         )
@@ -34,3 +36,10 @@ class Trainer:
             self.learner.train(tiny.step_batch(tiny.make_batch(seed=100 + step)), step, lambda: None)
             for step in range(first, last)
         ]
+
+
+def save_hf(policy: MegatronPolicy, folder: Path) -> None:
+    """hf/ of a checkpoint alone, by one rank."""
+    folder.mkdir()
+    files = HfFiles(policy, 20.0)
+    files.write(folder, files.collect(None), lambda: None)

@@ -21,6 +21,7 @@ from laminar_hpc.cluster.durable import sync_folder
 from laminar_hpc.cluster.full_disk import NO_ROOM, full_disk_text
 from laminar_hpc.config.errors import PermanentFailure
 from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.trainer.checkpointing.hf_files import HfFiles
 
 HERE = Path(__file__).parent
 
@@ -113,9 +114,7 @@ def test_a_half_written_checkpoint_is_never_seen(
     assert steps(tmp_path) == []
     trainer.checkpointer.save(1)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            trainer.policy, "save_hf", lambda directory: (_ for _ in ()).throw(OSError("disk full"))
-        )
+        patch.setattr(HfFiles, "write", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             trainer.checkpointer.save(2)
     assert steps(tmp_path) == [1]

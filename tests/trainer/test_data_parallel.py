@@ -22,6 +22,7 @@ SETTINGS = {
     "optimizer__lr": 1e-3,
     "optimizer__weight_decay": 0.1,
     "checkpoint__every": 2,
+    "checkpoint__state_hash": True,
 }
 BATCH = {
     "groups": 3,

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.hf import RopeScaling, TensorReader, read_shape, save_directory
+from laminar_hpc.weights.hf import RopeScaling, TensorReader, copy_side_files, read_shape, safetensors_parts
 
 CONFIG = {
     "model_type": "qwen2",
@@ -96,12 +96,12 @@ def test_a_written_directory_names_the_dtype_that_it_holds(tmp_path: Path) -> No
     """Served in bfloat16, so config.json says bfloat16; all other files are copied."""
     source = write(tmp_path, dtype="float32")
     (source / "tokenizer.json").write_text("{}")
-    save_directory(
-        source,
-        tmp_path / "out",
-        [("a", torch.ones(2, dtype=torch.bfloat16)), ("b", torch.zeros(3, 2, dtype=torch.bfloat16).t())],
-    )
+    out, tensors = tmp_path / "out", [("a", torch.ones(2)), ("b", torch.arange(6.0).view(2, 3))]
+    out.mkdir()
+    parts = safetensors_parts([(name, tensor.bfloat16()) for name, tensor in tensors])
+    (out / "model.safetensors").write_bytes(b"".join(parts))
+    copy_side_files(source, out, torch.bfloat16)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**CONFIG, "dtype": "bfloat16"}
     written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written["a"].dtype is torch.bfloat16 and written["b"].shape == (2, 3)
+    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in tensors)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"

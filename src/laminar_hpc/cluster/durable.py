@@ -4,6 +4,7 @@ no torch."""
 import errno
 import hashlib
 import os
+from collections.abc import Callable
 from io import BufferedIOBase
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ _NOT_FOR_FOLDERS = {
     errno.EPERM,
     errno.EISDIR,
 }
+_PIECE_BYTES = 16 << 20  # written and summed at once
 
 
 class FileSum(NamedTuple):
@@ -38,6 +40,44 @@ def seal(path: Path) -> FileSum:
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
         return FileSum(os.fstat(file.fileno()).st_size, _digest(file))
+
+
+class SealedFile:
+    """A new file, written from its beginning to its end and summed on the way, so that nothing is read back.
+    `check` is called before each piece; what it raises ends the writing."""
+
+    def __init__(self, path: Path, check: Callable[[], None]) -> None:
+        self._file, self._sum, self._bytes, self._check = open(path, "wb"), hashlib.sha256(), 0, check  # noqa: SIM115
+
+    def __enter__(self) -> "SealedFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, content: bytes | bytearray | memoryview) -> int:
+        """Raises OSError."""
+        left = memoryview(content).cast("B")
+        for begin in range(0, len(left), _PIECE_BYTES):
+            self._check()
+            piece = left[begin : begin + _PIECE_BYTES]
+            self._file.write(piece)
+            self._sum.update(piece)
+        self._bytes += len(left)
+        return len(left)
+
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        """What is written lies with the system."""
+        self._file.flush()
+
+    def seal(self) -> FileSum:
+        """Waits until all of it is on the disk. Raises OSError."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileSum(self._bytes, self._sum.hexdigest())
 
 
 def difference(path: Path, wanted: FileSum) -> str:

@@ -187,6 +187,9 @@ class CheckpointConfig:
     """the newest so many stay on disk"""
     keep_every: int = number(0, at_least=0)
     """trainer steps; the checkpoints of its multiples stay on disk as well; 0 = none"""
+    state_hash: bool = False
+    """a checkpoint has a SHA-256 over all of the trainer's state, which a resume at its layout compares;
+    training waits for it"""
 
 
 @dataclass

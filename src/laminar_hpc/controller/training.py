@@ -240,9 +240,8 @@ class Training:
             say(console.skipped_line(state.trainer_step, round(skipped), skipped_max))
 
     def on_checkpointed(self, _: Member, saved: Checkpointed) -> None:
-        self._shared.metrics.write(
-            "checkpoint", step=saved.step, path=saved.path, seconds=saved.seconds, state_hash=saved.state_hash
-        )
+        fields = {name: getattr(saved, name) for name in ("step", "path", "seconds", "stalled", "state_hash")}
+        self._shared.metrics.write("checkpoint", **fields)
         if self._archiving:
             self._archiving.checkpointed()
         log.info("checkpoint of step %d in %.1f s: %s", saved.step, saved.seconds, saved.path)

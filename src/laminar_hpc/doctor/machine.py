@@ -9,9 +9,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from laminar_hpc.cluster import leftovers
+from laminar_hpc.cluster.host_memory import usable_memory
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.doctor.findings import GIB, Finding, size_text
 from laminar_hpc.environments.isolation import landlock, tiers
@@ -28,13 +27,6 @@ def usable_cores() -> float:
     cores = float(len(os.sched_getaffinity(0)))
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     return min(cores, int(quota[0]) / int(quota[1])) if len(quota) == 2 and quota[0] != "max" else cores
-
-
-def usable_memory() -> int:
-    """Bytes of memory that are free for new processes, cut by the container's limit."""
-    available = psutil.virtual_memory().available
-    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    return min(available, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else available
 
 
 def machine() -> Iterator[Finding]:

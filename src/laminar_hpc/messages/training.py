@@ -84,12 +84,14 @@ class Leave(Message):
 
 
 class Checkpointed(Message):
-    """The checkpoint of `step` is on the disk; `seconds`: that it took."""
+    """The checkpoint of `step` is on the disk; `seconds`: that it took, of which training stood still for
+    `stalled`."""
 
     step: int
     path: str
     seconds: float
-    state_hash: str  # SHA-256 over weights, optimizer state and RNG
+    state_hash: str  # SHA-256 over weights, optimizer state and RNG; "" without checkpoint.state_hash
+    stalled: float = 0.0
 
 
 class TrainerDone(Message):

@@ -1,40 +1,60 @@
 """Checkpoints: run_dir/checkpoints/step_000020/{hf/, megatron/, rng/, files.json, state.json}, written whole
-or not at all, resumed bit for bit.
+or not at all while training goes on, resumed bit for bit.
 
 Called by trainer/loop.py on every rank. `hf/` is a Hugging Face directory with the weights, `megatron/`
-Megatron's own format (torch_dist) with the optimizer, readable at other parallel layouts. Each rank syncs and
-sums what it has written, and checks its share of the files before a load. Several machines need run_dir on a
-common file system. Every wait is bounded.
+Megatron's own format (torch_dist) with the optimizer; both can be read at other parallel layouts. Training
+stands still while each rank copies what it will write to host memory; a thread writes, syncs and sums it
+(checkpointing/in_flight.py), and rank 0 gives the checkpoint its name. Each rank checks its share of the
+files before a load, and reads what it needs. Several machines need run_dir on a common file system. Every
+wait is bounded.
 """
 
 import hashlib
+import io
 import json
 import logging
+import os
 import shutil
-from collections.abc import Iterable
+import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from laminar_hpc.cluster import checkpoints, durable
 from laminar_hpc.cluster.checkpoints import Damaged, checkpoint_path, read_state
-from laminar_hpc.cluster.durable import FileSum
 from laminar_hpc.config.errors import LaminarError, PermanentFailure
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.trainer.agreement import Agreement
-from laminar_hpc.trainer.control import all_frames
-from laminar_hpc.trainer.megatron.adam import fuse, named_state, restore_step_0, unshare_steps
-from laminar_hpc.trainer.megatron.checkpoint_writer import in_process_strategy
+from laminar_hpc.trainer.checkpointing.copies import HostCopies
+from laminar_hpc.trainer.checkpointing.hf_files import Collected, HfFiles
+from laminar_hpc.trainer.checkpointing.in_flight import InFlight
+from laminar_hpc.trainer.checkpointing.live_state import LiveState, rng_state
+from laminar_hpc.trainer.checkpointing.reports import Part, Reports
+from laminar_hpc.trainer.control import all_frames, from_first
+from laminar_hpc.trainer.megatron.checkpoint_writer import Shards, ShardWriter
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 
 log = logging.getLogger(__name__)
 _ELSEWHERE = "a worker has failed"  # rank 0 says why
+_LAST_SECONDS = 5.0  # for a checkpoint on its way to the disk when this process ends with an error
+
+
+class Saved(NamedTuple):
+    """A checkpoint that has its name. `seconds` since it was begun, of which training stood still for
+    `stalled`; `state_hash` is empty without checkpoint.state_hash."""
+
+    step: int
+    path: Path
+    seconds: float
+    stalled: float
+    state_hash: str
 
 
 class Found(NamedTuple):
@@ -50,27 +70,108 @@ class Checkpointer:
     same calls in the same order. `welcome` names store and gang; a checkpoint of another store is refused."""
 
     def __init__(
-        self, run_dir: Path, policy: MegatronPolicy, learner: Learner, welcome: Welcome | None = None
+        self,
+        run_dir: Path,
+        policy: MegatronPolicy,
+        learner: Learner,
+        welcome: Welcome | None = None,
+        saved: Callable[[Saved], None] = lambda _: None,
     ) -> None:
+        """`saved` is called on rank 0, by another thread, for each checkpoint that has its name."""
         self._run_dir, self._policy, self._learner = Path(run_dir), policy, learner
         self._rank, self._config = dist.get_rank(), policy.config
-        self._welcome = welcome or Welcome("")
+        self._welcome, self._saved = welcome or Welcome(""), saved
         self._ranks = Agreement(self._config.cluster.join_timeout_seconds)
+        self._live = LiveState(policy)
+        self._hf = HfFiles(policy, self._ranks.seconds)
+        self._shards = ShardWriter(lambda mine: bool(self._ranks.first("changed" if mine else "")))
+        self._copies = HostCopies(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._flight: InFlight | None = None
 
     # ---- saving --------------------------------------------------------------------------------------------
 
-    def save(self, step: int) -> tuple[Path, str]:
-        """Writes the checkpoint of `step` and deletes those that checkpoint.keep and keep_every do not keep;
-        returns its path and state hash.
+    def begin(self, step: int) -> str:
+        """Copies what this rank writes of the checkpoint of `step`, and returns its state hash: the rest
+        happens beside the training. Where the machine has no room for the copies it returns when the
+        files are written.
 
-        It appears under its name only when all that every rank has written is on the disk. Raises
-        LaminarError naming the ranks that did not come, or when another gang has taken this one's place.
+        The checkpoint appears under its name only when all that every rank has written is on the disk; then
+        those that checkpoint.keep and keep_every do not keep are deleted. One that is still on its way is
+        waited for. Raises LaminarError naming the ranks that did not come, and what `finish` raises.
         """
-        target = checkpoint_path(self._run_dir, step)
+        self.finish()
+        started, target = time.monotonic(), checkpoint_path(self._run_dir, step)
+        partial = self._open_folder(target)
+        with cuda_as_cpu():
+            shards = self._shards.plan(self._live.sharded(loading=False), partial / "megatron")
+        nbytes = shards.nbytes + self._hf.nbytes
+        copies = self._copies if self._copies.have_room(nbytes) else None
+        if copies is None:
+            text = "no room for a copy of %.1f GB beside the training, which waits until %s is written"
+            log.warning(text, nbytes / 1e9, target.name)
+        else:
+            shards.copy_to(copies)
+        hf, random = self._hf.collect(copies), io.BytesIO()
+        torch.save(rng_state(), random)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        state_hash = self.state_hash() if self._config.checkpoint.state_hash else ""
+        state = {"step": step, "state_hash": state_hash, **self._layout(), **self._origin()}
+        state["skipped_in_a_row"] = self._learner.skipped_in_a_row
+        name = from_first(uuid.uuid4().hex.encode(), self._ranks.seconds, f"checkpoint {target}").decode()
+        stalled = time.monotonic() - started
+
+        def write(check: Callable[[], None]) -> Part:
+            return self._write(partial, shards, hf, random.getvalue(), check)
+
+        def complete(parts: list[Part]) -> None:
+            self._complete(partial, target, shards, state, parts)
+            self._saved(Saved(step, target, time.monotonic() - started, stalled, state_hash))
+
+        self._flight = InFlight(
+            f"checkpoint {target}",
+            Reports(dist.distributed_c10d._get_default_store(), name, self._ranks.size),
+            self._rank,
+            write,
+            complete if self._rank == 0 else None,
+            self._ranks.seconds,
+        )
+        self._flight.start(in_foreground=copies is None)
+        return state_hash
+
+    def poll(self) -> None:
+        """Raises what has gone wrong with the checkpoint on its way, if anything has."""
+        if self._flight is not None:
+            self._flight.poll()
+
+    def finish(self) -> None:
+        """Returns when this rank's part of the checkpoint on its way is on the disk, on rank 0 when it has
+        its name. Raises OSError, and LaminarError when it took too long, when another rank failed, or when
+        another gang has taken this one's place."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.wait()
+
+    def close(self) -> None:
+        """At the end of this process, whatever it ends with: a checkpoint on its way has some seconds, then
+        it gets no name."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.give_up(_LAST_SECONDS)
+
+    def save(self, step: int) -> tuple[Path, str]:
+        """Begins and finishes the checkpoint of `step` on all ranks; its path and state hash."""
+        target, state_hash = checkpoint_path(self._run_dir, step), self.begin(step)
+        self.finish()
+        self._ranks.meet(f"checkpoint {target}")
+        return target, state_hash
+
+    def _open_folder(self, target: Path) -> Path:
+        """Where it is written; empty, and there for all ranks."""
         partial = target.with_name(f".{target.name}")
         if self._rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-            for folder in ("megatron", "rng"):
+            for folder in ("hf", "megatron", "rng"):
                 (partial / folder).mkdir(parents=True)
         self._ranks.meet(f"the folder of checkpoint {target}")
         if not (partial / "rng").is_dir():
@@ -78,32 +179,29 @@ class Checkpointer:
                 f"trainer {self._rank} does not see {partial}: "
                 "run_dir must be on a file system that all trainers share"
             )
-        with cuda_as_cpu():
-            dist_checkpointing.save(
-                self._sharded_state(loading=False), str(partial / "megatron"), in_process_strategy()
-            )
-        torch.save(rng_state(), partial / "rng" / f"{self._rank:05d}.pt")
-        state_hash = self.state_hash()
-        self._policy.save_hf(partial / "hf")
-        mine = {str(path.relative_to(partial)): durable.seal(path) for path in self._written(partial)}
-        self._ranks.meet(f"checkpoint {target}")
-        files = [json.loads(each) for each in self._ranks.gather(json.dumps(mine))]
-        if self._rank == 0:
-            state = {"step": step, "state_hash": state_hash, **self._layout(), **self._origin()}
-            state["skipped_in_a_row"] = self._learner.skipped_in_a_row
-            sums = {name: FileSum(*each) for part in files for name, each in part.items()}
-            checkpoints.publish(partial, target, state, sums, self._check_fence)
-            keep = self._config.checkpoint
-            checkpoints.prune(self._run_dir, step, keep.keep, keep.keep_every)
-        return target, state_hash
+        return partial
 
-    def _written(self, partial: Path) -> Iterable[Path]:
-        """By this rank: its random states and shards, and by rank 0 all else."""
-        mine = {partial / "rng" / f"{self._rank:05d}.pt", *partial.glob(f"megatron/__{self._rank}_*")}
-        if self._rank != 0:
-            return mine
-        of_ranks = {*partial.glob("rng/*"), *partial.glob("megatron/__*")}
-        return mine | {path for path in partial.rglob("*") if path.is_file()} - (of_ranks - mine)
+    def _write(
+        self, partial: Path, shards: Shards, hf: Collected, random: bytes, check: Callable[[], None]
+    ) -> Part:
+        """This rank's part, by its thread; `hf` and `random` as `begin` made them."""
+        own = f"rng/{self._rank:05d}.pt"
+        durable.write(partial / own, random)
+        sums, written = shards.write(check)
+        files = {own: durable.sum_of(random)} | {f"megatron/{name}": each for name, each in sums.items()}
+        files |= {f"hf/{name}": each for name, each in self._hf.write(partial / "hf", hf, check).items()}
+        return Part(files, written)
+
+    def _complete(self, partial: Path, target: Path, shards: Shards, state: dict, parts: list[Part]) -> None:
+        """On rank 0, when all parts are on the disk."""
+        shards.complete([part.written for part in parts])
+        sums = {name: each for part in parts for name, each in part.files.items()}
+        for path in (partial / "megatron").iterdir():
+            if f"megatron/{path.name}" not in sums:  # of Megatron's, beside the shards
+                sums[f"megatron/{path.name}"] = durable.seal(path)
+        checkpoints.publish(partial, target, state, sums, self._check_fence)
+        keep = self._config.checkpoint
+        checkpoints.prune(self._run_dir, state["step"], keep.keep, keep.keep_every)
 
     def _origin(self) -> dict:
         w = self._welcome
@@ -210,13 +308,13 @@ class Checkpointer:
 
     def load(self, step: int) -> None:
         """Restores weights, optimizer, schedule and random states. At the layout that it was saved with, the
-        result is bit-exact: its hash is compared. Raises Damaged, on all ranks."""
+        result is bit-exact: its hash, if it has one, is compared. Raises Damaged, on all ranks."""
         path = checkpoint_path(self._run_dir, step)
         state, mine = read_state(path), self._layout()
         same_layout = {key: state.get(key) for key in mine} == mine
         try:
             with checkpoints.reading(path), cuda_as_cpu():
-                self._load_parts(path, same_layout)
+                self._live.load(path, same_layout, f"{self._rank:05d}.pt")
             wrong = ""
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             words = str(error).strip().splitlines()
@@ -226,45 +324,14 @@ class Checkpointer:
         self._learner.skipped_in_a_row = state["skipped_in_a_row"]
         if not same_layout:
             return  # other random streams, other shards to hash
-        state_hash = self.state_hash()
-        if state_hash != state["state_hash"]:
+        if state["state_hash"] and (state_hash := self.state_hash()) != state["state_hash"]:
             raise Damaged(f"its state hash is {state_hash[:12]}, not {state['state_hash'][:12]}")
-
-    def _load_parts(self, path: Path, with_random_states: bool) -> None:
-        loaded = dist_checkpointing.load(self._sharded_state(loading=True), str(path / "megatron"))
-        self._policy.gpt.load_state_dict(loaded["model"])
-        if not self._config.trainer.distributed_optimizer:
-            restore_step_0(loaded["optimizer"])
-        self._policy.optimizer.load_state_dict(loaded["optimizer"])
-        self._policy.scheduler.num_steps = 0  # loading counts on from here
-        self._policy.scheduler.load_state_dict(loaded["scheduler"])
-        unshare_steps(self._policy.optimizer)
-        fuse(self._policy.optimizer)  # a load brings the settings of what was saved, too
-        if with_random_states:
-            set_rng_state(torch.load(path / "rng" / f"{self._rank:05d}.pt", weights_only=True))
 
     def state_hash(self) -> str:
         """SHA-256 over every rank's weights, optimizer tensors, schedule and random states, in the order of
         the ranks. Equal on all ranks."""
-        mine = hashlib.sha256()
-        tensors = {f"model.{name}": p.detach() for name, p in self._policy.gpt.named_parameters()}
-        tensors |= {f"optimizer.{name}": t for name, t in named_state(self._policy.optimizer)}
-        tensors |= {f"rng.{name}": t for name, t in rng_state().items()}
-        for name in sorted(tensors):
-            mine.update(name.encode())
-            mine.update(tensors[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        mine.update(json.dumps(self._policy.scheduler.state_dict(), sort_keys=True).encode())
-        parts = all_frames(mine.digest(), self._ranks.seconds, "the state hash")
+        parts = all_frames(self._live.digest(), self._ranks.seconds, "the state hash")
         return hashlib.sha256(b"".join(parts)).hexdigest()
-
-    def _sharded_state(self, loading: bool) -> dict:
-        metadata = {
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-            "distrib_optim_sharding_type": "fully_reshardable",
-        }
-        model = self._policy.gpt.sharded_state_dict(metadata=metadata)
-        optimizer = self._policy.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
-        return {"model": model, "optimizer": optimizer, "scheduler": self._policy.scheduler.state_dict()}
 
     def _layout(self) -> dict:
         t = self._config.trainer
@@ -274,24 +341,3 @@ class Checkpointer:
             "data_parallel": t.data_parallel,
             "distributed_optimizer": t.distributed_optimizer,
         }
-
-
-def rng_state() -> dict[str, torch.Tensor]:
-    """The random generators of this process: torch's, the GPU's, and Megatron's named streams. Python's and
-    numpy's are not drawn from."""
-    state = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state | {
-        f"stream.{name}": value for name, value in tensor_parallel.get_cuda_rng_tracker().get_states().items()
-    }
-
-
-def set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Restores what `rng_state` gave: torch, CUDA and the tensor-parallel streams."""
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(
-        {n.removeprefix("stream."): s for n, s in state.items() if n.startswith("stream.")}
-    )

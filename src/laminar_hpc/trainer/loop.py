@@ -2,13 +2,15 @@
 the controller says leave.
 
     controller --Batch--> inbox --broadcast--> learner --weights--> publisher --> relays
-        ^--StepDone(metrics)--'                   '--> checkpointer (every N steps, and the last)
+        ^--StepDone(metrics)--'                   '--> checkpointer (every N steps, and the last) --> disk
 
-Waits for: the next batch, at most cluster.batch_timeout_seconds. Is waited for by: nobody, but for the data
-that it consumes. Every rank of the trainer world runs this; rank 0 owns step, stop and checkpoint.
+Waits for: the next batch, at most cluster.batch_timeout_seconds; a checkpoint only until it is copied, and at
+the end until it is written. Is waited for by: nobody, but for the data that it consumes. Every rank of the
+trainer world runs this; rank 0 owns step, stop and checkpoint.
 """
 
 import time
+from contextlib import closing
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.world import init_trainer_world
 from laminar_hpc.messages.training import Checkpointed, Restored, TrainerDone
 from laminar_hpc.policies.metrics import merged
-from laminar_hpc.trainer.checkpoint import Checkpointer
+from laminar_hpc.trainer.checkpoint import Checkpointer, Saved
 from laminar_hpc.trainer.inbox import Inbox
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.progress import Progress
@@ -36,20 +38,43 @@ class _NoPublisher:
 def run(context: RoleContext) -> None:
     """The whole life of a trainer rank. Raises LaminarError for whatever ends the run, StopReceived when the
     controller ends it."""
-    config, trace, progress = context.config, context.trace, Progress(context.channel)
-    with trace.span("load"):
+    config, progress = context.config, Progress(context.channel)
+    with context.trace.span("load"):
         init_trainer_world(context)
         progress.advance()
         policy = MegatronPolicy(config)
         learner = Learner(config, policy, progress.advance)
-        checkpointer = Checkpointer(context.run_dir, policy, learner, context.welcome)
+        checkpointer = Checkpointer(
+            context.run_dir, policy, learner, context.welcome, lambda saved: _tell(context, saved)
+        )
         progress.advance()
         restored, passed_over = checkpointer.restore()
         if dist.get_rank() == 0:
             context.channel.send(Restored(restored, passed_over))
         inbox = Inbox(context, progress)
         publisher = _NoPublisher() if config.source.startswith("replay:") else Publisher(context, policy)
-    step, saved = restored or 0, restored
+    with closing(checkpointer):
+        step = _steps(context, policy, learner, checkpointer, inbox, publisher, progress, restored)
+    progress.enter("publish")
+    publisher.close()
+    if dist.get_rank() == 0:
+        context.channel.send(TrainerDone(step))
+        context.channel.flush()  # this process ends, and only the controller can end the run
+    dist.destroy_process_group()
+
+
+def _steps(
+    context: RoleContext,
+    policy: MegatronPolicy,
+    learner: Learner,
+    checkpointer: Checkpointer,
+    inbox: Inbox,
+    publisher: Publisher | _NoPublisher,
+    progress: Progress,
+    restored: int | None,
+) -> int:
+    """All steps of this life, and their checkpoints; the last one is on the disk when it returns its step."""
+    config, step, saved = context.config, restored or 0, restored
     progress.enter("publish")
     _publish(context, policy, publisher, step)
 
@@ -58,12 +83,14 @@ def run(context: RoleContext) -> None:
         done = _train(context, inbox, learner, publisher, progress, step)
         if done is None:
             break
+        checkpointer.poll()
         step += 1
         progress.enter("publish")
         _publish(context, policy, publisher, step)
         if step % config.checkpoint.every == 0 or step == config.steps:
             progress.enter("checkpoint")
-            _checkpoint(context, checkpointer, step)
+            with context.trace.span("checkpoint", step=step):
+                checkpointer.begin(step)
             saved = step
         done.metrics["train_seconds"] = done.ended - ended - done.metrics["wait_seconds"]
         done.metrics["seconds"] = time.time() - ended
@@ -71,15 +98,12 @@ def run(context: RoleContext) -> None:
         if not inbox.report(step - 1, done.metrics, done.mismatches):
             break
 
-    if saved != step:
-        progress.enter("checkpoint")
-        _checkpoint(context, checkpointer, step)
-    progress.enter("publish")
-    publisher.close()
-    if dist.get_rank() == 0:
-        context.channel.send(TrainerDone(step))
-        context.channel.flush()  # this process ends, and only the controller can end the run
-    dist.destroy_process_group()
+    progress.enter("checkpoint")
+    with context.trace.span("checkpoint", step=step):
+        if saved != step:
+            checkpointer.begin(step)
+        checkpointer.finish()
+    return step
 
 
 class _Step(NamedTuple):
@@ -135,9 +159,7 @@ def _publish(
         publisher.publish(step)
 
 
-def _checkpoint(context: RoleContext, checkpointer: Checkpointer, step: int) -> None:
-    started = time.time()
-    with context.trace.span("checkpoint", step=step):
-        path, state_hash = checkpointer.save(step)
-    if dist.get_rank() == 0:
-        context.channel.send(Checkpointed(step, str(path), time.time() - started, state_hash))
+def _tell(context: RoleContext, saved: Saved) -> None:
+    context.channel.send(
+        Checkpointed(saved.step, str(saved.path), saved.seconds, saved.state_hash, saved.stalled)
+    )

@@ -6,9 +6,8 @@ mapping.py). Needs no transformers.
 """
 
 import json
-import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,25 +189,15 @@ def copy_side_files(source: str | Path, target: Path, dtype: torch.dtype) -> Non
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def save_directory(source: str | Path, target: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Writes a complete model directory: side files from `source`, `tensors` as one safetensors file, synced
-    to the disk.
+def safetensors_parts(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[bytes | memoryview]:
+    """A safetensors file, part by part: safetensors' own writer would hold all bytes a second time. `tensors`
+    in host memory, contiguous."""
+    yield safetensors_header(layout(((name, t.shape, t.dtype) for name, t in tensors), 0, 0))
+    for _, tensor in tensors:
+        yield tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
-    `target` is made if absent; the caller renames it into place, since a reader must not see it half-written.
-    """
-    target.mkdir(parents=True, exist_ok=True)
-    on_cpu = [(name, tensor.detach().to("cpu").contiguous()) for name, tensor in tensors]
-    # safetensors' own writer would hold all bytes a second time
-    with open(target / WEIGHTS_FILE, "wb") as file:
-        file.write(
-            safetensors_header(layout(((name, tensor.shape, tensor.dtype) for name, tensor in on_cpu), 0, 0))
-        )
-        for _, tensor in on_cpu:
-            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-    copy_side_files(source, target, on_cpu[0][1].dtype)
-    for path in target.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+
+def write_index(target: Path, file_of: dict[str, str], total_bytes: int) -> None:
+    """What a directory needs beside several files: in which of them each tensor is."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
+    (target / _INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

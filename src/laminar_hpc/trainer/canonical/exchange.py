@@ -15,6 +15,17 @@ import torch.distributed as dist
 from laminar_hpc.config.errors import LaminarError
 
 
+def bounded(operation: Callable[[], object], peer: int, what: str, seconds: float) -> None:
+    """Raises LaminarError that names `peer` when the operation fails; its group ends it after `seconds`."""
+    try:
+        operation()
+    except (dist.DistError, RuntimeError) as error:
+        raise LaminarError(
+            f"trainer {dist.get_rank()} waited at most {seconds:.0f} s for trainer {peer} "
+            f"to pass {what} along ({str(error).splitlines()[0][:120]}); see that rank's log"
+        ) from None
+
+
 class Exchange:
     """Making one is collective over the trainer world."""
 
@@ -55,10 +66,4 @@ class Exchange:
         return [each.tolist() for each in said]
 
     def _bounded(self, operation: Callable[[], object], peer: int, what: str) -> None:
-        try:
-            operation()
-        except (dist.DistError, RuntimeError) as error:
-            raise LaminarError(
-                f"trainer {dist.get_rank()} waited at most {self._seconds:.0f} s for trainer {peer} "
-                f"to pass {what} along ({str(error).splitlines()[0][:120]}); see that rank's log"
-            ) from None
+        bounded(operation, peer, what, self._seconds)

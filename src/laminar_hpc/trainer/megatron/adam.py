@@ -2,17 +2,15 @@
 installed) can be saved and resumed.
 
 Called by trainer/megatron/building.py and trainer/checkpoint.py. Without `prime`, an optimizer cannot be
-saved before its first update, nor can the distributed one be loaded; without `restore_step_0` what was saved
-before the first update cannot be loaded; without `unshare_steps`, a loaded one silently counts its steps once
-per parameter, and Adam's bias correction is wrong. `prime` also mends how the distributed optimizer finds a
-parameter in what it saves.
+saved before its first update; without `restore_step_0` what was saved before the first update cannot be
+loaded; without `unshare_steps`, a loaded one silently counts its steps once per parameter, and Adam's bias
+correction is wrong.
 """
 
 from collections.abc import Iterator
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def _chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
@@ -25,9 +23,6 @@ def _over_torch_adamw(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 def prime(optimizer: MegatronOptimizer) -> None:
     """Gives every parameter the state that AdamW would make at its first update: step 0, zero moments."""
-    for o in _chained(optimizer):
-        if isinstance(o, DistributedOptimizer):
-            _leave_out_padding(o)
     for o in _over_torch_adamw(optimizer):
         for group in o.optimizer.param_groups:
             for p in group["params"]:
@@ -36,8 +31,6 @@ def prime(optimizer: MegatronOptimizer) -> None:
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }
-        if isinstance(o, DistributedOptimizer):
-            _let_steps_pass(o)
 
 
 def fuse(optimizer: MegatronOptimizer) -> None:
@@ -47,34 +40,6 @@ def fuse(optimizer: MegatronOptimizer) -> None:
     for o in _over_torch_adamw(optimizer):
         for group in o.optimizer.param_groups:
             group["fused"] = True
-
-
-def _leave_out_padding(optimizer: DistributedOptimizer) -> None:
-    """Megatron (0.16.1, optimizer/distrib_optimizer.py, `sharded_param_state_fully_reshardable`) saves a
-    buffer's state without the padding behind each bucket, but looks a parameter up by its place with it:
-    wrong when a buffer has several buckets, as that of a tied embedding under pipeline parallelism has. After
-    the construction only saving asks."""
-    for buffer in optimizer.buffers:
-        padding = [0]
-        for bucket in buffer.buckets:
-            padding.append(padding[-1] + bucket.grad_data.numel() - bucket.numel_unpadded)
-        buffer.param_index_map = {
-            p: (a - padding[i], b - padding[i], i) for p, (a, b, i) in buffer.param_index_map.items()
-        }
-
-
-def _let_steps_pass(optimizer: DistributedOptimizer) -> None:
-    """Megatron (0.16.1, optimizer/distrib_optimizer.py, `_set_main_param_and_optimizer_states`) restores a
-    parameter's state from its moments alone, then asks for "step" too; hand it the step that it has restored
-    before."""
-    put = optimizer._set_main_param_and_optimizer_states
-
-    def put_with_step(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = optimizer.model_param_group_index_map[parameter]
-        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
-        put(parameter, {"step": state["step"].clone(), **tensors})
-
-    optimizer._set_main_param_and_optimizer_states = put_with_step
 
 
 def restore_step_0(loaded: dict) -> None:

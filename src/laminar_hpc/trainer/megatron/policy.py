@@ -10,7 +10,6 @@ import functools
 import itertools
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.kernels.sums import LazySums
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.gather import Canonical
+from laminar_hpc.trainer.canonical.plan import HeldSlice
 from laminar_hpc.trainer.megatron.attention import rotation_of, takes_packs
 from laminar_hpc.trainer.megatron.building import (
     build_gpt,
@@ -49,7 +49,7 @@ from laminar_hpc.trainer.megatron.linear import float32_product
 from laminar_hpc.trainer.megatron.logprobs import entropy, mask_padding, token_logprobs
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 from laminar_hpc.weights.finite import all_finite, culprits
-from laminar_hpc.weights.hf import TensorReader, read_shape, save_directory
+from laminar_hpc.weights.hf import TensorReader, read_shape
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.mapping import Shard, check_names, local_slices
 from laminar_hpc.weights.probe import probe_sequences
@@ -340,6 +340,17 @@ class MegatronPolicy:
                 "then go on from the newest checkpoint with resume=auto"
             )
 
+    @property
+    def canonical_slices(self) -> dict[str, list[HeldSlice]]:
+        """Of each canonical tensor, which rank of the first replica holds what; as canonical/plan.py has
+        it."""
+        return self._canonical.slices
+
+    def load_hf(self, directory: Path) -> None:
+        """The weights of a Hugging Face directory, of which each rank reads its own slices. Raises
+        LaminarError when it is not this model."""
+        self._load_hf(directory, self.slices)
+
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and serving dtype of each canonical tensor of the whole model, in the order of a
         Hugging Face state dict."""
@@ -375,11 +386,3 @@ class MegatronPolicy:
         not written again.
         """
         return self._canonical.pack(self.slices, self.dtype, spans, bucket, lane)
-
-    def save_hf(self, directory: Path) -> None:
-        """A complete Hugging Face directory with the live weights, written by rank 0."""
-        tensors = self.canonical_tensors()
-        if dist.get_rank() == 0:
-            save_directory(self.config.model.path, directory, tensors)
-        else:
-            deque(tensors, maxlen=0)

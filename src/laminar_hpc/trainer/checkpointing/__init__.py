@@ -1,0 +1,1 @@
+"""How a checkpoint gets to the disk while training goes on; trainer/checkpoint.py is the door."""

@@ -1,0 +1,205 @@
+"""A checkpoint is written beside the training: it is of the step that it was begun at, has its name only when
+all ranks' bytes are on the disk, and whatever goes wrong is raised or leaves no name."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from checkpointing import Trainer
+
+from laminar_hpc.cluster.checkpoints import steps
+from laminar_hpc.cluster.durable import FileSum
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.trainer.checkpointing import copies, in_flight
+from laminar_hpc.trainer.checkpointing.hf_files import HfFiles
+from laminar_hpc.trainer.checkpointing.in_flight import InFlight
+from laminar_hpc.trainer.checkpointing.reports import Part, Reports
+
+PART = Part({"megatron/__0_0.distcp": FileSum(3, "abc")})
+
+
+class Gate:
+    """Holds up what writes hf/ until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self._open, write = threading.Event(), threading.Event(), HfFiles.write
+
+        def held(files: HfFiles, folder: Path, content: object, check: Callable[[], None]) -> dict:
+            self.reached.set()
+            while not self._open.wait(0.01):
+                check()
+            return write(files, folder, content, check)
+
+        monkeypatch.setattr(HfFiles, "write", held)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_goes_on_beside_the_writing(
+    distributed: bool, dtype: str, tied_model: Path, tmp_path: Path, world: None, gate: Gate
+) -> None:
+    """docs/architecture.md#beside-training: what is written is the state at `begin`, however far training is
+    when the disk has it; the name comes last."""
+    settings = {"model__dtype": dtype, "trainer__distributed_optimizer": distributed}
+    trainer = Trainer(tied_model, tmp_path, **settings)
+    trainer.train(0, 1)
+    begun_with = trainer.checkpointer.begin(1)
+    assert gate.reached.wait(60)
+    metrics = trainer.train(1, 3)
+    trainer.checkpointer.poll()
+    assert steps(tmp_path) == [] and trainer.checkpointer.state_hash() != begun_with
+    gate.open()
+    trainer.checkpointer.finish()
+    assert steps(tmp_path) == [1]
+    trainer.checkpointer.load(1)
+    assert trainer.checkpointer.state_hash() == begun_with and trainer.train(1, 3) == metrics
+
+
+def test_the_next_one_waits_for_the_one_before(
+    tied_model: Path, tmp_path: Path, world: None, gate: Gate
+) -> None:
+    """Its buffers are those that are still written from."""
+    trainer = Trainer(tied_model, tmp_path)
+    trainer.checkpointer.begin(1)
+    assert gate.reached.wait(60)
+    threading.Timer(0.2, gate.open).start()
+    trainer.checkpointer.begin(2)
+    assert steps(tmp_path)[0] == 1
+    trainer.checkpointer.finish()
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_process_that_ends_leaves_no_half_of_one(
+    tied_model: Path, tmp_path: Path, world: None, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is nearly there gets its name, one that is not gets none, and the thread ends."""
+    monkeypatch.setattr("laminar_hpc.trainer.checkpoint._LAST_SECONDS", 0.3)
+    trainer = Trainer(tied_model, tmp_path)
+    trainer.checkpointer.begin(1)
+    assert gate.reached.wait(60)
+    trainer.checkpointer.close()
+    assert steps(tmp_path) == [] and "checkpoint" not in {thread.name for thread in threading.enumerate()}
+    monkeypatch.setattr("laminar_hpc.trainer.checkpoint._LAST_SECONDS", 60.0)
+    gate.open()
+    trainer.checkpointer.begin(2)
+    trainer.checkpointer.close()
+    assert steps(tmp_path) == [2]
+
+
+def test_an_error_is_raised_in_the_training(
+    tied_model: Path, tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the next step, not at the end of the run; and the next checkpoint is written as if nothing had
+    been."""
+    trainer = Trainer(tied_model, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(HfFiles, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        trainer.checkpointer.begin(1)
+        deadline = time.monotonic() + 60
+        with pytest.raises(OSError, match="No space left"):
+            while time.monotonic() < deadline:
+                trainer.checkpointer.poll()
+    with pytest.raises(OSError, match="No space left"):
+        trainer.checkpointer.finish()
+    trainer.checkpointer.save(2)
+    assert steps(tmp_path) == [2]
+
+
+def test_without_room_for_a_copy_training_waits(
+    tied_model: Path, tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    """Then nothing is copied; one line says so."""
+    monkeypatch.setattr(copies, "usable_memory", lambda: 1000)
+    trainer = Trainer(tied_model, tmp_path)
+    trainer.train(0, 1)
+    saved_hash = trainer.checkpointer.begin(1)
+    assert steps(tmp_path) == [1] and not trainer.checkpointer._copies._kept
+    assert "no room for a copy of 0.0 GB beside the training" in caplog.text
+    trainer.train(1, 2)
+    trainer.checkpointer.load(1)
+    assert trainer.checkpointer.state_hash() == saved_hash
+
+
+# ---- several ranks, as threads over one store --------------------------------------------------------------
+
+
+def flight(
+    rank: int, store: dist.Store, write: Callable[[], Part], done: list, seconds: float = 60
+) -> InFlight:
+    reports = Reports(store, "some", 2)
+    complete = done.append if rank == 0 else None
+    return InFlight("checkpoint 1", reports, rank, lambda check: write(), complete, seconds)
+
+
+def test_rank_0_waits_for_the_parts_of_all() -> None:
+    """It completes the checkpoint once, with all parts in the order of the ranks, and leaves nothing in the
+    store."""
+    store, done, written = dist.HashStore(), [], threading.Event()
+
+    def write() -> Part:
+        written.wait(60)
+        return Part(PART.files)
+
+    both = [flight(0, store, lambda: PART, done), flight(1, store, write, done)]
+    for each in both:
+        each.start(in_foreground=False)
+    both[0]._thread.join(0.5)
+    assert both[0]._thread.is_alive() and not done
+    written.set()
+    for each in both:
+        each.wait()
+    assert [part.files for part in done[0]] == [PART.files] * 2 and not store.check(["checkpoint/some/1"])
+
+
+def test_a_rank_that_fails_or_does_not_come_is_named() -> None:
+    """By rank 0, which gives the checkpoint no name; the other raises its own error."""
+
+    def fail() -> Part:
+        raise OSError(28, "No space left on device")
+
+    store, done = dist.HashStore(), []
+    both = [flight(0, store, lambda: PART, done), flight(1, store, fail, done)]
+    for each in both:
+        each.start(in_foreground=False)
+    with pytest.raises(
+        LaminarError, match=r"trainer 1 cannot write its part of a checkpoint: OSError: .*No space"
+    ):
+        both[0].wait()
+    with pytest.raises(OSError, match="No space"):
+        both[1].wait()
+    alone = flight(0, dist.HashStore(), lambda: PART, done, seconds=0.3)
+    alone.start(in_foreground=False)
+    with pytest.raises(LaminarError, match=r"waited 0 s for the parts of trainers 1 of a checkpoint"):
+        alone.wait()
+    assert not done
+
+
+def test_a_disk_that_hangs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the time that ranks are waited for."""
+    hung = threading.Event()
+
+    def hang() -> Part:
+        hung.wait(60)
+        return PART
+
+    waiting = flight(1, dist.HashStore(), hang, [], seconds=0.1)
+    monkeypatch.setattr(in_flight, "_MARGIN_SECONDS", 0.1)
+    try:
+        waiting.start(in_foreground=False)
+        with pytest.raises(LaminarError, match=r"trainer 1 waited 0 s for its part of checkpoint 1 to be"):
+            waiting.wait()
+    finally:
+        hung.set()
