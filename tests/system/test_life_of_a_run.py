@@ -72,7 +72,8 @@ def test_replay_and_resume_are_bit_exact(run_dir, tmp_path):
     """`source=replay`: weights, optimizer and RNG after a resume hash equal to an uninterrupted run's on the
     same batches: a run that has lost its last checkpoint, and of which the one before is damaged, says so and
     trains those steps again."""
-    words = [f"source=replay:{run_dir}", "checkpoint.every=2", "checkpoint.keep=3", "steps=5", BATCH]
+    kept = ["checkpoint.every=2", "checkpoint.keep=3", "checkpoint.state_hash=true"]
+    words = [f"source=replay:{run_dir}", *kept, "steps=5", BATCH]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run = Run(whole, *words)
     assert run.finish() == 0, run.lines

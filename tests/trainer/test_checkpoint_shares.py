@@ -2,19 +2,24 @@
 whole."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from checkpointing import Trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core import parallel_state
 from ranks import Ranks
 from test_layouts import settings_of, world_of
 
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.trainer.canonical.files import plan_files
 from laminar_hpc.trainer.canonical.plan import HeldSlice
+from laminar_hpc.trainer.megatron.checkpoint_writer import ShardWriter
+from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
 from laminar_hpc.trainer.megatron.optimizer_shards import boxes
 from laminar_hpc.weights.hf import TensorReader
 
@@ -95,3 +100,30 @@ def test_shares_make_up_the_whole(layout: str, resumed: str, ranks: Ranks, tmp_p
     assert all(torch.equal(again[0]["weights"][name], tensor) for name, tensor in whole.items())
     if layout == resumed:
         assert again[0]["hash"] == found[0]["hash"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
+def test_megatrons_own_format_is_read(
+    dtype: str, distributed: bool, tied_model: Path, tmp_path: Path, world: None
+) -> None:
+    """What Megatron itself makes of model and optimizer ("fully_reshardable", with the weights), as versions
+    wrote it that gathered the optimizer's state: the same state, bit for bit."""
+    trainer = Trainer(tied_model, tmp_path, model__dtype=dtype, trainer__distributed_optimizer=distributed)
+    trainer.train(0, 1)
+    path, saved_hash = trainer.checkpointer.save(1)
+    policy, metadata = trainer.policy, {"distrib_optim_sharding_type": "fully_reshardable"}
+    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    folder = path / "megatron"
+    shutil.rmtree(folder)
+    folder.mkdir()
+    with cuda_as_cpu():
+        model = policy.gpt.sharded_state_dict(metadata=metadata)
+        optimizer = policy.optimizer.sharded_state_dict(model, metadata=metadata)
+        state = {"model": model, "optimizer": optimizer, "scheduler": policy.scheduler.state_dict()}
+        shards = ShardWriter(lambda changed: changed).plan(state, folder)
+    _, written = shards.write(lambda: None)
+    shards.complete([written])
+    trainer.train(1, 2)
+    trainer.checkpointer.load(1)
+    assert trainer.checkpointer.state_hash() == saved_hash

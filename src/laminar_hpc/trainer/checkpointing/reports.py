@@ -45,9 +45,7 @@ class Reports:
                     parts[rank] = msgspec.json.decode(self._store.get(self._keys[rank]), type=Part)
                     self._store.delete_key(self._keys[rank])
                     if wrong := parts[rank].wrong:
-                        raise LaminarError(
-                            f"trainer {rank} could not write its part of a checkpoint: {wrong}"
-                        )
+                        raise LaminarError(f"trainer {rank} cannot write its part of a checkpoint: {wrong}")
             if len(parts) < len(self._keys):
                 if time.monotonic() > deadline:
                     raise LaminarError(

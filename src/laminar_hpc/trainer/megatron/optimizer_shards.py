@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
@@ -21,17 +22,17 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from laminar_hpc.trainer.megatron.adam import restore_step_0
 
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in each dimension, and its extent
 
 
 def sharded_state(optimizer: MegatronOptimizer, model: torch.nn.Module, loading: bool) -> dict:
     """What this rank has of the optimizer's state, for `dist_checkpointing.save` and `load`: the tensors are
     the live ones. The weights are not in it, nor main parameters that are views of them: hf/ has them."""
-    parameters = model.sharded_state_dict(metadata=_METADATA)
-    own = _only(optimizer)
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": replicas, "distrib_optim_sharding_type": "fully_reshardable"}
+    parameters, own = model.sharded_state_dict(metadata=metadata), _only(optimizer)
     if not isinstance(own, DistributedOptimizer):
-        return own.sharded_state_dict(parameters, is_loading=loading, metadata=_METADATA)
+        return own.sharded_state_dict(parameters, is_loading=loading, metadata=metadata)
     if loading:
         own.load_state_dict(own.state_dict())  # makes what is not there before the first update
     ranges = {str(number): each for number, each in enumerate(_ranges(own, parameters))}
