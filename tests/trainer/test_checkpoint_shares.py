@@ -74,7 +74,13 @@ def test_files_are_divided_among_the_ranks_of_a_stage(
 
 
 @pytest.mark.parametrize(
-    ("layout", "resumed"), [("tp2-dp2-distributed", "tp2-dp2-distributed"), ("pp2", "dp2"), ("dp2", "dp2")]
+    ("layout", "resumed"),
+    [
+        ("dp2-distributed", "dp2-distributed"),
+        ("pp2", "dp2"),
+        pytest.param("tp2-dp2-distributed", "tp2-dp2-distributed", marks=pytest.mark.slow),
+        pytest.param("dp2", "dp2", marks=pytest.mark.slow),
+    ],
 )
 def test_shares_make_up_the_whole(layout: str, resumed: str, ranks: Ranks, tmp_path: Path) -> None:
     """docs/architecture.md#own-share: each rank copies about the same part of the state and nothing twice;
@@ -102,8 +108,9 @@ def test_shares_make_up_the_whole(layout: str, resumed: str, ranks: Ranks, tmp_p
         assert again[0]["hash"] == found[0]["hash"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
+@pytest.mark.parametrize(
+    ("dtype", "distributed"), [("float32", True), ("bfloat16", True), ("bfloat16", False)]
+)
 def test_megatrons_own_format_is_read(
     dtype: str, distributed: bool, tied_model: Path, tmp_path: Path, world: None
 ) -> None:

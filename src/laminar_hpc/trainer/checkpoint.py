@@ -99,7 +99,7 @@ class Checkpointer:
         those that checkpoint.keep and keep_every do not keep are deleted. One that is still on its way is
         waited for. Raises LaminarError naming the ranks that did not come, and what `finish` raises.
         """
-        self.finish()
+        self._land()
         started, target = time.monotonic(), checkpoint_path(self._run_dir, step)
         partial = self._open_folder(target)
         with cuda_as_cpu():
@@ -126,7 +126,8 @@ class Checkpointer:
 
         def complete(parts: list[Part]) -> None:
             self._complete(partial, target, shards, state, parts)
-            self._saved(Saved(step, target, time.monotonic() - started, stalled, state_hash))
+            seconds = time.monotonic() - started
+            self._saved(Saved(step, target, seconds, stalled if copies else seconds, state_hash))
 
         self._flight = InFlight(
             f"checkpoint {target}",
@@ -145,9 +146,13 @@ class Checkpointer:
             self._flight.poll()
 
     def finish(self) -> None:
-        """Returns when this rank's part of the checkpoint on its way is on the disk, on rank 0 when it has
-        its name. Raises OSError, and LaminarError when it took too long, when another rank failed, or when
-        another gang has taken this one's place."""
+        """Returns on all ranks when the checkpoint on its way has its name. Raises OSError, and LaminarError
+        when it took too long, when another rank failed, or when another gang has taken this one's place."""
+        self._land()
+        self._ranks.meet(f"the end of a checkpoint in {self._run_dir}")
+
+    def _land(self) -> None:
+        """Returns when this rank's part is on the disk, and on rank 0 when the checkpoint has its name."""
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.wait()
@@ -163,7 +168,6 @@ class Checkpointer:
         """Begins and finishes the checkpoint of `step` on all ranks; its path and state hash."""
         target, state_hash = checkpoint_path(self._run_dir, step), self.begin(step)
         self.finish()
-        self._ranks.meet(f"checkpoint {target}")
         return target, state_hash
 
     def _open_folder(self, target: Path) -> Path:
