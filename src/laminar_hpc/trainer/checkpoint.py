@@ -57,6 +57,15 @@ class Saved(NamedTuple):
     state_hash: str
 
 
+class _Content(NamedTuple):
+    """What this rank writes of a checkpoint: copies, or without room for them the live tensors."""
+
+    shards: Shards
+    hf: Collected
+    random: bytes
+    copied: bool
+
+
 class Found(NamedTuple):
     """Where a gang starts: the step of the checkpoint that is loaded, None without one; and a line on each
     newer one that is damaged."""
@@ -102,43 +111,44 @@ class Checkpointer:
         self._land()
         started, target = time.monotonic(), checkpoint_path(self._run_dir, step)
         partial = self._open_folder(target)
-        with cuda_as_cpu():
-            shards = self._shards.plan(self._live.sharded(loading=False), partial / "megatron")
-        nbytes = shards.nbytes + self._hf.nbytes
-        copies = self._copies if self._copies.have_room(nbytes) else None
-        if copies is None:
-            text = "no room for a copy of %.1f GB beside the training, which waits until %s is written"
-            log.warning(text, nbytes / 1e9, target.name)
-        else:
-            shards.copy_to(copies)
-        hf, random = self._hf.collect(copies), io.BytesIO()
-        torch.save(rng_state(), random)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        content = self._take(partial)
         state_hash = self.state_hash() if self._config.checkpoint.state_hash else ""
         state = {"step": step, "state_hash": state_hash, **self._layout(), **self._origin()}
         state["skipped_in_a_row"] = self._learner.skipped_in_a_row
         name = from_first(uuid.uuid4().hex.encode(), self._ranks.seconds, f"checkpoint {target}").decode()
         stalled = time.monotonic() - started
 
-        def write(check: Callable[[], None]) -> Part:
-            return self._write(partial, shards, hf, random.getvalue(), check)
-
         def complete(parts: list[Part]) -> None:
-            self._complete(partial, target, shards, state, parts)
+            self._complete(partial, target, content.shards, state, parts)
             seconds = time.monotonic() - started
-            self._saved(Saved(step, target, seconds, stalled if copies else seconds, state_hash))
+            self._saved(Saved(step, target, seconds, stalled if content.copied else seconds, state_hash))
 
         self._flight = InFlight(
             f"checkpoint {target}",
             Reports(dist.distributed_c10d._get_default_store(), name, self._ranks.size),
             self._rank,
-            write,
+            lambda check: self._write(partial, content, check),
             complete if self._rank == 0 else None,
             self._ranks.seconds,
         )
-        self._flight.start(in_foreground=copies is None)
+        self._flight.start(in_foreground=not content.copied)
         return state_hash
+
+    def _take(self, partial: Path) -> _Content:
+        with cuda_as_cpu():
+            shards = self._shards.plan(self._live.sharded(loading=False), partial / "megatron")
+        nbytes = shards.nbytes + self._hf.nbytes
+        copies = self._copies if self._copies.have_room(nbytes) else None
+        if copies is None:
+            text = "no room for a copy of %.1f GB beside the training, which waits until %s is written"
+            log.warning(text, nbytes / 1e9, partial.name.removeprefix("."))
+        else:
+            shards.copy_to(copies)
+        hf, random = self._hf.collect(copies), io.BytesIO()
+        torch.save(rng_state(), random)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return _Content(shards, hf, random.getvalue(), copies is not None)
 
     def poll(self) -> None:
         """Raises what has gone wrong with the checkpoint on its way, if anything has."""
@@ -185,15 +195,14 @@ class Checkpointer:
             )
         return partial
 
-    def _write(
-        self, partial: Path, shards: Shards, hf: Collected, random: bytes, check: Callable[[], None]
-    ) -> Part:
-        """This rank's part, by its thread; `hf` and `random` as `begin` made them."""
-        own = f"rng/{self._rank:05d}.pt"
-        durable.write(partial / own, random)
-        sums, written = shards.write(check)
-        files = {own: durable.sum_of(random)} | {f"megatron/{name}": each for name, each in sums.items()}
-        files |= {f"hf/{name}": each for name, each in self._hf.write(partial / "hf", hf, check).items()}
+    def _write(self, partial: Path, content: _Content, check: Callable[[], None]) -> Part:
+        """This rank's part, by its thread."""
+        own, folder = f"rng/{self._rank:05d}.pt", partial / "hf"
+        durable.write(partial / own, content.random)
+        sums, written = content.shards.write(check)
+        files = {own: durable.sum_of(content.random)}
+        files |= {f"megatron/{name}": each for name, each in sums.items()}
+        files |= {f"hf/{name}": each for name, each in self._hf.write(folder, content.hf, check).items()}
         return Part(files, written)
 
     def _complete(self, partial: Path, target: Path, shards: Shards, state: dict, parts: list[Part]) -> None:
