@@ -29,7 +29,8 @@ import torch.distributed as dist
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.check import count_parameters
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.trainer.checkpoint import Checkpointer, Saved
+from laminar_hpc.trainer.checkpoint import Checkpointer
+from laminar_hpc.trainer.checkpointing.reports import Saved
 from laminar_hpc.trainer.megatron.adam import named_state
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner

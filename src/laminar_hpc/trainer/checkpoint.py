@@ -34,7 +34,7 @@ from laminar_hpc.trainer.checkpointing.copies import HostCopies
 from laminar_hpc.trainer.checkpointing.hf_files import Collected, HfFiles
 from laminar_hpc.trainer.checkpointing.in_flight import InFlight
 from laminar_hpc.trainer.checkpointing.live_state import LiveState, rng_state
-from laminar_hpc.trainer.checkpointing.reports import Part, Reports
+from laminar_hpc.trainer.checkpointing.reports import Part, Reports, Saved
 from laminar_hpc.trainer.control import all_frames, from_first
 from laminar_hpc.trainer.megatron.checkpoint_writer import Shards, ShardWriter
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
@@ -44,17 +44,6 @@ from laminar_hpc.trainer.step.learner import Learner
 log = logging.getLogger(__name__)
 _ELSEWHERE = "a worker has failed"  # rank 0 says why
 _LAST_SECONDS = 5.0  # for a checkpoint on its way to the disk when this process ends with an error
-
-
-class Saved(NamedTuple):
-    """A checkpoint that has its name. `seconds` since it was begun, of which training stood still for
-    `stalled`; `state_hash` is empty without checkpoint.state_hash."""
-
-    step: int
-    path: Path
-    seconds: float
-    stalled: float
-    state_hash: str
 
 
 class _Content(NamedTuple):

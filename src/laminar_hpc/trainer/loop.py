@@ -19,7 +19,8 @@ from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.world import init_trainer_world
 from laminar_hpc.messages.training import Checkpointed, Restored, TrainerDone
 from laminar_hpc.policies.metrics import merged
-from laminar_hpc.trainer.checkpoint import Checkpointer, Saved
+from laminar_hpc.trainer.checkpoint import Checkpointer
+from laminar_hpc.trainer.checkpointing.reports import Saved
 from laminar_hpc.trainer.inbox import Inbox
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.progress import Progress

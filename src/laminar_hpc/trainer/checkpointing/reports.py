@@ -6,6 +6,8 @@ sockets, or collectives of two threads on one group. Every wait is bounded.
 
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from torch._C._distributed_c10d import Store
@@ -23,6 +25,17 @@ class Part(msgspec.Struct):
     files: dict[str, FileSum] = {}
     written: list[Written] = []
     wrong: str = ""
+
+
+class Saved(NamedTuple):
+    """A checkpoint that has its name. `seconds` since it was begun, of which training stood still for
+    `stalled`; `state_hash` is empty without checkpoint.state_hash."""
+
+    step: int
+    path: Path
+    seconds: float
+    stalled: float
+    state_hash: str
 
 
 class Reports:
