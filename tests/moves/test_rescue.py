@@ -26,6 +26,7 @@ def run(tmp_path, most: int, slots: int) -> tuple[Killer, list[dict], dict]:
     """The killer, every rescue, and the summary's figures."""
     config = small_config(tmp_path, replicas=3, steps=7)
     config.rollout.increment_tokens, config.relay.slots = 25, slots
+    config.emulation.time_scale = 10.0  # who is killed has not ended meanwhile, on a busy machine neither
     stand = Stand(config)
     killer = Killer(
         lambda replica: stand.loop.loop.call_soon_threadsafe(stand.engine(replica).die),

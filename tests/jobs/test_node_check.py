@@ -1,5 +1,5 @@
 """`laminar slurm check`: how what the nodes saw becomes rows with a verdict and a cure. The probe itself runs
-in tests/slurm/test_check.py."""
+in tests/slurm/test_slurm_check.py."""
 
 import os
 import socket
