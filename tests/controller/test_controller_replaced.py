@@ -46,7 +46,7 @@ def configuration(folder: Path) -> RunConfig:
     config.steps, config.resume, config.rollout.replicas = 3, "auto", 2
     config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 4, 2
     config.pipeline.max_staleness = 2
-    config.cluster.stop_timeout_seconds, config.cluster.heartbeat_timeout_seconds = 10.0, 4.0
+    config.cluster.stop_timeout_seconds, config.cluster.heartbeat_timeout_seconds = 10.0, 8.0
     return config
 
 
