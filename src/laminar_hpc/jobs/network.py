@@ -1,9 +1,11 @@
-"""At which address a node of a job is reached by the others."""
+"""At which address a node of a job is reached by the others, and how they learn it."""
 
 import os
 import random
 import socket
+import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -65,3 +67,16 @@ def free_port(address: str) -> int:
             listener.bind((address, port))
             return port
     raise LaminarError(f"no free port at {address} from {_PORTS.start} to {_PORTS.stop - 1}")
+
+
+def await_file(path: Path, seconds: float) -> str:
+    """The text of a file that the job's first node writes. Raises LaminarError after so many seconds."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with suppress(FileNotFoundError):
+            return path.read_text()
+        time.sleep(0.05)
+    raise LaminarError(
+        f"the first node of the job did not write {path} within {seconds:.0f} s: it has no network, or the "
+        "folder is not on a file system that all nodes share"
+    )

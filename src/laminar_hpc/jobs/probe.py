@@ -26,7 +26,7 @@ from laminar_hpc.cluster import durable
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.file_systems import file_system
 from laminar_hpc.doctor.packages import gpus, installed
-from laminar_hpc.jobs.network import addresses, own_address, use_interface
+from laminar_hpc.jobs.network import addresses, await_file, own_address, use_interface
 
 MEET_SECONDS = 15.0  # for the head to say where it is, and for all to meet
 _ROUNDS = 20  # of asking for the head's clock; the fastest counts
@@ -97,7 +97,7 @@ def rendezvous(seen: Seen, folder: Path) -> None:
     use_interface(seen.address)
     if seen.node == 0:
         serve_clock(folder, seen.address)
-    host, port = await_file(folder / "head").split()
+    host, port = await_file(folder / "head", MEET_SECONDS).split()
     seen.round_trip_seconds, seen.clock_seconds = ask_clock(host, int(port))
 
 
@@ -135,19 +135,6 @@ def ask_clock(host: str, port: int) -> tuple[float, float]:
             got = time.time()
             best = min(best, (got - asked, (asked + got) / 2 - float(answer)))
     return best
-
-
-def await_file(path: Path) -> str:
-    """A file that another node writes. Raises LaminarError after MEET_SECONDS."""
-    until = time.monotonic() + MEET_SECONDS
-    while time.monotonic() < until:
-        with suppress(FileNotFoundError):
-            return path.read_text()
-        time.sleep(0.05)
-    raise LaminarError(
-        f"{path} was not seen within {MEET_SECONDS:.0f} s: the folder is not shared, or the first "
-        "node has no network"
-    )
 
 
 def storage(seen: Seen, folder: Path) -> None:
@@ -196,7 +183,7 @@ def broadcast(seen: Seen, folder: Path, nodes: int) -> None:
         store, port = host_store(seen.address, MEET_SECONDS)
         durable.replace(folder / "store", f"{seen.address} {port}\n".encode())
     else:
-        host, number = await_file(folder / "store").split()
+        host, number = await_file(folder / "store", MEET_SECONDS).split()
         store = reach_store(host, int(number), MEET_SECONDS)
     dist.init_process_group("gloo", store=store, rank=seen.node, world_size=nodes, timeout=seconds)
     tensor = torch.zeros(_BYTES // 4)

@@ -9,16 +9,14 @@ says goes to RUN_DIR-torchrun<node>.log, errors to the job's output, one line ea
 import os
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.launch import Launch
-from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.jobs.network import free_port
+from laminar_hpc.jobs.network import await_file, free_port
 
 _MEET_SECONDS = 300.0  # for the head node to say where
 
@@ -32,22 +30,10 @@ def world_command(
     if node == 0:
         head = os.environ.get("HEAD_ADDR") or address
         durable.replace(place, f"{head} {free_port(head)}\n".encode())
-    head, port = _head(place).split()
+    head, port = await_file(place, _MEET_SECONDS).split()
     common = [f"run_dir={run_dir}", f"cluster.host={address}"]
     start = [sys.executable, "-m", "laminar_hpc.jobs.world"]
     return [*start, str(node), str(nodes), head, port, address, *common, *words, "resume=auto"]
-
-
-def _head(place: Path) -> str:
-    until = time.monotonic() + _MEET_SECONDS
-    while time.monotonic() < until:
-        with suppress(FileNotFoundError):
-            return place.read_text()
-        time.sleep(0.2)
-    raise LaminarError(
-        f"the first node of the job did not write {place} within {_MEET_SECONDS:.0f} s: run_dir must be on a "
-        "file system that all nodes share"
-    )
 
 
 class WorldLaunch(Launch):

@@ -10,9 +10,9 @@
                                       which are pulled from an older slot
 
 What is allowed when stands in state.py, how weights are replaced in weight_loader.py, how a local batch is
-generated in batch.py, how trajectories of it go to other replicas in migration.py, when a replica must end in
-health.py. Waits for: the relay's first slot (bounded), a Grant (bounded by the controller's heartbeat).
-Waited for by: the controller, for Generated and Scored.
+generated in batch.py, what becomes of its trajectories in results.py, how they go to other replicas in
+migration.py, when a replica must end in health.py. Waits for: the relay's first slot (bounded), a Grant
+(bounded by the controller's heartbeat). Waited for by: the controller, for Generated and Scored.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,16 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import model_config, stop_token_ids
 from laminar_hpc.engine.interface import EngineFactory, EngineHangs
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages.data import Message, Place, Sample, Trajectory
+from laminar_hpc.messages.data import Message, Sample
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.messages.rollouts import (
     Drop,
     EngineHung,
-    Generated,
     Grant,
     Holds,
-    Lost,
     NotLoaded,
     RequestWork,
     ScoreOrder,
-    Unfinished,
     WeightsAvailable,
     WeightsOpened,
 )
@@ -55,10 +51,11 @@ from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.migration import ReplicaMigration
 from laminar_hpc.rollout.reporting import UtilizationReporter
+from laminar_hpc.rollout.results import Results
 from laminar_hpc.rollout.scoring import Scoring
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.weight_loader import WeightLoader
-from laminar_hpc.rollout.work import Work, packed, trajectory, works
+from laminar_hpc.rollout.work import Work, works
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
@@ -89,10 +86,13 @@ class RolloutWorker:
         self.payloads = PayloadWriter(context.run_dir, f"rollout{context.index}")
         self.health = BatchHealth(context.index, self.state, self.engines)
         turns = self.episodes.run if self.episodes else None
-        self.batch = LocalBatch(context, self.engines, self.state, stop_ids, self._ended, turns)
+        self.batch = LocalBatch(
+            context, self.engines, self.state, stop_ids, lambda *ended: self.results.ended(*ended), turns
+        )
         self.reporter = UtilizationReporter(
             context, self.state, self.engines, self.batch, lambda: self.scoring.pending
         )
+        self.results = Results(context, self.payloads, self.scoring, self.health, self.reporter.finished)
         self.migration = ReplicaMigration(context, self.batch, self.state)
         self.departure = Departure(context, self.batch, self._leave)
         self.interrupts = self.config.pipeline.refresh == "interrupt"
@@ -336,7 +336,7 @@ class RolloutWorker:
             return self._not_loaded(grant, gone)
         except WrongState as refusal:
             for work in begun:
-                self._lost(work, str(refusal))
+                self.results.lost(work, str(refusal))
             return None
         finally:
             self.begun = []
@@ -361,12 +361,7 @@ class RolloutWorker:
         elsewhere from what is known of it."""
         logger.error("%s", error)
         self.context.channel.send(EngineHung(str(error)))
-        for work in self.batch.left:
-            if work.evaluation:
-                self._lost(work, str(error))
-            else:
-                given = Unfinished(work.trajectory_id, work.attempt, work.so_far)
-                self.context.channel.send(given)
+        self.results.hand_over(self.batch.left, str(error))
         self.state.abandoned()
         await self.weight_loader.replace()
         self.health.hung(error)
@@ -398,35 +393,3 @@ class RolloutWorker:
                     self.batch.resume()
             else:
                 await self.wake.wait()
-
-    def _ended(self, work: Work, lost: str | None) -> None:
-        """A trajectory has its last token, or is lost."""
-        if lost is not None:
-            self.health.lost(work, lost)
-            if work.ungraded and work.evaluation:
-                finished = trajectory(work, self.context.index, packed(work))
-                self.context.channel.send(Generated(finished, work.evaluation))
-                self.scoring.ungraded(work, lost)
-            else:
-                self._lost(work, lost)
-            return
-        self.health.finished(work.partial.count)
-        self.reporter.finished(work.partial.count)
-        response = packed(work)
-        finished = trajectory(work, self.context.index, response)
-        if work.evaluation:
-            self.context.channel.send(Generated(finished, work.evaluation))
-        else:
-            self.context.channel.send_after(self.payloads.append(response), partial(_generated, finished))
-        self.scoring.begin(work)
-
-    def _lost(self, work: Work, reason: str) -> None:
-        logger.warning("trajectory %d (attempt %d) is lost: %s", work.trajectory_id, work.attempt, reason)
-        lost = Lost(work.trajectory_id, work.attempt, reason, work.evaluation, work.ungraded)
-        self.context.channel.send(lost)
-
-
-def _generated(finished: Trajectory, place: Place) -> Generated:
-    """Its response is on the disk."""
-    finished.place = place
-    return Generated(finished)
