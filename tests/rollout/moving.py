@@ -31,13 +31,15 @@ async def decoding(
     engine: SglangServer, name: str, move: str, address: str, call: asyncio.Task | None = None
 ) -> bool:
     """Sends the snapshot as soon as request `name` decodes, within 60 s; `address` is the destination's.
-    Returns False when `call`, the request's own, has ended before."""
+    Returns False when `call`, the request's own, has ended before that or meanwhile."""
     deadline = time.monotonic() + 60
     while True:
         try:
             await engine.kv_send(move, name, address)
             return True
         except KvRefused as error:
+            if call is not None and "ended or was retracted while its KV was sent" in str(error):
+                return False
             if "is decoding here" not in str(error) or time.monotonic() > deadline:
                 raise
             if call is not None and call.done():
@@ -58,7 +60,7 @@ async def moved(
     if way == "tcp":
         address = json.dumps([inbox | {"machine": "another"} for inbox in json.loads(address)])
     if not await decoding(ours, name, move, address, call):
-        await theirs.kv_abort(move)
+        await asyncio.gather(call, theirs.kv_abort(move))
         return await moved(pair, number, parameters, pause / 4, way, source)
     sent = await ours.kv_detach(move, name)
     first = await call

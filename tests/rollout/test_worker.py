@@ -234,7 +234,7 @@ def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):
 
     def overflow(work: Work) -> None:
         work.partial = Partial(*columns([1, 2], [-0.5, math.nan]), [VersionSpan(5, 0, 2)])
-        idle._ended(work, "not finite")
+        idle.results.ended(work, "not finite")
 
     async def run(begin: list[Work]) -> None:
         for work in begin:

@@ -46,7 +46,7 @@ class HttpReward:
 
     async def __call__(self, call: Call) -> dict:
         """Raises NotAReward, ServerRefused, or RewardFault when the time is over; each names the URL."""
-        deadline, pause, tries = time.monotonic() + self._seconds, FIRST_PAUSE, 0
+        deadline, pause, tries, what = time.monotonic() + self._seconds, FIRST_PAUSE, 0, ""
         body = msgspec.json.encode(self._body(call))
         while True:
             tries += 1
@@ -54,8 +54,9 @@ class HttpReward:
                 return self._reward(await self._post(body, deadline - time.monotonic()))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 left = deadline - time.monotonic()
-                if left <= pause:
+                if not what or not isinstance(error, TimeoutError):  # the last try has what time was left
                     what = _words(error)
+                if left <= pause:
                     raise RewardFault(
                         f"{shown_url(self._url)}: {what}, {tries} tries in {self._seconds:.3g} s"
                     ) from None
