@@ -145,7 +145,7 @@ class Rollout(Worker):
         elif isinstance(message, Drop):
             self.dropped += message.samples
             for sample in message.samples:
-                self.generating.pop(sample.trajectory_id)
+                self.generating.pop(sample.trajectory_id, None)  # it may have ended meanwhile
         elif isinstance(message, Reserve):
             self.reserved[message.move_id] = message
             self.channel.send(Reserved(message.move_id, ""))

@@ -58,10 +58,10 @@ def test_what_arrives_is_what_was_published(
         (lane,) = publisher.lanes.mine
         assert lane.link.transport == crosses
         assert (lane.nbytes in trainer.registered) == (delta == "auto")
-        assert lane.bytes_changed[0] == (delta == "auto")
         assert bool(trainer.pairs) == bool(relay.pairs) == (crosses == "nccl")
         publisher.close()
         controller.stop()
+        assert lane.bytes_changed[0] == (delta == "auto")  # counted behind the send
 
 
 def test_a_device_that_stands_still_is_named(world: None, tmp_path: Path) -> None:
