@@ -288,7 +288,7 @@ class WorkerLine:
         older than what it has acknowledged."""
         self._sender.resume(welcome.received)
         self._session, self._receiver, self._joining = session, Receiver(), False
-        self._hello = self._hello.numbered(welcome.index)
+        self._hello = self._hello.welcomed(welcome.index)
         self.watch.welcomed(self._hello, welcome.store_id)
 
     def _transmit(self) -> None:

@@ -55,7 +55,7 @@ class Reattachment:
 
     def joined(self, member: Member) -> None:
         """A worker has said Hello that was no member just now."""
-        was_known = self._store.knows(member.identity)
+        was_known = member.hello.rejoins or self._store.knows(member.identity)
         self._workers += was_known
         if was_known and self._workers == 1 and self._last_word:
             self._say_it_is_back()

@@ -14,13 +14,15 @@ ProcessId = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
 
 class Hello(Message):
     """First message of a worker. `incarnation` differs after a restart; `machine` names the host whose shared
-    memory it sees. `index` is its number within its role, or UNNUMBERED until a Welcome has given it one."""
+    memory it sees. `index` is its number within its role, or UNNUMBERED until a Welcome has given it one.
+    `rejoins`: it was welcomed before, perhaps by a controller that has put nothing of it on record."""
 
     role: str
     index: Index
     incarnation: str
     pid: ProcessId
     machine: str
+    rejoins: bool = False
 
     @property
     def name(self) -> str:
@@ -34,6 +36,10 @@ class Hello(Message):
     def numbered(self, index: int) -> "Hello":
         """What it says from now on; `index` UNNUMBERED gives it no other number."""
         return self if index == UNNUMBERED else msgspec.structs.replace(self, index=index)
+
+    def welcomed(self, index: int) -> "Hello":
+        """What it says after a Welcome."""
+        return msgspec.structs.replace(self.numbered(index), rejoins=True)
 
 
 class Welcome(Message):
