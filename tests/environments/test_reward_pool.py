@@ -18,6 +18,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RewardConfig
 from laminar_hpc.environments.fork_server import MAX_OUTPUT
 from laminar_hpc.environments.reward_pool import RewardPool, Score
+from lives import found, living
 
 FUNCTIONS = """
 import asyncio, json, os, re, sys, time
@@ -240,10 +241,10 @@ async def test_all_that_a_call_has_started_ends(then, tmp_path):
     finally:
         if then == "return":
             await pool.close()
-    started = [psutil.Process(int(name)) for name in os.listdir(tmp_path) if psutil.pid_exists(int(name))]
+    started = found(map(int, os.listdir(tmp_path)))
     _, alive = await asyncio.to_thread(psutil.wait_procs, started, 20)
     assert len(os.listdir(tmp_path)) >= 10
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert living(alive) == []
     await pool.close()
 
 
@@ -406,7 +407,7 @@ asyncio.run(main())
             )
         parent.send_signal(signal.SIGKILL)
         _, alive = psutil.wait_procs(processes, timeout=5)
-        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+        assert living(alive) == []
     finally:
         parent.kill()
         parent.wait()

@@ -16,6 +16,7 @@ from laminar_hpc.cluster.folders import SANDBOX_FOLDER_PREFIX
 from laminar_hpc.environments.isolation import seccomp, tiers
 from laminar_hpc.environments.sandbox import Limits, Result, Sandbox, SandboxFailed
 from laminar_hpc.environments.sandbox.output import Output
+from lives import living
 
 SECRET = "a secret of the rollout"
 LIMITS = Limits(memory_bytes=1 << 30, processes=24, output_bytes=4096, box_bytes=8 << 20, file_bytes=4 << 20)
@@ -144,7 +145,7 @@ def facts(path: Path) -> tuple[int, ...]:
 
 def started_by(process: psutil.Process) -> list[psutil.Process]:
     """The sandbox's processes but for those that wait for calls and their own."""
-    return [each for each in process.children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    return living(process.children(recursive=True))
 
 
 def settled(sandbox: Sandbox) -> int:
@@ -296,7 +297,7 @@ def test_the_preloaded_process_is_started_again(sandbox: Sandbox) -> None:
     before.kill()
     assert sandbox.run_sync("print(3)").stdout == "3\n"
     _, alive = psutil.wait_procs(family, timeout=20)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert living(alive) == []
 
 
 def test_limits_only_is_for_who_asks() -> None:

@@ -96,7 +96,7 @@ def test_refused_moves_leave_the_request_alone(pair):
         few = await theirs.kv_reserve("few", 0, 40)
         await refused(theirs.kv_reserve("few", 0, 40), "few is under way here already")
         await refused(ours.kv_send("few", "nobody", few), "no request nobody is decoding here")
-        await refused(ours.kv_send("few", "tried", "elsewhere"), "not an address")
+        await refused(decoding(ours, "tried", "few", "elsewhere"), "not an address")
         await refused(
             decoding(ours, "tried", "few", few), r"do not fit where 0 tokens are there and 40 reserved"
         )

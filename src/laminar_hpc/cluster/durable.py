@@ -47,7 +47,8 @@ class SealedFile:
     `check` is called before each piece; what it raises ends the writing."""
 
     def __init__(self, path: Path, check: Callable[[], None]) -> None:
-        self._file, self._sum, self._bytes, self._check = open(path, "wb"), hashlib.sha256(), 0, check  # noqa: SIM115
+        self._file = open(path, "wb")  # noqa: SIM115
+        self._sum, self._bytes, self._check = hashlib.sha256(), 0, check
 
     def __enter__(self) -> "SealedFile":
         return self

@@ -146,7 +146,10 @@ def _same(said: object, wanted: object) -> bool:
     """Of JSON values."""
     if isinstance(said, list) and isinstance(wanted, list | tuple):
         return len(said) == len(wanted) and all(map(_same, said, wanted))
-    if isinstance(said, float) or isinstance(wanted, float):
-        both = isinstance(said, int | float) and isinstance(wanted, int | float)
-        return both and math.isclose(said, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)  # type: ignore[arg-type]
+    if (
+        isinstance(said, int | float)
+        and isinstance(wanted, int | float)
+        and float in (type(said), type(wanted))
+    ):
+        return math.isclose(said, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     return said == wanted

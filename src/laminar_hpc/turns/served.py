@@ -97,7 +97,8 @@ def _unbound(method: Callable) -> Callable:
 
     signature = inspect.signature(method)
     shown.__name__, shown.__doc__ = method.__name__, inspect.getdoc(method)
-    shown.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
+    own = signature.replace(parameters=[*signature.parameters.values()][1:])
+    shown.__signature__ = own  # type: ignore[attr-defined]
     shown.__annotations__ = {k: v for k, v in inspect.get_annotations(method, eval_str=True).items()}
     return shown
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def prepare(setup: Setup) -> "Place":
     return SharedFiles(setup.limits, folder, locked=tier == "landlock")
 
 
-class Place:
+class Place(ABC):
     """Of one keeper, call after call: `start` forks ahead of the call, `begin` comes with it, `end` when it
     is over."""
 
@@ -65,17 +66,17 @@ class Place:
         self.limits = given
         self.pid = 0
 
+    @abstractmethod
     def start(self, body: Body, streams: Streams) -> int:
         """`body` in a box, with these as its input, output and errors. Returns a descriptor that can be read
         when it has ended."""
-        raise NotImplementedError
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027
         """The code is about to begin; `start` may be long ago."""
 
+    @abstractmethod
     def end(self) -> int:
         """The exit code of `body`'s process; nothing that it has started is left."""
-        raise NotImplementedError
 
 
 class Namespaces(Place):
