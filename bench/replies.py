@@ -38,6 +38,7 @@ from laminar_hpc.engine.interface import Generation
 from laminar_hpc.engine.sglang.http_client import HttpClient
 from laminar_hpc.engine.sglang.replies import decode, parse_generation
 from laminar_hpc.messages.data import Partial, VersionSpan
+from laminar_hpc.rollout import event_loop
 from laminar_hpc.rollout.work import extended, objection
 
 BEAT_SECONDS = 0.01
@@ -201,7 +202,7 @@ def measure(requests: int, tokens: int) -> list[dict]:
         if not here.poll(60):
             raise SystemExit("the emulated engine was not up within 60 s")
         port, sizes = here.recv()
-        return asyncio.run(emulated(port, sizes, requests, tokens))
+        return event_loop.run(emulated(port, sizes, requests, tokens))
     finally:
         here.send("end")
         server.join(20)
@@ -246,7 +247,7 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.real:
         with tempfile.TemporaryDirectory(prefix="laminar-replies-") as folder:
-            rows = asyncio.run(real(Path(folder)))
+            rows = event_loop.run(real(Path(folder)))
     else:
         rows = measure(chosen.requests, chosen.tokens)
     figures = {

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from zmq.utils import z85
 
 from laminar_hpc.cluster.address import ControllerAddress, new_address, write_address
+from laminar_hpc.cluster.admission import Admission
 from laminar_hpc.cluster.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
 from laminar_hpc.cluster.spool import Spool, SpoolFull
 from laminar_hpc.config.errors import LaminarError
@@ -62,11 +62,8 @@ class Hub:
 
     def __init__(self, run_dir: Path, run_id: str, host: str, port: int, machine: str) -> None:
         self._context, self._run_dir = zmq.Context(), run_dir
-        # ZeroMQ asks here (RFC 27) whether a client's key is welcome
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.bind("inproc://zeromq.zap.01")
         self._address, secret = new_address(run_id, host, machine)
-        self._client_key = self._address.client_public
+        self._admission = Admission(self._context, self._address.client_public)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.setsockopt(zmq.LINGER, 2000)
@@ -88,7 +85,7 @@ class Hub:
         write_address(run_dir, self._address)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
-        self._poller.register(self._zap, zmq.POLLIN)
+        self._poller.register(self._admission.socket, zmq.POLLIN)
 
         self._sessions: dict[str, _Session] = {}
         self._session_numbers = itertools.count(1)
@@ -124,8 +121,8 @@ class Hub:
             if not events:
                 self._note_heard(all_of_it=True)
                 return messages
-            if self._zap in events:
-                self._admit()
+            if self._admission.socket in events:
+                self._admission.answer()
             if self._router in events:
                 self._take_waiting(messages, size + _BYTES_AT_ONCE)
                 timeout = 0
@@ -221,18 +218,6 @@ class Hub:
             self._put(name, 0, b"", again)
         self._answers_due.clear()
 
-    def _admit(self) -> None:
-        frames = self._zap.recv_multipart()
-        version, request_id, mechanism, credentials = frames[0], frames[1], frames[5], frames[6:]
-        welcome = (
-            mechanism == b"CURVE"
-            and len(credentials) == 1
-            and z85.encode(credentials[0]).decode() == self._client_key
-        )
-        self._zap.send_multipart(
-            [version, request_id, b"200" if welcome else b"400", b"" if welcome else b"unknown key", b"", b""]
-        )
-
     # ---- what goes -----------------------------------------------------------------------------------------
 
     def send(self, identity: str, message: Message) -> None:
@@ -279,5 +264,5 @@ class Hub:
         for identity in list(self._sessions):
             self.end(identity)
         self._router.close()
-        self._zap.close(0)
+        self._admission.close()
         self._context.term()

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 import zmq
-from zmq.utils import z85
 
+from laminar_hpc.cluster.admission import Admission
 from laminar_hpc.kv import device
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header, Shape, check_fits, decode_header
@@ -75,11 +75,9 @@ class Inbox:
         self._part: _Part | None = None
         self._refused = ""
         self._context = zmq.Context(io_threads=STREAMS)
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.bind("inproc://zeromq.zap.01")
         server_public, secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
-        self._client_key = client_public.decode()
+        self._admission = Admission(self._context, client_public.decode())
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ZAP_DOMAIN, b"laminar-kv")
         self._router.linger, self._router.rcvhwm = 1000, QUEUED
@@ -117,35 +115,19 @@ class Inbox:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._zap, zmq.POLLIN)
+        poller.register(self._admission.socket, zmq.POLLIN)
         try:
             while not self._closing:
                 events = dict(poller.poll(int(POLL_SECONDS * 1000)))
-                if self._zap in events:
-                    self._admit()
+                if self._admission.socket in events:
+                    self._admission.answer()
                 if self._router in events:
                     self._take(self._router.recv_multipart(copy=False))
         finally:
             self._router.close()
-            self._zap.close(0)
+            self._admission.close()
             self._context.term()
             self.left.set_result(None)
-
-    def _admit(self) -> None:
-        frames = self._zap.recv_multipart()
-        welcome = (
-            frames[5] == b"CURVE" and len(frames) == 7 and z85.encode(frames[6]).decode() == self._client_key
-        )
-        self._zap.send_multipart(
-            [
-                frames[0],
-                frames[1],
-                b"200" if welcome else b"400",
-                b"" if welcome else b"unknown key",
-                b"",
-                b"",
-            ]
-        )
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         sender, kind, *rest = frames

@@ -8,6 +8,7 @@ from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.loop_watch import LoopWatch
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.messages.membership import Failure
+from laminar_hpc.rollout import event_loop
 from laminar_hpc.rollout.worker import RolloutWorker
 
 # of the event loop's turns: files are looked at and tokenizers run in it, each for a moment
@@ -18,7 +19,7 @@ def run(context: RoleContext) -> None:
     """Serves until the controller says Stop, or this process is told to end (departure.py). Raises
     LaminarError when the replica cannot go on."""
     new_engine = engine_factory(context.config, context.index, context.run_dir)
-    asyncio.run(watched(RolloutWorker(context, new_engine)))
+    event_loop.run(watched(RolloutWorker(context, new_engine)))
 
 
 async def watched(worker: RolloutWorker) -> None:

@@ -2,7 +2,6 @@
 EngineDied when the process has ended, else RequestFailed."""
 
 import asyncio
-import socket
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -14,17 +13,8 @@ from laminar_hpc.engine.sglang.process import EngineProcess
 
 # SGLang ends its processes one after the other: a broken connection is seen before the death
 DEATH_SECONDS = 1.0
-_SOCKET_BYTES = 1 << 16
 _JSON = {"Content-Type": "application/json"}
 _encoder = msgspec.json.Encoder(enc_hook=lambda array: array.tolist())  # of numpy
-
-
-def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Holds little: the loop takes all that a socket holds at once, and may find a thousand of them full."""
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
-    return made
 
 
 class HttpClient:
@@ -45,7 +35,7 @@ class HttpClient:
         """Makes the session; nothing is sent."""
         self._session = aiohttp.ClientSession(
             f"http://127.0.0.1:{self.process.port}",
-            connector=aiohttp.TCPConnector(limit=0, socket_factory=_socket),
+            connector=aiohttp.TCPConnector(limit=0),
             headers={"Authorization": f"Bearer {self.process.key}"},
         )
 

@@ -1,0 +1,30 @@
+"""Who may connect: the encrypted sockets of a ZeroMQ context ask here (RFC 27, ZAP) whether a client's key is
+welcome."""
+
+import zmq
+from zmq.utils import z85
+
+
+class Admission:
+    """Lets in who holds the secret of `client_key` (z85). For the thread that polls `socket` and then calls
+    `answer`; until it does, whoever connects waits."""
+
+    def __init__(self, context: zmq.Context, client_key: str) -> None:
+        self._client_key = client_key
+        self.socket = context.socket(zmq.REP)
+        self.socket.bind("inproc://zeromq.zap.01")
+
+    def answer(self) -> None:
+        """Answers one request, if one is there."""
+        try:
+            version, request_id, *_, mechanism, key = self.socket.recv_multipart(zmq.NOBLOCK)
+        except (
+            zmq.Again
+        ):  # a connection that breaks takes its request along, also one that was seen by a poll
+            return
+        welcome = mechanism == b"CURVE" and z85.encode(key).decode() == self._client_key
+        code, text = (b"200", b"") if welcome else (b"400", b"unknown key")
+        self.socket.send_multipart([version, request_id, code, text, b"", b""])
+
+    def close(self) -> None:
+        self.socket.close(0)
