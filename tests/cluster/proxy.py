@@ -12,10 +12,10 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
 class Proxy:
     """Forwards to `target` on loopback. `reset` breaks all connections; while `stalled` no byte passes and
-    nothing is said, as where packets are dropped."""
+    nothing is said, as where packets are dropped; `garble` spoils what comes from the target next."""
 
     def __init__(self, target: int) -> None:
-        self._target, self.stalled, self.passed = target, False, 0
+        self._target, self.stalled, self.garble, self.passed = target, False, False, 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
         self.port: int = self._listener.getsockname()[1]
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -56,7 +56,7 @@ class Proxy:
                 for key, _ in ready.select(0.01):
                     if key.data is None:
                         self._accept()
-                    elif key.data[0] in self._pairs and not self._pass(key.fileobj, key.data[1]):
+                    elif key.data[0] in self._pairs and not self._pass(key.data[0], key.fileobj, key.data[1]):
                         self._pairs.remove(key.data[0])
                         for end in key.data[0]:
                             end.close()
@@ -68,10 +68,12 @@ class Proxy:
         except OSError:  # the controller has gone
             client.close()
 
-    def _pass(self, source: object, sink: socket.socket) -> bool:
+    def _pass(self, pair: tuple[socket.socket, ...], source: object, sink: socket.socket) -> bool:
         assert isinstance(source, socket.socket)
         try:
             data = source.recv(_CHUNK)
+            if self.garble and sink is pair[0]:
+                data, self.garble = bytes(255 - byte for byte in data), False
             sink.sendall(data)
         except OSError:
             return False

@@ -70,6 +70,23 @@ def test_connections_that_break_lose_nothing(tmp_path) -> None:
     assert keeper.close() == list(range(2000))
 
 
+def test_a_connection_that_zeromq_gives_up_is_made_anew(tmp_path) -> None:
+    """Bytes that make no sense end a connection for good, as far as ZeroMQ goes."""
+    keeper = Keeper(tmp_path, through_proxy=True)
+    channel = join(tmp_path)
+    speak(channel, range(100))
+    until(lambda: len(keeper.kept) == 100)
+    keeper.proxy.garble = True
+    until(lambda: not keeper.proxy.garble)
+    speak(channel, range(100, 200))
+    keeper.say(*range(100))
+    assert heard(channel, 100) == list(range(100))
+    until(lambda: len(keeper.kept) >= 200)
+    assert not channel.pending(Welcome), "it was no member for a while"
+    channel.close()
+    assert keeper.close() == list(range(200))
+
+
 @pytest.mark.parametrize(
     "seconds", [4, *(pytest.param(seconds, marks=pytest.mark.slow) for seconds in (5, 8, 15))]
 )

@@ -11,20 +11,19 @@ class Admission:
 
     def __init__(self, context: zmq.Context, client_key: str) -> None:
         self._client_key = client_key
-        self.socket = context.socket(zmq.REP)
+        # not a REP, which would wait for the rest of a request whose connection has broken
+        self.socket = context.socket(zmq.ROUTER)
         self.socket.bind("inproc://zeromq.zap.01")
 
     def answer(self) -> None:
-        """Answers one request, if one is there."""
+        """Answers one request, if one is there. A broken one has no answer: its client tries again."""
         try:
-            version, request_id, *_, mechanism, key = self.socket.recv_multipart(zmq.NOBLOCK)
-        except (
-            zmq.Again
-        ):  # a connection that breaks takes its request along, also one that was seen by a poll
+            peer, _, version, request_id, *_, mechanism, key = self.socket.recv_multipart(zmq.NOBLOCK)
+        except (zmq.Again, ValueError):
             return
         welcome = mechanism == b"CURVE" and z85.encode(key).decode() == self._client_key
         code, text = (b"200", b"") if welcome else (b"400", b"unknown key")
-        self.socket.send_multipart([version, request_id, code, text, b"", b""])
+        self.socket.send_multipart([peer, b"", version, request_id, code, text, b"", b""], zmq.NOBLOCK)
 
     def close(self) -> None:
         self.socket.close(0)

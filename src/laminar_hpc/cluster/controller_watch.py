@@ -18,6 +18,8 @@ from laminar_hpc.messages.membership import Hello
 log = logging.getLogger(__name__)
 _ASLEEP_SECONDS = 5.0  # between two looks: this process stood still, not the controller
 _LOOK_SECONDS = 3.0  # after this silence controller.json may name another controller
+# ZeroMQ connects again by itself within 3 to 5 s, but never after bytes that made no sense to it
+_ANEW_SECONDS = 8.0
 _BETWEEN_LOOKS_SECONDS = 0.25  # into controller.json, which may lie on a file system of all machines
 
 
@@ -32,14 +34,14 @@ class ControllerWatch:
         self.neighbour: int | None = None  # the controller's pid, if it is on this machine
         self._sign = Sign(run_dir, hello)
         self.store_id = ""
-        self._heard = self._asked = time.monotonic()
+        self._heard = self._asked = self._connected = time.monotonic()
         self._read_at = 0.0
         self.detached = False  # the role goes on without a controller
         self.ends_at: float | None = None  # it was told to end, and waits no longer than this
 
     def begin(self, address: ControllerAddress) -> None:
-        """This is the controller from here on."""
-        self._address = address
+        """This is the controller from here on; a connection to it begins now."""
+        self._address, self._connected = address, time.monotonic()
         self.neighbour = address.pid if address.machine == self._hello.machine else None
 
     def welcomed(self, hello: Hello, store_id: str) -> None:
@@ -69,6 +71,10 @@ class ControllerWatch:
         """It has taken its address away, or another one has come."""
         address = read_address(self._run_dir)
         return address is None or self._address is None or address.run_id != self._address.run_id
+
+    def gives_up(self, now: float) -> ControllerAddress | None:
+        """The controller, when its connection has carried nothing for so long that it must be made anew."""
+        return self._address if now - max(self._heard, self._connected) > _ANEW_SECONDS else None
 
     def look(self, now: float) -> ControllerAddress | Exception | None:
         """The controller to join instead, or why the role must end, if it must."""

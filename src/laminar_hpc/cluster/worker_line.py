@@ -321,11 +321,16 @@ class WorkerLine:
         if isinstance(found, Exception):
             self._end(found)
         elif found is not None:
-            self._poller.unregister(self._dealer)
-            self._dealer.close(0)
-            self._connect(found)
-            self._poller.register(self._dealer, zmq.POLLIN)
+            self._connect_anew(found)
             self._joining, self._said_hello = True, 0.0
+        elif (same := self.watch.gives_up(now)) is not None:
+            self._connect_anew(same)
+
+    def _connect_anew(self, address: ControllerAddress) -> None:
+        self._poller.unregister(self._dealer)
+        self._dealer.close(0)
+        self._connect(address)
+        self._poller.register(self._dealer, zmq.POLLIN)
 
     def _connect(self, address: ControllerAddress) -> None:
         self._dealer = connect(self._context, self._identity, address)
