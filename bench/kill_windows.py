@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,8 +51,8 @@ WINDOWS = {
 }
 
 
-def deaths(folder: Path) -> dict[str, int]:
-    return {name: len(list(folder.glob(f"{name}.*.death"))) for name in WINDOWS}
+def deaths(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    return {name: len(list(folder.glob(f"{name}.*.death"))) for name in names}
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def until_all_had_theirs(roles: Roles, options: argparse.Namespace, plan: Path) 
     until, said = time.monotonic() + options.seconds, 0
     while time.monotonic() < until:
         roles.tend_for(1.0)
-        counts = deaths(plan)
+        counts = deaths(plan, options.windows)
         if min(counts.values()) >= options.kills:
             return
         if sum(counts.values()) >= said + 20:
@@ -88,9 +88,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2400.0, help="at most (default 2400)")
     parser.add_argument("--calm", type=float, default=90.0, help="without deaths, at the end (default 90)")
     parser.add_argument("--between", type=float, default=8.0, help="seconds from death to death (default 8)")
+    parser.add_argument(
+        "--windows",
+        type=lambda names: names.split(","),
+        default=list(WINDOWS),
+        help="some of them, with commas (default all)",
+    )
     options = parser.parse_args()
     names = ("role", "module", "function", "when")
-    windows = {name: dict(zip(names, window, strict=True)) for name, window in WINDOWS.items()}
+    windows = {name: dict(zip(names, WINDOWS[name], strict=True)) for name in options.windows}
     for window in windows.values():
         window["module"] = f"laminar_hpc.{window['module']}"
     with common.run_folder(options) as folder:
@@ -103,7 +109,7 @@ def main() -> None:
             (plan / "plan.json").unlink()
             before = steps_done(roles.run_dir)
             roles.tend_for(options.calm)
-        counts = deaths(plan)
+        counts = deaths(plan, options.windows)
         culprits, lost = audited(folder / "run")
         steps = steps_done(folder / "run")
     rows = [
