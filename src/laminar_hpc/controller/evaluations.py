@@ -93,9 +93,13 @@ class Evaluation:
     def takes(self, share: Share, replica: int | None) -> None:
         """`replica` does this share from here on; None: nobody."""
         share.replica = replica
-        (self._busy.discard if replica is None or share.done else self._busy.add)(self._place(share))
+        place = self._place(share)
+        if replica is None or share.done:
+            self._busy.discard(place)
+        else:
+            self._busy.add(place)
         if share.free:
-            heappush(self._free, self._place(share))
+            heappush(self._free, place)
 
     def score(self, share: Share, number: int, score: float) -> None:
         self.scored += number not in share.scores
