@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from laminar_hpc.observability.console import duration, value_text
-from laminar_hpc.report import rewards, samples, summary, svg, timeline
+from laminar_hpc.report import rewards, samples, summary, svg, timeline, turns
 from laminar_hpc.report.page import figure, grid, keys, section
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.report.svg import Series, tag, text
@@ -329,6 +329,7 @@ ALL = (
     rewards.rewards,
     staleness,
     lengths,
+    turns.section_of_turns,
     sampling,
     time_line,
     accounts,

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from laminar_hpc.report import rundata
+from laminar_hpc.report import rundata, turns
 from laminar_hpc.report.idle import idle_fraction
 from laminar_hpc.report.rundata import Run, Totals
 
@@ -76,6 +76,7 @@ def figures(run: Run) -> dict:
         "reward_errors": _per_step(run, "reward_error_count", lambda of: of.reward_errors),
         "reward_error_first": reward_error_first(run),
         "rewards": rewards(steps),
+        "environment": turns.figures(run),
         **moves(run),
         "groups_filtered": _total(steps, "groups_filtered"),
         "tokens_discarded": _total(steps, "tokens_discarded"),

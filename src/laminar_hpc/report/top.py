@@ -14,6 +14,7 @@ from rich.text import Text
 
 from laminar_hpc.observability.console import count, duration, eta, number
 from laminar_hpc.observability.status import Rank
+from laminar_hpc.report import turns
 from laminar_hpc.report.live import Follower, View
 
 REFRESH_SECONDS = 1.0
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
 def frame(view: View) -> Group:
     """One picture of the run."""
     parts: list = [_head(view), _progress(view), Text(), _ranks(view), Text()]
-    lines = (_queues, _weights, _moves, _last_evaluations, _reward_errors, _incidents)
+    lines = (_queues, _weights, _turns, _moves, _last_evaluations, _reward_errors, _incidents)
     parts += [line for make in lines if (line := make(view))]
     return Group(*parts)
 
@@ -193,6 +194,22 @@ def _weights(view: View) -> Text | None:
     if mismatch := view.newest.get("logprob_mismatch"):
         parts.append(f"log-prob mismatch {mismatch['mean']:.1e}")
     return _line("weights", *parts) if parts else None
+
+
+def _turns(view: View) -> Text | None:
+    """Of the last batch, per trajectory."""
+    step = view.steps[-1] if view.steps else {}
+    if step.get("turns_mean") is None:
+        return None
+    seconds = [f"{kind} {number(step.get(f'{kind}_seconds_mean'), 2)} s" for kind in turns.COLORS]
+    calls, failed, cached = (step.get(f"{k}_mean") for k in ("tool_calls", "failed_calls", "cached_share"))
+    return _line(
+        "turns",
+        f"{number(step['turns_mean'], 1)} per trajectory",
+        f"{number(calls, 1)} tool calls, {number(failed, 2)} failed",
+        *seconds,
+        *([f"{cached:.0%} of later prompts cached"] if cached is not None else []),
+    )
 
 
 def _moves(view: View) -> Text | None:

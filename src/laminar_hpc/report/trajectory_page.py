@@ -14,37 +14,31 @@ import numpy as np
 
 from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.observability.console import duration
+from laminar_hpc.observability.trace import Span
 from laminar_hpc.payload.layout import Response
 from laminar_hpc.payload.whole import Whole
-from laminar_hpc.report import svg
+from laminar_hpc.report import svg, turn_table
 from laminar_hpc.report.page import keys
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.svg import Series, tag, text
+from laminar_hpc.report.turns import ENDS
 
 MAX_CHARACTERS = 6000  # of an answer; some are hundreds of kilobytes
 CURVE_POINTS = 200
 SHOWN_TOKENS = 5  # least likely ones
 
 
-_ENDS = {
-    "stop": "its end-of-sequence token",
-    "length": "the limit on its length",
-    "turns": "environment.max_turns",
-    "calls": "environment.max_tool_calls",
-    "time": "environment.max_seconds",
-}
-
-
 @dataclass
 class Facts:
     """Of the run: (replica, weight id) -> probe mismatch; trajectory -> (own mismatch, mini-batches ahead);
-    step -> its record; group -> (granted, finished); trajectory -> lost attempts."""
+    step -> its record; group -> (granted, finished); trajectory -> lost attempts, spans of its tools."""
 
     mismatches: dict[tuple[str, int], dict]
     own_mismatches: dict[int, tuple[float, int]]
     steps: dict[int, dict]
     groups: dict[int, tuple[float, float]]
     lost: dict[int, list[dict]]
+    tools: dict[int, list[Span]]
 
 
 def facts(run: Run, rows: Sequence[Consumed]) -> Facts:
@@ -58,6 +52,7 @@ def facts(run: Run, rows: Sequence[Consumed]) -> Facts:
         steps={step["step"]: step for step in run.steps},
         groups=run.group_times([row.group_id for row in rows]),
         lost=lost,
+        tools=turn_table.tool_spans(run, rows),
     )
 
 
@@ -83,7 +78,7 @@ def page(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]]
     body = tag("h3", "prompt") + tag(
         "p", tag("code", text(shortened(decode(whole.prompt.tolist()), MAX_CHARACTERS)))
     )
-    body += tag("h3", "answer") + _answer(whole.response, decode)
+    body += tag("h3", "answer") + _answer(row, whole, known, decode)
     figures = (
         _reward(row, whole.record)
         | _log_probs(row, whole.response, known, decode)
@@ -104,15 +99,15 @@ def page(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]]
     return tag("details", tag("summary", text(title)) + body, id=anchor(row.id), class_="trajectory")
 
 
-def _answer(response: Response, decode: Callable[[list[int]], str]) -> str:
-    """Turn by turn; what the environment gave between them is set apart."""
-    shown, at = "", 0
-    for number, count in enumerate(response.mask_runs.tolist()):
-        said = decode(response.tokens[at : at + count].tolist())
-        part = tag("code", text(shortened(said, MAX_CHARACTERS)))
-        shown += tag("p", part if number % 2 == 0 else tag("em", "given: ") + part) if count else ""
-        at += count
-    return shown
+def _answer(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]], str]) -> str:
+    """As a text, or turn by turn."""
+
+    def said(tokens: list[int]) -> str:
+        return tag("code", text(shortened(decode(tokens), MAX_CHARACTERS)))
+
+    if len(whole.response.mask_runs) == 1:
+        return tag("p", said(whole.response.tokens.tolist()))
+    return turn_table.table(row, whole, known.tools.get(row.id, []), said)
 
 
 def _reward(row: Consumed, trajectory: Trajectory) -> dict[str, object]:
@@ -167,7 +162,7 @@ def _where(row: Consumed, whole: Whole, known: Facts) -> dict[str, object]:
         "last token at step": row.step_finished,
         "trained with weights of step": row.consumed_step,
         "staleness": f"{row.staleness_generation} at generation, {row.staleness_training} at training",
-        "ended by": _ENDS.get(row.finish_reason, row.finish_reason),
+        "ended by": ENDS.get(row.finish_reason, row.finish_reason),
         "turns": np.count_nonzero(whole.response.mask_runs[::2]),
         "attempts": f"{trajectory.attempt + 1}" + (f" ({reasons})" if reasons else ""),
         "moves between replicas": trajectory.moves,

@@ -133,7 +133,9 @@ class LocalBatch:
 
     async def _turn(self, work: Work) -> Outcome:
         """One answer of the model; between two nobody waits for a place."""
+        asked = time.time()
         async with self._places:
+            work.waited = time.time() - asked
             outcome = await self._generate(work)
         if work.order is not None and not outcome.moved_away:
             self.context.channel.send(MoveFailed(work.order.move_id, outcome.lost or "it has ended"))

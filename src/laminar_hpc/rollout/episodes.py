@@ -30,7 +30,7 @@ from laminar_hpc.turns.conversation import Conversation, ToolResult
 from laminar_hpc.turns.episode import Episode
 from laminar_hpc.turns.model import conversation, with_tools
 from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool
-from laminar_hpc.turns.tools import error_text
+from laminar_hpc.turns.tools import error_text, is_error
 
 logger = logging.getLogger(__name__)
 TRIES = 3  # of one trajectory at one replica, whose environment fails
@@ -82,7 +82,9 @@ class Episodes:
             return Outcome(lost=why)
         work.bound, whole = self.bound, False
         try:
+            t0 = time.time()
             await self._begin(work)
+            work.episode.waited(time.time() - t0)
             if self._ends_a_turn(work.partial):
                 work.finish_reason = "stop"
                 work.episode.turns += 1
@@ -91,13 +93,14 @@ class Episodes:
                     return Outcome()
             seen = 0  # tokens that this engine has had
             while True:
-                work.cached_tokens, before = 0, work.partial.tokens
+                work.cached_tokens, before, t0 = 0, work.partial.tokens, time.time()
                 outcome = await turn(work)
                 if outcome.moved_away or outcome.lost is not None:
                     return outcome
                 if not work.partial.tokens.startswith(before):
                     return Outcome(lost="its earlier turns are not what they were")
-                work.episode.turn(seen, work.cached_tokens)
+                work.episode.waited(work.waited)
+                work.episode.turn(seen, work.cached_tokens, time.time() - t0 - work.waited)
                 seen = len(work.group.prompt_tokens) + work.partial.count
                 if not await self._answered(work, work.episode):
                     whole = True
@@ -150,7 +153,8 @@ class Episodes:
         self._tell(work)
         t0 = time.time()
         results = await self._results(work, found)
-        episode.called(names, time.time() - t0)
+        failed = sum(is_error(result.content) for result in results)
+        episode.called(names, failed, time.time() - t0)
         self._record(work, t0, ",".join(names) or "malformed")
         assert self._conversation is not None
         given = self._conversation.between(int(tokens_of(work.partial)[-1]), results)
@@ -188,7 +192,8 @@ class Episodes:
         work.told = part.count
 
     def _record(self, work: Work, t0: float, what: str) -> None:
-        self.context.trace.record("tool", t0, time.time(), trajectory_id=work.trajectory_id, what=what)
+        of = {"trajectory_id": work.trajectory_id, "attempt": work.attempt, "evaluation": work.evaluation}
+        self.context.trace.record("tool", t0, time.time(), **of, what=what, waited=work.waited)
 
     # ---- rewards -------------------------------------------------------------------------------------------
 

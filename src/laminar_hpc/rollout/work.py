@@ -55,6 +55,7 @@ class Work:
     cached_tokens: int = 0  # of its first prefill here, taken from the prefix cache
     order: MoveOrder | None = None  # the move that takes it away
     dropped: bool = False  # the controller has given it to others
+    waited: float = 0.0  # seconds for a place among the requests, of its present turn
     told: int = 0  # response tokens that the controller's pool knows
     episode: Episode | None = None  # where it has several turns
     session: Session | None = None  # its environment

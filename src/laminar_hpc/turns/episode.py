@@ -23,13 +23,22 @@ class Episode:
     began: float
     turns: int = 0
     calls: int = 0
+    failed_calls: int = 0
+    generate_seconds: float = 0.0
     tool_seconds: float = 0.0
+    wait_seconds: float = 0.0
     seen_tokens: int = 0  # of the prompts of all turns, those that the engine has had before
     cached_tokens: int = 0  # of those, taken from the prefix cache
     names: dict[str, int] = field(default_factory=dict)  # of tools, how often each was called
 
-    def turn(self, seen_tokens: int, cached_tokens: int) -> None:
-        """A turn has ended, of whose prompt the engine has had so many tokens before."""
+    def waited(self, seconds: float) -> None:
+        """For a reset, or for a place among the engine's requests."""
+        self.wait_seconds += seconds
+
+    def turn(self, seen_tokens: int, cached_tokens: int, seconds: float) -> None:
+        """A turn has ended, which the engine drew in so many seconds, and of whose prompt it has had so many
+        tokens before."""
+        self.generate_seconds += seconds
         if seen_tokens:
             self.seen_tokens += seen_tokens
             self.cached_tokens += min(cached_tokens, seen_tokens)
@@ -47,16 +56,25 @@ class Episode:
         """Of the whole trajectory's time."""
         return self.limits.max_seconds - (now - self.began)
 
-    def called(self, wanted: Sequence[str], seconds: float) -> None:
-        """Its turn's calls have been answered, in so many seconds."""
+    def called(self, wanted: Sequence[str], failed: int, seconds: float) -> None:
+        """Its turn's calls have been answered, in so many seconds; `failed`: with an error, as is a call that
+        could not be read."""
         self.calls += len(wanted)
+        self.failed_calls += failed
         self.tool_seconds += seconds
         for name in wanted:
             self.names[name] = self.names.get(name, 0) + 1
 
     def figures(self) -> dict[str, float]:
         """For the trajectory's record; the cached share only where there was a later turn."""
-        found = {"turns": self.turns, "tool_calls": self.calls, "tool_seconds": self.tool_seconds}
+        found = {
+            "turns": self.turns,
+            "tool_calls": self.calls,
+            "failed_calls": self.failed_calls,
+            "generate_seconds": self.generate_seconds,
+            "tool_seconds": self.tool_seconds,
+            "wait_seconds": self.wait_seconds,
+        }
         if self.seen_tokens:
             found["cached_share"] = self.cached_tokens / self.seen_tokens
         return {f"environment.{name}": float(value) for name, value in found.items()}

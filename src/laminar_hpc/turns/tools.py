@@ -51,6 +51,11 @@ def error_text(reason: str) -> str:
     return json.dumps({"error": reason}, ensure_ascii=False)
 
 
+def is_error(text: str) -> bool:
+    """Whether the model reads of a failure."""
+    return text.startswith('{"error":')
+
+
 def _words(error: Any) -> str:
     place = ".".join(str(part) for part in error["loc"])
     return f"{place}: {error['msg']}"

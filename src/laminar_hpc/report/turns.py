@@ -1,0 +1,105 @@
+"""Responses of several turns in the report: what they had on average and where their time went, how they
+ended, and failures by class. Nothing for a run whose trajectories have one turn."""
+
+from collections import Counter
+
+from laminar_hpc.policies.filtering import UNGRADED
+from laminar_hpc.report import svg
+from laminar_hpc.report.page import figure, grid, section
+from laminar_hpc.report.rundata import Run
+from laminar_hpc.report.svg import Series, tag, text
+
+ENDS = {
+    "stop": "its end-of-sequence token",
+    "length": "the limit on its length",
+    "turns": "environment.max_turns",
+    "calls": "environment.max_tool_calls",
+    "time": "environment.max_seconds",
+}
+COLORS = {"generate": "var(--generate)", "tool": "var(--evaluate)", "wait": "var(--wait)"}
+_MEANS = ("turns", "tool_calls", "failed_calls", *(f"{kind}_seconds" for kind in COLORS), "cached_share")
+
+
+def figures(run: Run) -> dict | None:
+    """Per trained trajectory the means of what docs/metrics.md has under `environment`, and how many of them
+    ended how; None without several turns."""
+    steps = [step for step in run.steps if step.get("turns_mean") is not None]
+    if not steps:
+        return None
+    return {name: _mean(steps, f"{name}_mean") for name in _MEANS} | failures(run)
+
+
+def failures(run: Run) -> dict:
+    """By class, each on its own: graded ones that gave a wrong answer, those that met a limit, and what was
+    not trained because its environment failed. None where the store has sums alone."""
+    given_up = [str(record.get("reason", "")) for record in run.records.get("given_up", [])]
+    environment = sum(reason.startswith(UNGRADED) for reason in given_up)
+    if run.has_old_steps or not run.consumed:
+        return {"ended": None, "wrong_answers": None, "groups_given_up": environment}
+    return {
+        "ended": dict(Counter(t.finish_reason for t in run.consumed).most_common()),
+        "wrong_answers": sum(t.finish_reason == "stop" and t.accuracy == 0 for t in run.consumed),
+        "groups_given_up": environment,
+    }
+
+
+def section_of_turns(run: Run) -> str:
+    """The report's section."""
+    found = figures(run)
+    if found is None:
+        return ""
+    seconds = [
+        Series(kind, color, _over_steps(run, f"{kind}_seconds_mean")) for kind, color in COLORS.items()
+    ]
+    counts = [
+        Series("turns", COLORS["generate"], _over_steps(run, "turns_mean")),
+        Series("tool calls", COLORS["tool"], _over_steps(run, "tool_calls_mean")),
+        Series("failed calls", "var(--bad)", _over_steps(run, "failed_calls_mean")),
+    ]
+    cached = [Series("cached share", COLORS["generate"], _over_steps(run, "cached_share_mean"))]
+
+    def chart(title: str, series: list[Series], top: float = 0.0) -> str:
+        legend = svg.legend([(one.name, one.color) for one in series])
+        return figure(title, svg.lines(series, "trainer step", width=380, y_range=(0.0, top)), legend)
+
+    charts = grid(
+        "three",
+        chart("per trajectory", counts),
+        chart("seconds per trajectory", seconds),
+        chart("of later turns' prompts, in the prefix cache", cached, 1.0),
+    )
+    return section("Turns and tools", charts + _table(run, found), "Means over each batch.")
+
+
+def _table(run: Run, found: dict) -> str:
+    """Failures by class."""
+    errors = sum(bool(t.reward_error) for t in run.consumed)
+    ended = found["ended"] or {}
+    rows: list[tuple[str, str, object]] = [
+        ("tool calls that failed, per trajectory", "told to the model", f"{found['failed_calls'] or 0:.3f}"),
+        ("answered, and wrong", "graded", found["wrong_answers"]),
+        *(
+            (f"ended by {ENDS.get(reason, reason)}", "graded on what was there", count)
+            for reason, count in ended.items()
+            if reason != "stop"
+        ),
+        ("reward failed", "trained with reward.score_on_failure", errors),
+        ("groups whose environment failed", "not trained", found["groups_given_up"]),
+        ("attempts lost", "generated again", len(run.records.get("lost", []))),
+    ]
+    head = tag("tr", "".join(tag("th", name) for name in ("failures by class", "then", "how many")))
+    body = "".join(
+        tag("tr", "".join(tag("td", text("-" if cell is None else cell)) for cell in row)) for row in rows
+    )
+    return tag("table", head + body)
+
+
+def _over_steps(run: Run, field: str) -> list[tuple[float, float | None]]:
+    return [(step["step"], step.get(field)) for step in run.steps]
+
+
+def _mean(steps: list[dict], field: str) -> float | None:
+    """Over trajectories, of a field that steps have the mean of; None where none has it."""
+    known = [step for step in steps if step.get(field) is not None]
+    weight = sum(step["trajectories"] for step in known)
+    return sum(step[field] * step["trajectories"] for step in known) / weight if weight else None
