@@ -176,7 +176,7 @@ setup(
     packages=[*find_packages("src"), *conf, *examples, *slurm],
     package_data={
         **{name: ["*.yaml"] for name in conf},
-        **{name: ["*.json", "*.jsonl", "*.safetensors"] for name in examples},
+        **{name: ["*.json", "*.jsonl", "*.jinja", "*.safetensors"] for name in examples},
         **{name: ["*.sbatch", "*.sh"] for name in slurm},
         "laminar_hpc.report": ["*.css", "*.js"],
         "laminar_hpc.project": ["template/**/*"],

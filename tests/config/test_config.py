@@ -89,9 +89,12 @@ def test_keys_are_those_of_the_list_and_at_most_150():
 EXPERIMENTS = {
     "one_gpu": (1, 1, 2, 0.494e9, 1),
     "node_8gpu_7b": (4, 4, 8, 7.616e9, 15),
+    "retool_7b": (4, 4, 8, 7.616e9, 15),
     "cluster_64gpu_32b": (32, 8, 64, 32.764e9, 66),
     "cluster_1024gpu_72b": (768, 32, 1024, 72.706e9, 145),
 }
+
+SMALL = {"demo", "tools"}  # run as they are, on two cores
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -131,7 +134,7 @@ def test_ready_experiments_pass_a_dry_run_without_gpu_and_model(name, capsys):
 
 def test_experiments_are_all_tried():
     """Promise: no experiment is shipped that no test has tried."""
-    assert {path.stem for path in (conf_directory() / "experiment").glob("*.yaml")} == {"demo", *EXPERIMENTS}
+    assert {path.stem for path in (conf_directory() / "experiment").glob("*.yaml")} == {*SMALL, *EXPERIMENTS}
 
 
 def test_memory_estimates():

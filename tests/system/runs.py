@@ -21,14 +21,16 @@ SHORT = ["experiment=demo", "sampling.max_response_tokens=48", "evaluation.probl
 class Run:
     """One `laminar train`; `lines` is what the user sees."""
 
-    def __init__(self, run_dir: Path, *words: str, short: bool = True) -> None:
+    def __init__(
+        self, run_dir: Path, *words: str, short: bool = True, experiment: str = "experiment=demo"
+    ) -> None:
         self.run_dir, self.lines = run_dir, []
         command = [
             sys.executable,
             "-m",
             "laminar_hpc.cli",
             "train",
-            *(SHORT if short else ["experiment=demo"]),
+            *(SHORT if short else [experiment]),
             f"run_dir={run_dir}",
             *words,
         ]

@@ -17,6 +17,7 @@ from laminar_hpc.observability.console import duration
 from laminar_hpc.observability.trace import Span
 from laminar_hpc.payload.layout import Response
 from laminar_hpc.payload.whole import Whole
+from laminar_hpc.policies.metrics import ENVIRONMENT
 from laminar_hpc.report import svg, turn_table
 from laminar_hpc.report.page import keys
 from laminar_hpc.report.rundata import Consumed, Run
@@ -112,7 +113,9 @@ def _answer(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[in
 
 def _reward(row: Consumed, trajectory: Trajectory) -> dict[str, object]:
     shown: dict[str, object] = {"reward": f"{row.reward:g}"}
-    shown |= {f"reward: {name}": f"{value:g}" for name, value in sorted(trajectory.reward_parts.items())}
+    for name, value in sorted(trajectory.reward_parts.items()):
+        own = name.startswith(ENVIRONMENT)
+        shown[name.removeprefix(ENVIRONMENT).replace("_", " ") if own else f"reward: {name}"] = f"{value:.4g}"
     return shown | ({"scoring failed": row.reward_error} if row.reward_error else {})
 
 
