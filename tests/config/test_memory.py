@@ -23,7 +23,9 @@ from laminar_hpc.config.models import (
 from laminar_hpc.config.system_schema import TrainerConfig
 
 GPU_EXPERIMENTS = sorted(
-    path.stem for path in (conf_directory() / "experiment").glob("*.yaml") if path.stem not in ("demo", "tools")
+    path.stem
+    for path in (conf_directory() / "experiment").glob("*.yaml")
+    if path.stem not in ("demo", "tools")
 )
 NODE = ["experiment=node_8gpu_7b", "dry_run=true", "trainer.recompute_activations=none"]
 

@@ -20,7 +20,7 @@ async def test_what_a_program_prints_is_what_the_model_reads(monkeypatch: pytest
         long = await python_tool.python("print('a' * 10**6 + 'z')")
         assert long[0] == "a" and long.rstrip()[-1] == "z" and len(long) < 2 * python_tool.OUTPUT_BYTES
         monkeypatch.setattr(python_tool, "TIMEOUT_SECONDS", 0.5)
-        with pytest.raises(python_tool.ProgramFailed, match="took longer than 0.5 s"):
+        with pytest.raises(python_tool.ProgramFailed, match="took longer than"):
             await python_tool.python("while True: pass")
 
 

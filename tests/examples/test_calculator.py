@@ -82,7 +82,9 @@ async def test_the_calls_of_a_problem_lead_to_its_answer(scripts: dict[str, Modu
         known = problem.prompt
         for expression, result in problem.calls:
             assert await calculate(expression) == result
-            assert all(number in known for number in expression.replace("-", "+").replace("*", "+").split("+"))
+            assert all(
+                number in known for number in expression.replace("-", "+").replace("*", "+").split("+")
+            )
             known += f" {result}"
 
 
@@ -110,8 +112,8 @@ def test_a_supervised_conversation_is_the_one_of_a_run(scripts: dict[str, Module
 
 
 def test_base_is_small_and_leaves_all_to_learn(scripts: dict[str, ModuleType]) -> None:
-    """At most 2.2 MB. Its likeliest beginning is an answer, not a call; and where it has called all the way it
-    can call on, so that there is something for RL to find."""
+    """At most 2.2 MB. Its likeliest beginning is an answer, not a call; where it has called all the way it
+    can go on: there is something for RL to find."""
     train_base, rng = scripts["train_base"], random.Random(11)
     assert sum(file.stat().st_size for file in Path(BASE).iterdir()) <= train_base.MAX_BYTES
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
@@ -135,7 +137,9 @@ def test_base_is_small_and_leaves_all_to_learn(scripts: dict[str, ModuleType]) -
     assert calls_first <= 10 and whole_turns >= 0.8 * turns, (calls_first, whole_turns, turns)
 
 
-@pytest.mark.parametrize("expression", ["12*34+5", "(1+2)", "1.5*2", "2**9", "7", "", "__import__('os')", "٣+٤"])
+@pytest.mark.parametrize(
+    "expression", ["12*34+5", "(1+2)", "1.5*2", "2**9", "7", "", "__import__('os')", "٣+٤"]
+)
 async def test_a_pocket_calculator_does_one_operation(expression: str) -> None:
     """Anything else is refused with words that the model reads."""
     with pytest.raises(ValueError, match="is not one operation between two whole numbers"):
@@ -144,7 +148,8 @@ async def test_a_pocket_calculator_does_one_operation(expression: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "right"), [("=975", 1.0), (" =975\n", 1.0), ("=0975", 0.0), ("975", 0.0), ("=97", 0.0), ("", 0.0)]
+    ("response", "right"),
+    [("=975", 1.0), (" =975\n", 1.0), ("=0975", 0.0), ("975", 0.0), ("=97", 0.0), ("", 0.0)],
 )
 def test_reward_is_of_the_answer(response: str, right: float) -> None:
     """1 exactly where the last turn is the answer; how it was reached does not count."""

@@ -105,9 +105,7 @@ def test_each_turn_has_its_time() -> None:
         [("wait", 0.5), ("generate", 2.5)],
     ]
     for missing in (spans[:1], []):
-        assert {
-            len(each.seconds) for each in turn_table.stretches(row_of(made), made.whole, missing)
-        } == {0}
+        assert {len(each.seconds) for each in turn_table.stretches(row_of(made), made.whole, missing)} == {0}
     cut = three_turns(finish_reason="length")
     timed = turn_table.stretches(row_of(cut), cut.whole, [*spans, tool(19.0, 20.0)])
     assert timed[-1].seconds == [("generate", 2.0)], "the last call's results had no room"

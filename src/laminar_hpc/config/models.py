@@ -26,8 +26,9 @@ def _table() -> dict[str, dict]:
     text = (conf_directory() / "simulation" / "tables" / "models.yaml").read_text()
     entries = [entry for entry in yaml.safe_load(text).values() if entry["config"]["model_type"] in _TRAINED]
     return {
-        entry["path"]: {"architectures": [_TRAINED[entry["config"]["model_type"]]], **entry["config"]}
+        path: {"architectures": [_TRAINED[entry["config"]["model_type"]]], **entry["config"]}
         for entry in entries
+        for path in (entry["path"], *entry.get("also", ()))
     }
 
 

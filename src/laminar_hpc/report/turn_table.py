@@ -11,7 +11,7 @@ from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.svg import tag, text
 from laminar_hpc.report.turns import COLORS
 
-SHOWN_SECONDS = 0.005  # a shorter wait is not told apart from the turn
+SHOWN_SECONDS = 0.02  # a shorter wait is not told apart from the turn
 COLUMNS = ("turn", "by", "", "tokens", "loss mask", "seconds")
 
 

@@ -219,7 +219,7 @@ def _models(file: Path) -> dict[str, Model]:
     made = {}
     for name, entry in _read(file).items():
         where, size = f"{file}: {name}", entry.get("tensor_parallel")
-        _check_keys(where, entry, ("path", "config"), ("tensor_parallel",))
+        _check_keys(where, entry, ("path", "config"), ("tensor_parallel", "also"))
         if size is not None:
             _check_whole(f"{where}.tensor_parallel", size)
         made[name] = _checked_model(where, str(entry["path"]), entry["config"], size)
