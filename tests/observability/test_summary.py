@@ -43,6 +43,7 @@ KEYS = [
     "reward_errors",
     "reward_error_first",
     "rewards",
+    "environment",
     "trajectories_moved",
     "trajectories_rescued",
     "trajectories_rescued_by_load",
