@@ -17,7 +17,7 @@ from laminar_hpc.audit.records import read
 from laminar_hpc.observability import jsonl
 
 ROLES = ("controller", "relay", "rollout", "trainer")
-_ENGINE = "engine"  # of a rollout: processes of SGLang
+ENGINE = "engine"  # of a rollout: processes of SGLang
 
 
 @dataclass
@@ -64,9 +64,9 @@ class Roles:
     def processes(self, kind: str) -> list[psutil.Process]:
         """The rank of this role, not its torchrun, or of the kind `engine` all that belong to the engine;
         none between two lives."""
-        if kind == _ENGINE:
-            return [p for rank in self.processes("rollout") for p in _below(rank) if _is_engine(p)]
-        ranks = [p for p in _below(psutil.Process(self.scripts[kind].pid)) if _is_rank(p, kind)]
+        if kind == ENGINE:
+            return [p for rank in self.processes("rollout") for p in below(rank) if is_engine(p)]
+        ranks = [p for p in below(psutil.Process(self.scripts[kind].pid)) if is_rank(p, kind)]
         return ranks[:1]
 
     def _inside(self, role: str) -> Sequence[str]:
@@ -98,27 +98,28 @@ def steps_done(run_dir: Path) -> int:
     return max((record["step"] for record in jsonl.read(run_dir / "metrics.jsonl", "step")), default=0)
 
 
-def _below(process: psutil.Process) -> list[psutil.Process]:
+def below(process: psutil.Process) -> list[psutil.Process]:
     try:
         return process.children(recursive=True)
     except psutil.Error:
         return []
 
 
-def _words(process: psutil.Process) -> list[str]:
+def words_of(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:
         return []
 
 
-def _is_rank(process: psutil.Process, role: str) -> bool:
-    words = _words(process)
-    return f"role={role}" in words and "torch.distributed.run" not in words
+def is_rank(process: psutil.Process, role: str, *others: str) -> bool:
+    """`others`: words that it was started with as well."""
+    words = words_of(process)
+    return all(word in words for word in (f"role={role}", *others)) and "torch.distributed.run" not in words
 
 
-def _is_engine(process: psutil.Process) -> bool:
-    return any("sglang" in word for word in _words(process))
+def is_engine(process: psutil.Process) -> bool:
+    return any("sglang" in word for word in words_of(process))
 
 
 def audited(run_dir: Path) -> tuple[list[str], int]:

@@ -1,0 +1,280 @@
+"""Random faults upon a run of Slurm jobs, one for each role, on four nodes; then `laminar audit`.
+
+    make chaos                                                   30 minutes of faults; needs root
+    python bench/chaos.py --seconds 300 --every 20 --json chaos.json
+    python bench/chaos.py --kinds power-rollout --faults 1 --alone-seconds 0
+
+The nodes are those of a real Slurm on this machine (bench/slurm_cluster.py), the jobs those of
+`laminar submit --apart`: a controller, the trainers, and an array of rollouts of `--rollouts` elements.
+Faults come in shuffled rounds, each kind once a round, after pauses of half to one and a half times `--every`
+seconds, whatever the run has made of the last one; --seed gives the same kinds, places and pauses. What each
+kind does, and what cannot be had on one machine: bench/chaos_faults.py. The run beside it has no faults.
+
+A run whose jobs have all ended is submitted again, as its user would (`submissions`; a full disk ends a run).
+The bench fails when no step is trained for `--limit` seconds, or the audit objects.
+
+Figures: `effective_share` = response tokens per second trained on in the history that led to the last
+weights, with faults over without. `accuracy`: of the trained batches, the mean of the ten steps up to
+`accuracy_step`, which both runs have; beside it that of the run without faults. `audit_culprits`,
+`responses_lost` (stored, then given up). Columns: `over`, how long the fault lasted; `noticed`, when Slurm
+knew of it; `back`, from a death to the next step, controller or replica of that role, from the end of
+another fault to the next step; of a power cut of the trainers from their node's return. `published`: from
+the beginning of a fault to the end of the next publication that began after it. `joins`: of members until
+the next fault: new processes, or taken for dead. `load`: of the machine.
+Goals: 0.8, 0 culprits, 0 lost.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import common
+import outages
+from chaos_faults import KINDS, Fault, environment, what_lacks
+from faults import BACK, seconds_until_back, tokens_per_second
+from roles import audited, steps_done
+from slurm_cluster import SlurmCluster, missing
+from slurm_jobs import SlurmRun
+
+from laminar_hpc.report import rundata
+from laminar_hpc.report.rundata import Run
+
+COLUMNS = (
+    *("fault", "node", "after", "step", "over", "noticed", "back", "published"),
+    *("joins", "trainer_share", "load"),
+)
+NODES = 4
+STEPS = 10  # over which an accuracy is the mean
+START_SECONDS = 400.0  # from a submission to the second step, on two busy cores
+
+
+def sequence(kinds: Sequence[str], seed: int, every: float) -> Iterator[tuple[float, str, int]]:
+    """Without end: the pause before a fault in seconds, its kind, and a seed for where it strikes."""
+    draw = random.Random(seed)
+    while True:
+        for kind in draw.sample(kinds, len(kinds)):
+            yield every * draw.uniform(0.5, 1.5), kind, draw.randrange(2**32)
+
+
+@contextmanager
+def running(options: argparse.Namespace, cluster: SlurmCluster, name: str) -> Iterator[SlurmRun]:
+    words = [f"experiment={options.experiment}", f"steps={10**6}", "checkpoint.every=5"]
+    words += ["evaluation.files=[]", *options.overrides]
+    run = SlurmRun(cluster, name, words, options.rollouts, environment())
+    try:
+        run.submit()
+        run.until_step(2, START_SECONDS)
+        yield run
+    finally:
+        late = run.end()
+        print(f"  {name}: {late} jobs did not end by themselves", file=sys.stderr, flush=True)
+
+
+class Watch:
+    """Notices a run that hangs."""
+
+    def __init__(self, run: SlurmRun, limit: float) -> None:
+        self._run, self._limit, self._step, self._since = run, limit, -1, time.monotonic()
+
+    def look(self) -> None:
+        """Raises SystemExit when no step was trained for the limit."""
+        step = steps_done(self._run.run_dir)
+        if step != self._step:
+            self._step, self._since = step, time.monotonic()
+        if (stood := time.monotonic() - self._since) > self._limit:
+            raise SystemExit(f"no step after step {step} for {stood:.0f} s: {self._run.elements()}")
+
+    def tend_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._run.tend_for(min(1.0, left))
+            self.look()
+
+    def until_struck(self, kind: str, seed: int) -> dict:
+        """Strikes as soon as there is somebody to be struck; the row of it."""
+        fault = Fault.read(kind)
+        while True:
+            begun, step = time.time(), steps_done(self._run.run_dir)
+            if (found := fault.strike(self._run, random.Random(seed))) is not None:
+                return {"fault": kind, "time": begun, "step": step, "load": os.getloadavg()[0], **found}
+            self.tend_for(1.0)
+
+
+def joins(run: SlurmRun) -> int:
+    """Of members, so far."""
+    log = run.run_dir / "logs" / "controller0.log"
+    return log.read_text(errors="replace").count(" joined (pid ") if log.exists() else 0
+
+
+def faulty(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[list[dict], float, float, int]:
+    """The faults, when they began and ended, and how often the run was submitted."""
+    rows: list[dict] = []
+    with running(options, cluster, "faults") as run:
+        watch, start = Watch(run, options.limit), time.time()
+        for pause, kind, seed in sequence(options.kinds, options.seed, options.every):
+            watch.tend_for(pause)
+            if len(rows) == options.faults or time.time() - start > options.seconds:
+                break
+            before = joins(run)
+            if rows:
+                rows[-1]["joins"] += before
+            rows.append({"joins": -before, **watch.until_struck(kind, seed)})
+            rows[-1]["after"] = rows[-1]["time"] - start
+            print(f"  {rows[-1]['after']:6.0f} s  {kind}  {rows[-1]['node']}", file=sys.stderr, flush=True)
+        watch.tend_for(options.calm)
+        end = time.time()
+        run.until_step(steps_done(run.run_dir) + 1, options.limit)
+        if rows:
+            rows[-1]["joins"] += joins(run)
+    return rows, start, end, run.submissions
+
+
+def alone(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[Run, float] | None:
+    """The run without faults, and its tokens per second."""
+    if not options.alone_seconds:
+        return None
+    with running(options, cluster, "alone") as run:
+        start = time.time()
+        Watch(run, options.limit).tend_for(options.alone_seconds)
+        end = time.time()
+    found = rundata.load(run.run_dir)
+    return found, tokens_per_second(found, start, end)
+
+
+def aftermath(run: Run, row: dict) -> dict[str, float | None]:
+    fault, begun, over = Fault.read(row["fault"]), row["time"], row["time"] + row["over"]
+    publications = run.records.get("publish", [])
+    published = (each["time"] - begun for each in publications if each["time"] - each["seconds"] > begun)
+    found: dict[str, float | None] = {"published": min(published, default=None)}
+    if fault.how == "kill" and fault.target in BACK:
+        return found | {"back": seconds_until_back(run, fault.target, begun)}
+    if fault.how == "power":
+        since = over if fault.target == "trainer" else begun
+        back = newcomer(run, begun) if fault.target == "rollout" else None
+        back = back or seconds_until_back(run, fault.target, since)
+        if fault.target == "rollout" and back:
+            found["trainer_share"] = outages.trainer_share(run, begun, begun + back)
+        return found | {"back": back}
+    if fault.how in ("usr1", "preempt") and fault.target != "rollout":
+        again = seconds_until_back(run, "controller", begun)
+        since = begun if again is None else begun + again
+        back = seconds_until_back(run, "trainer", since)
+        return found | {"back": None if back is None else since - begun + back}
+    return found | {"back": seconds_until_back(run, "trainer", over)}
+
+
+def newcomer(run: Run, moment: float) -> float | None:
+    """From this moment until a replica that was not there before serves weights."""
+    pulls = run.records.get("pull", [])
+    before = {pull["replica"] for pull in pulls if pull["time"] <= moment}
+    later = (p["time"] - moment for p in pulls if p["time"] > moment and p["replica"] not in before)
+    return min(later, default=None)
+
+
+def accuracies(run: Run, beside: Run | None) -> dict[str, float | None]:
+    of = {step["step"]: step["accuracy_mean"] for step in run.steps}
+    other = {step["step"]: step["accuracy_mean"] for step in beside.steps} if beside else {}
+    last = min(max(of, default=0), max(other, default=10**9))
+    taken = range(max(1, last - STEPS + 1), last + 1)
+
+    def mean(values: dict[int, float]) -> float | None:
+        return statistics.fmean(found) if (found := [values[s] for s in taken if s in values]) else None
+
+    return {"accuracy": mean(of), "accuracy_alone": mean(other), "accuracy_step": last}
+
+
+def kinds(text: str) -> list[str]:
+    for word in (words := text.split(",")):
+        try:
+            Fault.read(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return words
+
+
+def options_of() -> argparse.Namespace:
+    parser = common.parser(__doc__ or "")
+    for name, default, about in (
+        ("--seconds", 1800.0, "under faults"),
+        ("--alone-seconds", 300.0, "without; 0: never"),
+        ("--every", 20.0, "seconds between faults"),
+        ("--calm", 60.0, "seconds without faults at the end"),
+        ("--limit", 400.0, "the longest time without a step"),
+        ("--faults", 10**6, "at most"),
+        ("--seed", 0, "of kinds, places and pauses"),
+        ("--slurmd-timeout", 30, "seconds until Slurm takes a node for dead"),
+    ):
+        parser.add_argument(name, type=type(default), default=default, help=f"{about} (default {default})")
+    parser.add_argument("--kinds", type=kinds, default=list(KINDS), help="default: all that can be had here")
+    parser.add_argument("--rollouts", type=int, default=2, choices=(1, 2), help="nodes of them (default 2)")
+    options = parser.parse_args()
+    if reason := missing():
+        parser.error(reason)
+    for kind in options.kinds:
+        if lack := what_lacks(kind):
+            print(f"left out: {kind}: {lack}", file=sys.stderr)
+    options.kinds = [kind for kind in options.kinds if not what_lacks(kind)]
+    if not options.kinds:
+        parser.error("no kind of fault is left")
+    return options
+
+
+def report(options: argparse.Namespace, cluster: SlurmCluster) -> int:
+    """Measures, and says what was found; the number of the audit's culprits."""
+    beside = alone(options, cluster)
+    rows, start, end, submissions = faulty(options, cluster)
+    run = rundata.load(cluster.shared / "faults")
+    rows = [row | aftermath(run, row) for row in rows]
+    culprits, lost = audited(run.directory)
+    under = tokens_per_second(run, start, end)
+    without, alone_run = (beside[1], beside[0]) if beside else (None, None)
+    figures: dict[str, float | None] = {
+        "effective_share": under / without if without else None,
+        "tokens_per_second": under,
+        "tokens_per_second_alone": without,
+        "faults": len(rows),
+        "steps": run.steps[-1]["step"] if run.steps else 0,
+        **accuracies(run, alone_run),
+        "submissions": submissions,
+        "audit_culprits": len(culprits),
+        "responses_lost": lost,
+    }
+    common.finish(options, figures, rows, COLUMNS)
+    return len(culprits)
+
+
+def keep(options: argparse.Namespace, cluster: SlurmCluster) -> None:
+    """The runs and the jobs' logs, for --runs-dir."""
+    if options.runs_dir:
+        for path in [*cluster.shared.iterdir(), *cluster.folder.glob("*.log"), cluster.folder / "log"]:
+            copy = shutil.copytree if path.is_dir() else shutil.copy2
+            copy(path, options.runs_dir / path.name)
+
+
+def main() -> None:
+    options = options_of()
+    if options.runs_dir:
+        options.runs_dir.mkdir(parents=True)
+    folder = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))  # short: Slurm has unix sockets below it
+    try:
+        with SlurmCluster(folder, NODES, options.slurmd_timeout) as cluster:
+            try:
+                culprits = report(options, cluster)
+            finally:
+                keep(options, cluster)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if culprits:
+        raise SystemExit(f"the audit has {culprits} culprits")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""A real Slurm of several nodes on this machine, by tests/slurm/slurm_up.sh, for bench/chaos.py.
+
+Each node has an address, a host name, processes and /dev/shm of its own; its power and its cable can be cut.
+All see one folder, `shared`, a file system of its own that can be filled. Jobs of the partition `urgent`
+preempt those of `batch`, which have `GRACE_SECONDS` to leave.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+from types import TracebackType
+
+import common
+
+SCRIPTS = common.ROOT / "tests" / "slurm"
+GRACE_SECONDS = 60  # two cores for four nodes; docs/slurm.md asks for 30
+SHARED_MB, SHM_MB = 1500, 1024
+_CONF = """\
+SlurmdTimeout={timeout}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """Why no Slurm can be started here, "" if it can."""
+    if os.geteuid() != 0:
+        return "bench/chaos.py starts a Slurm with nodes of their own: it needs root"
+    return ""
+
+
+class SlurmCluster:
+    """A running Slurm with nodes n1, n2, ... from `with` to its end. `slurmd_timeout`: seconds of silence
+    until Slurm takes a node for dead."""
+
+    def __init__(self, folder: Path, nodes: int, slurmd_timeout: int) -> None:
+        self.folder, self.shared = folder, folder / "shared"
+        self._nodes, self._timeout = nodes, slurmd_timeout
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "etc/slurm.conf")}
+
+    def __enter__(self) -> "SlurmCluster":
+        self.shared.mkdir(parents=True)
+        self._run("mount", "-t", "tmpfs", "-o", f"size={SHARED_MB}m", "tmpfs", str(self.shared))
+        try:
+            conf = self.folder / "more.conf"
+            conf.write_text(_CONF.format(timeout=self._timeout))
+            counts = ("--nodes", str(self._nodes), "--cpus", "4", "--gpus", "0", "--mode", "netns")
+            self._script("slurm_up.sh", *counts, "--conf", str(conf), seconds=240)
+            grace = f"GraceTime={GRACE_SECONDS}"
+            self.command("scontrol", "update", "PartitionName=batch", grace)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._script("slurm_down.sh", seconds=120)
+        self._run("umount", "-l", str(self.shared))
+
+    def _script(self, name: str, *words: str, seconds: float) -> None:
+        """Its output goes to a file: daemons that it starts would keep a pipe open."""
+        command = [str(SCRIPTS / name), str(self.folder), *words]
+        environment = {**self.environment, "SHM_MB": str(SHM_MB)}
+        with open(self.folder / "scripts.log", "ab") as log:
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=seconds,
+                check=False,
+            )
+        if done.returncode:
+            said = (self.folder / "scripts.log").read_text(errors="replace").splitlines()[-5:]
+            raise SystemExit(f"{' '.join(command)} failed ({done.returncode}):\n" + "\n".join(said))
+
+    def _run(self, *words: str) -> None:
+        subprocess.run(words, check=True, timeout=30)
+
+    def command(self, *words: str, seconds: float = 30.0, **environment: str) -> str:
+        """The standard output of a command of Slurm, or of `laminar`. Raises SystemExit with its words when
+        it fails."""
+        done = subprocess.run(
+            words,
+            env={**self.environment, **environment},
+            cwd=common.ROOT,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def node(self, verb: str, name: str, *words: str) -> None:
+        """off, on, cut or mend a node, or exec a command in it; see slurm_node.sh."""
+        self._script("slurm_node.sh", verb, name, *words, seconds=90)
+
+    def is_up(self, name: str) -> bool:
+        """Whether Slurm would give jobs to this node."""
+        state = self.command("sinfo", "-h", "-n", name, "-p", "batch", "-o", "%T").strip()
+        return state in ("idle", "mixed", "allocated", "completing")

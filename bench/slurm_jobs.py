@@ -1,0 +1,130 @@
+"""A run whose roles are Slurm jobs of their own (`laminar submit --apart`), for bench/chaos.py: where they
+are, their processes, and what becomes of the jobs.
+
+The controller's job takes any node, the trainers' is on n2, the rollouts' on the others. The controller's
+store is in its node's own memory, so that it goes with the node's power.
+"""
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from roles import ENGINE, below, is_engine, is_rank, steps_done
+from slurm_cluster import SlurmCluster
+
+JOBS = ("controller", "trainer", "rollout")
+_JOB_NAMES = {"laminar-control": "controller", "laminar-trainer": "trainer", "laminar-rollouts": "rollout"}
+_JOB_OF = {"relay": "rollout", ENGINE: "rollout"}  # of processes that are in another role's job
+_ALIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "PREEMPTED", "REQUEUED")
+_OPTIONS = (
+    "--slurm=--mem=1000 --oversubscribe --time=600",
+    "--controller=--cpus-per-task=1",
+    "--trainer=--nodelist=n2 --cpus-per-task=3",
+)
+END_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Element:
+    """A job, or an element of the rollouts' array: its id, where it is ("" while it waits), and its state."""
+
+    job: str
+    role: str
+    node: str
+    state: str
+
+
+@dataclass
+class SlurmRun:
+    """`rollouts`: elements of the array, a node each."""
+
+    cluster: SlurmCluster
+    name: str
+    words: Sequence[str]
+    rollouts: int = 2
+    environment: dict[str, str] = field(default_factory=dict)
+    submissions: int = 0
+
+    @property
+    def run_dir(self) -> Path:
+        return self.cluster.shared / self.name
+
+    def submit(self) -> None:
+        """All jobs; after the first time they go on with the run."""
+        again = ["resume=auto"] if self.submissions else []
+        array = f"--rollouts=--array=0-{self.rollouts - 1} --exclude=n1,n2 --cpus-per-task=3"
+        output = f"--slurm=--output={self.cluster.folder}/{self.name}-%x-%A_%a.log"
+        command = [sys.executable, "-m", "laminar_hpc.cli", "submit", "--apart", *_OPTIONS, array, output]
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "STORE_DIR": "/dev/shm/laminar-store",
+            "VENV": sys.prefix,
+            **self.environment,
+        }
+        words = [f"run_dir={self.run_dir}", *self.words, *again]
+        self.cluster.command(*command, *words, seconds=180, **settings)
+        self.submissions += 1
+
+    def elements(self, role: str | None = None) -> list[Element]:
+        """The jobs that are not over, of one role or of all."""
+        text = self.cluster.command("squeue", "-h", "-r", "-o", "%i|%j|%N|%T")
+        fields = [line.split("|") for line in text.splitlines()]
+        found = [Element(i, _JOB_NAMES[j], node, state) for i, j, node, state in fields if j in _JOB_NAMES]
+        return [each for each in found if role in (None, each.role) and each.state in _ALIVE]
+
+    def where(self, target: str, draw: random.Random) -> Element | None:
+        """A running job of this role, or with this kind of process; None between two lives."""
+        role = _JOB_OF.get(target, target)
+        here = sorted((e for e in self.elements(role) if e.state == "RUNNING"), key=lambda e: e.node)
+        return draw.choice(here) if here else None
+
+    def processes(self, kind: str, node: str) -> list[psutil.Process]:
+        """As Roles.processes, on one node."""
+        if kind == ENGINE:
+            return [p for rank in self.processes("rollout", node) for p in below(rank) if is_engine(p)]
+        mine = f"run_dir={self.run_dir}"
+        found = {p.pid: p for p in psutil.process_iter() if is_rank(p, kind, mine) and node_of(p) == node}
+        return [p for p in found.values() if p.ppid() not in found][:1]  # not what it has forked
+
+    def tend(self) -> None:
+        """Submits a run that has ended again, as its user would."""
+        if not self.elements():
+            print(f"  {self.name}: its jobs have ended; submitted again", file=sys.stderr, flush=True)
+            self.submit()
+
+    def tend_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self.tend()
+            time.sleep(min(1.0, left))
+
+    def until_step(self, step: int, seconds: float) -> None:
+        """Raises SystemExit when it is not trained in that time: what the jobs say last is in their logs."""
+        until = time.monotonic() + seconds
+        while steps_done(self.run_dir) < step:
+            if time.monotonic() > until:
+                raise SystemExit(f"step {step} was not trained within {seconds:.0f} s: {self.elements()}")
+            self.tend_for(1.0)
+
+    def end(self) -> int:
+        """`laminar stop`, then waits for the jobs. How many had to be cancelled."""
+        command = [sys.executable, "-m", "laminar_hpc.cli", "stop", str(self.run_dir)]
+        subprocess.run(command, check=False, capture_output=True, timeout=120)
+        until = time.monotonic() + END_SECONDS
+        while (left := self.elements()) and time.monotonic() < until:
+            time.sleep(1.0)
+        if left:
+            self.cluster.command("scancel", *(element.job for element in left))
+        return len(left)
+
+
+def node_of(process: psutil.Process) -> str:
+    try:
+        return process.environ().get("SLURMD_NODENAME", "")
+    except psutil.Error:
+        return ""
