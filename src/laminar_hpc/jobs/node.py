@@ -31,6 +31,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.jobs.earlier_life import await_its_end
 from laminar_hpc.jobs.ending import has_more_to_do, seconds_to_go_on
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import own_address, use_interface
@@ -74,6 +75,10 @@ class Place:
             given["LAMINAR_LIFE"],
             float(end) if end.isdigit() else None,
         )
+
+    @property
+    def is_requeued(self) -> bool:
+        return not self.life.endswith(".0")
 
     def file(self, kind: str) -> Path:
         return self.run_dir / "jobs" / f"{kind}.{self.life}"
@@ -233,6 +238,8 @@ def main(arguments: list[str]) -> int:
         config = load_config(words)
         address = own_address()
         use_interface(address)
+        if place.is_requeued and place.role in ("controller", "all") and place.node == 0:
+            await_its_end(place.run_dir)
         machine = MachineNumber(place.run_dir, config.relay.lanes) if place.role == "rollouts" else None
         node = Node(place, commands(place, config, words, address, machine.number if machine else 0))
         code = node.run()
