@@ -4,12 +4,14 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow gpu-check bench-gpu lint apex clean
+.PHONY: help setup demo test test-slow chaos gpu-check bench-gpu lint apex clean
 
 help:
 	@echo 'make demo        set up .venv and run the main job: laminar train experiment=demo'
 	@echo 'make test        set up .venv and run the tests (those marked slow are left out)'
 	@echo 'make test-slow   the tests marked slow: long runs, process deaths, a real two-node Slurm'
+	@echo 'make chaos       30 minutes of random faults upon a run on a real Slurm of four nodes, then the audit; as root'
+	@echo '                 (CHAOS_ARGS, for example "--seconds 300 --seed 7 --json chaos.json")'
 	@echo 'make gpu-check   on a GPU: all of the system in at most 25 minutes, stage by stage; a table with verdicts and cures'
 	@echo '                 (GPU_CHECK_ARGS, for example "--json gpu.json"; a second call goes on where the first one ended)'
 	@echo 'make bench-gpu   on a GPU: the kernels against a plain copy and torch.compile (BENCH_ARGS), KV gather and scatter (KV_BENCH_ARGS),'
@@ -39,6 +41,9 @@ test: setup
 
 test-slow: setup
 	@$(BIN)/python -m pytest -m 'slow$(GPU)' $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+chaos: setup
+	@$(BIN)/python bench/chaos.py $(CHAOS_ARGS)
 
 gpu-check: setup
 	@$(BIN)/python bench/gpu_check $(GPU_CHECK_ARGS)

@@ -18,6 +18,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.jobs import submit
 from laminar_hpc.jobs.layout import layout
 from laminar_hpc.jobs.node import Place, commands, local_store
+from laminar_hpc.jobs.patience import patience
 
 FOLDER = conf_directory() / "experiment"
 EXPERIMENTS = group_names(FOLDER)
@@ -230,3 +231,16 @@ def test_a_plan_is_submitted_by_its_file(tmp_path: Path, capsys: pytest.CaptureF
     jobs = lines(capsys, "--plan", str(file), "steps=3")
     assert nodes_and_gpus(jobs["trainer"][1]) == (4, 8)
     assert jobs["trainer"][1][-3:] == [f"--config-dir={tmp_path}/plan", "experiment=node", "steps=3"]
+
+
+def test_jobs_wait_until_slurm_has_started_one_again() -> None:
+    """Promise (docs/architecture.md#failure-domains): who waits for a job whose node has died does not give
+    up before Slurm can have noticed and started it again; what the user has set counts."""
+    config = RunConfig()
+    shipped = (
+        "AuthInfo                = (null)\nSlurmdTimeout           = 300 sec\nSlurmUser = slurm(64030)\n"
+    )
+    quick = "AuthInfo = socket=/run/m.sock,cred_expire=6\nSlurmdTimeout           = 6 sec\n"
+    assert patience(config, [], shipped) == ["cluster.join_timeout_seconds=600"]
+    assert patience(config, ["cluster.join_timeout_seconds=20"], shipped) == []
+    assert patience(config, [], quick) == patience(config, [], "") == []

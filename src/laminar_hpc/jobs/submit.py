@@ -21,6 +21,7 @@ from laminar_hpc.config.options import with_absolute_config_dir
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.jobs.ending import LEAD_SECONDS, lead_seconds
 from laminar_hpc.jobs.layout import Job, gpus_by_default, layout
+from laminar_hpc.jobs.patience import patience, slurm_configuration
 from laminar_hpc.observability import console
 
 _OURS = ("run_dir", "resume", "dry_run")  # settings that the scripts make themselves
@@ -103,6 +104,8 @@ def main(arguments: list[str]) -> int:
     if not options.dry_run and not look_around(config, derived):
         return 0
     settings = [*with_absolute_config_dir(settings), *pinned_words(loaded, config)]
+    if len(jobs) > 1:
+        settings += patience(config, words, slurm_configuration())
     run_dir = Path(config.run_dir).absolute()
     ids: list[str] = []
     for job in jobs:
