@@ -163,11 +163,11 @@ def aftermath(run: Run, row: dict) -> dict[str, float | None]:
         if fault.target == "rollout" and back:
             found["trainer_share"] = outages.trainer_share(run, begun, begun + back)
         return found | {"back": back}
-    if fault.how in ("usr1", "preempt") and fault.target != "rollout":
-        again = seconds_until_back(run, "controller", begun)
-        since = begun if again is None else begun + again
-        back = seconds_until_back(run, "trainer", since)
-        return found | {"back": None if back is None else since - begun + back}
+    if fault.how in ("usr1", "preempt") and fault.target != "rollout":  # all jobs end and start again
+        if (again := seconds_until_back(run, "controller", begun)) is None:
+            return found | {"back": None}
+        back = seconds_until_back(run, "trainer", begun + again)
+        return found | {"back": None if back is None else again + back}
     return found | {"back": seconds_until_back(run, "trainer", over)}
 
 
