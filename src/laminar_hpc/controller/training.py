@@ -139,10 +139,10 @@ class Training:
                 f"at step {self._state.trainer_step}; go on with resume=auto"
             )
         if self._last_step_time == 0.0:
-            self._last_step_time = time.time()
+            self._last_step_time = time.monotonic()
             if not self._state.steps_done:  # else it was before this controller came
                 self._shared.say(console.setup_line("the trainer is ready", self._state.seconds))
-        self._request, self._wait_reason, self._last_not_yet = request, "it has just asked", time.time()
+        self._request, self._wait_reason, self._last_not_yet = request, "it has just asked", time.monotonic()
 
     def _sent_again(self, member: Member, request: TakeBatch) -> bool:
         """The trainer did not get the answer: the batch goes out as it was."""
@@ -176,8 +176,8 @@ class Training:
             self._request = None
             self._state.groups_taken = (request.part + 1) * size
             self._send_batch(trainer, request, groups)
-        elif time.time() - self._last_not_yet > _NOT_YET_SECONDS:
-            self._last_not_yet, self._wait_reason = time.time(), reason
+        elif time.monotonic() - self._last_not_yet > _NOT_YET_SECONDS:
+            self._last_not_yet, self._wait_reason = time.monotonic(), reason
             self._shared.outbox.send(trainer, NotYet(step, reason))
 
     def _replayed(self, replay: Store, step: int) -> tuple[list[BatchGroup], str]:
@@ -222,7 +222,7 @@ class Training:
 
     def _record(self, done: StepDone) -> None:
         """In the metrics, and as a line for the user."""
-        state, config, say, now = self._state, self._config, self._shared.say, time.time()
+        state, config, say, now = self._state, self._config, self._shared.say, time.monotonic()
         seconds = now - self._last_step_time if self._last_step_time else done.metrics.get("seconds", 0.0)
         self._last_step_time = now
         fields: dict[str, object] = {**done.metrics, "step": state.trainer_step, "seconds": seconds}

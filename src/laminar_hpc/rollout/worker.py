@@ -225,16 +225,16 @@ class RolloutWorker:
     async def _start(self) -> None:
         """Engine and reward workers at once, while the trainer loads and publishes; then the first
         weights."""
-        t0 = time.time()
+        t0 = time.monotonic()  # the clock may be set meanwhile
         with self.context.trace.span("load", what="engine"):
             pool = [self.pool.start()] if self.own_pool else []
             pool += [self.episodes.start()] if self.episodes else []
             await asyncio.gather(*pool, self.engines.start(Path(self.config.model.path), None))
-        logger.info("engine %d answered after %.1f s", self.context.index, time.time() - t0)
+        logger.info("engine %d answered after %.1f s", self.context.index, time.monotonic() - t0)
         limit = self.config.cluster.join_timeout_seconds
         with self.context.trace.span("wait", what="first weights"):
             while self.reader.newest() is None:
-                if time.time() - t0 > limit:
+                if time.monotonic() - t0 > limit:
                     raise LaminarError(
                         f"rollout {self.context.index} waited {limit:g} s for the first weights of its relay "
                         f"under {self.reader.root} and gave up: see the logs of the relay and of trainer 0"

@@ -79,7 +79,7 @@ def _steps(
     progress.enter("publish")
     _publish(context, policy, publisher, step)
 
-    ended = time.time()
+    ended = time.monotonic()
     while step < config.steps:
         done = _train(context, inbox, learner, publisher, progress, step)
         if done is None:
@@ -94,8 +94,8 @@ def _steps(
                 checkpointer.begin(step)
             saved = step
         done.metrics["train_seconds"] = done.ended - ended - done.metrics["wait_seconds"]
-        done.metrics["seconds"] = time.time() - ended
-        ended = time.time()
+        done.metrics["seconds"] = time.monotonic() - ended
+        ended = time.monotonic()
         if not inbox.report(step - 1, done.metrics, done.mismatches):
             break
 
@@ -109,7 +109,7 @@ def _steps(
 
 class _Step(NamedTuple):
     """What is told of a step: its metrics, each trajectory's log-prob mismatch (see Learner.mismatches), and
-    when its last update ended (Unix time)."""
+    when its last update ended (monotonic, as the clock may be set)."""
 
     metrics: dict[str, float]
     mismatches: dict[int, tuple[float, int]]
@@ -138,18 +138,18 @@ def _train(
     mismatches: dict[int, tuple[float, int]] = {}
     of_parts, wait_seconds = list[dict[str, float]](), 0.0
     for part in range(parts):
-        asked = time.time()
+        asked = time.monotonic()
         with trace.span("wait", step=step):
             batch = inbox.take(step, part)
         if batch is None:
             break
-        wait_seconds += time.time() - asked
+        wait_seconds += time.monotonic() - asked
         with trace.span("train", step=step):
             of_parts.append(learner.train(batch, step, fence, minibatches // parts, part))
         mismatches |= learner.mismatches
     if not of_parts:
         return None
-    return _Step(merged(of_parts) | {"wait_seconds": wait_seconds}, mismatches, time.time())
+    return _Step(merged(of_parts) | {"wait_seconds": wait_seconds}, mismatches, time.monotonic())
 
 
 def _publish(
