@@ -104,4 +104,4 @@ class SlurmCluster:
     def is_up(self, name: str) -> bool:
         """Whether Slurm would give jobs to this node."""
         state = self.command("sinfo", "-h", "-n", name, "-p", "batch", "-o", "%T").strip()
-        return state in ("idle", "mixed", "allocated", "completing")
+        return state.rstrip("*") in ("idle", "mixed", "allocated", "completing")
