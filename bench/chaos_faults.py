@@ -6,8 +6,8 @@ power       The node's power is off until Slurm takes it for dead, and 10 s long
             lay in its memory are gone.
 usr1        Slurm's signal before a time limit, to the batch script.
 preempt     A job of a higher tier takes the node for 10 s, after the grace time.
-clock       The node's clock is 600 s ahead for 20 s, then right again: that of our processes, by libfaketime,
-            not Slurm's own.
+clock       The node's clock is 600 s ahead for 20 s, then right again: Python's, in our processes and
+            SGLang's (bench/clock); of the kernel's no node has its own.
 slow        Each sync of files takes the process 0.5 s longer, for 20 s, by strace.
 full        disk: the folder that all nodes share has no room for 15 s. shm: a rollout node's /dev/shm.
 
@@ -23,8 +23,8 @@ import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+import common
 import psutil
 from roles import ENGINE, ROLES
 from slurm_jobs import JOBS, Element, SlurmRun
@@ -44,31 +44,19 @@ _TARGETS = {
 KINDS = tuple(f"{how}-{target}" for how, targets in _TARGETS.items() for target in targets)
 POWER_OFF_SECONDS = 120.0  # at most, until Slurm has noticed
 POWER_MORE_SECONDS = 10.0
-CLOCK_FILE, CLOCK_AHEAD = "/dev/shm/laminar-clock", "+600"
-_FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+CLOCK_FILE, CLOCK_AHEAD = "/dev/shm/laminar-clock", 600
 _SYNCS = "fsync,fdatasync"
 _SYNC_MICROSECONDS = 500_000
 
 
 def what_lacks(kind: str) -> str:
     """What must be installed for this kind of fault; "" if nothing."""
-    if kind.startswith("clock-") and not _FAKETIME.exists():
-        return "apt-get install faketime"
-    if kind.startswith("slow-") and shutil.which("strace") is None:
-        return "apt-get install strace"
-    return ""
+    return "apt-get install strace" if kind.startswith("slow-") and shutil.which("strace") is None else ""
 
 
 def environment() -> dict[str, str]:
     """Of the jobs, so that a node's clock can be set."""
-    if not _FAKETIME.exists():
-        return {}
-    return {
-        "LD_PRELOAD": str(_FAKETIME),
-        "FAKETIME_TIMESTAMP_FILE": CLOCK_FILE,
-        "FAKETIME_CACHE_DURATION": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }
+    return {"PYTHONPATH": str(common.ROOT / "bench" / "clock"), "LAMINAR_CLOCK": CLOCK_FILE}
 
 
 @dataclass(frozen=True)
@@ -168,7 +156,7 @@ def _clock(run: SlurmRun, target: str, element: Element) -> dict:
     try:
         run.tend_for(SECONDS["clock"])
     finally:
-        run.cluster.node("exec", element.node, "sh", "-c", f"echo +0 > {CLOCK_FILE}")
+        run.cluster.node("exec", element.node, "sh", "-c", f"echo 0 > {CLOCK_FILE}")
     return {}
 
 
