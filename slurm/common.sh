@@ -5,6 +5,7 @@
 #   jobs/end.JOB.RESTARTS         it is to end: `limit` (USR1, before the time limit) or `now` (TERM, preemption)
 #   jobs/term.JOB.RESTARTS        a node of it was sent TERM; only Slurm knows why
 #   jobs/again.JOB.RESTARTS       it has ended in order and has more to do, so it is requeued
+#   jobs/failed                   the controller has failed: whoever was waiting for it waits no longer
 # What runs on the nodes is `python -m laminar_hpc.jobs.node`: it reads `end` and writes the last two.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/site.sh"
@@ -22,7 +23,7 @@ run_job() {
   LAMINAR_JOB_END=$(end_of_time)
   mkdir -p "$RUN_DIR/jobs"
   end=$RUN_DIR/jobs/end.$LAMINAR_LIFE term=$RUN_DIR/jobs/term.$LAMINAR_LIFE
-  again=$RUN_DIR/jobs/again.$LAMINAR_LIFE mine=$RUN_DIR/jobs/$role.$LAMINAR_LIFE
+  again=$RUN_DIR/jobs/again.$LAMINAR_LIFE mine=$RUN_DIR/jobs/$role.$LAMINAR_LIFE failed=$RUN_DIR/jobs/failed
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   trap 'told limit' USR1
   trap judge TERM
@@ -32,6 +33,7 @@ run_job() {
   code=0
   await_others && start_nodes "$@" || code=$?
   if [ -e "$again" ] || { [ $code = 0 ] && [ -n "$nothing_began" ]; }; then requeue; fi
+  if [ $code != 0 ] && [ "$role" = controller ] && [ "$(job_field JobState)" = RUNNING ]; then date >"$failed"; fi
   say "$role ended with exit code $code"
   exit $code
 }
@@ -77,6 +79,7 @@ await_others() {
   nothing_began=
   while what=$(missing); [ -n "$what" ]; do
     if [ -e "$end" ]; then nothing_began=1; return 0; fi
+    if [ "$role" != controller ] && [ "$failed" -nt "$mine" ]; then say "the controller's job has failed; see its log"; return 1; fi
     if [ $((SECONDS - said)) -ge 600 ]; then said=$SECONDS; say "waits for $what"; fi
     sleep 1 & wait $! || true                     # a signal ends the wait
   done

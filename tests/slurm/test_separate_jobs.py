@@ -109,6 +109,25 @@ def test_a_complete_run_is_not_requeued(slurm_cluster, tmp_path: Path) -> None:
     assert time.monotonic() - started < 100
 
 
+def test_nobody_waits_for_a_controller_that_has_failed(slurm_cluster, tmp_path: Path) -> None:
+    """Promise (docs/architecture.md#failure-domains): the jobs that wait for a controller's job end with it,
+    when that fails before the run has begun; those that are submitted afterwards wait for the next one."""
+    run_dir = tmp_path / "run"
+    settings = {"RUN_DIR": str(run_dir), "VENV": sys.prefix, "ROLLOUTS": "1"}
+    script = [*SHARED.split(), "slurm/rollouts.sbatch", "experiment=demo"]
+    waits = slurm_cluster.submit(*script, **settings)
+    slurm_cluster.poll(lambda: list(run_dir.glob("jobs/rollouts.*")), 60, "the rollouts", waits)
+    control = [*SHARED.split(), "slurm/control.sbatch", "experiment=demo"]
+    broken = slurm_cluster.submit(*control, **settings | {"VENV": "/nonexistent", "WAIT_FOR": ""})
+    assert [slurm_cluster.wait(job, 60) for job in (broken, waits)] == ["FAILED", "FAILED"]
+    assert "the controller's job has failed" in slurm_cluster.output(waits)
+    later = slurm_cluster.submit(*script, **settings)
+    slurm_cluster.poll(lambda: "waits for" in slurm_cluster.output(later), 60, "the next rollouts", later)
+    assert slurm_cluster.state(later) == "RUNNING"
+    slurm_cluster.command("scancel", later)
+    slurm_cluster.wait(later, 60)
+
+
 def test_a_trainer_node_dies(slurm_cluster, tmp_path: Path) -> None:
     """Promise (docs/architecture.md#failure-domains): the power of one of the trainers' two nodes is cut.
     Their job is requeued, controller and rollouts go on, in one life each, and the trainers go on from the
