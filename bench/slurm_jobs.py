@@ -27,6 +27,7 @@ _OPTIONS = (
     "--trainer=--nodelist=n2 --cpus-per-task=3",
 )
 END_SECONDS = 300.0
+LOCK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,19 @@ class SlurmRun:
         return [p for p in found.values() if p.ppid() not in found][:1]  # not what it has forked
 
     def tend(self) -> None:
-        """Submits a run that has ended again, as its user would."""
-        if not self.elements():
-            print(f"  {self.name}: its jobs have ended; submitted again", file=sys.stderr, flush=True)
-            self.submit()
+        """Submits a run that has ended again, as its user would; raises SystemExit when that is refused for
+        longer than the lock of a dead controller lasts."""
+        if self.elements():
+            return
+        print(f"  {self.name}: its jobs have ended; submitted again", file=sys.stderr, flush=True)
+        until = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                return self.submit()
+            except SystemExit:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(2.0)
 
     def tend_for(self, seconds: float) -> None:
         until = time.monotonic() + seconds
