@@ -33,7 +33,10 @@ run_job() {
   code=0
   await_others && start_nodes "$@" || code=$?
   if [ -e "$again" ] || { [ $code = 0 ] && [ -n "$nothing_began" ]; }; then requeue; fi
-  if [ $code != 0 ] && [ "$role" = controller ] && [ "$(job_field JobState)" = RUNNING ]; then date >"$failed"; fi
+  if [ $code != 0 ] && [ "$role" = controller ] && [ "$(job_field JobState)" = RUNNING ]; then
+    rm -f "$mine"                                 # a second one that was refused leaves the first one's jobs alone
+    goes_on controller || date >"$failed"
+  fi
   say "$role ended with exit code $code"
   exit $code
 }
