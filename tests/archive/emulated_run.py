@@ -12,6 +12,7 @@ import numpy as np
 from laminar_hpc.cluster.checkpoints import checkpoint_path, steps
 from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.gone_writers import GoneWriters
+from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.store import Store
 from laminar_hpc.messages.data import ScorePart
 from laminar_hpc.payload.layout import pack
@@ -24,7 +25,14 @@ GROUPS, SAMPLES, KEEP = 2, 2, 2  # groups of a step, trajectories of a group, ch
 class EmulatedRun:
     """`said`: lines for the user."""
 
-    def __init__(self, run_dir: Path, rule: str = "all", tokens: int = 50, every: int = 2) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        rule: str = "all",
+        tokens: int = 50,
+        every: int = 2,
+        store_dir: Path | None = None,
+    ) -> None:
         self.run_dir, self.tokens, self.every = run_dir, tokens, every
         self.said: list[str] = []
         self.state = SimpleNamespace(trainer_step=0)
@@ -32,9 +40,13 @@ class EmulatedRun:
         metrics = SimpleNamespace(write=lambda kind, **fields: None)
         self.shared = SimpleNamespace(config=config, state=self.state, say=self.said.append, metrics=metrics)
         self.writer = PayloadWriter(run_dir, "rollout0")
-        self.store = Store(run_dir)
+        self.store = Store(run_dir) if store_dir is None else self._store_apart(store_dir)
         self.gone = GoneWriters(run_dir, False, 60.0, 0.0)
         self.archiving = Archiving(self.shared, self.store, self.gone)
+
+    def _store_apart(self, store_dir: Path) -> Store:
+        journal = Journal(self.run_dir / "journal", store_dir / "store.sqlite", self.said.append)
+        return Store(store_dir, journal=journal)
 
     def made(self, step: int, number: int) -> Made:
         """Trajectory `number` of a step; others with each step."""

@@ -46,6 +46,17 @@ def test_a_step_is_archived_when_all_checkpoints_are_later(tmp_path):
     run.store.close()
 
 
+def test_a_new_store_that_lies_apart_is_archived_too(tmp_path):
+    """Promise: with `store_dir` responses leave the payload files of the run as well, in its first job as in
+    any other."""
+    (tmp_path / "run").mkdir()
+    run = EmulatedRun(tmp_path / "run", store_dir=tmp_path / "local")
+    run.train(9)
+    assert files.steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6] and not run.said
+    run.archiving.close()
+    run.store.close()
+
+
 def bounded(tmp_path, monkeypatch, steps: int) -> None:
     """Disk and store of two halves of a run."""
     monkeypatch.setattr(old_steps, "ROWS_MAX", ROWS)

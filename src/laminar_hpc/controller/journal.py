@@ -69,6 +69,10 @@ class Journal:
         self._closing = threading.Event()
         self._watch = JournalWatch(folder, say)
 
+    @property
+    def run_dir(self) -> Path:
+        return self._folder.resolve().parent
+
     def append(self, db: RecordedConnection) -> None:
         """When this returns the open transaction is on the disk, and its number is part of it. Raises OSError
         when it cannot be written, and from then on."""
@@ -89,8 +93,7 @@ class Journal:
         if self._file < 0:
             mark = position_of(db)
             self._position = Position(self._era, mark.number, mark.checksum)
-            run_dir = str(self._folder.resolve().parent)
-            db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (RUN_DIR, run_dir))
+            db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (RUN_DIR, str(self.run_dir)))
             self._begin_segment(db)
         if self._segment_bytes > _SEGMENT_BYTES or self._snapshot_is_due():
             self._begin_segment(db)

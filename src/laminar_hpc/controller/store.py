@@ -74,6 +74,8 @@ class Store:
     @property
     def run_dir(self) -> Path:
         """Whose payload files hold the responses: where the store lies, or with `store_dir` the run's own."""
+        if self._journal:  # the store itself knows it from its first transaction on
+            return self._journal.run_dir
         here = self.path.resolve().parent
         return here if (here / PAYLOADS).is_dir() else Path(self.get_text(RUN_DIR) or here)
 
