@@ -20,13 +20,15 @@ weights, with faults over without. `accuracy`: of the trained batches, the mean 
 knew of it; `back`, from a death to the next step, controller or replica of that role, from the end of
 another fault to the next step; of a power cut of the trainers from their node's return. `published`: from
 the beginning of a fault to the end of the next publication that began after it. `joins`: of members until
-the next fault: new processes, or taken for dead. `load`: of the machine.
+the next fault, of which `new` are new processes; the others were taken for dead. `trainer_share`: seconds per
+trained token until the lost replica is back, over those before. `load`: of the machine.
 Goals: 0.8, 0 culprits, 0 lost.
 """
 
 import argparse
 import os
 import random
+import re
 import shutil
 import statistics
 import sys
@@ -49,7 +51,7 @@ from laminar_hpc.report.rundata import Run
 
 COLUMNS = (
     *("fault", "node", "after", "step", "over", "noticed", "back", "published"),
-    *("joins", "trainer_share", "load"),
+    *("joins", "new", "trainer_share", "load"),
 )
 NODES = 4
 STEPS = 10  # over which an accuracy is the mean
@@ -108,10 +110,13 @@ class Watch:
             self.tend_for(1.0)
 
 
-def joins(run: SlurmRun) -> int:
-    """Of members, so far."""
+def members(run: SlurmRun) -> tuple[int, int]:
+    """How often members have joined so far, and how many processes these were."""
     log = run.run_dir / "logs" / "controller0.log"
-    return log.read_text(errors="replace").count(" joined (pid ") if log.exists() else 0
+    pids = (
+        re.findall(r" joined \(pid (\S+ on \S+)\)", log.read_text(errors="replace")) if log.exists() else []
+    )
+    return len(pids), len(set(pids))
 
 
 def faulty(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[list[dict], float, float, int]:
@@ -123,17 +128,16 @@ def faulty(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[list[dic
             watch.tend_for(pause)
             if len(rows) == options.faults or time.time() - start > options.seconds:
                 break
-            before = joins(run)
-            if rows:
-                rows[-1]["joins"] += before
-            rows.append({"joins": -before, **watch.until_struck(kind, seed)})
+            before = members(run)
+            rows.append({"before": before, **watch.until_struck(kind, seed)})
             rows[-1]["after"] = rows[-1]["time"] - start
             print(f"  {rows[-1]['after']:6.0f} s  {kind}  {rows[-1]['node']}", file=sys.stderr, flush=True)
         watch.tend_for(options.calm)
         end = time.time()
         run.until_step(steps_done(run.run_dir) + 1, options.limit)
-        if rows:
-            rows[-1]["joins"] += joins(run)
+        counts = [*(row.pop("before") for row in rows), members(run)]
+        for row, (joined, were), (joins, are) in zip(rows, counts, counts[1:], strict=False):
+            row |= {"joins": joins - joined, "new": are - were}
     return rows, start, end, run.submissions
 
 
@@ -156,14 +160,16 @@ def aftermath(run: Run, row: dict) -> dict[str, float | None]:
     found: dict[str, float | None] = {"published": min(published, default=None)}
     if fault.how == "kill" and fault.target in BACK:
         return found | {"back": seconds_until_back(run, fault.target, begun)}
-    if fault.how == "power":
-        since = over if fault.target == "trainer" else begun
-        back = newcomer(run, begun) if fault.target == "rollout" else None
-        back = back or seconds_until_back(run, fault.target, since)
-        if fault.target == "rollout" and back:
+    ends_a_job = fault.how in ("power", "usr1", "preempt")
+    if ends_a_job and fault.target == "rollout":
+        if back := newcomer(run, begun):
             found["trainer_share"] = outages.trainer_share(run, begun, begun + back)
         return found | {"back": back}
-    if fault.how in ("usr1", "preempt") and fault.target != "rollout":  # all jobs end and start again
+    if fault.how == "power":
+        return found | {
+            "back": seconds_until_back(run, fault.target, over if fault.target == "trainer" else begun)
+        }
+    if ends_a_job:  # all jobs end and start again
         if (again := seconds_until_back(run, "controller", begun)) is None:
             return found | {"back": None}
         back = seconds_until_back(run, "trainer", begun + again)

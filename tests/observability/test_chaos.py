@@ -59,6 +59,10 @@ def test_what_came_of_a_fault(load, tmp_path: Path) -> None:
     assert came_of("kill-trainer", 0) == {"published": 9, "back": 8}
     assert came_of("cable-trainer", 20) == {"published": 9, "back": 8}
     assert came_of("power-trainer", 9) == {"published": 9, "back": 9}
-    assert came_of("power-rollout", 9) == {"published": 9, "back": 15, "trainer_share": None}
+    assert (
+        came_of("usr1-rollout", 0)
+        == came_of("power-rollout", 9)
+        == {"published": 9, "back": 15, "trainer_share": None}
+    )
     assert came_of("kill-relay", 0)["back"] is came_of("usr1-trainer", 0)["back"] is None
     assert chaos.accuracies(run, None)["accuracy"] == pytest.approx(0.25)
