@@ -70,7 +70,7 @@ def sequence(kinds: Sequence[str], seed: int, every: float) -> Iterator[tuple[fl
 def running(options: argparse.Namespace, cluster: SlurmCluster, name: str) -> Iterator[SlurmRun]:
     words = [f"experiment={options.experiment}", f"steps={10**6}", "checkpoint.every=5"]
     words += ["evaluation.files=[]", *options.overrides]
-    run = SlurmRun(cluster, name, words, options.rollouts, environment())
+    run = SlurmRun(cluster, name, words, options.rollouts, options.spare, environment())
     try:
         run.submit()
         run.until_step(2, START_SECONDS)
@@ -221,6 +221,7 @@ def options_of() -> argparse.Namespace:
         parser.add_argument(name, type=type(default), default=default, help=f"{about} (default {default})")
     parser.add_argument("--kinds", type=kinds, default=list(KINDS), help="default: all that can be had here")
     parser.add_argument("--rollouts", type=int, default=2, choices=(1, 2), help="nodes of them (default 2)")
+    parser.add_argument("--spare", action="store_true", help="with a spare controller (docs/slurm.md)")
     options = parser.parse_args()
     if reason := missing():
         parser.error(reason)

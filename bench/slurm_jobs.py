@@ -42,12 +42,13 @@ class Element:
 
 @dataclass
 class SlurmRun:
-    """`rollouts`: elements of the array, a node each."""
+    """`rollouts`: elements of the array, a node each. `spare`: a second controller's job, on another node."""
 
     cluster: SlurmCluster
     name: str
     words: Sequence[str]
     rollouts: int = 2
+    spare: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     submissions: int = 0
 
@@ -68,7 +69,11 @@ class SlurmRun:
             **self.environment,
         }
         words = [f"run_dir={self.run_dir}", *self.words, *again]
-        self.cluster.command(*command, *words, seconds=180, **settings)
+        said = self.cluster.command(*command, *words, seconds=180, **settings)
+        if self.spare:
+            line = next(line for line in said.splitlines() if "/control.sbatch " in line)
+            line = line.replace(" sbatch ", " sbatch --exclude=n1 ", 1)
+            self.cluster.command("sh", "-c", line, **settings)
         self.submissions += 1
 
     def elements(self, role: str | None = None) -> list[Element]:
@@ -82,6 +87,8 @@ class SlurmRun:
         """A running job of this role, or with this kind of process; None between two lives."""
         role = _JOB_OF.get(target, target)
         here = sorted((e for e in self.elements(role) if e.state == "RUNNING"), key=lambda e: e.node)
+        if role == "controller":
+            here = [each for each in here if self.processes(role, each.node)]  # not the spare
         return draw.choice(here) if here else None
 
     def processes(self, kind: str, node: str) -> list[psutil.Process]:

@@ -108,16 +108,20 @@ class RunLock:
                     log.warning("%s could not be renewed: %s", folder / LOCK_FILE, error)
 
 
-def refuse_if_held(folder: Path) -> None:
-    """Raises Refused when a live process holds the lock of `folder`. Takes nothing and does not wait."""
-    if (folder / LOCK_FILE).exists():
-        now = folder / f".{LOCK_FILE}.{secrets.token_hex(8)}"
-        with suppress(OSError):  # not ours to write: whoever takes the lock will say so
-            now.touch()
-            try:
-                _stale_owners(folder, now.stat().st_mtime, {})
-            finally:
-                now.unlink(missing_ok=True)
+def refuse_if_held(folder: Path, watched: Watched | None = None) -> bool:
+    """Raises Refused when a live process holds the lock of `folder`. Takes nothing and does not wait. Whether
+    it could be taken now; False while that is unclear. `watched`: what earlier calls have seen, to be told
+    in the end."""
+    if not (folder / LOCK_FILE).exists():
+        return True
+    now = folder / f".{LOCK_FILE}.{secrets.token_hex(8)}"
+    with suppress(OSError):  # not ours to write: whoever takes the lock will say so
+        now.touch()
+        try:
+            return _stale_owners(folder, now.stat().st_mtime, {} if watched is None else watched) is not None
+        finally:
+            now.unlink(missing_ok=True)
+    return True
 
 
 def _take(folder: Path, say: Callable[[str], None]) -> Owner:

@@ -57,6 +57,9 @@ def has_more_to_do(role: str, run_dir: Path, told: bool, sleep: Callable[[float]
         sleep(0.5)
         waited += 0.5
     word = last_word(run_dir)
-    if word in ("done", BY_THE_USER) or word.startswith("failed"):
-        return False
-    return told or word.startswith("SIG")
+    return not is_final(word) and (told or word.startswith("SIG"))
+
+
+def is_final(word: str) -> bool:
+    """Whether a run that ended with it is not to go on by itself."""
+    return word in ("done", BY_THE_USER) or word.startswith("failed")

@@ -31,10 +31,10 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.jobs.earlier_life import await_its_end
-from laminar_hpc.jobs.ending import has_more_to_do, seconds_to_go_on
+from laminar_hpc.jobs.ending import has_more_to_do, is_final, last_word, seconds_to_go_on
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import own_address, use_interface
+from laminar_hpc.jobs.spare import ONE_WORLD_SECONDS, Turn, await_turn
 from laminar_hpc.jobs.world import world_command
 from laminar_hpc.observability import console
 from laminar_hpc.policies.restarts import Restarts
@@ -75,10 +75,6 @@ class Place:
             given["LAMINAR_LIFE"],
             float(end) if end.isdigit() else None,
         )
-
-    @property
-    def is_requeued(self) -> bool:
-        return not self.life.endswith(".0")
 
     def file(self, kind: str) -> Path:
         return self.run_dir / "jobs" / f"{kind}.{self.life}"
@@ -229,6 +225,18 @@ class Node:
                 child.leave()
 
 
+def its_turn(place: Place) -> bool:
+    """Waits while the controller of another job lives. Whether this one is to start; if not, it has said
+    whether it is to be requeued."""
+    if place.role not in ("controller", "all") or place.node:
+        return True
+    seconds = math.inf if place.role == "controller" else ONE_WORLD_SECONDS
+    turn = await_turn(place.run_dir, place.file("end").exists, seconds)
+    if turn is not Turn.START and not is_final(last_word(place.run_dir)):
+        place.file("again").touch()
+    return turn is Turn.START
+
+
 def main(arguments: list[str]) -> int:
     """See above."""
     die_with_parent()
@@ -238,8 +246,8 @@ def main(arguments: list[str]) -> int:
         config = load_config(words)
         address = own_address()
         use_interface(address)
-        if place.is_requeued and place.role in ("controller", "all") and place.node == 0:
-            await_its_end(place.run_dir)
+        if not its_turn(place):
+            return 0
         machine = MachineNumber(place.run_dir, config.relay.lanes) if place.role == "rollouts" else None
         node = Node(place, commands(place, config, words, address, machine.number if machine else 0))
         code = node.run()

@@ -1,0 +1,99 @@
+"""A controller's job that finds the lock of another controller."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from laminar_hpc.cluster import run_lock
+from laminar_hpc.cluster.run_lock import LOCK_FILE, Owner, refuse_if_held
+from laminar_hpc.config.errors import Refused
+from laminar_hpc.jobs.ending import is_final
+from laminar_hpc.jobs.node import Place, its_turn
+from laminar_hpc.jobs.spare import Turn, await_turn
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    """Of a controller on another machine, renewed just now."""
+    lock = tmp_path / LOCK_FILE
+    lock.write_bytes(msgspec.json.encode(Owner("far", "ann", "n7", 4711, "1", "boot pid:[1]", time.time())))
+    return lock
+
+
+def wait(run_dir: Path, look: Callable[[int], None], told: Callable[[], bool] = lambda: False) -> Turn:
+    """`look(n)`: what happens after the n-th look."""
+    looks = list[float]()
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        assert len(looks) < 1000
+        look(len(looks))
+
+    return await_turn(run_dir, told, sleep=sleep)
+
+
+def end(run_dir: Path, reason: str) -> None:
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "end", "reason": reason}, separators=(",", ":")) + "\n")
+
+
+def test_the_lock_of_a_lost_node_is_waited_for(
+    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise (docs/architecture.md#failure-domains): a controller that Slurm has started on another node
+    within seconds is not refused because of the one that its node's end has killed, nor does it take a lock
+    of which it is not yet clear that nobody renews it."""
+    monkeypatch.setattr(run_lock, "RENEW_SECONDS", 0.05)
+    end(tmp_path, "SIGUSR1")  # long ago
+    with pytest.raises(Refused):
+        refuse_if_held(tmp_path)
+    lost = time.time() - run_lock.STALE_SECONDS - 1
+    os.utime(lock, times=(lost, lost))
+    looks = list[int]()
+
+    def look(n: int) -> None:
+        looks.append(n)
+        time.sleep(0.06)
+
+    assert wait(tmp_path, look) is Turn.START
+    assert looks and lock.exists()  # for the controller to take over
+
+
+def test_the_spare_takes_over(tmp_path: Path, lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Promise (docs/architecture.md#failure-domains): a second controller's job waits as long as the first
+    one's lives, and starts when that has died without a word."""
+
+    def look(n: int) -> None:
+        os.utime(lock)
+        if n == 200:
+            lock.unlink()
+
+    assert wait(tmp_path, look) is Turn.START
+    assert capsys.readouterr().out.splitlines() == [
+        f"spare        {tmp_path} is in use by a live run (pid 4711 of ann on n7"
+    ]
+
+
+@pytest.mark.parametrize(("word", "again"), [("done", False), ("failed: no room", False), ("SIGUSR1", True)])
+def test_a_spare_is_not_needed_any_more(tmp_path: Path, lock: Path, word: str, again: bool) -> None:
+    """Promise: when the run ends the spare's job ends with the others, and is requeued if they are."""
+
+    def look(n: int) -> None:
+        end(tmp_path, word)
+        lock.unlink()
+
+    assert wait(tmp_path, look) is Turn.OVER and is_final(word) is not again
+
+
+def test_a_spare_that_is_told_to_end_is_requeued(tmp_path: Path, lock: Path) -> None:
+    """Promise: at preemption, or before its time limit, it makes room at once, and comes back."""
+    place = Place("controller", 0, 1, tmp_path, "7.0", None)
+    place.file("end").parent.mkdir()
+    place.file("end").write_text("now\n")
+    assert not its_turn(place) and place.file("again").exists()
+    assert its_turn(Place("rollouts", 0, 1, tmp_path, "7.0", None))
