@@ -216,7 +216,7 @@ def options_of() -> argparse.Namespace:
         ("--limit", 400.0, "the longest time without a step"),
         ("--faults", 10**6, "at most"),
         ("--seed", 0, "of kinds, places and pauses"),
-        ("--slurmd-timeout", 30, "seconds until Slurm takes a node for dead"),
+        ("--slurmd-timeout", 60, "seconds until Slurm takes a node for dead"),
     ):
         parser.add_argument(name, type=type(default), default=default, help=f"{about} (default {default})")
     parser.add_argument("--kinds", type=kinds, default=list(KINDS), help="default: all that can be had here")

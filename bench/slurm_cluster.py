@@ -101,6 +101,12 @@ class SlurmCluster:
         """off, on, cut or mend a node, or exec a command in it; see slurm_node.sh."""
         self._script("slurm_node.sh", verb, name, *words, seconds=90)
 
+    def resume(self) -> None:
+        """Gives back to Slurm the nodes that it has drained: one that was away for longer than it waits comes
+        back with the job that was given to others, and that needs an administrator."""
+        for name in self.command("sinfo", "-h", "-N", "-p", "batch", "-t", "drained", "-o", "%n").split():
+            self.command("scontrol", "update", f"NodeName={name}", "State=RESUME")
+
     def is_up(self, name: str) -> bool:
         """Whether Slurm would give jobs to this node."""
         state = self.command("sinfo", "-h", "-n", name, "-p", "batch", "-o", "%T").strip()

@@ -102,6 +102,7 @@ class SlurmRun:
     def tend(self) -> None:
         """Submits a run that has ended again, as its user would; raises SystemExit when that is refused for
         longer than the lock of a dead controller lasts."""
+        self.cluster.resume()
         if self.elements():
             return
         print(f"  {self.name}: its jobs have ended; submitted again", file=sys.stderr, flush=True)
