@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +14,10 @@ import pytest
 from laminar_hpc.cluster import run_lock
 from laminar_hpc.cluster.run_lock import LOCK_FILE, Owner, refuse_if_held
 from laminar_hpc.config.errors import Refused
+from laminar_hpc.jobs import node
 from laminar_hpc.jobs.ending import is_final
-from laminar_hpc.jobs.node import Place, its_turn
-from laminar_hpc.jobs.spare import Turn, await_turn
+from laminar_hpc.jobs.node import Place, run_in_turn
+from laminar_hpc.jobs.spare import Turn, await_turn, other_lives
 
 
 @pytest.fixture
@@ -95,5 +98,31 @@ def test_a_spare_that_is_told_to_end_is_requeued(tmp_path: Path, lock: Path) -> 
     place = Place("controller", 0, 1, tmp_path, "7.0", None)
     place.file("end").parent.mkdir()
     place.file("end").write_text("now\n")
-    assert not its_turn(place) and place.file("again").exists()
-    assert its_turn(Place("rollouts", 0, 1, tmp_path, "7.0", None))
+    assert run_in_turn(place, lambda: pytest.fail("it has started")) == (0, True)
+
+
+def test_two_that_begin_at_once(tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: the one whose controller was refused, as that of the other job was faster, is the spare."""
+    held, starts = lock.read_bytes(), list[int]()
+    lock.unlink()
+
+    def started() -> dict[str, list[str]]:
+        starts.append(len(starts))
+        if starts == [0]:
+            lock.write_bytes(held)
+        return {"controller": [sys.executable, "-c", f"raise SystemExit({2 if starts == [0] else 0})"]}
+
+    def dies(run_dir: Path) -> bool:
+        lived = other_lives(run_dir)
+        lock.unlink()
+        return lived
+
+    monkeypatch.setattr(node, "other_lives", dies)
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        assert run_in_turn(Place("controller", 0, 1, tmp_path, "7.0", None), started) == (0, False)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert starts == [0, 1]

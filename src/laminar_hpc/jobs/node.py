@@ -20,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from laminar_hpc.cluster.address import ADDRESS_FILE
@@ -34,7 +36,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.jobs.ending import has_more_to_do, is_final, last_word, seconds_to_go_on
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import own_address, use_interface
-from laminar_hpc.jobs.spare import ONE_WORLD_SECONDS, Turn, await_turn
+from laminar_hpc.jobs.spare import ONE_WORLD_SECONDS, Turn, await_turn, other_lives
 from laminar_hpc.jobs.world import world_command
 from laminar_hpc.observability import console
 from laminar_hpc.policies.restarts import Restarts
@@ -225,16 +227,21 @@ class Node:
                 child.leave()
 
 
-def its_turn(place: Place) -> bool:
-    """Waits while the controller of another job lives. Whether this one is to start; if not, it has said
-    whether it is to be requeued."""
-    if place.role not in ("controller", "all") or place.node:
-        return True
+def run_in_turn(place: Place, started: Callable[[], dict[str, list[str]]]) -> tuple[int, bool]:
+    """Starts what this node is for, as soon as no controller of another job lives, and waits for its end.
+    Exit code, and whether the job is to be requeued."""
+    waits = place.role in ("controller", "all") and place.node == 0
     seconds = math.inf if place.role == "controller" else ONE_WORLD_SECONDS
-    turn = await_turn(place.run_dir, place.file("end").exists, seconds)
-    if turn is not Turn.START and not is_final(last_word(place.run_dir)):
-        place.file("again").touch()
-    return turn is Turn.START
+    while True:
+        turn = await_turn(place.run_dir, place.file("end").exists, seconds) if waits else Turn.START
+        if turn is not Turn.START:
+            return 0, not is_final(last_word(place.run_dir))
+        node = Node(place, started())
+        code = node.run()
+        if code != REFUSED:
+            return code, place.node == 0 and has_more_to_do(place.role, place.run_dir, node.told)
+        if place.role != "controller" or not other_lives(place.run_dir):  # else both began at once
+            return code, False
 
 
 def main(arguments: list[str]) -> int:
@@ -246,11 +253,9 @@ def main(arguments: list[str]) -> int:
         config = load_config(words)
         address = own_address()
         use_interface(address)
-        if not its_turn(place):
-            return 0
         machine = MachineNumber(place.run_dir, config.relay.lanes) if place.role == "rollouts" else None
-        node = Node(place, commands(place, config, words, address, machine.number if machine else 0))
-        code = node.run()
+        started = partial(commands, place, config, words, address, machine.number if machine else 0)
+        code, again = run_in_turn(place, started)
     except LaminarError as error:
         for line in str(error).splitlines():
             print(f"laminar: error: {line}", file=sys.stderr, flush=True)
@@ -258,7 +263,7 @@ def main(arguments: list[str]) -> int:
     finally:
         if machine:
             machine.release()
-    if place.node == 0 and code != REFUSED and has_more_to_do(place.role, place.run_dir, node.told):
+    if again:
         place.file("again").touch()
         return 0
     return code

@@ -27,6 +27,15 @@ class Turn(Enum):
     TOLD = "the job itself is to end"
 
 
+def other_lives(run_dir: Path) -> bool:
+    """Whether a live controller holds the run."""
+    try:
+        refuse_if_held(run_dir)
+    except Refused:
+        return True
+    return False
+
+
 def await_turn(
     run_dir: Path,
     told: Callable[[], bool],
