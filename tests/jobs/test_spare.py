@@ -82,6 +82,22 @@ def test_the_spare_takes_over(tmp_path: Path, lock: Path, capsys: pytest.Capture
     ]
 
 
+def test_a_lock_that_was_renewed_and_is_no_more(
+    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: the spare takes over from a controller that it has seen alive, without waiting for its lock to
+    be removed."""
+    monkeypatch.setattr(run_lock, "RENEW_SECONDS", 0.05)
+
+    def look(n: int) -> None:
+        if n <= 3:
+            renewed = time.time() - run_lock.STALE_SECONDS - 10 + n  # another time of the file: it lives
+            os.utime(lock, times=(renewed, renewed))
+        time.sleep(0.06)
+
+    assert wait(tmp_path, look) is Turn.START and lock.exists()
+
+
 @pytest.mark.parametrize(("word", "again"), [("done", False), ("failed: no room", False), ("SIGUSR1", True)])
 def test_a_spare_is_not_needed_any_more(tmp_path: Path, lock: Path, word: str, again: bool) -> None:
     """Promise: when the run ends the spare's job ends with the others, and is requeued if they are."""

@@ -52,6 +52,7 @@ def await_turn(
             if refuse_if_held(run_dir, watched):
                 break
         except Refused as refused:
+            watched.clear()  # what was seen of a lock counts from its last renewal on
             if waited == _SAY_AFTER_SECONDS:
                 print(console.line("spare", str(refused).partition(",")[0]), flush=True)
         sleep(_LOOK_SECONDS)
