@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from laminar_hpc.cluster import checkpoints, durable
+from laminar_hpc.cluster.signatures import own_key
+from laminar_hpc.config.schema import RunConfig
 
 
 def write(run_dir: Path, step: int) -> Path:
@@ -13,5 +15,5 @@ def write(run_dir: Path, step: int) -> Path:
     durable.write(partial / "hf" / "model.safetensors", b"weights" * 99)
     files = {"hf/model.safetensors": durable.seal(partial / "hf" / "model.safetensors")}
     state = {"step": step, "state_hash": "", "skipped_in_a_row": 0, "distributed_optimizer": False}
-    checkpoints.publish(partial, path, state, files, lambda _: None)
+    checkpoints.publish(partial, path, state, files, own_key(RunConfig(), run_dir).sign, lambda _: None)
     return path

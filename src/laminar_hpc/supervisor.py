@@ -15,6 +15,7 @@ from pathlib import Path
 from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.launch import GO_ON, Launch
 from laminar_hpc.cluster.run_lock import refuse_if_held
+from laminar_hpc.cluster.signatures import refuse_foreign
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
 from laminar_hpc.controller.rundir import journal_folder, note_restart, store_directory, try_out
@@ -27,7 +28,8 @@ _STORE_CHECK_SECONDS = 0.5  # a first look: the controller takes the time to rea
 
 def nothing_to_start(config: RunConfig) -> bool:
     """Whether the run is complete, which is then said. Raises Refused when another run is live in its
-    store's folder, when the run directory cannot be written, or when the store is damaged."""
+    store's folder, when the run directory cannot be written, when the store is damaged, or when the newest
+    checkpoint is not the run's own."""
     run_dir, store = Path(config.run_dir), store_directory(config)
     refuse_if_held(store)
     try_out(run_dir)
@@ -39,6 +41,7 @@ def nothing_to_start(config: RunConfig) -> bool:
         newest, replay = max(checkpoints.steps(run_dir), default=0), config.source != "rollout"
         with suppress(sqlite3.OperationalError):  # a full disk: the run itself will say so
             check_store(store / "store.sqlite", run_dir, newest, replay, _STORE_CHECK_SECONDS)
+    refuse_foreign(config)
     return False
 
 

@@ -125,10 +125,19 @@ def test_a_half_written_checkpoint_is_never_seen(
     assert steps(tmp_path) == [2, 3]
     newest = checkpoint_path(tmp_path, 3)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
-    assert sorted(p.name for p in newest.iterdir()) == ["files.json", "hf", "megatron", "rng", "state.json"]
+    assert sorted(p.name for p in newest.iterdir()) == [
+        "files.json",
+        "hf",
+        "megatron",
+        "rng",
+        "signature.json",
+        "state.json",
+    ]
     listed = json.loads((newest / "files.json").read_text())
     there = {str(p.relative_to(newest)) for p in newest.rglob("*") if p.is_file()}
-    assert there == {*listed, "files.json"} and any(name.endswith(".distcp") for name in listed)
+    assert there == {*listed, "files.json", "signature.json"} and any(
+        name.endswith(".distcp") for name in listed
+    )
     assert read_state(newest) | {"state_hash": ""} == {
         "files": len(listed) - 1,
         "store_id": "",

@@ -49,10 +49,11 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     ("state.json", flip, "state.json "),
     ("state.json", Path.unlink, "state.json is missing"),
     ("files.json", Path.unlink, "files.json is missing"),
-    ("files.json", flip, ""),
-    ("files.json", cut, "files.json cannot be read"),
-    ("files.json", listing(0), "files.json has 0 names"),
-    ("files.json", listing(2), "files.json has 2 names"),
+    ("files.json", flip, "files.json has changed since it was signed"),
+    ("files.json", cut, "files.json has changed since it was signed"),
+    ("files.json", listing(2), "files.json has changed since it was signed"),
+    ("signature.json", cut, "signature.json is no signature"),
+    ("megatron/modelopt.pt", Path.touch, "megatron/modelopt.pt is not in files.json"),
 ]
 
 
@@ -84,9 +85,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 def test_an_older_checkpoint_without_a_list_is_told_by_its_hash(
     tied_model: Path, tmp_path: Path, world: None
 ) -> None:
-    """Checkpoints of versions that wrote no files.json are taken, or passed over when their state is another
-    or cannot be read."""
-    trainer = Trainer(tied_model, tmp_path)
+    """Checkpoints of versions that wrote no files.json are taken by who says checkpoint.unsigned=true, or
+    passed over when their state is another or cannot be read."""
+    trainer = Trainer(tied_model, tmp_path, checkpoint__unsigned=True)
     trainer.train(0, 1)
 
     def as_before(step: int, **changed: object) -> Path:
@@ -95,6 +96,7 @@ def test_an_older_checkpoint_without_a_list_is_told_by_its_hash(
         old = {k: v for k, v in state.items() if k not in ("files", "store_id", "restore_epoch", "gang")}
         (path / "state.json").write_text(json.dumps(old | changed))
         (path / "files.json").unlink()
+        (path / "signature.json").unlink()
         return path
 
     as_before(1)

@@ -1,9 +1,10 @@
 """Where checkpoints lie, which ones there are and whether they are whole:
-run_dir/checkpoints/step_000020/{hf/, megatron/, rng/, files.json, state.json}.
+run_dir/checkpoints/step_000020/{hf/, megatron/, rng/, files.json, signature.json, state.json}.
 
 Used by the trainer, which writes and loads them, and by the controller; imports no torch. A checkpoint is
 written under a name that begins with a dot and renamed when all of it is on the disk. `files.json` lists
-every other file with its length and SHA-256, so that damage is found before anything is loaded.
+every other file with its length and SHA-256, so that damage is found before anything is loaded, and
+`signature.json` says whose list it is (cluster/signatures.py).
 
     .step_000020            being written, or left by a writer that died
     .old_step_000020        replaced by another checkpoint of that step
@@ -28,6 +29,7 @@ from laminar_hpc.cluster.durable import FileSum
 _NAME = re.compile(r"step_(\d{6,})")
 STATE_FILE = "state.json"
 LIST_FILE = "files.json"
+SIGNATURE_FILE = "signature.json"
 _FENCE_FILE = "gang"
 _STATE_KEYS = ("step", "state_hash", "skipped_in_a_row", "distributed_optimizer")
 
@@ -91,6 +93,9 @@ def damage(checkpoint: Path, share: int = 0, of: int = 1) -> str:
     for name in largest_first[share::of]:
         if wrong := durable.difference(checkpoint / name, files[name]):
             return f"{name} {wrong}"
+    for path in (checkpoint / "megatron").glob("*") if share == 0 else ():
+        if f"megatron/{path.name}" not in files:  # Megatron would read it
+            return f"megatron/{path.name} is not in {LIST_FILE}"
     if STATE_FILE not in files or len(files) != state.get("files", 0) + 1:
         return f"{LIST_FILE} has {len(files)} names, not {STATE_FILE} and {state.get('files', 0)} more"
     return ""
@@ -125,14 +130,21 @@ def _read_json(checkpoint: Path, name: str) -> dict:
 
 
 def publish(
-    partial: Path, target: Path, state: dict, files: dict[str, FileSum], check: Callable[[Path], None]
+    partial: Path,
+    target: Path,
+    state: dict,
+    files: dict[str, FileSum],
+    sign: Callable[[bytes], bytes],
+    check: Callable[[Path], None],
 ) -> None:
-    """Gives a written checkpoint its name. `files`: all that is in `partial`, sealed by who wrote it. Every
-    byte and every name is on the disk before the rename, and the rename itself when this returns.
-    `check(target)` is called right before; where it raises, nothing gets a name."""
+    """Gives a written checkpoint its name. `files`: all that is in `partial`, sealed by who wrote it.
+    `sign(content of files.json)` gives that of signature.json. Every byte and every name is on the disk
+    before the rename, and the rename itself when this returns. `check(target)` is called right before; where
+    it raises, nothing gets a name."""
     text = (json.dumps({**state, "files": len(files)}, indent=2) + "\n").encode()
-    listed = {**files, STATE_FILE: durable.sum_of(text)}
-    durable.write(partial / LIST_FILE, json.dumps(listed).encode())
+    listed = json.dumps({**files, STATE_FILE: durable.sum_of(text)}).encode()
+    durable.write(partial / LIST_FILE, listed)
+    durable.write(partial / SIGNATURE_FILE, sign(listed))
     durable.write(partial / STATE_FILE, text)
     for folder in [*(path for path in partial.rglob("*") if path.is_dir()), partial]:
         durable.sync_folder(folder)

@@ -190,6 +190,11 @@ class CheckpointConfig:
     state_hash: bool = False
     """a checkpoint has a SHA-256 over all of the trainer's state, which a resume at its layout compares;
     training waits for it"""
+    key: str | None = None
+    """file with the key that signs this run's checkpoints, and has signed those that it goes on from; null =
+    run_dir/checkpoint.key, made by the run"""
+    unsigned: bool = False
+    """go on from a checkpoint whoever has written it; loading one may run what its writer wanted"""
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""Checkpoints: run_dir/checkpoints/step_000020/{hf/, megatron/, rng/, files.json, state.json}, written whole
-or not at all while training goes on, resumed bit for bit.
+"""Checkpoints: run_dir/checkpoints/step_000020/{hf/, megatron/, rng/, files.json, signature.json,
+state.json}, written whole or not at all while training goes on, resumed bit for bit.
 
 Called by trainer/loop.py on every rank. `hf/` is a Hugging Face directory with the weights, `megatron/`
 Megatron's own format (torch_dist) with the optimizer; both can be read at other parallel layouts. Training
@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from laminar_hpc.cluster import checkpoints, durable
 from laminar_hpc.cluster.checkpoints import Damaged, checkpoint_path, read_state
+from laminar_hpc.cluster.signatures import own_key
 from laminar_hpc.config.errors import LaminarError, PermanentFailure
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.trainer.agreement import Agreement
+from laminar_hpc.trainer.checkpointing.acceptance import Acceptance, layout_of
 from laminar_hpc.trainer.checkpointing.copies import HostCopies
 from laminar_hpc.trainer.checkpointing.hf_files import Collected, HfFiles
 from laminar_hpc.trainer.checkpointing.in_flight import InFlight
@@ -42,7 +44,6 @@ from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 
 log = logging.getLogger(__name__)
-_ELSEWHERE = "a worker has failed"  # rank 0 says why
 _LAST_SECONDS = 5.0  # for a checkpoint on its way to the disk when this process ends with an error
 
 
@@ -80,6 +81,7 @@ class Checkpointer:
         self._rank, self._config = dist.get_rank(), policy.config
         self._welcome, self._saved = welcome or Welcome(""), saved
         self._ranks = Agreement(self._config.cluster.join_timeout_seconds)
+        self._acceptance = Acceptance(self._run_dir, self._config, self._welcome, self._ranks)
         self._live = LiveState(policy)
         self._hf = HfFiles(policy, self._ranks.seconds)
         self._shards = ShardWriter(lambda mine: bool(self._ranks.first("changed" if mine else "")))
@@ -102,7 +104,7 @@ class Checkpointer:
         partial = self._open_folder(target)
         content = self._take(partial)
         state_hash = self.state_hash() if self._config.checkpoint.state_hash else ""
-        state = {"step": step, "state_hash": state_hash, **self._layout(), **self._origin()}
+        state = {"step": step, "state_hash": state_hash, **layout_of(self._config), **self._origin()}
         state["skipped_in_a_row"] = self._learner.skipped_in_a_row
         name = from_first(uuid.uuid4().hex.encode(), self._ranks.seconds, f"checkpoint {target}").decode()
         stalled = time.monotonic() - started
@@ -201,7 +203,8 @@ class Checkpointer:
         for path in (partial / "megatron").iterdir():
             if f"megatron/{path.name}" not in sums:  # of Megatron's, beside the shards
                 sums[f"megatron/{path.name}"] = durable.seal(path)
-        checkpoints.publish(partial, target, state, sums, self._check_fence)
+        key = own_key(self._config, self._run_dir)
+        checkpoints.publish(partial, target, state, sums, key.sign, self._check_fence)
         keep = self._config.checkpoint
         checkpoints.prune(self._run_dir, state["step"], keep.keep, keep.keep_every)
 
@@ -225,58 +228,31 @@ class Checkpointer:
         """Loads the newest checkpoint of the run that is whole, and puts damaged newer ones aside. The same
         on all ranks.
 
-        Raises PermanentFailure when there are some but none is whole, or when the newest whole one is that of
-        another store or cannot be loaded; then all are left as they are.
+        Raises PermanentFailure when there are some but none is whole, or when the newest whole one is not
+        signed with the run's key, is that of another store or cannot be loaded; then all are left as they
+        are.
         """
         if self._rank == 0:
             checkpoints.mend(self._run_dir)
+            if self._config.checkpoint.key:
+                own_key(self._config, self._run_dir)  # rather now than with the first checkpoint
         damaged: list[tuple[Path, str]] = []
         newest_first: list[int] = json.loads(
             self._ranks.gather(json.dumps(checkpoints.present(self._run_dir)[::-1]))[0]
         )
         for step in newest_first:
             path = checkpoint_path(self._run_dir, step)
-            if wrong := self._examine(path) or self._try(step):
+            if wrong := self._acceptance.examine(path) or self._try(step):
                 damaged.append((path, wrong))
             else:
                 return Found(step, [self._set_aside(*each, step) for each in damaged])
         if damaged:
             what = "; ".join(f"{path.name}: {wrong}" for path, wrong in damaged)
-            self._refuse(
+            self._acceptance.refuse(
                 f"none of the {len(damaged)} checkpoints in {damaged[0][0].parent} is whole ({what}); "
                 "restore one from a copy, or begin anew with resume=never"
             )
         return Found(None, [])
-
-    def _examine(self, path: Path) -> str:
-        """Its damage, as all ranks find it together."""
-        unseen = [
-            rank for rank, seen in enumerate(self._ranks.gather("seen" if path.is_dir() else "")) if not seen
-        ]
-        if unseen:
-            self._refuse(
-                f"trainer {unseen[0]} does not see {path}: run_dir must be on a file system that all "
-                "trainers share"
-            )
-        with checkpoints.reading(path):
-            mine = checkpoints.damage(path, self._rank, self._ranks.size)
-        if wrong := self._ranks.first(mine):
-            return wrong
-        state, own = read_state(path), self._welcome.store_id
-        if own and state.get("store_id", own) != own and not self._config.source.startswith("replay:"):
-            self._refuse(
-                f"{path} belongs to store {state['store_id']}, the run has store {own}: bring back the "
-                "store that the checkpoint was written with, or begin another run with its weights: "
-                f"model.path={path / 'hf'} run_dir=ANOTHER"
-            )
-        if state["distributed_optimizer"] != self._layout()["distributed_optimizer"]:
-            # the one keeps its parameters as state, the other does not
-            self._refuse(
-                f"{path} was saved with "
-                f"trainer.distributed_optimizer={str(state['distributed_optimizer']).lower()}; "
-                "go on with that, the tensor, pipeline and data parallelism may be others"
-            )
-        return ""
 
     def _try(self, step: int) -> str:
         """Loads it; its damage, the same on all ranks, where it has no list that would have told before."""
@@ -285,7 +261,7 @@ class Checkpointer:
         except Damaged as error:
             path = checkpoint_path(self._run_dir, step)
             if checkpoints.is_listed(path):
-                self._refuse(
+                self._acceptance.refuse(
                     f"all files of {path} are as they were written, and {error}: is model.path or the "
                     "version of a package another one than then?"
                 )
@@ -302,17 +278,11 @@ class Checkpointer:
             log.warning(text)
         return text
 
-    def _refuse(self, text: str) -> NoReturn:
-        """On all ranks, of which rank 0 says why."""
-        if self._rank == 0:
-            raise PermanentFailure(text)
-        raise LaminarError(_ELSEWHERE)
-
     def load(self, step: int) -> None:
         """Restores weights, optimizer, schedule and random states. At the layout that it was saved with, the
         result is bit-exact: its hash, if it has one, is compared. Raises Damaged, on all ranks."""
         path = checkpoint_path(self._run_dir, step)
-        state, mine = read_state(path), self._layout()
+        state, mine = read_state(path), layout_of(self._config)
         same_layout = {key: state.get(key) for key in mine} == mine
         try:
             with checkpoints.reading(path), cuda_as_cpu():
@@ -334,12 +304,3 @@ class Checkpointer:
         the ranks. Equal on all ranks."""
         parts = all_frames(self._live.digest(), self._ranks.seconds, "the state hash")
         return hashlib.sha256(b"".join(parts)).hexdigest()
-
-    def _layout(self) -> dict:
-        t = self._config.trainer
-        return {
-            "tensor_parallel": t.tensor_parallel,
-            "pipeline_parallel": t.pipeline_parallel,
-            "data_parallel": t.data_parallel,
-            "distributed_optimizer": t.distributed_optimizer,
-        }
