@@ -36,6 +36,16 @@ logger = logging.getLogger(__name__)
 TRIES = 3  # of one trajectory at one replica, whose environment fails
 
 
+def new_episodes(context: RoleContext, stop_ids: Sequence[int]) -> "Episodes | None":
+    """A replica's, where the run's trajectories have several turns."""
+    environment = context.config.environment
+    if environment.agent:
+        from laminar_hpc.rollout.agents import AgentEpisodes  # aiohttp's server takes a third of a second
+
+        return AgentEpisodes(context, stop_ids)
+    return Episodes(context, stop_ids) if environment.several else None
+
+
 class Episodes:
     """A replica's. `run` is what its local batch does with each trajectory, `grade` what its scoring does."""
 
