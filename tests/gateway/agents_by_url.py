@@ -42,7 +42,8 @@ async def looks(row: dict, client: AsyncOpenAI, model: str) -> dict:
 
 async def fails(row: dict, client: AsyncOpenAI, model: str) -> float:
     """One turn, and then what the row says; once only, where it names a file."""
-    answer = await client.chat.completions.create(model=model, messages=begin(row), temperature=0.2)
+    given = {"model": model, "messages": begin(row), "temperature": 0.2, "max_tokens": row.get("short")}
+    answer = await client.chat.completions.create(**given)
     if "once" in row:
         if os.path.exists(row["once"]):
             return 1.0

@@ -1,5 +1,5 @@
-"""docs/architecture.md#agents: agents that know OpenAI's client only, in their processes, through the gateway;
-the model alone is stood in for, by a script of what it says."""
+"""docs/architecture.md#agents: agents that know OpenAI's client only, in their processes, by the gateway; the
+model alone is stood in for, by a script of what it says."""
 
 import asyncio
 import itertools
@@ -166,6 +166,8 @@ async def test_an_agent_that_fails_begins_again(folder: Path) -> None:
         assert always.ungraded
         dies = rollout.works("dies", once="once-dies")
         assert await rollout.run(dies, looking(0)) == Outcome() and dies.score is not None
+        short = await rollout.run(rollout.works("raises", short=2), looking(0))
+        assert "unlucky after do" in (short.lost or ""), "a turn that the agent itself has cut is no limit"
         nothing = await rollout.run(rollout.works("nothing"), looking(0))
         assert "no reward, and reward.function is not set" in (nothing.lost or "")
 
@@ -204,9 +206,9 @@ REFUSED = {
 
 
 async def test_what_a_session_answers(folder: Path) -> None:
-    """The same question has the same answer and is drawn once; a rewritten history, another key, and what would
-    bend the distribution are refused in one line; log-probs, token ids, streams and shorter answers as asked
-    for."""
+    """The same question has the same answer and is drawn once; a rewritten history, another key, and what
+    would bend the distribution are refused in one line; log-probs, token ids, streams and shorter answers as
+    asked for."""
     asked: list[str] = []
 
     def script(text: str) -> str:

@@ -27,9 +27,10 @@ class Agent:
     def __init__(self, function: Callable, label: str) -> None:
         try:
             inspect.signature(function).bind(**dict.fromkeys(_GIVEN))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise LaminarError(f"{label}: it is called as run({'=, '.join(_GIVEN)}=): {error}") from None
-        self.is_async, self._function = inspect.iscoroutinefunction(function), function
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        self._function = function
         self._rows, self._tasks = dict[int, dict](), dict[int, asyncio.Task]()
         for name in ("no_proxy", "NO_PROXY"):  # clients would take a proxy to loopback, too
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))

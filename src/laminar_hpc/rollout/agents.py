@@ -61,9 +61,10 @@ class AgentEpisodes(Episodes):
         door = self.gateway.open()
         agent = asyncio.create_task(work.session.run(base_url=door.url, api_key=door.key, model=MODEL))
         try:
-            outcome = await _Talk(self, work, door, draw=turn).held(agent)
+            talk = _Talk(self, work, door, draw=turn)
+            outcome = await talk.held(agent)
             if not (outcome.moved_away or outcome.lost):
-                work.score = self._scored(work, agent)
+                work.score = self._scored(talk, agent)
             return outcome
         finally:
             self.gateway.shut(door)
@@ -71,7 +72,7 @@ class AgentEpisodes(Episodes):
             agent.cancel()
             await asyncio.gather(agent, return_exceptions=True)
 
-    def _scored(self, work: Work, agent: asyncio.Task[Result]) -> Score | None:
+    def _scored(self, talk: "_Talk", agent: asyncio.Task[Result]) -> Score:
         """What the agent has returned. Raises EnvironmentFailed; but behind a limit whatever an agent does is
         graded, as nothing else was to be had."""
         try:
@@ -82,10 +83,10 @@ class AgentEpisodes(Episodes):
                 raise EnvironmentFailed("the agent returned no reward, and reward.function is not set")
             return Score(result.reward or 0.0, result.parts, "", result.t0, result.t1)
         except EnvironmentFailed as error:
-            if work.finish_reason == "stop":
+            if not talk.limited:
                 raise
             instead, now = self.context.config.reward.score_on_failure, time.time()
-            return Score(instead, {}, f"{error}, behind the limit '{work.finish_reason}'", now, now)
+            return Score(instead, {}, f"{error}, behind the limit '{talk.work.finish_reason}'", now, now)
 
     async def grade(self, work: Work) -> Score:
         """See Episodes."""
@@ -127,6 +128,7 @@ class _Talk:
         assert work.episode is not None
         self.episode: Episode = work.episode
         self.calls: list[ToolCall] = []  # of the last turn
+        self.limited = False  # it has met a limit of the run
         self.numbered = 0  # calls
         self.seen = 0  # tokens that this engine has had
 
@@ -162,7 +164,7 @@ class _Talk:
                 return asking.result()
         finally:
             asking.cancel()
-        if self.work.finish_reason not in ("", "stop"):
+        if self.limited:
             return None
         raise EnvironmentFailed(f"the agent neither asked nor returned for {limit:g} s")
 
@@ -172,7 +174,7 @@ class _Talk:
         work, chat = self.work, question.chat
         names = [call.name for call in self.calls]
         if self.episode.turns and (limit := self.episode.limit(names, time.time())):
-            work.finish_reason = limit
+            work.finish_reason, self.limited = limit, True
             raise Refused(f"the trajectory has met environment.{_LIMITS[limit]}", code="laminar_limit")
         dialogue = await self.episodes.dialogue(chat.tools)
         tokens = self._tokens(dialogue, question)
@@ -181,7 +183,7 @@ class _Talk:
             text = f"the messages need {len(tokens)} tokens more, {left}"
             if not self.episode.turns:
                 raise EnvironmentFailed(text)
-            work.finish_reason = "length"
+            work.finish_reason, self.limited = "length", True
             raise Refused(text, code="context_length_exceeded")
         if self.episode.turns:
             self.episode.called(names, time.time() - since)
@@ -221,6 +223,7 @@ class _Talk:
             return Outcome(lost="its earlier turns are not what they were")
         if work.partial.count == start:
             return Outcome(lost="the engine returned no token")
+        self.limited = work.room == 0
         self.episode.turn(self.seen, work.cached_tokens)
         self.seen = len(work.group.prompt_tokens) + work.partial.count
         await self._answer(chat, start)
