@@ -56,7 +56,7 @@ class AgentEpisodes(Episodes):
 
     async def _episode(self, work: Work, turn: Draw) -> Outcome:
         work.episode = Episode(self.limits, work.partial.time_started or time.time())
-        work.bound, work.finish_reason = True, ""
+        work.bound, work.finish_reason = self.bound, ""
         work.session = await self.pool.open(work.group.row)
         door = self.gateway.open()
         agent = asyncio.create_task(work.session.run(base_url=door.url, api_key=door.key, model=MODEL))

@@ -51,7 +51,7 @@ class Episodes:
 
     def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
         self.context, self.limits = context, context.config.environment
-        self.bound = bool(self.limits.factory)
+        self.bound = bool(self.limits.factory or self.limits.agent)
         self.grades = self.bound and not reward_functions(context.config.reward)
         self.pool = EnvironmentPool(self.limits)
         self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
