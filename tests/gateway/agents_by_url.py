@@ -40,21 +40,17 @@ async def looks(row: dict, client: AsyncOpenAI, model: str) -> dict:
         looked += 1
 
 
-async def fails(row: dict, client: AsyncOpenAI, model: str) -> float:
-    """One turn, and then what the row says; once only, where it names a file."""
+async def obeys(row: dict, client: AsyncOpenAI, model: str) -> float | None:
+    """One turn, and then what the model has said."""
     given = {"model": model, "messages": begin(row), "temperature": 0.2, "max_tokens": row.get("short")}
-    answer = await client.chat.completions.create(**given)
-    if "once" in row:
-        if os.path.exists(row["once"]):
-            return 1.0
-        open(row["once"], "w").close()
-    if row["kind"] == "dies":
+    said = (await client.chat.completions.create(**given)).choices[0].message.content
+    if said == "die":
         os._exit(5)
-    if row["kind"] == "hangs":
+    if said == "hang":
         await asyncio.Event().wait()
-    if row["kind"] == "nothing":
-        return None
-    raise ValueError(f"unlucky after {answer.choices[0].message.content}")
+    if said in ("no", "n"):
+        raise ValueError(f"unlucky after {said}")
+    return None if said == "nothing" else 1.0
 
 
 async def tries(row: dict, client: AsyncOpenAI, model: str) -> dict:
@@ -107,17 +103,17 @@ USER = {"role": "user", "content": [{"type": "text", "text": "go on"}]}
 async def run(row: dict, base_url: str, api_key: str, model: str) -> float | dict | None:
     """All of the above."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        kind = {"looks": looks, "tries": tries}.get(row["kind"], fails)
+        kind = {"looks": looks, "tries": tries, "obeys": obeys}[row["kind"]]
         return await kind(row, client, model)
 
 
 def plain(row: dict, base_url: str, api_key: str, model: str) -> float:
     """Without a loop; a process of its own."""
     with OpenAI(base_url=base_url, api_key=api_key) as client:
-        answer = client.chat.completions.create(model=model, messages=begin(row))
-    while row["kind"] == "hangs":
+        said = client.chat.completions.create(model=model, messages=begin(row)).choices[0].message.content
+    while said == "hang":
         pass
-    return float(len(answer.choices[0].message.content))
+    return float(len(said))
 
 
 def other(row: dict, url: str) -> float:

@@ -7,12 +7,13 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from chats import SEPARATED, save, vocabulary_size
+from chats import SEPARATED, save
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
@@ -28,18 +29,19 @@ from laminar_hpc.turns.model import check_first_token
 HERE = Path(__file__).parent
 CALL = '<tool_call>{"name": "look", "arguments": {"key": "k"}}</tool_call>'
 END = "<|end|>"
+SHORT = 0.3  # seconds that an agent has which was told to hang
 Script = Callable[[str], str]  # the conversation so far -> what the model says next
 
 
 class Rollout:
-    """Agents of a replica whose model says what a script says. `drawn`: what it was asked, token by token."""
+    """Agents of a replica whose model says what a script says."""
 
-    def __init__(self, folder: Path, function: str, seconds: float) -> None:
+    def __init__(self, folder: Path, function: str) -> None:
         shutil.copy(HERE / "agents_by_url.py", folder / "agents_by_url.py")
         self.model = save(folder / "model", "<pad>" + SEPARATED, [END])
         config = RunConfig(run_dir=str(folder))
         config.model.path, config.environment.agent = str(self.model), f"agents_by_url.{function}"
-        config.environment.timeout_seconds, config.reward.score_on_failure = seconds, -1.0
+        config.environment.timeout_seconds, config.reward.score_on_failure = 60.0, -1.0
         config.sampling.max_response_tokens = 2000
         trace = Trace(folder, "rollout", 0)
         channel = SimpleNamespace(send=lambda message: None)
@@ -63,10 +65,13 @@ class Rollout:
         return Work(number, 0, group, 7, 3, 1.0, room)
 
     async def run(self, work: Work, script: Script) -> Outcome:
-        """Its whole life; `work.draws` counts turns."""
+        """All of its lives."""
 
         async def draw(work: Work) -> Outcome:
-            said = self.encode(script(self.text([*work.group.prompt_tokens, *tokens_of(work.partial)])))
+            answer = script(self.text([*work.group.prompt_tokens, *tokens_of(work.partial)]))
+            if answer == f"hang{END}" and work.episode is not None:
+                work.episode.limits = replace(work.episode.limits, timeout_seconds=SHORT)
+            said = self.encode(answer)
             cut, before = said[: work.room], work.partial
             work.finish_reason = "length" if len(cut) < len(said) or cut[-1:] != self.encode(END) else "stop"
             tokens = np.array(cut, np.int32).tobytes()
@@ -89,8 +94,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path[:] = path
 
 
-async def with_agents(folder: Path, function: str, test: Callable, seconds: float = 60.0) -> None:
-    rollout = Rollout(folder, function, seconds)
+async def with_agents(folder: Path, function: str, test: Callable) -> None:
+    rollout = Rollout(folder, function)
     await rollout.episodes.start()
     try:
         await test(rollout)
@@ -103,6 +108,12 @@ def looking(times: int) -> Script:
         return f"so {CALL}{END}" if text.count("<tool_call>") < times else f"done{END}"
 
     return script
+
+
+def saying(*words: str) -> Script:
+    """One after the other, whatever was asked."""
+    left = iter(words)
+    return lambda text: next(left) + END
 
 
 async def test_a_trajectory_of_an_agent(folder: Path) -> None:
@@ -142,7 +153,10 @@ async def test_a_trajectory_of_an_agent(folder: Path) -> None:
         assert await rollout.run(stopped := rollout.works("looks"), looking(9)) == Outcome()
         assert stopped.finish_reason == "calls" and stopped.score is not None
         assert stopped.score.reward == -1 and "environment.max_tool_calls" in stopped.score.error
-        limits.max_tool_calls = 16
+        limits.max_tool_calls, limits.max_seconds = 16, 0.0
+        assert await rollout.run(late := rollout.works("looks"), looking(9)) == Outcome()
+        assert late.finish_reason == "time" and len(late.partial.spans) == 1
+        limits.max_seconds = 600.0
         cut = rollout.works("looks", room=420)
         assert await rollout.run(cut, lambda text: CALL + "x" * 60 + END) == Outcome()
         assert cut.finish_reason == "length" and cut.score is not None and cut.score.reward == -1
@@ -157,33 +171,35 @@ async def test_an_agent_that_fails_begins_again(folder: Path) -> None:
     session; one that fails always is lost with its reason, and others that run beside it are not."""
 
     async def test(rollout: Rollout) -> None:
-        once = [rollout.works(kind, once=f"once-{kind}") for kind in ("raises", "hangs", "nothing")]
-        always = rollout.works("raises")
-        outcomes = await asyncio.gather(*(rollout.run(work, looking(0)) for work in [*once, always]))
-        assert outcomes[:3] == [Outcome()] * 3 and all(work.score.reward == 1 for work in once if work.score)
-        assert all(len(work.partial.spans) == 1 for work in once), "nothing of the first life is left"
-        assert "3 times, at last: the agent: ValueError: unlucky after done" in (outcomes[3].lost or "")
-        assert always.ungraded
-        dies = rollout.works("dies", once="once-dies")
-        assert await rollout.run(dies, looking(0)) == Outcome() and dies.score is not None
-        short = await rollout.run(rollout.works("raises", short=2), looking(0))
-        assert "unlucky after do" in (short.lost or ""), "a turn that the agent itself has cut is no limit"
-        nothing = await rollout.run(rollout.works("nothing"), looking(0))
+        words = [("hang", "done"), ("no", "hang", "done"), ("nothing", "done"), ("no", "no", "no")]
+        works = [rollout.works("obeys") for _ in words]
+        lives = (rollout.run(work, saying(*w)) for work, w in zip(works, words, strict=True))
+        outcomes = await asyncio.gather(*lives)
+        assert outcomes[:3] == [Outcome()] * 3 and [w.score and w.score.reward for w in works[:3]] == [1] * 3
+        assert all(len(work.partial.spans) == 1 for work in works[:3]), "of earlier lives nothing is left"
+        assert "3 times, at last: the agent: ValueError: unlucky after no" in (outcomes[3].lost or "")
+        assert works[3].ungraded and not works[0].ungraded
+        dies = rollout.works("obeys")
+        assert await rollout.run(dies, saying("die", "done")) == Outcome() and dies.score is not None
+        short = await rollout.run(rollout.works("obeys", short=1), saying("no", "no", "no"))
+        assert "unlucky after n" in (short.lost or ""), "a turn that the agent itself has cut is no limit"
+        nothing = await rollout.run(rollout.works("obeys"), saying("nothing", "nothing", "nothing"))
         assert "no reward, and reward.function is not set" in (nothing.lost or "")
 
-    await with_agents(folder, "run", test, seconds=2.0)
+    await with_agents(folder, "run", test)
 
 
 async def test_plain_agents_have_a_process_each(folder: Path) -> None:
     """One that computes for ever is ended, and the one beside it is not held up."""
 
     async def test(rollout: Rollout) -> None:
-        hangs, good = rollout.works("hangs"), rollout.works("plain")
-        outcomes = await asyncio.gather(*(rollout.run(work, looking(0)) for work in (hangs, good)))
+        hangs, good = rollout.works("plain"), rollout.works("plain")
+        lives = rollout.run(hangs, saying("hang", "hang", "hang")), rollout.run(good, saying("done"))
+        outcomes = await asyncio.gather(*lives)
         assert outcomes[1] == Outcome() and good.score is not None and good.score.reward == 4
-        assert "the agent neither asked nor returned for 1 s" in (outcomes[0].lost or "")
+        assert f"the agent neither asked nor returned for {SHORT:g} s" in (outcomes[0].lost or "")
 
-    await with_agents(folder, "plain", test, seconds=1.0)
+    await with_agents(folder, "plain", test)
 
 
 REFUSED = {
@@ -251,9 +267,8 @@ async def test_what_is_no_agent(folder: Path) -> None:
     """A function with other parameters, and a template whose conversations begin with different tokens: one
     line before anything starts."""
     with pytest.raises(LaminarError, match="is called as run\\(row=, base_url=, api_key=, model=\\)"):
-        await Rollout(folder, "other", 1.0).episodes.pool.start()
+        await Rollout(folder, "other").episodes.pool.start()
     model = save(folder / "unlike", SEPARATED, [END])
     with pytest.raises(LaminarError, match="begins conversations with several tokens"):
         check_first_token(str(model))
-    check_first_token(str(Rollout(folder, "run", 1.0).model))
-    assert vocabulary_size() > 100
+    check_first_token(str(Rollout(folder, "run").model))

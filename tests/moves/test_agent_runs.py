@@ -5,7 +5,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from chats import SEPARATED, save, vocabulary_size
 from stand import Shuffler, Stand, small_config
@@ -83,8 +82,9 @@ def test_agents_keep_their_policy(config: RunConfig) -> None:
             assert response.logprobs[run].tolist() == expected.tolist()
         text = decoder.text(response.tokens.tolist(), specials=True)
         results = text.count("\n<|tool|>\nvk<|end|>\n<|assistant|>\n")
-        assert results == len(response.spans) - 1 == record.turns - 1 and results <= answers
+        assert results == len(response.spans) - 1 <= answers
+        assert record.reward_parts["environment.turns"] == len(response.spans)
         if record.finish_reason == "stop":
             assert record.reward == record.reward_parts["environment.tool_calls"] == results
             several += results > 0
-    assert several > 8 and np.mean([whole.record.turns for whole in found]) > 1
+    assert several > 8
