@@ -238,7 +238,10 @@ async def test_what_a_session_answers(folder: Path) -> None:
         seen = json.loads((folder / "seen.json").read_text())
         for name, (_, words) in REFUSED.items():
             assert seen[name][0] == 400 and words in seen[name][1] and "\n" not in seen[name][1], seen[name]
-        assert seen["key"] == [401, "no session with this key: give base_url and api_key as they came"]
+        assert seen["key"] == [
+            401,
+            "no session with this key is here: give base_url and api_key as they came",
+        ]
         assert seen["models"] == ["policy"] and seen["same"] == 1
         grows = "a session's conversation only grows"
         for name, words in {
