@@ -28,6 +28,7 @@ from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
 from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.episode import Episode
 from laminar_hpc.turns.pool import EnvironmentFailed
+from laminar_hpc.turns.tools import is_error
 
 logger = logging.getLogger(__name__)
 _LIMITS = {"turns": "max_turns", "calls": "max_tool_calls", "time": "max_seconds"}
@@ -57,7 +58,9 @@ class AgentEpisodes(Episodes):
     async def _episode(self, work: Work, turn: Draw) -> Outcome:
         work.episode = Episode(self.limits, work.partial.time_started or time.time())
         work.bound, work.finish_reason = self.bound, ""
+        t0 = time.time()
         work.session = await self.pool.open(work.group.row)
+        work.episode.waited(time.time() - t0)
         door = self.gateway.open()
         agent = asyncio.create_task(work.session.run(base_url=door.url, api_key=door.key, model=MODEL))
         try:
@@ -186,7 +189,8 @@ class _Talk:
             work.finish_reason, self.limited = "length", True
             raise Refused(text, code="context_length_exceeded")
         if self.episode.turns:
-            self.episode.called(names, time.time() - since)
+            results = [message["content"] for message in question.more if message["role"] == "tool"]
+            self.episode.called(names, sum(map(is_error, results)), time.time() - since)
             self.episodes.waited(work, since)
         return tokens
 
@@ -210,7 +214,7 @@ class _Talk:
         work, chat = self.work, question.chat
         work.give(tokens)
         before, start, whole = work.partial.tokens, work.partial.count, work.max_response_tokens
-        work.cached_tokens = 0
+        work.cached_tokens, t0 = 0, time.time()
         if chat.max_tokens is not None:
             work.max_response_tokens = min(whole, start + chat.max_tokens)
         try:
@@ -224,7 +228,8 @@ class _Talk:
         if work.partial.count == start:
             return Outcome(lost="the engine returned no token")
         self.limited = work.room == 0
-        self.episode.turn(self.seen, work.cached_tokens)
+        self.episode.waited(work.waited)
+        self.episode.turn(self.seen, work.cached_tokens, time.time() - t0 - work.waited)
         self.seen = len(work.group.prompt_tokens) + work.partial.count
         await self._answer(chat, start)
         return outcome
