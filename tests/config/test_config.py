@@ -256,6 +256,11 @@ BAD = [
     ("pipeline.refresh=barrier pipeline.max_staleness=null", "needs a pipeline.max_staleness"),
     ("pipeline=sync pipeline.repack=kv", "needs pipeline.refresh=drained"),
     ("pipeline.keep_kv=true", "needs pipeline.refresh=interrupt"),
+    ("environment.agent=a.run", "environment.agent=a.run needs data.chat_template=true"),
+    (
+        "environment.agent=a.run environment.tools=[b.c] data.chat_template=true",
+        "and an agent has its own; leave all but one out",
+    ),
     ("pipeline=stream algorithm.prompts_per_step=33", "divisible by algorithm.minibatches_per_step"),
     ("source=replay:/nowhere", "no store.sqlite"),
     ("relay.lanes=64", "too small for lanes of at least 65536 bytes each; lower it"),

@@ -254,7 +254,7 @@ def _input_problems(config: RunConfig) -> list[str]:
         lambda: labels(
             "evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files]
         ),
-        lambda: check_reward(config.reward, config.environment.factory),
+        lambda: check_reward(config.reward, config.environment.factory or config.environment.agent),
     ):
         try:
             look()

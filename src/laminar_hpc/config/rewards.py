@@ -66,9 +66,9 @@ def shown_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def check_reward(config: RewardConfig, factory: str = "") -> None:
-    """Raises LaminarError for the first thing that cannot work. `factory`: environment.factory, which may
-    have the reward."""
+def check_reward(config: RewardConfig, own: str = "") -> None:
+    """Raises LaminarError for the first thing that cannot work. `own`: environment.factory or
+    environment.agent, which may have the reward."""
     if config.functions and config.function:
         raise LaminarError(
             f"reward.function={config.function} and reward.functions (of {', '.join(config.functions)}) are "
@@ -79,7 +79,7 @@ def check_reward(config: RewardConfig, factory: str = "") -> None:
             f"reward.style={config.style} is of reward.function; set reward.functions.NAME.style instead"
         )
     if not config.functions and not config.function:
-        if factory:
+        if own:
             return
         raise LaminarError(
             "reward.function is empty: name a Python function by its dotted path, e.g. "

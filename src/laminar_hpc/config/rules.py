@@ -98,19 +98,19 @@ def _rollout(config: RunConfig) -> Iterator[Rule]:
 
 def _environment(config: RunConfig) -> Iterator[Rule]:
     e = config.environment
-    key = f"environment.factory={e.factory}" if e.factory else f"environment.tools={e.tools}"
+    given = [f"environment.{name}={v}" for name in ("factory", "tools", "agent") if (v := getattr(e, name))]
+    key = given[0] if given else ""
     yield (
-        bool(e.factory and e.tools),
-        f"environment.factory={e.factory} and environment.tools={e.tools}: the factory's methods are its "
-        "tools; leave one of the two out",
+        len(given) > 1,
+        f"{' and '.join(given)}: the factory's methods are its tools, and an agent has its own; leave "
+        "all but one out",
     )
-    several = bool(e.factory or e.tools)
     yield (
-        several and not config.data.chat_template,
+        e.several and not config.data.chat_template,
         f"{key} needs data.chat_template=true: what stands between turns is the model's template's",
     )
     yield (
-        several and config.pipeline.refresh == "interrupt",
+        e.several and config.pipeline.refresh == "interrupt",
         f"{key} needs pipeline.refresh=drained or barrier, not interrupt: one trajectory keeps its policy "
         "over all its turns",
     )

@@ -109,20 +109,27 @@ class RewardConfig:
 @dataclass
 class EnvironmentConfig:
     """Responses of several turns with tools, called in processes of each rollout rank; see environments.md.
-    `factory` or `tools`, or neither: one turn."""
+    `factory`, `tools` or `agent`, or none of them: one turn."""
 
     factory: str = ""
     """dotted path of a class (TRL's contract): reset(**row), public methods as tools, get_reward()"""
     tools: list[str] = field(default_factory=list)
     """dotted paths of functions that the model may call; the reward is that of `reward`"""
+    agent: str = ""
+    """dotted path of run(row, base_url, api_key, model), which talks to the model as to OpenAI's API"""
     max_turns: int = number(8, at_least=1)
     """answers of the model in one trajectory"""
     max_tool_calls: int = number(16, at_least=1)
     """in one trajectory"""
     timeout_seconds: float = seconds(30.0)
-    """longest time for one reset, tool call or get_reward"""
+    """longest time for one reset, tool call or get_reward, and between two requests of an agent"""
     max_seconds: float = seconds(600.0)
     """a trajectory that takes longer ends with its turn, and is graded on what is there"""
+
+    @property
+    def several(self) -> bool:
+        """Responses have several turns."""
+        return bool(self.factory or self.tools or self.agent)
 
 
 @dataclass

@@ -18,8 +18,7 @@ from laminar_hpc.observability import console
 def check_rewards(config: RunConfig) -> None:
     """For a command line: refuses what can only be a mistake, in environments too. A dry run has no rows, so
     it calls no function."""
-    several = config.environment.factory or config.environment.tools
-    if several and not config.source.startswith("replay:"):
+    if config.environment.several and not config.source.startswith("replay:"):
         from laminar_hpc.turns.preflight import check_environment
 
         check_environment(config)

@@ -49,7 +49,7 @@ def run_render(config: RunConfig) -> Render | None:
     """How the run's prompts become text; None: they are text. Raises LaminarError where that cannot be."""
     if not config.data.chat_template:
         return None
-    if not (config.environment.factory or config.environment.tools):
+    if not config.environment.several:
         return load_chat_template(config.model.path)
     from laminar_hpc.turns.preflight import prompt_render
 
@@ -68,9 +68,10 @@ def load_run_prompts(
     model = model_config(config.model.path)
     context = min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30))
     room = context - config.sampling.max_response_tokens - 1
+    kept = 1 if config.environment.agent else None
 
     def read(key: str, name: str, limit: int | None = None) -> PromptSet:
-        prompts = load_prompts(parse_source(key, name), config.data, tokenizer, render, room, limit)
+        prompts = load_prompts(parse_source(key, name), config.data, tokenizer, render, room, limit, kept)
         check_token_ids(prompts, model["vocab_size"])
         say(console.line("data", prompts.summary()))
         return prompts
@@ -88,12 +89,13 @@ def load_prompts(
     render: Render | None,
     room: int,
     limit: int | None = None,
+    kept: int | None = None,
 ) -> PromptSet:
     """All rows of a source, or its first `limit` prompts; at most `room` tokens fit into the model beside a
     response.
 
-    `render` applies the chat template; None takes prompts as they are. Raises LaminarError for a row that
-    cannot be used.
+    `render` applies the chat template; None takes prompts as they are. `kept`: tokens of a prompt that are
+    kept; an agent writes the rest. Raises LaminarError for a row that cannot be used.
     """
     result, seen = PromptSet(source), set()
     tokens_max = min(room, data.max_prompt_tokens or room)
@@ -111,7 +113,7 @@ def load_prompts(
                 result.duplicates += 1
                 continue
             seen.add(mark)
-        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids[:kept]
         if not tokens:
             raise LaminarError(f"{where}: the tokenizer makes no token of its prompt; mend the row")
         if len(tokens) <= tokens_max:

@@ -49,6 +49,12 @@ from laminar_hpc.environments.reward_styles import RewardFault, adapted, checked
 
 TICK_SECONDS = 0.2
 MAX_PACKET = 1 << 20  # bytes of a message to the fork server
+# what is no reward, by style: the module and class that serve it, imported where it is asked for
+OTHERS = {
+    "tool": ("laminar_hpc.turns.served", "Tool"),
+    "environment": ("laminar_hpc.turns.served", "Environment"),
+    "agent": ("laminar_hpc.gateway.served", "Agent"),
+}
 
 # ---- the functions -----------------------------------------------------------------------------------------
 
@@ -103,7 +109,7 @@ def load_function(path: str, label: str) -> Callable:
 
 
 class Served(Protocol):
-    """What a worker calls: a Reward, or a tool or environment of turns/served.py."""
+    """What a worker calls: a Reward, or one of OTHERS."""
 
     is_async: bool
 
@@ -119,12 +125,13 @@ def load_all(setup: Setup) -> dict[str, Served]:
     here."""
 
     def load(spec: Spec) -> Served:
-        if spec.style not in ("tool", "environment"):
+        if spec.style not in OTHERS:
             return Reward(spec, setup.timeout_seconds, setup.prompt_field)
-        from laminar_hpc.turns.served import Environment, Tool
-
-        of = load_function(spec.function, spec.label)
-        return Tool(of, spec.label) if spec.style == "tool" else Environment(of, spec.label)
+        module, name = OTHERS[spec.style]
+        served: Served = getattr(importlib.import_module(module), name)(
+            load_function(spec.function, spec.label), spec.label
+        )
+        return served
 
     return {spec.name: load(spec) for spec in setup.specs}
 

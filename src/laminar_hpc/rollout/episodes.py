@@ -36,12 +36,22 @@ logger = logging.getLogger(__name__)
 TRIES = 3  # of one trajectory at one replica, whose environment fails
 
 
+def new_episodes(context: RoleContext, stop_ids: Sequence[int]) -> "Episodes | None":
+    """A replica's, where the run's trajectories have several turns."""
+    environment = context.config.environment
+    if environment.agent:
+        from laminar_hpc.rollout.agents import AgentEpisodes  # aiohttp's server takes a third of a second
+
+        return AgentEpisodes(context, stop_ids)
+    return Episodes(context, stop_ids) if environment.several else None
+
+
 class Episodes:
     """A replica's. `run` is what its local batch does with each trajectory, `grade` what its scoring does."""
 
     def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
         self.context, self.limits = context, context.config.environment
-        self.bound = bool(self.limits.factory)
+        self.bound = bool(self.limits.factory or self.limits.agent)
         self.grades = self.bound and not reward_functions(context.config.reward)
         self.pool = EnvironmentPool(self.limits)
         self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from laminar_hpc.engine.interface import Generation
+from laminar_hpc.environments.reward_pool import Score
 from laminar_hpc.messages.data import Partial, PromptGroup, Sample, Trajectory, VersionSpan
 from laminar_hpc.messages.moves import MoveOrder
 from laminar_hpc.messages.rollouts import Grant
@@ -60,6 +61,7 @@ class Work:
     episode: Episode | None = None  # where it has several turns
     session: Session | None = None  # its environment
     ungraded: bool = False  # it is lost because its environment failed
+    score: Score | None = None  # its agent's
     bound: bool = False  # to its environment here: it goes on here, or begins again
     of_request: Partial | None = None  # the increments of its present request
     sent: asyncio.Event = field(default_factory=asyncio.Event)  # the source's part of the order is done

@@ -47,7 +47,7 @@ from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.departure import SETTLE_SECONDS, Departure
 from laminar_hpc.rollout.engine_lives import EngineLives
-from laminar_hpc.rollout.episodes import Episodes
+from laminar_hpc.rollout.episodes import new_episodes
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.migration import ReplicaMigration
 from laminar_hpc.rollout.reporting import UtilizationReporter
@@ -79,9 +79,8 @@ class RolloutWorker:
         self.reader = SlotReader(self.config.relay.shm_dir, context.welcome.slots_name)
         probe = probe_sequences(model_config(model)["vocab_size"])
         self.weight_loader = WeightLoader(self.reader, probe, context.trace, self.engines)
-        environment, stop_ids = self.config.environment, stop_token_ids(model)
-        several = bool(environment.factory or environment.tools)
-        self.episodes = Episodes(context, stop_ids) if several else None
+        stop_ids = stop_token_ids(model)
+        self.episodes = new_episodes(context, stop_ids)
         self.scoring = Scoring(context, self.pool, self._leave, self.episodes)
         self.payloads = PayloadWriter(context.run_dir, f"rollout{context.index}")
         self.health = BatchHealth(context.index, self.state, self.engines)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
 
@@ -61,10 +62,17 @@ class CallParser:
 
     def calls(self, text: str) -> list[ToolCall] | Malformed:
         """Of one turn; an empty list is a final answer."""
+        return self.split(text)[1]
+
+    def split(self, text: str) -> tuple[str, list[ToolCall] | Malformed]:
+        """One turn as what stands beside its calls, and the calls."""
         parser = self._new()
         if not parser.has_tool_call(text):
-            return []
-        _, found = parser.parse_non_stream(text)
+            return text, []
+        beside, found = parser.parse_non_stream(text)
+        return beside, self._made(found)
+
+    def _made(self, found: Sequence[Any]) -> list[ToolCall] | Malformed:
         if not found:
             return Malformed("the tool call could not be read: write it as JSON with a name and arguments")
         calls = []

@@ -30,7 +30,7 @@ class ToolResult:
 class Conversation:
     """One model's. `render`: messages -> the text up to where the next answer begins, tools included;
     `encode`: text -> token ids, special tokens as such; `specials`: their texts; `stop_ids`: those that end
-    a turn. Raises LaminarError for a template whose conversations do not only grow."""
+    a turn. Raises LaminarError for a template whose conversations do not only grow, or as `check` does."""
 
     def __init__(
         self,
@@ -39,16 +39,22 @@ class Conversation:
         specials: Collection[str],
         stop_ids: Collection[int],
         thinks: bool = False,
+        answered_by: str = "tool",
     ) -> None:
-        """`thinks`: the template knows of <think>, so that is tried too."""
+        """`thinks`: the template knows of <think>, so that is tried too. `answered_by`: the role that is
+        tried behind a turn; "" tries none."""
         self._render, self._encode = render, encode
         self._specials = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "$^")
         _, mark, self.closing = render([_user(MARK)]).partition(MARK)
         if not mark:
             raise LaminarError(f"{_TEMPLATE} leaves out what the user says")
-        self._check(stop_ids, "{}")
-        if thinks:
-            self._check(stop_ids, "<think>\n{}\n</think>\n\n{}")
+        self._stop_ids, self._thinks = stop_ids, thinks
+        if answered_by:
+            self.check(answered_by)
+
+    def first(self, messages: Messages) -> list[int]:
+        """A whole prompt. Raises LaminarError for messages that the template refuses."""
+        return self._encode(self._render([self._spoken(message) for message in messages]))
 
     def opening(self, observation: str) -> list[int]:
         """What follows on a prompt that was cut before `closing`: more of the last user's words, and the
@@ -58,7 +64,11 @@ class Conversation:
     def between(self, last: int, results: Sequence[ToolResult]) -> list[int]:
         """What is given behind a turn whose last token is `last`. The template's own end of a turn is not
         doubled, nor the mark of a role that has ended the turn; the separators behind it are restored."""
-        given = self._encode(self._behind([_assistant(MARK), *map(self._message, results)]))
+        return self.after(last, [_message(result) for result in results])
+
+    def after(self, last: int, messages: Messages) -> list[int]:
+        """The same of any messages."""
+        given = self._encode(self._behind([_assistant(MARK), *map(self._spoken, messages)]))
         return given[1:] if given[:1] == [last] else given
 
     def _behind(self, messages: Messages) -> str:
@@ -68,33 +78,37 @@ class Conversation:
             raise LaminarError(f"{_TEMPLATE} leaves out what the assistant says")
         return behind
 
-    def _message(self, result: ToolResult) -> dict:
-        """Some templates want a call's id, of nine letters."""
-        content = self._plain(result.content)
-        return {"role": "tool", "name": result.name, "content": content, "tool_call_id": "000000000"}
+    def _spoken(self, message: dict) -> dict:
+        return {**message, "content": self._plain(message["content"])}
 
     def _plain(self, text: str) -> str:
         """An environment's text cannot end a turn or begin another role's."""
         return self._specials.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", text)
 
-    def _check(self, stop_ids: Collection[int], pattern: str) -> None:
-        """Three turns with tools, token by token: the conversation that has grown is the one that the
-        template writes."""
+    def check(self, answered_by: str) -> None:
+        """Three turns, each answered by a tool or the user, token by token: the conversation that has grown
+        is the one that the template writes. Raises LaminarError."""
+        answer = _user if answered_by == "user" else lambda text: _message(ToolResult("tool", text))
+        self._check(answer, "{}")
+        if self._thinks:
+            self._check(answer, "<think>\n{}\n</think>\n\n{}")
+
+    def _check(self, answer: Callable[[str], dict], pattern: str) -> None:
         messages = [_user("0")]
         grown = self._render(messages)
         ids = self._encode(grown)
         for word in ("1", "2", "3"):
-            said, result = pattern.format(word, word), ToolResult("tool", f"4{word}")
-            behind = self._behind([_assistant(MARK), self._message(result)])
+            said, result = pattern.format(word, word), answer(f"4{word}")
+            behind = self._behind([_assistant(MARK), result])
             first = self._encode(behind)[:1]
-            if not first or first[0] not in stop_ids:
+            if not first or first[0] not in self._stop_ids:
                 raise LaminarError(
                     f"{_TEMPLATE} ends an assistant's turn with token {first}, which is none of the "
-                    f"stop tokens {sorted(stop_ids)}: name it as eos_token_id in generation_config.json"
+                    f"stop tokens {sorted(self._stop_ids)}: name it as eos_token_id in generation_config.json"
                 )
             grown += said + behind
-            ids += [*self._encode(said), *first, *self.between(first[0], [result])]
-            messages += [_assistant(said), self._message(result)]
+            ids += [*self._encode(said), *first, *self.after(first[0], [result])]
+            messages += [_assistant(said), result]
             self._compare(self._render(messages), grown, ids)
 
     def _compare(self, text: str, grown: str, ids: list[int]) -> None:
@@ -122,3 +136,8 @@ def _user(content: str) -> dict:
 
 def _assistant(content: str) -> dict:
     return {"role": "assistant", "content": content}
+
+
+def _message(result: ToolResult) -> dict:
+    """Some templates want a call's id, of nine letters."""
+    return {"role": "tool", "name": result.name, "content": result.content, "tool_call_id": "000000000"}

@@ -6,6 +6,7 @@
 
     environment.tools    plain: each call has a process to itself; async: calls share an event loop
     environment.factory  plain: each session has a process to itself; async: sessions share an event loop
+    environment.agent    as a factory; run(...) is its whole life, and who asked for it bounds it
 
 What the user's tool raises is told to the model. What is nobody's answer (a process that died, a factory's
 method that hangs, a reset or get_reward that raises) is EnvironmentFailed: the trajectory cannot be graded.
@@ -27,6 +28,8 @@ from laminar_hpc.turns.tools import error_text
 SESSIONS_MAX = 1024  # at once; others wait for one to end
 _CALLS_MAX = 256  # processes of plain functions
 _FACTORY = "environment"
+_RUN = "run"  # an agent's only method
+_UNBOUNDED = 1e9  # seconds, for a worker
 
 Ask = Callable[[Call], Coroutine[Any, Any, Result]]
 Close = Callable[[], None]
@@ -56,6 +59,11 @@ class Session:
     async def reward(self) -> Result:
         """Raises EnvironmentFailed."""
         return await self._sure(Call(0, _FACTORY, session=self._number, method="get_reward"), "get_reward")
+
+    async def run(self, **arguments: str) -> Result:
+        """An agent's, to its end. Raises EnvironmentFailed."""
+        call = Call(0, _FACTORY, session=self._number, method=_RUN, arguments=arguments)
+        return await self._sure(call, "the agent")
 
     def close(self) -> None:
         """For good; once."""
@@ -94,8 +102,9 @@ class EnvironmentPool:
     the user's code prints is dropped."""
 
     def __init__(self, config: EnvironmentConfig, quiet: bool = False) -> None:
-        self._limit, self._factory = config.timeout_seconds, config.factory
-        self._server = ForkServer(Setup(_specs(config), self._limit, ""), quiet)
+        self._limit, self._factory = config.timeout_seconds, config.factory or config.agent
+        bound = _UNBOUNDED if config.agent else self._limit
+        self._server = ForkServer(Setup(_specs(config), bound, ""), quiet)
         self._crew = Crew(self._server, 1, _CALLS_MAX, self._limit)
         self._shared = SharedCrew(self._server, 1, self._limit)
         self._ids = itertools.count(1)
@@ -167,7 +176,7 @@ class EnvironmentPool:
 
         async def ask(call: Call) -> Result:
             call.id = next(self._ids)
-            return await worker.ask(call, self._limit if alone else None)
+            return await worker.ask(call, self._limit if alone and call.method != _RUN else None)
 
         return ask
 
@@ -191,9 +200,9 @@ class EnvironmentPool:
 
 
 def _specs(config: EnvironmentConfig) -> list[Spec]:
-    if config.factory:
-        label = f"environment.factory='{config.factory}'"
-        return [Spec(_FACTORY, label, config.factory, "", "environment", "")]
+    for key, path, style in (("factory", config.factory, "environment"), ("agent", config.agent, "agent")):
+        if path:
+            return [Spec(_FACTORY, f"environment.{key}='{path}'", path, "", style, "")]
     return [
         Spec(path.rpartition(".")[2], f"environment.tools: {path}", path, "", "tool", "")
         for path in config.tools

@@ -8,7 +8,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.chat_template import Messages, Render, load_chat_template
-from laminar_hpc.turns.model import conversation
+from laminar_hpc.turns.model import check_first_token, conversation
 from laminar_hpc.turns.pool import EnvironmentPool
 
 
@@ -22,7 +22,10 @@ def check_environment(config: RunConfig) -> list[dict]:
         neither = "no get_reward: add it, or set reward.function"
         raise LaminarError(f"environment.factory={environment.factory} has {which if own else neither}")
     if (Path(config.model.path) / "config.json").exists() or not config.dry_run:
-        conversation(config.model.path, tools)
+        if environment.agent:  # it has tools of its own, which are tried when it comes with them
+            check_first_token(config.model.path)
+        else:
+            conversation(config.model.path, tools)
     return tools
 
 
@@ -35,7 +38,7 @@ async def _served(config: RunConfig) -> tuple[list[dict], bool]:
 
 def prompt_render(config: RunConfig) -> Render:
     """Of a run's prompts. With a factory they end where the last user's words do, as reset may add to them;
-    the rest is Conversation.opening."""
+    the rest is Conversation.opening. With an agent only their first token is used."""
     tools = check_environment(config)
     render, closing = load_chat_template(config.model.path, tools), ""
     if config.environment.factory:

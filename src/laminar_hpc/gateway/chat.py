@@ -1,0 +1,258 @@
+"""Chat completions as OpenAI's API has them: requests from JSON, answers as JSON or as events. Pure.
+
+What would bend the distribution that is trained on (stop, n, logit_bias, response_format) is refused, and so
+is what we cannot give. Sampling is the run's: temperature, top_p, penalties and seed are not looked at.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from laminar_hpc.turns.conversation import Messages
+
+MODEL = "policy"  # the only model that there is
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+class Refused(Exception):
+    """A request that is not answered; `status` and `code` as OpenAI's clients know them. They try again after
+    5xx, and not after 400."""
+
+    def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    def body(self) -> dict:
+        """As OpenAI's API has errors."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One request. `messages` and `tools` as the model's template takes them; `digest`: two requests of the
+    same one are the same question."""
+
+    messages: Messages
+    tools: list[dict]
+    calls: bool  # tool calls are looked for
+    max_tokens: int | None
+    logprobs: bool
+    token_ids: bool
+    stream: bool
+    stream_usage: bool
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model has drawn. `texts`: of each token, where log-probs were asked for."""
+
+    number: int
+    created: int  # seconds since the epoch
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    texts: Sequence[str]
+    message: dict  # as OpenAI's API has it
+    finish_reason: str
+    cached_tokens: int
+
+
+# ---- requests ----------------------------------------------------------------------------------------------
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str = ""
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[dict] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _Body(msgspec.Struct):
+    model: str
+    messages: list[_Message]
+    tools: list[dict] | None = None
+    tool_choice: str | dict | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: dict | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    logit_bias: dict | None = None
+    response_format: dict | None = None
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+
+
+def parse(raw: bytes) -> Chat:
+    """Raises Refused."""
+    try:
+        body = _decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Refused(f"the request cannot be read: {error}") from None
+    _check(body)
+    messages = _messages(body.messages)
+    tools = [_tool(tool) for tool in body.tools or []]
+    limits = [n for n in (body.max_tokens, body.max_completion_tokens) if n is not None]
+    options = msgspec.structs.replace(body, stream=None, stream_options=None)
+    return Chat(
+        messages,
+        tools,
+        calls=bool(tools) and body.tool_choice != "none",
+        max_tokens=min(limits, default=None),
+        logprobs=bool(body.logprobs),
+        token_ids=bool(body.return_token_ids),
+        stream=bool(body.stream),
+        stream_usage=bool((body.stream_options or {}).get("include_usage")),
+        digest=hashlib.sha256(msgspec.json.encode(options, order="sorted")).digest(),
+    )
+
+
+def _check(body: _Body) -> None:
+    limits = body.max_tokens, body.max_completion_tokens
+    text = {"type": "text"}
+    for wrong, why in (
+        (body.model != MODEL, f"there is no model {body.model[:80]!r} here; it is called {MODEL!r}"),
+        (bool(body.stop), "stop: a turn ends with the model's own stop token; leave it out"),
+        (body.n not in (None, 1), "n: one answer at a time; leave it out"),
+        (bool(body.logit_bias), "logit_bias: the policy is drawn from as it is; leave it out"),
+        (bool(body.top_logprobs), "top_logprobs: there are those of the drawn tokens only; leave it out"),
+        ((body.response_format or text) != text, "response_format: only text; say it in a message instead"),
+        (body.tool_choice not in (None, "auto", "none"), "tool_choice: auto or none; the model chooses"),
+        (any(limit is not None and limit < 1 for limit in limits), "max_tokens: at least 1"),
+        (not body.messages, "messages: at least one"),
+    ):
+        if wrong:
+            raise Refused(why)
+
+
+def _messages(given: list[_Message]) -> Messages:
+    found: Messages = []
+    names: dict[str, str] = {}  # of the tools that were called, by the call's id
+    for at, message in enumerate(given):
+        role = _ROLES.get(message.role)
+        if role is None:
+            raise Refused(f"messages[{at}]: no role {message.role[:40]!r}; there is: {', '.join(_ROLES)}")
+        one: dict = {"role": role, "content": _text(message.content, at)}
+        if role == "assistant" and message.tool_calls:
+            one["tool_calls"] = [_call(call, at) for call in message.tool_calls]
+            names |= {call.id: call.function.name for call in message.tool_calls}
+        if role == "tool":
+            one["tool_call_id"] = message.tool_call_id or ""
+            one["name"] = message.name or names.get(one["tool_call_id"], "")
+        found.append(one)
+    if found[-1]["role"] == "assistant":
+        raise Refused("messages: the last one is the assistant's; an answer is never begun by others")
+    return found
+
+
+def _text(content: str | list[dict] | None, at: int) -> str:
+    if isinstance(content, list):
+        parts = [part.get("text") if part.get("type") == "text" else None for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise Refused(f"messages[{at}]: text only")
+        return "".join(part or "" for part in parts)
+    return content or ""
+
+
+def _call(call: _Call, at: int) -> dict:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError:
+        raise Refused(f"messages[{at}]: the arguments of {call.function.name[:80]} are no JSON") from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool(tool: dict) -> dict:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise Refused("tools: each is {'type': 'function', 'function': {...}}")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not name or not isinstance(parameters, dict | None):
+        raise Refused("tools: each function has a name, and parameters as a JSON schema")
+    return {"type": "function", "function": {key: v for key, v in function.items() if key != "strict"}}
+
+
+# ---- answers -----------------------------------------------------------------------------------------------
+
+
+def completion(turn: Turn, chat: Chat) -> dict:
+    """The answer, with the extras that were asked for."""
+    choice: dict = {"index": 0, "message": turn.message, "finish_reason": turn.finish_reason}
+    choice["logprobs"] = _logprobs(turn) if chat.logprobs else None
+    prompt, drawn = len(turn.prompt), len(turn.tokens)
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": drawn,
+        "total_tokens": prompt + drawn,
+        "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
+    }
+    named = {"id": f"chatcmpl-{turn.number}", "object": "chat.completion", "created": turn.created}
+    body = named | {"model": MODEL, "choices": [choice], "usage": usage}
+    if chat.token_ids:
+        choice["token_ids"] = list(turn.tokens)
+        body["prompt_token_ids"] = list(turn.prompt)
+    return body
+
+
+def _logprobs(turn: Turn) -> dict:
+    both = zip(turn.texts, turn.logprobs, strict=True)
+    return {
+        "content": [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in both
+        ],
+        "refusal": None,
+    }
+
+
+def events(body: dict, usage: bool) -> Iterator[bytes]:
+    """The answer as server-sent events, the whole text in the first of them."""
+    choice, message = body["choices"][0], body["choices"][0]["message"]
+    calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls") or [])]
+    delta = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
+    first = {key: v for key, v in choice.items() if key != "message"} | {
+        "delta": delta,
+        "finish_reason": None,
+    }
+    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+    common = {k: v for k, v in body.items() if k not in ("choices", "usage")}
+    common["object"] = "chat.completion.chunk"
+    chunks = [common | {"choices": [first]}, common | {"choices": [last]}]
+    chunks += [common | {"choices": [], "usage": body["usage"]}] if usage else []
+    for chunk in chunks:
+        yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def models(max_tokens: int) -> dict:
+    """The list of the one model; `max_tokens` of a whole conversation."""
+    one = {
+        "id": MODEL,
+        "object": "model",
+        "created": 0,
+        "owned_by": "laminar_hpc",
+        "max_model_len": max_tokens,
+    }
+    return {"object": "list", "data": [one]}

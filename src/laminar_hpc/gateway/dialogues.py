@@ -1,0 +1,68 @@
+"""A model's way to talk with the tools that an agent gives it: its conversation and its parser of calls, made
+once for each list of tools."""
+
+import asyncio
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.data.tokens import load_tokenizer
+from laminar_hpc.turns.calls import CallParser
+from laminar_hpc.turns.conversation import Conversation
+from laminar_hpc.turns.model import conversation, with_tools
+
+_KEPT = 64  # lists of tools
+_PROBE = {"name": "probe", "description": "Nothing.", "parameters": {"type": "object", "properties": {}}}
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """`no_user`: why a user's words cannot follow an answer; "" where they can."""
+
+    conversation: Conversation
+    parser: CallParser | None
+    no_user: str
+
+
+class Dialogues:
+    """Of one model."""
+
+    def __init__(self, model: Path) -> None:
+        self._model, self._tokenizer = str(model), load_tokenizer(str(model))
+        self._known: OrderedDict[str, Dialogue] = OrderedDict()
+        self._making = asyncio.Lock()
+
+    async def start(self) -> str:
+        """Takes the seconds that SGLang's parsers need. Why tools cannot be used, or ""."""
+        try:
+            await self.of([{"type": "function", "function": _PROBE}])
+        except LaminarError as error:
+            return str(error)
+        return ""
+
+    async def of(self, tools: list[dict]) -> Dialogue:
+        """Raises LaminarError where the model's template has no tools, or rewrites what was said."""
+        name = json.dumps(tools, sort_keys=True)
+        async with self._making:
+            if name not in self._known:
+                self._known[name] = await asyncio.to_thread(self._make, tools)
+                if len(self._known) > _KEPT:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(name)
+            return self._known[name]
+
+    def _make(self, tools: list[dict]) -> Dialogue:
+        talk = conversation(self._model, tools, self._tokenizer, answered_by="tool" if tools else "")
+        parser, no_user = None, ""
+        if tools:
+            try:
+                parser = CallParser(tools, with_tools(self._model, tools))
+            except ValueError as error:  # pydantic's
+                raise LaminarError(f"tools: SGLang cannot read them ({str(error).splitlines()[0]})") from None
+        try:
+            talk.check("user")
+        except LaminarError as error:
+            no_user = str(error)
+        return Dialogue(talk, parser, no_user)

@@ -1,0 +1,62 @@
+"""What an environment worker has of the user's agent: run(row, base_url, api_key, model), plain or async.
+Called by environments/reward_worker.py.
+
+Async ones share a process and its event loop; a plain one has a process to itself, so that it can be ended.
+"""
+
+import asyncio
+import inspect
+import os
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.reward_protocol import Call, Result
+from laminar_hpc.environments.reward_styles import checked
+
+_GIVEN = ("row", "base_url", "api_key", "model")
+
+
+class Agent:
+    """The function. `label`: what errors call it. Raises LaminarError for one with other parameters."""
+
+    tools: tuple[dict, ...] = ()
+    rewards = True
+
+    def __init__(self, function: Callable, label: str) -> None:
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(_GIVEN))
+        except (TypeError, ValueError) as error:
+            raise LaminarError(f"{label}: it is called as run({'=, '.join(_GIVEN)}=): {error}") from None
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        self._function = function
+        self._rows, self._tasks = dict[int, dict](), dict[int, asyncio.Task]()
+        for name in ("no_proxy", "NO_PROXY"):  # clients would take a proxy to loopback, too
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
+
+    def call(self, call: Call) -> object:
+        """reset keeps the row, run is the agent's whole life, "" ends it."""
+        if call.method == "reset":
+            self._rows[call.session] = call.row
+            return None
+        row = self._rows.pop(call.session, {})
+        if call.method == "":
+            if task := self._tasks.pop(call.session, None):
+                task.cancel()
+            return None
+        value = self._function(row=row, **call.arguments)
+        return self._noted(call.session, value) if self.is_async else value
+
+    async def _noted(self, session: int, running: Coroutine[Any, Any, object]) -> object:
+        task = self._tasks[session] = asyncio.current_task() or asyncio.create_task(running)
+        try:
+            return await running
+        finally:
+            if self._tasks.get(session) is task:
+                del self._tasks[session]
+
+    def result(self, call: Call, value: object, t0: float) -> Result:
+        """Raises RewardFault for a reward that is none; None is left to reward.function."""
+        number, parts = (None, {}) if value is None else checked(value, "laminar")
+        return Result(call.id, number, parts, t0, time.time())

@@ -1,0 +1,108 @@
+"""The listener of a rollout rank: chat completions for its sessions, on loopback only.
+
+    POST /sessions/ID/v1/chat/completions     GET /sessions/ID/v1/models
+
+Each session has a key of its own; without it nothing is said, not even whether the session is there.
+"""
+
+import hmac
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from laminar_hpc.gateway.chat import Refused, events, models, parse
+from laminar_hpc.gateway.session import Session
+
+logger = logging.getLogger(__name__)
+MAX_REQUEST = 16 << 20  # bytes
+_CLOSE_SECONDS = 0.2  # for answers that are on their way when all ends
+
+
+class Gateway:
+    """`start`, use, `close`. `max_tokens`: of a whole conversation."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._sessions: dict[str, Session] = {}
+        self._base = ""
+        app = web.Application(client_max_size=MAX_REQUEST, middlewares=[_refusals])
+        app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
+        app.router.add_get("/sessions/{session}/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
+
+    async def start(self) -> None:
+        """On any free port."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        host, port = self._runner.addresses[0][:2]
+        self._base = f"http://{host}:{port}"
+        logger.info("agents find this replica at %s", self._base)
+
+    async def close(self) -> None:
+        """Ends all sessions."""
+        for name in list(self._sessions):
+            self._sessions.pop(name).end("the replica ends")
+        await self._runner.cleanup()
+
+    def open(self) -> Session:
+        """A session with a URL and a key that nobody else has."""
+        name = secrets.token_urlsafe(12)
+        session = self._sessions[name] = Session(
+            f"{self._base}/sessions/{name}/v1", secrets.token_urlsafe(32)
+        )
+        return session
+
+    def shut(self, session: Session) -> None:
+        """Its key opens nothing any more; an open question is refused."""
+        session.end("the trajectory has ended")
+        self._sessions.pop(session.url.split("/")[-2], None)
+
+    # ---- requests ------------------------------------------------------------------------------------------
+
+    def _session(self, request: web.Request) -> Session:
+        """Raises Refused."""
+        session = self._sessions.get(request.match_info["session"])
+        wanted = f"Bearer {session.key if session else secrets.token_urlsafe(32)}"
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(wanted.encode(), given.encode("utf-8", "replace")) or session is None:
+            raise Refused(
+                "no session with this key is here: give base_url and api_key as they came", 401, "key"
+            )
+        return session
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        return _json(models(self._max_tokens))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        chat = parse(await request.read())
+        body = await session.ask(chat)
+        if not chat.stream:
+            return _json(body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events(body, chat.stream_usage):
+            await response.write(event)
+        return response
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error has a body as OpenAI's clients read it."""
+    try:
+        return await handler(request)
+    except Refused as why:
+        return _json(why.body(), why.status)
+    except web.HTTPException as error:
+        return _json(Refused(f"{request.path}: {error.reason}", error.status).body(), error.status)
+
+
+def _json(body: dict, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")

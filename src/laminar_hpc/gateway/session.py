@@ -1,0 +1,107 @@
+"""One trajectory's session: what was said in it, which only grows, and the question that is open. Owns no
+task and no socket; server.py and rollout/agents.py meet here.
+
+    agent -> server.py -> ask(chat)                       waits
+                          question() -> rollout/agents.py draws a turn -> answer(body), or refuse(why)
+
+A question that was asked before has the answer that it had then, or shares it: nothing is drawn twice.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from laminar_hpc.gateway.chat import Chat, Refused
+from laminar_hpc.turns.conversation import Messages
+
+_GROWS = "a session's conversation only grows; send back what it has, each answer as it was given"
+
+
+@dataclass(frozen=True)
+class Question:
+    """`more`: the messages that are new."""
+
+    chat: Chat
+    more: Messages
+    answered: asyncio.Future[dict]
+
+
+class Session:
+    """`url`: the agent's base_url; `key`: its api_key."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.url, self.key = url, key
+        self._said: Messages = []
+        self._tools: list[dict] = []
+        self._answers: dict[bytes, asyncio.Future[dict]] = {}
+        self._asked: asyncio.Queue[Question] = asyncio.Queue()
+        self._open: Question | None = None
+        self._ended = ""
+
+    # ---- the agent's side ----------------------------------------------------------------------------------
+
+    async def ask(self, chat: Chat) -> dict:
+        """The answer. Raises Refused."""
+        if (known := self._answers.get(chat.digest)) is None:
+            if self._ended:
+                raise Refused(self._ended, 503, "ended")
+            if self._open is not None:
+                raise Refused("another request of this session is not answered yet; ask one after the other")
+            more = added(self._said, chat.messages)
+            if self._said and chat.tools != self._tools:
+                raise Refused(f"tools: they are not those of the request before; {_GROWS}")
+            known = self._answers[chat.digest] = asyncio.get_running_loop().create_future()
+            self._open = Question(chat, more, known)
+            self._asked.put_nowait(self._open)
+        return await asyncio.shield(known)
+
+    # ---- the trajectory's side -----------------------------------------------------------------------------
+
+    async def question(self) -> Question:
+        """The next one; it waits for `answer` or `refuse`."""
+        return await self._asked.get()
+
+    def answer(self, body: dict, message: dict) -> None:
+        """Of the open question; `message`: the assistant's, as the model's template takes it."""
+        assert self._open is not None
+        chat = self._open.chat
+        self._said, self._tools = [*chat.messages, message], chat.tools
+        self._open.answered.set_result(body)
+        self._open = None
+
+    def refuse(self, why: Refused) -> None:
+        """The open question; it may be asked again."""
+        assert self._open is not None
+        del self._answers[self._open.chat.digest]
+        self._open.answered.set_exception(why)
+        self._open.answered.exception()  # whoever asked may have gone
+        self._open = None
+
+    def end(self, why: str) -> None:
+        """For good; what was answered can still be asked for."""
+        self._ended = why
+        if self._open is not None:
+            self.refuse(Refused(why, 503, "ended"))
+
+
+def added(said: Messages, messages: Messages) -> Messages:
+    """What stands in `messages` behind all of `said`. Raises Refused for another history, and for what cannot
+    follow an answer."""
+    for at, (before, now) in enumerate(zip(said, messages, strict=False)):
+        if _meant(before) != _meant(now):
+            raise Refused(f"messages[{at}] ({before['role']}) is not what it was: {_GROWS}")
+    if len(messages) <= len(said):
+        raise Refused(f"messages: {len(messages)}, of {len(said)} that were said: {_GROWS}")
+    more = messages[len(said) :]
+    if said and (wrong := [m["role"] for m in more if m["role"] not in ("user", "tool")]):
+        raise Refused(f"messages: behind an answer stand the user's and tools' words, not the {wrong[0]}'s")
+    return more
+
+
+def _meant(message: dict) -> Sequence[object]:
+    """What two ways of writing a message share: agents trim texts and write JSON anew."""
+    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
+    content = message["content"]
+    if message["role"] == "assistant":
+        content = content.strip()
+    return message["role"], content, calls, message.get("tool_call_id")

@@ -1,0 +1,121 @@
+"""Agents as users write them, with OpenAI's own client and nothing of ours; the row says which. Copied into
+the folder of a test, and imported there by environment workers."""
+
+import asyncio
+import json
+import os
+
+from openai import APIStatusError, AsyncOpenAI, OpenAI
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks it up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+    },
+}
+
+
+def begin(row: dict) -> list[dict]:
+    return [{"role": "system", "content": "Look."}, {"role": "user", "content": row["prompt"]}]
+
+
+def went_on(messages: list, message: object) -> bool:
+    """Its calls are made; whether there were any."""
+    messages.append(message.model_dump())
+    for call in message.tool_calls or []:
+        key = json.loads(call.function.arguments)["key"]
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "v" + key})
+    return bool(message.tool_calls)
+
+
+async def looks(row: dict, client: AsyncOpenAI, model: str) -> dict:
+    """Goes on as long as the model calls."""
+    messages, looked = begin(row), 0
+    while True:
+        answer = await client.chat.completions.create(model=model, messages=messages, tools=[LOOK])
+        if not went_on(messages, answer.choices[0].message):
+            return {"reward": looked, "accuracy": 1.0, "said": len(messages)}
+        looked += 1
+
+
+async def obeys(row: dict, client: AsyncOpenAI, model: str) -> float | None:
+    """One turn, and then what the model has said."""
+    given = {"model": model, "messages": begin(row), "temperature": 0.2, "max_tokens": row.get("short")}
+    said = (await client.chat.completions.create(**given)).choices[0].message.content
+    if said == "die":
+        os._exit(5)
+    if said == "hang":
+        await asyncio.Event().wait()
+    if said in ("no", "n"):
+        raise ValueError(f"unlucky after {said}")
+    return None if said == "nothing" else 1.0
+
+
+async def tries(row: dict, client: AsyncOpenAI, model: str) -> dict:
+    """What is refused, and what is the same question; all it saw goes into a file."""
+    create, seen = client.chat.completions.create, {}
+
+    async def refused(name: str, **given: object) -> None:
+        try:
+            await create(**{"model": model, "messages": begin(row)} | given)
+        except APIStatusError as error:
+            seen[name] = [error.status_code, error.body["message"]]
+
+    seen["models"] = [one.id for one in (await client.models.list()).data]
+    wrong = client.with_options(api_key="no")
+    try:
+        await wrong.models.list()
+    except APIStatusError as error:
+        seen["key"] = [error.status_code, error.body["message"]]
+    for name, given in row["refused"].items():
+        await refused(name, **given)
+    both = await asyncio.gather(*(create(model=model, messages=begin(row)) for _ in range(2)))
+    again = await create(model=model, messages=begin(row), temperature=0.5)
+    seen["same"] = len({answer.model_dump_json() for answer in [*both, again]})
+    said = both[0].choices[0].message
+    await refused("rewritten", messages=[begin(row)[0], {"role": "user", "content": "else"}, said])
+    await refused("shorter", messages=begin(row)[:1])
+    await refused("changed", messages=[*begin(row), {"role": "assistant", "content": "no"}, USER])
+    await refused("own", messages=[*begin(row), said, {"role": "system", "content": "!"}, USER])
+    await refused("tools", messages=[*begin(row), said, USER], tools=[LOOK])
+    await refused("alike", messages=[*begin(row), said, USER])  # it is taken, and drawn
+    extras = {"return_token_ids": True}
+    messages = [*begin(row), said, USER, {"role": "assistant", "content": "(again)  "}, USER]
+    stream = await create(model=model, messages=messages, stream=True, max_tokens=3, logprobs=True)
+    chunks = [chunk async for chunk in stream]
+    seen["stream"] = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    seen["finish"] = [chunk.choices[0].finish_reason for chunk in chunks]
+    seen["logprobs"] = [one.token for one in chunks[0].choices[0].logprobs.content]
+    messages += [{"role": "assistant", "content": seen["stream"][0]}, USER]
+    last = await create(model=model, messages=messages, extra_body=extras)
+    seen["ids"] = [last.prompt_token_ids, last.choices[0].token_ids]
+    seen["usage"] = last.usage.model_dump()
+    with open("seen.json", "w") as file:
+        json.dump(seen, file)
+    return {"reward": 0.5}
+
+
+USER = {"role": "user", "content": [{"type": "text", "text": "go on"}]}
+
+
+async def run(row: dict, base_url: str, api_key: str, model: str) -> float | dict | None:
+    """All of the above."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        kind = {"looks": looks, "tries": tries, "obeys": obeys}[row["kind"]]
+        return await kind(row, client, model)
+
+
+def plain(row: dict, base_url: str, api_key: str, model: str) -> float:
+    """Without a loop; a process of its own."""
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        said = client.chat.completions.create(model=model, messages=begin(row)).choices[0].message.content
+    while said == "hang":
+        pass
+    return float(len(said))
+
+
+def other(row: dict, url: str) -> float:
+    """No agent: it wants something else."""
+    return 0.0

@@ -1,0 +1,73 @@
+"""docs/architecture.md#agents: one conversation, one question at a time, each drawn once."""
+
+import asyncio
+import json
+
+import pytest
+
+from laminar_hpc.gateway.chat import Chat, Refused, parse
+from laminar_hpc.gateway.session import Session
+
+USER, MORE = {"role": "user", "content": "go"}, {"role": "user", "content": "on"}
+
+
+def chat(*messages: dict, **given: object) -> Chat:
+    return parse(json.dumps({"model": "policy", "messages": messages, **given}).encode())
+
+
+def call(arguments: str) -> dict:
+    function = {"name": "look", "arguments": arguments}
+    said = {"id": "call00001", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [said]}
+
+
+async def test_a_question_is_drawn_once() -> None:
+    """Whoever asks the same while it is drawn, or later, has the same answer; another question waits for
+    nobody, and is refused; one that was refused may be asked again; who asks at the end is told."""
+    session = Session("url", "key")
+    asking = [asyncio.create_task(session.ask(chat(USER, temperature=t))) for t in (0.5, 1.0)]
+    question = await session.question()
+    with pytest.raises(Refused, match="ask one after the other"):
+        await session.ask(chat(USER, MORE))
+    session.refuse(Refused("not now"))
+    assert [str(e) for e in await asyncio.gather(*asking, return_exceptions=True)] == ["not now"] * 2
+    asking = [asyncio.create_task(session.ask(chat(USER, stream=s))) for s in (False, True)]
+    assert (await session.question()).more == question.more == [USER]
+    session.answer({"n": 1}, {"role": "assistant", "content": "one"})
+    assert await asyncio.gather(*asking) == [{"n": 1}] * 2 and await session.ask(chat(USER)) == {"n": 1}
+    last = asyncio.create_task(session.ask(chat(USER, {"role": "assistant", "content": " one\n"}, MORE)))
+    assert (await session.question()).more == [MORE]
+    session.end("over")
+    with pytest.raises(Refused, match="over") as error:
+        await last
+    assert error.value.status == 503 and await session.ask(chat(USER)) == {"n": 1}
+    with pytest.raises(Refused, match="over"):
+        await session.ask(chat(MORE))
+
+
+async def test_calls_come_back_as_they_were_meant() -> None:
+    """JSON that was written anew is the same call, and the call's name is found for its result; other
+    arguments are another history."""
+    session = Session("url", "key")
+    asking = asyncio.create_task(session.ask(chat(USER)))
+    await session.question()
+    session.answer({}, chat(USER, call('{"key": "k", "n": 1}'), MORE).messages[1])
+    await asking
+    result = {"role": "tool", "tool_call_id": "call00001", "content": "v"}
+    with pytest.raises(Refused, match=r"messages\[1\] \(assistant\) is not what it was"):
+        await session.ask(chat(USER, call('{"key": "l", "n": 1}'), result))
+    again = asyncio.create_task(session.ask(chat(USER, call('{"n":1,"key":"k"}'), result)))
+    [more] = (await session.question()).more
+    assert more == {"role": "tool", "content": "v", "tool_call_id": "call00001", "name": "look"}
+    session.end("over")
+    await asyncio.gather(again, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b'{"model": 1}', b'{"messages": []}', b"[" * 100_000, b'"\\ud800"']
+)
+def test_any_bytes_are_a_request_or_refused(raw: bytes) -> None:
+    """In one line."""
+    with pytest.raises(Refused, match="the request cannot be read: ") as error:
+        parse(raw)
+    assert "\n" not in str(error.value)

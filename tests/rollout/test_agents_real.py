@@ -1,0 +1,115 @@
+"""docs/architecture.md#agents on a real engine: what an agent with OpenAI's client has said and read is,
+token by token, what the engine saw, on one policy."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chats import SEPARATED
+from replica_stand import Replica
+
+from engines import EOS, fill_slot, hf_logprobs, reference
+from laminar_hpc.cluster.channel import StopReceived
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.messages.data import PromptGroup, Sample
+from laminar_hpc.messages.rollouts import Generated, Grant, Scored, WeightsOpened
+from laminar_hpc.payload.reader import read
+
+pytestmark = pytest.mark.slow
+STOPS = [*range(0, 60), EOS]  # so that a random model ends its turns
+START = 257  # <|im_start|>, with which every conversation begins
+TEMPLATE = "<|im_start|>" + SEPARATED.replace("<|end|>", "<|im_end|>")
+AGENT = """
+import asyncio, json, os
+from openai import AsyncOpenAI
+
+async def run(row, base_url, api_key, model):
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    messages, asked = [{"role": "user", "content": row["prompt"]}], []
+    extras = {"return_token_ids": True}
+    for turn in range(3):
+        answer = await client.chat.completions.create(
+            model=model, messages=messages, max_tokens=40, logprobs=True, extra_body=extras)
+        choice = answer.choices[0]
+        logprobs = [one.logprob for one in choice.logprobs.content]
+        asked.append([answer.prompt_token_ids, choice.token_ids, logprobs])
+        messages += [choice.message, {"role": "user", "content": "on"}]
+        open("asked", "a").write(".")
+        while not os.path.exists("gate"):
+            await asyncio.sleep(0.02)
+    with open(f"of-{row['number']}.json", "w") as file:
+        json.dump(asked, file)
+    return {"reward": 0.25, "accuracy": 1.0}
+"""
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    """A replica on weights 0 whose trajectories are an agent's."""
+    folder = tmp_path_factory.mktemp("agents")
+    before = os.getcwd(), list(sys.path)
+    os.chdir(folder)
+    (folder / "agent_of_real_test.py").write_text(AGENT)
+
+    def adjust(config: RunConfig) -> None:
+        model = Path(config.model.path)
+        (model / "chat_template.jinja").write_text(TEMPLATE)
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": STOPS}))
+        config.environment.agent = "agent_of_real_test.run"
+        config.environment.timeout_seconds = 120.0
+        config.reward.function = ""
+
+    replica = Replica(folder, adjust)
+    fill_slot(replica.writer, replica.models[0], 0, step=0)
+    yield replica
+    replica.controller.tell(StopReceived("the tests are over"))
+    assert replica.ended()
+    replica.writer.close()
+    os.chdir(before[0])
+    sys.path[:] = before[1]
+
+
+def test_an_agent_on_a_real_engine(replica: Replica) -> None:
+    """Eight agents at once, and weights that are published while they think: all turns are of the weights
+    that they began with; each answer's token ids and log-probs are those that are stored and trained on, and
+    those of transformers; what stood before was in the prefix cache; the reward is what the agent returned.
+    """
+    controller = replica.controller
+    while controller.received.empty():
+        assert not replica.ended(0.1), replica.error
+    controller.get(WeightsOpened)
+    controller.until_asked(0)
+    groups = [
+        PromptGroup(g, [START], "", {"prompt": f"prompt {g}", "number": g}, [Sample(g, 0)]) for g in range(8)
+    ]
+    controller.tell(Grant(1, 0, 0, groups, 1.0, 600, ""))
+    while not (replica.folder / "asked").exists():
+        assert not replica.ended(0.05)
+    replica.publish(1, 1)
+    (replica.folder / "gate").touch()
+    messages = controller.collect(16, Generated, Scored)
+    controller.get(WeightsOpened)  # only now
+    model, shares = reference(replica.models[0]), []
+    scored = {m.trajectory_id: m for m in messages if isinstance(m, Scored)}
+    for t in (m.trajectory for m in messages if isinstance(m, Generated)):
+        figures, place = scored[t.trajectory_id].parts, t.place
+        assert scored[t.trajectory_id].reward == 0.25 and figures["accuracy"] == 1.0 and place is not None
+        [response] = read(replica.folder, [(t.trajectory_id, place)])
+        mask, whole = response.loss_mask, [START, *response.tokens.tolist()]
+        assert t.policies == 1 and t.turns == 3 == len(response.spans) and t.trained == mask.sum()
+        asked = json.loads((replica.folder / f"of-{t.trajectory_id}.json").read_text())
+        for span, (prompt, drawn, logprobs) in zip(response.spans, asked, strict=True):
+            assert span.weight_id == 0 and [*prompt, *drawn] == whole[: span.end + 1]
+            assert len(prompt) == span.start + 1 and len(drawn) <= 40
+            assert logprobs == response.logprobs[span.start : span.end].tolist()
+        expected = hf_logprobs(model, [START], response.tokens.tolist())
+        gap = (torch.tensor(response.logprobs) - expected)[torch.tensor(mask)].abs().max()
+        assert gap < 1e-3 and not response.logprobs[~mask].any()
+        shares.append(figures["environment.cached_share"])
+    print(f"share of earlier turns in the cache: {np.mean(shares):.3f}")
+    assert len(shares) == 8 and np.mean(shares) > 0.9
