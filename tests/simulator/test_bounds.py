@@ -73,7 +73,7 @@ def test_no_number_is_endless_or_negative(value):
         (["sim", "dora", "steps=9999", "workload.prompts_per_step=100000"], ["more than the 20,000,000"]),
         (
             ["sim", "laminar", "sites=[{gpu: L40S, count: 3, wan_loss: 0.1}]", "pipelines=[sync,laminar]"],
-            ["sync has none of", "sites[0].count=3", "sites[0]: wan_milliseconds", "4 x L40S has room for"],
+            ["sync has none of", "sites[0].count=3", "sites[0]: wan_milliseconds"],
         ),
         (["sim", "laminar", "trainer_groups=48"], ["gpus=64: at least 8 for each", "gpus=1024: must be a m"]),
         (

@@ -186,11 +186,10 @@ class Rollouts:
             return
         groups_max = self.local_batch[replica.index]
         given = 0
-        for request in self.tracker.lost[: groups_max * self.samples]:
+        for request in self.tracker.take_lost(groups_max * self.samples, replica.weight_step):
             self.tracker.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
             self.give(replica, request)
             given += 1
-        del self.tracker.lost[:given]
         for _ in range(min(groups_max, self.quota(replica.weight_step)) if not given else 0):
             for request in self.tracker.new_group(replica.weight_step).requests:
                 self.give(replica, request)
