@@ -64,7 +64,7 @@ def merged(outcomes: list[Outcome]) -> Outcome:
         if key.endswith("_max") or key == "seconds":
             figures[key] = max(values)
         else:
-            figures[key] = sum(values) / (len(values) if key.endswith(_MEANS) else 1)
+            figures[key] = sum(values) / len(values) if key.endswith(_MEANS) else sum(values)
     gpu_seconds: dict[str, dict[str, float]] = {}
     generation: Counter[int] = Counter()
     training: Counter[int] = Counter()
