@@ -60,7 +60,11 @@ def setups(draw, names=tuple(PIPELINES)) -> Setup:
         checkpoint_every=2,
         trainer_mtbf=draw(st.sampled_from([None, None, 300.0])),
     )
-    longest = work.prompt_tokens + cap + 2 * work.turn_tokens + 1
+    return varied(draw, made, work.prompt_tokens + cap + 2 * work.turn_tokens + 1)
+
+
+def varied(draw, made: Setup, longest: int) -> Setup:
+    """With another KV cache, admission, and replicas in another place. `longest`: tokens of a trajectory."""
     capacity = draw(st.sampled_from([longest, 3 * longest, made.engines[0].capacity]))
     engines = tuple(
         dataclasses.replace(kind, capacity=capacity, costs=dataclasses.replace(kind.costs, restart=5.0))
@@ -68,7 +72,7 @@ def setups(draw, names=tuple(PIPELINES)) -> Setup:
     )
     clip = draw(st.sampled_from([0.0, made.admission.clip]))
     sites: tuple[Site, ...] = ()
-    if rules.relays and draw(st.booleans()):
+    if made.rules.relays and draw(st.booleans()):
         sites = (Site(draw(st.floats(0.0, 2.0)), draw(st.sampled_from([0.0, 300.0])), 0.03),)
         grace, mtbf = draw(st.sampled_from([(0.0, None), (0.0, 600.0), (0.1, 100.0), (20.0, 100.0)]))
         away = dataclasses.replace(engines[0], count=draw(st.integers(1, 3)), site=1, grace=grace, mtbf=mtbf)

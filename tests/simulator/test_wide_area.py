@@ -11,8 +11,12 @@ from laminar_hpc.simulator import plan_command
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.plan import search
+from laminar_hpc.simulator.rules import PIPELINES
+from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.settings import load_plan, load_simulation
+from laminar_hpc.simulator.setup import Rollout, setup
 from laminar_hpc.simulator.sweep import point
+from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.wide_area.deliveries import Deliveries
 from laminar_hpc.simulator.wide_area.link import Link, Site, chained
 
@@ -79,6 +83,17 @@ def test_a_site_behind_a_fast_link_is_as_good_as_one_beside_the_trainer():
     far = rate_with(count=8, wan_gbps=0.02, wan_milliseconds=100)
     assert far["tokens_per_second"] < 0.8 * home["tokens_per_second"]
     assert far["staleness_training_max"] <= 3 and far["site_delivery_seconds_mean"] > 100
+
+
+def test_equal_pools_in_two_places_are_two_places():
+    """Promise: each pool has its own link, also where two are alike; one without a link is beside the
+    trainer."""
+    gpu = GPUS["H800"]
+    far = Rollout(gpu, 4, 1, None, 0.0, Link(1e9))
+    rollouts = [far, Rollout(gpu, 4, 1), far]
+    settings = {"steps": 2, "warmup_steps": 1}
+    made = setup(PIPELINES["laminar"], MODELS["7B"], gpu, 4, rollouts, WorkloadConfig(), DEFAULT, **settings)
+    assert [kind.site for kind in made.engines] == [1, 0, 2] and len(made.sites) == 2
 
 
 def test_a_notice_saves_prefill():

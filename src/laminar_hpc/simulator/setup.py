@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from laminar_hpc.policies.repack import saturation_batch
@@ -145,13 +146,14 @@ def setup(
     colocated = rules.placement == "colocated"
     parts = [part for entry in rollouts if (part := Rollout(*entry)).gpus >= part.tensor_parallel]
     away = [part for part in parts if part.link is not None]
+    numbers = accumulate(part.link is not None for part in parts)  # of the places so far
     kinds = tuple(
         dataclasses.replace(
             engines(model, part.gpu, part.gpus, part.tensor_parallel, part.mtbf, colocated, c, cuda_graphs),
-            site=away.index(part) + 1 if part in away else 0,
+            site=number if part.link is not None else 0,
             grace=part.grace,
         )
-        for part in parts
+        for part, number in zip(parts, numbers, strict=True)
     )
     total = sum(part.gpus for part in parts if part.link is None)
     size = 2.0 * model.parameters
