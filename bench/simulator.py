@@ -9,14 +9,17 @@ runs         whole published runs with known inputs, kept apart from every fit. 
 dora         eight rows of DORA's table (arXiv 2604.26256), Qwen2.5-32B. Goal: tokens/s within 15%.
 repack       Laminar's ablation (arXiv 2510.12633), 64 + 64 GPUs. Goal: gain 1.26 within 0.08, KV use 71.6%
              and 82.2% within 6 points.
-headline     Laminar's speed-ups on math, 7B, 32B, 72B at three scales each; published splits where there are
-             any, else the best of a few.
+headline     Laminar's speed-ups on math, 7B, 32B, 72B at three scales each, as a table beside the published;
+             published splits where there are any, else the best of all. Goal: means and maximum within 20%.
+assumptions  what each thing that the paper leaves open does to the speed-ups at the published splits.
 tools        the same over sync for tool calling, 7B.
 speed        `laminar`, 20 steps: 1,024 GPUs with 8,192 trajectories (3 s), 16,384 GPUs with 131,072 (45 s).
              CPU seconds of one core.
+scale        1 to 49 trainer groups of 4,096 GPUs each, 3 steps: CPU seconds of one core (600 s), memory
+             (4 GiB).
 plan         `laminar plan` for 64 H800 + 64 H20 (120 s), and a coarse grid of splits that it must not fall
              behind.
-sensitivity  each constant 20% down and up; only when named.
+sensitivity  each constant one standard deviation down and up, and all drawn together; only when named.
 live         the demo, run --repeats times, each beside what `laminar sim RUN_DIR` says of it. Goal: tokens/s
              within 10%, shares within 10 points.
 """
@@ -25,83 +28,28 @@ import argparse
 import dataclasses
 import itertools
 import json
-import statistics
 import time
 from pathlib import Path
 
 import common
+import simulator_headline as headline
 from simulator_checks import decode, runs, trainer
-from simulator_papers import dora, over_seeds, repack, repack_alternatives, row
+from simulator_papers import dora, repack, repack_alternatives, row
+from simulator_scale import scale
+from simulator_sensitivity import sensitivity
 
-from laminar_hpc.simulator.constants import DEFAULT, Constants
+from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.finished.measured import measure
 from laminar_hpc.simulator.finished.prediction import predict
 from laminar_hpc.simulator.plan import Candidate, describe, evaluate, search
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import Outcome, simulate
-from laminar_hpc.simulator.schema import SimulationConfig, WorkloadConfig
+from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.settings import load_plan, load_simulation
 from laminar_hpc.simulator.setup import setup
-from laminar_hpc.simulator.sweep import point, split
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
-SCALES = {"32B": (32, 128, 512), "72B": (64, 256, 1024), "7B": (16, 64, 256)}
-TOOLS_SCALES = {"7B": (16, 64, 256)}
-PUBLISHED = {"sync": (2.56, 5.48), "one_step": (1.98, None), "stream": (1.93, None), "partial": (1.39, None)}
-# Published shares of the trainer: 72B on 1,024 and 32B on 128.
-SPLITS = {
-    ("72B", 1024): {"laminar_unbounded": 0.75, "one_step": 0.25, "stream": 0.25, "partial": 0.625},
-    ("32B", 128): dict.fromkeys(("laminar_unbounded", "one_step", "stream", "partial"), 0.5),
-}
-AT_MOST_ONE = ("kv_memory_share", "kv_memory_share_colocated", "new_token_ratio", "repack_kv_share")
 COLUMNS = ("part", "what", "published", "simulated", "error", "note")
-
-
-def best_rate(config: SimulationConfig, name: str, gpus: int) -> tuple[float, int]:
-    """Tokens/s and the trainer's GPUs: of the known split, else of the best of all."""
-    trainer = split(config, name, gpus)
-    return point(config, name, gpus, trainer, config.steps).figures["tokens_per_second"], trainer
-
-
-def headline(
-    rows: list[dict],
-    part: str,
-    work: WorkloadConfig,
-    scales: dict[str, tuple[int, ...]],
-    published: dict[str, tuple[float, float | None]],
-) -> dict[str, float]:
-    """Mean speed-ups of Laminar, and a row for each model, scale and pipeline."""
-    ratios: dict[str, list[float]] = {name: [] for name in published}
-    for model, gpus in ((model, n) for model, counts in scales.items() for n in counts):
-        config = SimulationConfig(
-            model=model,
-            steps=5,
-            warmup_steps=2,
-            splits=SPLITS.get((model, gpus), {}),
-            workload=work,
-            cuda_graphs=False,  # as conf/simulation/experiment/laminar.yaml
-        )
-        ours, trainer = best_rate(config, "laminar_unbounded", gpus)
-        for name in published:
-            rate, other = best_rate(config, name, gpus)
-            ratios[name].append(ours / rate)
-            note = f"{ours:,.0f} / {rate:,.0f} tokens/s; train {trainer} / {other}"
-            rows.append(row(part, f"{model} {gpus}: over {name}", None, ours / rate, note))
-    for name, (mean, most) in published.items():
-        rows.append(row(part, f"mean over {name}", mean, statistics.fmean(ratios[name])))
-        if most:
-            rows.append(row(part, f"max over {name}", most, max(ratios[name])))
-    largest = len(next(iter(scales.values()))) - 1  # each model's last
-    if part == "headline":
-        rows.append(
-            row(
-                part,
-                "mean over sync at the largest scales",
-                3.34,
-                statistics.fmean(ratios["sync"][largest :: largest + 1]),
-            )
-        )
-    return {f"speedup_over_{name}": statistics.fmean(found) for name, found in ratios.items()}
 
 
 def timed(gpus: int, prompts: int, name: str = "laminar") -> tuple[float, Outcome]:
@@ -184,47 +132,6 @@ def live(rows: list[dict], options: argparse.Namespace) -> dict[str, float | Non
     return {"live_tokens_error": common.median(errors)}
 
 
-def sensitivity(rows: list[dict], dora_config: SimulationConfig, repack_config: SimulationConfig) -> None:
-    """What 20% less and more of each constant does to each headline: one seed, shorter runs. A row is a
-    constant, a factor and a figure."""
-    short = dataclasses.replace(dora_config, steps=5, warmup_steps=2)
-    ablation = dataclasses.replace(repack_config, steps=5, warmup_steps=2)
-    large = SimulationConfig(
-        gpus=[512],
-        steps=4,
-        warmup_steps=2,
-        cuda_graphs=False,
-        splits={"laminar_unbounded": 0.625, "one_step": 0.25},
-    )
-
-    def figures(constants: dict[str, float]) -> dict[str, float]:
-        a, b = (dataclasses.replace(config, constants=constants) for config in (short, large))
-        sync, async_ = (over_seeds(a, name, 128, (0,))["tokens_per_second"] for name in ("sync", "dora"))
-        ours, other, one = (
-            over_seeds(b, name, 512, (0,))["tokens_per_second"]
-            for name in ("laminar_unbounded", "sync", "one_step")
-        )
-        found = repack([], dataclasses.replace(ablation, constants=constants), (0,))
-        return {
-            "DORA's sync, 128 GPUs": sync,
-            "DORA, 128 GPUs": async_,
-            "repack gain": found["repack_gain"],
-            "KV use without": found["kv_use_without"],
-            "over sync, 512 GPUs": ours / other,
-            "over one-step, 512 GPUs": ours / one,
-        }
-
-    base = figures({})
-    for field in dataclasses.fields(Constants):
-        for factor in (0.8, 1.2):
-            value = getattr(DEFAULT, field.name) * factor
-            if field.name in AT_MOST_ONE:
-                value = min(value, 1.0)
-            found = figures({field.name: value})
-            for key in base:
-                rows.append(row("sensitivity", f"{field.name} x {factor}: {key}", base[key], found[key]))
-
-
 def kept(path: Path | None, parts: list[str]) -> tuple[dict, list[dict]]:
     """Figures and rows of an earlier file, without the rows of the parts that are run again."""
     if path is None or not path.exists():
@@ -239,7 +146,7 @@ def main() -> None:
     options = common.parser(__doc__ or "")
     options.add_argument(
         "--only",
-        default="decode,trainer,runs,dora,repack,headline,tools,speed,plan,live",
+        default="decode,trainer,runs,dora,repack,headline,assumptions,tools,speed,scale,plan,live",
         help="parts, separated by commas",
     )
     options.add_argument(
@@ -262,20 +169,23 @@ def main() -> None:
         figures |= repack(rows, repack_config)
         repack_alternatives(rows, repack_config)
     if "headline" in parts:
-        figures |= headline(rows, "headline", WorkloadConfig(), SCALES, PUBLISHED)
+        figures |= headline.speedups(rows, "headline", WorkloadConfig(), headline.SCALES, headline.MATH)
+        print(headline.table(rows) + "\n")
+    if "assumptions" in parts:
+        headline.assumptions(rows)
     if "tools" in parts:
-        found = headline(
-            rows, "tools", load_simulation("tools", []).workload, TOOLS_SCALES, {"sync": (2.62, 5.42)}
-        )
-        figures["tools_speedup_over_sync"] = found["speedup_over_sync"]
+        work = load_simulation("tools", []).workload
+        figures |= headline.speedups(rows, "tools", work, headline.TOOLS_SCALES, headline.TOOLS)
     if "speed" in parts:
         figures |= speed(rows)
+    if "scale" in parts:
+        figures |= scale(rows)
     if "live" in parts:
         figures |= live(rows, options)
     if "plan" in parts:
         figures |= plan_search(rows)
     if "sensitivity" in parts:
-        sensitivity(rows, dora_config, repack_config)
+        sensitivity(rows)
     common.finish(options, figures, rows, COLUMNS)
 
 

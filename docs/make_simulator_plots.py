@@ -5,8 +5,8 @@
 
 simulator-dora.svg         published and simulated tokens/s, row by row
 simulator-speedup.svg      Laminar's speed-up against GPUs
-simulator-sensitivity.svg  what 20% less and more of a constant does to each headline: the constants that
-matter most, if it was made
+simulator-sensitivity.svg  what a standard deviation less and more of a constant does to each headline: the
+constants that matter most, if it was made
 """
 
 import json
@@ -127,7 +127,7 @@ def sensitivity(rows: list[dict]) -> str:
         abs(value) for pairs in swings.values() for pair in pairs.values() for value in pair.values()
     )
     x = scale(-largest, largest, LABELS, 740)
-    body, y = legend([("20% less", LESS), ("20% more", MORE)], LABELS, 16), 40.0
+    body, y = legend([("constant lower", LESS), ("higher", MORE)], LABELS, 16), 40.0
     for name, pairs in swings.items():
         body += tag("text", text(name), class_="row", x=8, y=y + 4, font_weight="bold")
         y += 12
@@ -135,7 +135,7 @@ def sensitivity(rows: list[dict]) -> str:
             :SHOWN
         ]:
             body += tag("text", constant, x=LABELS - 8, y=y + 10, text_anchor="end")
-            for j, (factor, colour) in enumerate(((0.8, LESS), (1.2, MORE))):
+            for j, (factor, colour) in enumerate(zip(sorted(pair), (LESS, MORE), strict=True)):
                 a, b = sorted((x(0.0), x(pair[factor])))
                 title = f"{constant} x {factor}: {pair[factor]:+.1%}"
                 body += tag("rect", x=a, y=y + 6 * j, width=b - a, height=5, fill=colour, title=title)

@@ -71,6 +71,15 @@ def test_no_number_is_endless_or_negative(value):
         (["sim", "dora", "splits.laminarr=0.5"], ["splits=laminarr", "did you mean laminar"]),
         (["sim", "dora", "rollout_mtbf_hours=0"], ["rollout_mtbf_hours=0: must be at least 0.05"]),
         (["sim", "dora", "steps=9999", "workload.prompts_per_step=100000"], ["more than the 20,000,000"]),
+        (
+            ["sim", "laminar", "sites=[{gpu: L40S, count: 3, wan_loss: 0.1}]", "pipelines=[sync,laminar]"],
+            ["sync has none of", "sites[0].count=3", "sites[0]: wan_milliseconds"],
+        ),
+        (["sim", "laminar", "trainer_groups=48"], ["gpus=64: at least 8 for each", "gpus=1024: must be a m"]),
+        (
+            ["plan", "node", "pools=[{gpu: H100, count: 8}, {gpu: H20, count: 8, grace_seconds: 30}]"],
+            ["pools[1].grace_seconds=30: a notice comes before a preemption"],
+        ),
         (["sim", "dora", "tensor_parallel=3"], ["tensor_parallel=3 does not divide the heads"]),
         (
             ["plan", "mixed", "max_staleness=-1", "model=33b"],

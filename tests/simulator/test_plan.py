@@ -77,7 +77,10 @@ def test_the_written_experiment_passes_a_dry_run_on_its_own_gpus(words, tmp_path
         run.rollout.kv_cache_tokens == kv_cache_tokens(config, best)
         and run.rollout.max_concurrent == config.max_concurrent
     )
-    assert (run.pipeline.repack, run.pipeline.max_staleness) == (repack_of(best), config.max_staleness)
+    assert (run.pipeline.repack, run.pipeline.max_staleness) == (
+        repack_of(config, best),
+        config.max_staleness,
+    )
     assert derived.trainer_gpu_memory_bytes < USABLE * GPUS[config.pools[best.trainer_pool].gpu].memory
     assert all(
         derived.rollout_gpu_memory_bytes < USABLE * GPUS[config.pools[pool].gpu].memory

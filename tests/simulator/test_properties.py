@@ -18,6 +18,7 @@ from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.setup import Setup, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.tracker import TrajectoryTracker
+from laminar_hpc.simulator.wide_area.link import Site
 from laminar_hpc.simulator.workload import Workload
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -25,8 +26,8 @@ SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 
 @st.composite
 def setups(draw, names=tuple(PIPELINES)) -> Setup:
-    """Small runs: 4 to 12 groups of 2 or 4, up to 6 replicas, tight or ample KV, with turns and failures now
-    and then."""
+    """Small runs: 4 to 12 groups of 2 or 4, up to 6 replicas, tight or ample KV, with turns, failures and
+    replicas in another place now and then."""
     rules = PIPELINES[draw(st.sampled_from(names))]
     cap = draw(st.sampled_from([64, 2000]))
     work = WorkloadConfig(
@@ -59,16 +60,27 @@ def setups(draw, names=tuple(PIPELINES)) -> Setup:
         checkpoint_every=2,
         trainer_mtbf=draw(st.sampled_from([None, None, 300.0])),
     )
-    longest = work.prompt_tokens + cap + 2 * work.turn_tokens + 1
+    return varied(draw, made, work.prompt_tokens + cap + 2 * work.turn_tokens + 1)
+
+
+def varied(draw, made: Setup, longest: int) -> Setup:
+    """With another KV cache, admission, and replicas in another place. `longest`: tokens of a trajectory."""
     capacity = draw(st.sampled_from([longest, 3 * longest, made.engines[0].capacity]))
     engines = tuple(
         dataclasses.replace(kind, capacity=capacity, costs=dataclasses.replace(kind.costs, restart=5.0))
         for kind in made.engines
     )
     clip = draw(st.sampled_from([0.0, made.admission.clip]))
+    sites: tuple[Site, ...] = ()
+    if made.rules.relays and draw(st.booleans()):
+        sites = (Site(draw(st.floats(0.0, 2.0)), draw(st.sampled_from([0.0, 300.0])), 0.03),)
+        grace, mtbf = draw(st.sampled_from([(0.0, None), (0.0, 600.0), (0.1, 100.0), (20.0, 100.0)]))
+        away = dataclasses.replace(engines[0], count=draw(st.integers(1, 3)), site=1, grace=grace, mtbf=mtbf)
+        engines = (*engines, away)
     return dataclasses.replace(
         made,
         engines=engines,
+        sites=sites,
         admission=dataclasses.replace(made.admission, clip=clip),
         job=dataclasses.replace(made.job, job_restart=9.0),
     )

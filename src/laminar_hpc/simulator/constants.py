@@ -98,6 +98,13 @@ class Constants:
     # All rollouts at once, the trainer waits: 61 GB of 30B-A3B in 4.38 s, 470 GB of 235B in 23.7 s with
     # verl's checkpoint engine (15.8 and 58.6 s without), the same page
     global_sync_bytes_per_second: float = number(17e9, at_least=1000, at_most=1e18)
+    # assumption: one machine's eight NICs exchange what trainer groups average at the end of a step
+    group_exchange_bytes_per_second: float = number(344e9, at_least=1000, at_most=1e18)
+    # assumption: TCP connections that share a wide-area link
+    wan_streams: float = number(32.0, at_least=1, at_most=10_000)
+    # Of a full copy, what one step changes: 1% of the elements (PULSE, arXiv 2602.03839), 6 bytes for each
+    # of 2 (docs/weights.md). 1.6% of the bytes were measured at a learning rate of 1e-6.
+    changed_bytes_share: float = number(0.03, above=0, at_most=1)
     # one 400G NIC: 8K tokens of 32B in 52 ms
     kv_move_bytes_per_second: float = number(40e9, at_least=1000, at_most=1e18)
     # assumption: export, import and acknowledgement

@@ -8,8 +8,7 @@ from laminar_hpc.policies.repack import ReplicaView, plan
 from laminar_hpc.simulator.replica import Replica
 from laminar_hpc.simulator.request import Request
 from laminar_hpc.simulator.rollouts import Rollouts
-
-SLOTS = 3  # ids that a relay holds (relay.slots)
+from laminar_hpc.simulator.wide_area.hand_over import HandOver
 
 
 class Repacker:
@@ -27,7 +26,8 @@ class Repacker:
         self.rollouts.clock.after(self.rollouts.trainer.costs.repack_period, self.tick)
 
     def look(self) -> None:
-        now, views = self.rollouts.clock.now, []
+        now = self.rollouts.clock.now
+        views: list[list[ReplicaView]] = [[] for _ in self.rollouts.slots]  # of each site
         for replica in self.rollouts.replicas:
             on_the_way = len(replica.running) + len(replica.parked) < replica.pending
             if (
@@ -35,20 +35,23 @@ class Repacker:
                 or replica.waiting
                 or on_the_way
                 or replica.index in self.rollouts.down
+                or replica.index in self.rollouts.leaving
                 or replica.state == "pull"
             ):
                 replica.kv_before = 0.0  # not in ramp-down yet: it takes two looks to see a fall
                 continue
             replica.advance(now)
             kv = replica.kv + replica.parked_kv
-            views.append(
+            views[replica.site].append(
                 ReplicaView(replica.index, replica.weight_id, kv, replica.kv_before, replica.pending)
             )
             replica.kv_before = kv
-        if not self.rollouts.quota(self.rollouts.newest):
-            return  # an emptied replica would find no work
-        for merge in plan(views, self.kv_max, self.requests_max):
-            self.carry_out(self.rollouts.replicas[merge.source], self.rollouts.replicas[merge.destination])
+        for site, slots in enumerate(self.rollouts.slots):
+            if not self.rollouts.quota(slots[-1]):
+                continue  # an emptied replica would find no work
+            for merge in plan(views[site], self.kv_max, self.requests_max):
+                source, destination = merge.source, merge.destination
+                self.carry_out(self.rollouts.replicas[source], self.rollouts.replicas[destination])
 
     def carry_out(self, source: Replica, destination: Replica) -> None:
         """The destination is reserved at once; the requests go on there when they have arrived."""
@@ -100,6 +103,7 @@ class Failures:
         # nobody generates with their weights: they wait for a replica to ask
         self.stranded: dict[int, Request] = {}
         rollouts.rescue = self.rescue
+        self.hand_over = HandOver(rollouts)
         for replica in rollouts.replicas:
             self._next(replica)
         if trainer_mtbf:
@@ -119,8 +123,18 @@ class Failures:
 
     def replica_dies(self, replica: Replica) -> None:
         self._next(replica)
-        if replica.index in self.rollouts.down:
+        if replica.index in self.rollouts.down or replica.index in self.rollouts.leaving:
             return
+        if replica.grace and self.rollouts.rules.isolated:
+            self.hand_over.begin(replica)
+            self.rollouts.clock.after(replica.grace, self._taken_away, replica)
+        else:
+            self._taken_away(replica)
+
+    def _taken_away(self, replica: Replica) -> None:
+        self.rollouts.leaving.discard(replica.index)
+        if replica.index in self.rollouts.down:
+            return  # the whole job went down meanwhile
         self.replica_deaths += 1
         if self.rollouts.rules.isolated:
             self._down(replica, replica.costs.restart)
@@ -148,7 +162,8 @@ class Failures:
         }
         rooms = []
         for replica in r.replicas:
-            if replica.pending and replica.index not in r.down and replica.state != "pull":
+            gone = replica.index in r.down or replica.index in r.leaving
+            if replica.pending and not gone and replica.state != "pull":
                 replica.advance(r.clock.now)
                 held = replica.kv + replica.parked_kv + sum(q.context for q in replica.waiting)
                 rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
@@ -196,7 +211,7 @@ class Failures:
         if not self.stranded:
             return False
         r, now = self.rollouts, self.rollouts.clock.now
-        loadable = frozenset(range(max(0, r.newest - SLOTS + 1), r.newest + 1))
+        loadable = frozenset(r.slots[replica.site])
         mine = Idle(
             replica.index,
             replica.weight_id,
@@ -243,7 +258,8 @@ class Failures:
         r = self.rollouts
         replica.advance(r.clock.now)
         r.down.discard(replica.index)
-        replica.weight_step = replica.weight_id = r.newest if replica.pending == 0 else replica.weight_step
+        newest = r.newest_at(replica.site)
+        replica.weight_step = replica.weight_id = newest if replica.pending == 0 else replica.weight_step
         replica.state = "generate"
         if r.rules.refresh == "barrier" and replica.pending == 0:
             r.drained(replica)

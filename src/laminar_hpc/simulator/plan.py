@@ -21,7 +21,7 @@ from laminar_hpc.simulator.cost import engine_costs, kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig
-from laminar_hpc.simulator.setup import setup
+from laminar_hpc.simulator.setup import rollout_of, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_cost import job_costs
 from laminar_hpc.simulator.trainer_fit import fitting_trainer, layout_of, shards
@@ -124,16 +124,24 @@ def kv_cache_tokens(config: PlanConfig, candidate: Candidate, c: Constants = DEF
     )
 
 
-def repack_of(candidate: Candidate) -> str:
-    """How repack moves a request: with its KV cache, if there is another replica to move it to."""
-    return "off" if candidate.replicas == 1 else "kv"
+def away(config: PlanConfig, candidate: Candidate) -> list[PoolConfig]:
+    """Pools of the candidate's rollouts that are in other places than the trainer."""
+    pools = [config.pools[pool] for pool, *_ in candidate.rollouts]
+    return [pool for pool in pools if pool.wan_gbps is not None]
+
+
+def repack_of(config: PlanConfig, candidate: Candidate) -> str:
+    """How repack moves a request: with its KV cache, if there is another replica to move it to. A run knows
+    nothing of places, so there is no repack where KV caches would cross wide-area links."""
+    places = len(away(config, candidate)) + (len(candidate.rollouts) > len(away(config, candidate)))
+    return "off" if candidate.replicas == 1 or places > 1 else "kv"
 
 
 def candidates(config: PlanConfig, c: Constants = DEFAULT) -> Iterator[Candidate]:
     """Every placement that fits: trainer's pool and size, and the replicas of each pool."""
     parallel = [tensor_parallels(config, pool, c) for pool in config.pools]
     for index, pool in enumerate(config.pools):
-        for trainer in [] if pool.preemptible else trainer_sizes(config, pool):
+        for trainer in [] if pool.only_generates else trainer_sizes(config, pool):
             if trainer_of(config, index, trainer) is None:
                 continue
             for tp in sorted({tp for sizes in parallel for tp in sizes}):
@@ -190,12 +198,11 @@ def bound(
 
 def evaluate(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -> dict:
     """Figures of a simulated run of it."""
-    mtbf = [pool.mtbf_hours and pool.mtbf_hours * 3600 for pool in config.pools]
-    rollouts = [(GPUS[config.pools[pool].gpu], gpus, tp, mtbf[pool]) for pool, gpus, tp in candidate.rollouts]
-    trainer_mtbf = mtbf[candidate.trainer_pool]
-    trainer_mtbf = trainer_mtbf and trainer_mtbf / max(1, candidate.trainer_gpus // GPUS_PER_MACHINE)
+    rollouts = [rollout_of(config.pools[pool], gpus, tp) for pool, gpus, tp in candidate.rollouts]
+    hours = config.pools[candidate.trainer_pool].mtbf_hours
+    trainer_mtbf = hours and hours * 3600 / max(1, candidate.trainer_gpus // GPUS_PER_MACHINE)
     rules = dataclasses.replace(
-        PIPELINES["laminar"], max_staleness=config.max_staleness, repack=repack_of(candidate)
+        PIPELINES["laminar"], max_staleness=config.max_staleness, repack=repack_of(config, candidate)
     )
     run = setup(
         rules,
@@ -281,7 +288,7 @@ def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
     """What the pools lack: GPUs to train on, GPUs to generate on, or both at the same time."""
     model, pools = config.model, ", ".join(f"{pool.count} {pool.gpu}" for pool in config.pools)
     trains = {
-        pool.gpu: n for pool in config.pools if not pool.preemptible and (n := _min_trainer(config, pool))
+        pool.gpu: n for pool in config.pools if not pool.only_generates and (n := _min_trainer(config, pool))
     }
     generates = {
         pool.gpu: min(sizes) for pool in config.pools if (sizes := tensor_parallels(config, pool, c))
@@ -296,11 +303,11 @@ def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
         )
     cure = "add GPUs, take a smaller model, or lower workload.max_response_tokens"
     what = "generate" if trains else "train" if generates else "train or generate"
-    kind = (
-        "pool that is not preemptible"
-        if what == "train" and any(pool.preemptible for pool in config.pools)
-        else "pool"
-    )
+    kind = "pool"
+    if what == "train" and any(pool.preemptible for pool in config.pools):
+        kind = "pool that is not preemptible"
+    elif what == "train" and any(pool.only_generates for pool in config.pools):
+        kind = "pool without wan_gbps, which is where the trainer is,"
     return f"plan: {model} fits on no {kind} to {what} ({pools}); {cure}"
 
 
@@ -319,25 +326,3 @@ def describe(config: PlanConfig, candidate: Candidate) -> str:
         for pool, gpus, tp in candidate.rollouts
     )
     return f"train on {candidate.trainer_gpus} {config.pools[candidate.trainer_pool].gpu}; {rollouts}"
-
-
-def explain(plan: Plan) -> str:
-    """Why the runner-up is second."""
-    best, second = plan.best, plan.runner_up
-    if second is None or best.figures is None or second.figures is None:
-        return "no other candidate could be better"
-    if second.why_not:
-        return second.why_not
-    a, b = best.figures, second.figures
-    side = (
-        "its trainer waits"
-        if b["trainer_wait_share"] > a["trainer_wait_share"] + 0.01
-        else (
-            "its trainer is the narrower side"
-            if b["trainer_wait_share"] < 0.05
-            else "its rollouts fill less of their KV"
-        )
-    )
-    waits = f"trainer waits {b['trainer_wait_share']:.0%} against {a['trainer_wait_share']:.0%}"
-    idle = f"rollouts idle {b['rollout_idle_share']:.0%} against {a['rollout_idle_share']:.0%}"
-    return f"{1 - second.score / best.score:.1%} worse: {side} ({waits}, {idle})"

@@ -13,8 +13,8 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.plan import (
     Plan,
+    away,
     describe,
-    explain,
     kv_cache_tokens,
     repack_of,
     search,
@@ -46,9 +46,8 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
         f"trainer      TP {t.tensor_parallel} x PP {t.pipeline_parallel} x DP {t.data_parallel}, "
         "micro-batches of "
         f"{t.tokens_per_microbatch:,} tokens{recompute}",
-        f"rollouts     {kv_cache_tokens(config, best):,} KV tokens each, repack {repack_of(best)};  relays "
-        f"{machines * lanes(config)} on "
-        f"{machines} rollout machine{'s' if machines > 1 else ''}",
+        f"rollouts     {kv_cache_tokens(config, best):,} KV tokens each, repack {repack_of(config, best)};  "
+        f"relays {machines * lanes(config)} on {machines} rollout machine{'s' if machines > 1 else ''}",
         f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, "
         f"trainer waits {f['trainer_wait_share']:.0%}, rollouts idle {f['rollout_idle_share']:.0%}, "
         f"staleness {f['staleness_training_mean']:.1f} (max {f['staleness_training_max']})",
@@ -62,6 +61,28 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
         ]
     others = "no other can be better" if plan.ended else "cut off there: another may be better"
     return [*lines, f"search       {plan.simulated} of {plan.candidates} candidates simulated; {others}"]
+
+
+def explain(plan: Plan) -> str:
+    """Why the runner-up is second."""
+    best, second = plan.best, plan.runner_up
+    if second is None or best.figures is None or second.figures is None:
+        return "no other candidate could be better"
+    if second.why_not:
+        return second.why_not
+    a, b = best.figures, second.figures
+    side = (
+        "its trainer waits"
+        if b["trainer_wait_share"] > a["trainer_wait_share"] + 0.01
+        else (
+            "its trainer is the narrower side"
+            if b["trainer_wait_share"] < 0.05
+            else "its rollouts fill less of their KV"
+        )
+    )
+    waits = f"trainer waits {b['trainer_wait_share']:.0%} against {a['trainer_wait_share']:.0%}"
+    idle = f"rollouts idle {b['rollout_idle_share']:.0%} against {a['rollout_idle_share']:.0%}"
+    return f"{1 - second.score / best.score:.1%} worse: {side} ({waits}, {idle})"
 
 
 def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
@@ -85,14 +106,12 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
     lines = [f"file         {file}", f"try          laminar train {shlex.join(words)} dry_run=true"]
     if on_one_machine(config):
         return [*lines, f"run          laminar train {shlex.join(words)} {yours}"]
-    script, job = folder / f"{name}.sh", folder / f"{name}.sbatch"
+    script = folder / f"{name}.sh"
     script.write_text(launch_script(config, candidate))
     script.chmod(0o755)
-    job.write_text(sbatch(config, candidate))
     machines = [n for part in rollout_machines(config, candidate) for n in part.processes]
     shown = shlex.quote(str(script))
-    return [
-        *lines,
+    lines += [
         f"run          {shown} controller 0 {yours}   on the first trainer machine",
         *(
             f"             {shown} {role} N {yours}   on {role} machine N = {numbers}"
@@ -101,8 +120,12 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
                 ("rollout", _numbers(len(machines))),
             )
         ),
-        f"or           cd {shlex.quote(str(folder))} && sbatch {job.name} {yours}",
     ]
+    if not away(config, candidate):  # one Slurm job reaches all machines
+        job = folder / f"{name}.sbatch"
+        job.write_text(sbatch(config, candidate))
+        lines.append(f"or           cd {shlex.quote(str(folder))} && sbatch {job.name} {yours}")
+    return lines
 
 
 def _numbers(count: int) -> str:

@@ -10,7 +10,14 @@ import yaml
 
 from laminar_hpc.config.load import conf_directory
 from laminar_hpc.simulator.constants import DEFAULT, GPUS_PER_MACHINE
-from laminar_hpc.simulator.plan import Candidate, describe, kv_cache_tokens, repack_of, trainer_settings
+from laminar_hpc.simulator.plan import (
+    Candidate,
+    away,
+    describe,
+    kv_cache_tokens,
+    repack_of,
+    trainer_settings,
+)
 from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
@@ -92,7 +99,7 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
             "tokens_per_microbatch": t.tokens_per_microbatch,
             "gpu_memory_gigabytes": t.gpu_memory_gigabytes,
         },
-        "relay": {"lanes": lanes(config)},
+        "relay": {"lanes": lanes(config), **_over_wide_area(config, candidate, figures)},
         "rollout": {
             "replicas": candidate.replicas,
             "tensor_parallel": tp,
@@ -107,7 +114,7 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
             "refresh": "drained",
             "consumption": "batch",
             "max_staleness": config.max_staleness,
-            "repack": repack_of(candidate),
+            "repack": repack_of(config, candidate),
             "repack_seconds": DEFAULT.repack_period,
         },
         "cluster": {"join_timeout_seconds": ready, "batch_timeout_seconds": slowest},
@@ -117,6 +124,14 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
     for name, keys in sections.items():
         lines += [f"{name}:", *(f"  {key}: {_yaml(value)}" for key, value in keys.items())]
     return "\n".join(lines) + "\n"
+
+
+def _over_wide_area(config: PlanConfig, candidate: Candidate, figures: dict) -> dict[str, object]:
+    """Relay settings where rollouts are in other places: changes only, and time for a copy in full."""
+    if not away(config, candidate):
+        return {}
+    longest = math.ceil(_PATIENCE * max(figures["site_copy_seconds_max"], 15.0))
+    return {"delta": "auto", "publish_timeout_seconds": longest}
 
 
 def launch_script(config: PlanConfig, candidate: Candidate) -> str:

@@ -19,8 +19,9 @@ INFINITY = math.inf
 
 
 class Replica:
-    """`capacity` and all KV in tokens. `state` names what an empty replica waits for; it is what its idle
-    seconds are booked under."""
+    """`capacity` and all KV in tokens. `site`: where it is, 0 = beside the trainer; `grace`: seconds from
+    the notice that it is taken away until it is. `state` names what an empty replica waits for; it is what
+    its idle seconds are booked under."""
 
     __slots__ = (
         "admission",
@@ -32,6 +33,7 @@ class Replica:
         "full",
         "generated",
         "gpus",
+        "grace",
         "index",
         "kv",
         "kv_before",
@@ -50,6 +52,7 @@ class Replica:
         "request_seconds",
         "running",
         "seconds",
+        "site",
         "spans",
         "stall_kind",
         "stall_until",
@@ -71,6 +74,8 @@ class Replica:
         admission: Admission,
         gpus: int,
         mtbf: float | None = None,
+        site: int = 0,
+        grace: float = 0.0,
     ) -> None:
         self.index, self.costs, self.capacity, self.max_concurrent, self.admission, self.gpus = (
             index,
@@ -81,7 +86,7 @@ class Replica:
             gpus,
         )
         self.full = capacity * (1 - 1e-9)
-        self.mtbf = mtbf
+        self.mtbf, self.site, self.grace = mtbf, site, grace
         self.clock = self.steps = self.kv = self.parked_kv = 0.0
         self.running: dict[int, Request] = {}  # by ticket, in order of admission
         self.ends: list[tuple[float, int]] = []

@@ -27,6 +27,7 @@ CAUSES = {
     "train": "var(--train)",
     "pull": "var(--pull)",
     "publish": "var(--publish)",
+    "exchange": "var(--publish)",
     "checkpoint": "var(--checkpoint)",
     "move": "var(--send)",
     "environment": "var(--score)",

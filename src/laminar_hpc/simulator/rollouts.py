@@ -5,11 +5,13 @@ waits for                    booked under    unblocked by
 quota                        admission       weights_available
 the other replicas           barrier         the last one's drain
 newer weights (barrier)      weights         weights_available
+newer weights at its site    admission       arrived
 the environment              environment     its answer
 """
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Callable
 
 from laminar_hpc.policies import admission
@@ -19,7 +21,9 @@ from laminar_hpc.simulator.request import Request
 from laminar_hpc.simulator.setup import Setup
 from laminar_hpc.simulator.tracker import TrajectoryTracker
 from laminar_hpc.simulator.trainer import Trainer
+from laminar_hpc.simulator.wide_area.deliveries import Deliveries
 
+SLOTS = 3  # ids that a relay holds (relay.slots)
 _ENDLESS = 1 << 40  # steps: the run is cut off at its last step, without a ramp-down of grants before it
 
 
@@ -49,9 +53,12 @@ class Rollouts:
         self.local_batch = [given or max(1, math.ceil(groups * share - 1e-9)) for share in shares]
         self.granted_steps = setup.steps if setup.ends else _ENDLESS
         self.samples = tracker.workload.config.samples_per_prompt
-        self.newest = 0
+        self.newest = 0  # step of the weights that the trainer's place has
+        # steps whose weights the relays of each place hold; the first place is the trainer's
+        self.slots = [deque([0], maxlen=SLOTS) for _ in range(1 + len(setup.sites))]
+        self.deliveries = Deliveries(clock, setup.sites, self.arrived)
         self.waiting_replicas: dict[int, None] = {}  # replicas that asked and got nothing; in order
-        self.admitted_latencies = array("d")  # the same from its first admission to an engine
+        self.leaving: set[int] = set()  # they had a notice
         self.barrier: set[int] = set()
         self.down: set[int] = set()
         self.paused = False
@@ -168,7 +175,10 @@ class Rollouts:
         if replica.index in self.down or replica.state == "pull":
             return
         replica.advance(self.clock.now)
-        if replica.weight_step < self.newest:
+        if replica.index in self.leaving:
+            replica.state = "down"
+            return
+        if replica.weight_step < self.newest_at(replica.site):
             self.pull(replica, replica.costs.pull)
             return
         if self.rescue(replica):
@@ -176,11 +186,10 @@ class Rollouts:
             return
         groups_max = self.local_batch[replica.index]
         given = 0
-        for request in self.tracker.lost[: groups_max * self.samples]:
+        for request in self.tracker.take_lost(groups_max * self.samples, replica.weight_step):
             self.tracker.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
             self.give(replica, request)
             given += 1
-        del self.tracker.lost[:given]
         for _ in range(min(groups_max, self.quota(replica.weight_step)) if not given else 0):
             for request in self.tracker.new_group(replica.weight_step).requests:
                 self.give(replica, request)
@@ -259,8 +268,10 @@ class Rollouts:
     # ---- weights -------------------------------------------------------------------------------------------
 
     def weights_available(self, step: int) -> None:
-        """Step `step` can be had by all."""
-        self.newest = max(self.newest, step)
+        """Step `step` can be had by all beside the trainer, and is on its way to the others."""
+        self.newest = step
+        self.slots[0].append(step)
+        self.deliveries.publish(step)
         if self.rules.refresh == "interrupt":
             self.paused = False
             for replica in self.replicas:
@@ -269,6 +280,13 @@ class Rollouts:
             self.try_round()
         else:
             self.feed_hungry()
+
+    def newest_at(self, site: int) -> int:
+        return self.slots[site][-1]
+
+    def arrived(self, site: int, step: int) -> None:
+        self.slots[site].append(step)
+        self.feed_hungry()
 
     def feed_hungry(self) -> None:
         for index in list(self.waiting_replicas):
@@ -279,7 +297,8 @@ class Rollouts:
         replica.state = "pull"
         replica.prompts.clear()
         replica.pulls += 1
-        self.clock.after(seconds, self.pulled, replica, self.newest if step is None else step, replica.pulls)
+        step = self.newest_at(replica.site) if step is None else step
+        self.clock.after(seconds, self.pulled, replica, step, replica.pulls)
 
     def pulled(self, replica: Replica, step: int, pull: int) -> None:
         replica.advance(self.clock.now)

@@ -2,7 +2,8 @@
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,6 +83,8 @@ def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
                     setup.admission,
                     kind.gpus,
                     kind.mtbf,
+                    kind.site,
+                    kind.grace,
                 )
             )
             weights.append(1.0 if setup.equal_batches else rate)
@@ -91,70 +94,91 @@ def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
 def simulate(setup: Setup) -> Outcome:
     """Runs `setup.steps` trainer steps. The garbage collector is off meanwhile: nothing here makes cycles
     that matter."""
+    with without_collector():
+        simulation = Simulation(setup)
+        simulation.clock.run()
+        return simulation.outcome()
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
-        return _simulate(setup)
+        yield
     finally:
         if enabled:
             gc.enable()
 
 
-def _simulate(setup: Setup) -> Outcome:
-    w, rules = setup.workload, setup.rules
-    work = Workload(w, setup.seed, w.prompts_per_step * setup.steps, setup.lengths)
-    clock, tracker = Clock(), TrajectoryTracker(work)
-    trainer = Trainer(
-        clock,
-        tracker,
-        setup.job,
-        rules,
-        w.prompts_per_step,
-        w.updates_per_step,
-        setup.steps,
-        setup.checkpoint_every,
-        setup.layout,
-        setup.seed,
-    )
-    replicas, shares = _replicas(setup)
-    rollouts = Rollouts(clock, tracker, trainer, replicas, setup, shares)
-    repacker = Repacker(rollouts, setup.repack_kv_share, min(kind.saturation for kind in setup.engines))
-    failures = Failures(rollouts, setup.seed, setup.trainer_mtbf)
-    windows: list[_Window] = []
+class Simulation:
+    """One trainer with its rollouts and a clock of its own. Made, it has its first events; `clock.run()` runs
+    it to its last step."""
 
-    def on_step(step: int) -> None:
-        clock.progress()
-        if step == setup.warmup_steps:
-            windows.append(_Window(replicas, trainer, tracker, rollouts.latencies, clock))
-        if rules.repack != "off" and step < setup.steps:
-            repacker.look()
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        w, rules = setup.workload, setup.rules
+        work = Workload(w, setup.seed, w.prompts_per_step * setup.steps, setup.lengths)
+        self.clock, self.tracker = Clock(), TrajectoryTracker(work)
+        self.trainer = Trainer(
+            self.clock,
+            self.tracker,
+            setup.job,
+            rules,
+            w.prompts_per_step,
+            w.updates_per_step,
+            setup.steps,
+            setup.checkpoint_every,
+            setup.layout,
+            setup.seed,
+        )
+        self.replicas, shares = _replicas(setup)
+        self.rollouts = Rollouts(self.clock, self.tracker, self.trainer, self.replicas, setup, shares)
+        saturation = min(kind.saturation for kind in setup.engines)
+        self.repacker = Repacker(self.rollouts, setup.repack_kv_share, saturation)
+        self.failures = Failures(self.rollouts, setup.seed, setup.trainer_mtbf)
+        self.window: _Window
+        self.samples: list[tuple[float, float]] = []
+        self.trainer.on_step = self._on_step
+        if setup.warmup_steps == 0:
+            self._begin_window()
+        if setup.watch:
+            for replica in self.replicas[:_SHOWN_REPLICAS]:
+                replica.spans = []
+            self.clock.at(0.0, _sample, self.clock, self.replicas, self.samples)
+        self.rollouts.start()
+        if rules.repack != "off":
+            self.clock.after(setup.job.repack_period, self.repacker.tick)
 
-    trainer.on_step = on_step
-    if setup.warmup_steps == 0:
-        windows.append(_Window(replicas, trainer, tracker, rollouts.latencies, clock))
-    samples: list[tuple[float, float]] = []
-    if setup.watch:
-        for replica in replicas[:_SHOWN_REPLICAS]:
-            replica.spans = []
-        clock.at(0.0, _sample, clock, replicas, samples)
-    rollouts.start()
-    if rules.repack != "off":
-        clock.after(setup.job.repack_period, repacker.tick)
-    clock.run()
-    for replica in replicas:
-        replica.advance(clock.now)
-    outcome = _outcome(setup, clock, tracker, trainer, replicas, rollouts, windows[0])
-    outcome.figures |= _move_figures(repacker, failures)
-    if setup.watch:
-        shown = {f"rollout{r.index}": r.spans or [] for r in replicas[:_SHOWN_REPLICAS]}
-        outcome.spans = {"trainer": trainer.spans, **shown}
-        outcome.kv_samples = samples
-        outcome.lengths = [n for i in range(min(256, tracker.counted)) for n in tracker.workload.lengths(i)]
-    return outcome
+    def _begin_window(self) -> None:
+        self.window = _Window(self.replicas, self.trainer, self.tracker, self.rollouts.latencies, self.clock)
+
+    def _on_step(self, step: int) -> None:
+        self.clock.progress()
+        if step == self.setup.warmup_steps:
+            self._begin_window()
+        if self.setup.rules.repack != "off" and step < self.setup.steps:
+            self.repacker.look()
+
+    def outcome(self) -> Outcome:
+        """Of the window, once the last step is trained."""
+        for replica in self.replicas:
+            replica.advance(self.clock.now)
+        outcome = _outcome(
+            self.setup, self.clock, self.tracker, self.trainer, self.replicas, self.rollouts, self.window
+        )
+        outcome.figures |= _move_figures(self.repacker, self.failures, self.rollouts)
+        if self.setup.watch:
+            shown = {f"rollout{r.index}": r.spans or [] for r in self.replicas[:_SHOWN_REPLICAS]}
+            outcome.spans = {"trainer": self.trainer.spans, **shown}
+            outcome.kv_samples = self.samples
+            groups = range(min(256, self.tracker.counted))
+            outcome.lengths = [n for i in groups for n in self.tracker.workload.lengths(i)]
+        return outcome
 
 
-def _move_figures(repacker: Repacker, failures: Failures) -> dict[str, float]:
-    emptied = repacker.replicas_emptied
+def _move_figures(repacker: Repacker, failures: Failures, rollouts: Rollouts) -> dict[str, float]:
+    emptied, deliveries = repacker.replicas_emptied, rollouts.deliveries.seconds
     return {
         "replicas_emptied": emptied,
         "trajectories_moved": repacker.trajectories_moved,
@@ -164,6 +188,9 @@ def _move_figures(repacker: Repacker, failures: Failures) -> dict[str, float]:
         "trajectories_redirected": failures.redirected,
         "trajectories_rescued_by_load": failures.loaded,
         "trajectories_restarted": failures.restarted,
+        "notices": failures.hand_over.notices,
+        "trajectories_handed_over": failures.hand_over.handed_over,
+        "site_delivery_seconds_mean": sum(deliveries) / len(deliveries) if deliveries else 0.0,
     }
 
 
@@ -211,6 +238,7 @@ def _outcome(
         "staleness_training_mean": _mean(training),
         "staleness_training_max": max(training, default=0),
         "versions_max": tracker.versions,
+        "site_copy_seconds_max": max((site.latency + site.copy for site in setup.sites), default=0.0),
         "discarded_tokens": tracker.discarded_tokens,
         "finished_tokens": tracker.finished_tokens,
         "finished_trajectories": sum(tracker.generation_staleness.values()),

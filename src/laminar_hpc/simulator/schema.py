@@ -49,6 +49,33 @@ class WorkloadConfig:
 
 
 @dataclass
+class PoolConfig:
+    """GPUs of one type in whole machines. A pool that is preemptible or elsewhere is for rollouts only."""
+
+    gpu: str = field(default="H800", metadata=choices_of(GPUS))
+    count: int = number(64, at_least=1, at_most=65_536)
+    # $ per GPU and hour; null = the example price of tables/gpus.yaml
+    price: float | None = number(
+        None, above=0, at_most=1e6, why="tokens per $ are asked for; null takes an example price"
+    )
+    preemptible: bool = False
+    # mean time between failures or preemptions of a replica, of a machine for the trainer; null = never
+    mtbf_hours: float | None = number(
+        None, at_least=0.25, at_most=1e6, why="a replica needs two minutes to come back"
+    )
+    # of preemptible ones: from the notice to the end, in which trajectories are handed over
+    grace_seconds: float = number(0.0, at_least=0, at_most=3600)
+    # of the link between the pool and the trainer's place, in Gbit/s; null = it is in that place
+    wan_gbps: float | None = number(None, at_least=0.001, at_most=100_000)
+    wan_milliseconds: float = number(0.0, at_least=0, at_most=10_000)  # its round trip
+    wan_loss: float = number(0.0, at_least=0, at_most=0.5)  # share of its packets
+
+    @property
+    def only_generates(self) -> bool:
+        return self.preemptible or self.wan_gbps is not None
+
+
+@dataclass
 class SimulationConfig:
     """One sweep: each pipeline at each number of GPUs."""
 
@@ -61,7 +88,7 @@ class SimulationConfig:
     draws: int = number(8, at_least=0, at_most=1000)
     # of tables/models.yaml, or a model directory
     model: str = field(default="32B", metadata=choices_of(MODELS))
-    gpus: list[int] = field(default_factory=lambda: [64, 128], metadata=bounds(at_least=2, at_most=131_072))
+    gpus: list[int] = field(default_factory=lambda: [64, 128], metadata=bounds(at_least=2, at_most=262_144))
     trainer_gpu: str = field(default="H800", metadata=choices_of(GPUS))
     rollout_gpu: str = field(default="H800", metadata=choices_of(GPUS))
     engine: str = choice(*ENGINES)  # whose admission and preemption
@@ -82,6 +109,11 @@ class SimulationConfig:
         None, at_least=0, at_most=1000, why="with less than 0 no prompt is ever given out"
     )
     max_concurrent: int = number(256, at_least=1, at_most=100_000)  # requests per replica
+    # rollouts beside those of `gpus`, in other places or of other types
+    sites: list[PoolConfig] = field(default_factory=list)
+    # equal parts of all GPUs, each with a trainer, rollouts and batches of its own; they average their
+    # weights at the end of each step
+    trainer_groups: int = number(1, at_least=1, at_most=1024)
     checkpoint_every: int = number(20, at_least=1, at_most=1_000_000)
     # mean time between failures of a replica; null = never
     rollout_mtbf_hours: float | None = number(
@@ -94,23 +126,6 @@ class SimulationConfig:
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     # other values for fields of constants.Constants, which have the bounds
     constants: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class PoolConfig:
-    """GPUs of one type in whole machines. A preemptible pool is for rollouts only."""
-
-    gpu: str = field(default="H800", metadata=choices_of(GPUS))
-    count: int = number(64, at_least=1, at_most=65_536)
-    # $ per GPU and hour; null = the example price of tables/gpus.yaml
-    price: float | None = number(
-        None, above=0, at_most=1e6, why="tokens per $ are asked for; null takes an example price"
-    )
-    preemptible: bool = False
-    # mean time between failures or preemptions of a replica, of a machine for the trainer; null = never
-    mtbf_hours: float | None = number(
-        None, at_least=0.25, at_most=1e6, why="a replica needs two minutes to come back"
-    )
 
 
 @dataclass

@@ -18,7 +18,7 @@ from laminar_hpc.simulator import tables
 from laminar_hpc.simulator.constants import DEFAULT, GPUS_PER_MACHINE, Constants
 from laminar_hpc.simulator.cost import kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.schema import PlanConfig, SimulationConfig
+from laminar_hpc.simulator.schema import PlanConfig, PoolConfig, SimulationConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_fit import shards
 from laminar_hpc.simulator.workload import read_lengths
@@ -132,7 +132,7 @@ def check(config: SimulationConfig) -> None:
             *(_unknown_entry("splits", name, PIPELINES) for name in names),
         ]
     )
-    _refuse([*_work(config), *_replicas(config)])
+    _refuse([*_work(config), *_replicas(config), *_elsewhere(config), *_places("sites", config.sites)])
 
 
 def check_plan(config: PlanConfig) -> None:
@@ -145,7 +145,7 @@ def check_plan(config: PlanConfig) -> None:
             "" if config.pools else f"pools is empty: {example}",
         ]
     )
-    _refuse([*_work(config), *_plannable(config)])
+    _refuse([*_work(config), *_plannable(config), *_places("pools", config.pools)])
 
 
 def output_folder(config: SimulationConfig | PlanConfig, default: str) -> Path:
@@ -226,21 +226,52 @@ def _replicas(config: SimulationConfig) -> Iterator[str]:
             f"tensor_parallel={tensor_parallel} does not divide the heads of {config.model}; use 1, 2 or 4, "
             "or 8 if it has as many"
         )
-    capacity = kv_capacity(
-        model, GPUS[config.rollout_gpu], tensor_parallel, min(c.kv_memory_share, c.kv_memory_share_colocated)
-    )
-    if capacity < w.longest:
-        yield (
-            f"{config.model} on {tensor_parallel} x {config.rollout_gpu} has room for {max(0, capacity)} KV "
-            "tokens, the longest trajectory "
-            f"has {w.longest}: raise tensor_parallel or lower workload.max_response_tokens"
-        )
-    for gpus in config.gpus:
-        if gpus < 2 * tensor_parallel:
+    for gpu in dict.fromkeys([config.rollout_gpu, *(site.gpu for site in config.sites)]):
+        share = min(c.kv_memory_share, c.kv_memory_share_colocated)
+        capacity = kv_capacity(model, GPUS[gpu], tensor_parallel, share)
+        if capacity < w.longest:
             yield (
-                f"gpus={gpus}: at least {2 * tensor_parallel}, "
+                f"{config.model} on {tensor_parallel} x {gpu} has room for {max(0, capacity)} KV tokens, the "
+                f"longest trajectory has {w.longest}: raise tensor_parallel or lower "
+                "workload.max_response_tokens"
+            )
+    for gpus in config.gpus:
+        each = "" if config.trainer_groups == 1 else f" for each of {config.trainer_groups} trainer_groups"
+        if gpus < 2 * tensor_parallel * config.trainer_groups:
+            yield (
+                f"gpus={gpus}: at least {2 * tensor_parallel}{each}, "
                 f"one replica of {tensor_parallel} and as many to train"
             )
+        elif gpus % config.trainer_groups:
+            yield f"gpus={gpus}: must be a multiple of trainer_groups={config.trainer_groups}"
+
+
+def _elsewhere(config: SimulationConfig) -> Iterator[str]:
+    """What sites do not go together with."""
+    for name in config.pipelines if config.sites else []:
+        if not PIPELINES[name].relays:
+            known = ", ".join(key for key, rules in PIPELINES.items() if rules.relays)
+            yield f"sites: weights reach them through relays, which {name} has none of; use {known}"
+    tensor_parallel = config.tensor_parallel or MODELS[config.model].tensor_parallel
+    replica = tensor_parallel * config.trainer_groups
+    for i, site in enumerate(config.sites):
+        if site.count % replica:
+            yield (
+                f"sites[{i}].count={site.count}: must be a multiple of {replica}, the GPUs of a replica"
+                + (" for each of the trainer_groups" if config.trainer_groups > 1 else "")
+            )
+
+
+def _places(key: str, pools: list[PoolConfig]) -> Iterator[str]:
+    """Settings of a pool that say nothing without another one."""
+    for i, pool in enumerate(pools):
+        if pool.grace_seconds and not (pool.preemptible and pool.mtbf_hours):
+            yield (
+                f"{key}[{i}].grace_seconds={pool.grace_seconds:g}: a notice comes before a preemption; give "
+                "preemptible=true and mtbf_hours too"
+            )
+        if (pool.wan_milliseconds or pool.wan_loss) and pool.wan_gbps is None:
+            yield f"{key}[{i}]: wan_milliseconds and wan_loss are of a link; give its wan_gbps too"
 
 
 def _plannable(config: PlanConfig) -> Iterator[str]:

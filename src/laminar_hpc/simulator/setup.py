@@ -1,17 +1,19 @@
 """What one simulated run is given: its rules, its engines and trainer with their costs, and its workload."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from laminar_hpc.policies.repack import saturation_batch
 from laminar_hpc.simulator.constants import Constants
-from laminar_hpc.simulator.cost import EngineCosts, engine_costs, faster, kv_capacity
+from laminar_hpc.simulator.cost import EngineCosts, chain_seconds, engine_costs, faster, kv_capacity
 from laminar_hpc.simulator.request import Admission
 from laminar_hpc.simulator.rules import Rules
-from laminar_hpc.simulator.schema import WorkloadConfig
-from laminar_hpc.simulator.tables import Gpu, Model
+from laminar_hpc.simulator.schema import PoolConfig, WorkloadConfig
+from laminar_hpc.simulator.tables import GPUS, Gpu, Model
 from laminar_hpc.simulator.trainer_cost import (
     JobCosts,
     Layout,
@@ -19,11 +21,13 @@ from laminar_hpc.simulator.trainer_cost import (
     offloaded_layout,
     trainer_layout,
 )
+from laminar_hpc.simulator.wide_area.link import Link, Site, chained
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Replicas of one kind. `mtbf`: mean seconds between failures or preemptions of one; None = never."""
+    """Replicas of one kind. `mtbf`: mean seconds between failures or preemptions of one; None = never;
+    `grace`: seconds from a notice to it. `site`: its place in Setup.sites, from 1; 0 = beside the trainer."""
 
     count: int
     gpus: int
@@ -31,6 +35,29 @@ class Engines:
     capacity: int
     saturation: int
     mtbf: float | None = None
+    site: int = 0
+    grace: float = 0.0
+
+
+class Rollout(NamedTuple):
+    """Replicas of one pool. `mtbf`: seconds between failures of one; `grace`: from a notice to it; `link`: to
+    another place than the trainer's."""
+
+    gpu: Gpu
+    gpus: int
+    tensor_parallel: int
+    mtbf: float | None = None
+    grace: float = 0.0
+    link: Link | None = None
+
+
+def rollout_of(pool: PoolConfig, gpus: int, tensor_parallel: int) -> Rollout:
+    """`gpus` of a pool as its settings say."""
+    link = None
+    if pool.wan_gbps is not None:
+        link = Link(pool.wan_gbps * 1e9 / 8, pool.wan_milliseconds / 1e3, pool.wan_loss)
+    mtbf, grace = pool.mtbf_hours and pool.mtbf_hours * 3600, pool.grace_seconds
+    return Rollout(GPUS[pool.gpu], gpus, tensor_parallel, mtbf, grace, link)
 
 
 @dataclass(frozen=True)
@@ -46,6 +73,7 @@ class Setup:
     steps: int
     warmup_steps: int
     admission: Admission
+    sites: tuple[Site, ...] = ()  # other places than the trainer's, to which weights take longer
     seed: int = 0
     max_concurrent: int = 256
     repack_kv_share: float = 0.9
@@ -64,11 +92,18 @@ class Setup:
     def faster(self, factor: float) -> "Setup":
         """The same run with all rates `factor` times as high."""
         kinds = tuple(
-            dataclasses.replace(kind, costs=faster(kind.costs, factor), mtbf=kind.mtbf and kind.mtbf / factor)
+            dataclasses.replace(
+                kind,
+                costs=faster(kind.costs, factor),
+                mtbf=kind.mtbf and kind.mtbf / factor,
+                grace=kind.grace / factor,
+            )
             for kind in self.engines
         )
+        sites = tuple(faster(site, factor) for site in self.sites)
         mtbf = self.trainer_mtbf and self.trainer_mtbf / factor
-        return dataclasses.replace(self, engines=kinds, job=faster(self.job, factor), trainer_mtbf=mtbf)
+        job = faster(self.job, factor)
+        return dataclasses.replace(self, engines=kinds, job=job, sites=sites, trainer_mtbf=mtbf)
 
 
 def engines(
@@ -98,7 +133,7 @@ def setup(
     model: Model,
     trainer_gpu: Gpu,
     trainer_gpus: int,
-    rollouts: Sequence[tuple[Gpu, int, int, float | None]],
+    rollouts: Sequence[Rollout | tuple[Gpu, int, int, float | None]],
     workload: WorkloadConfig,
     c: Constants,
     engine: str = "sglang",
@@ -106,15 +141,24 @@ def setup(
     layout: Layout | None = None,
     **settings: Any,
 ) -> Setup:
-    """`rollouts`: (type, GPUs, tensor parallel, seconds between failures of a replica); colocated: the same
-    GPUs as the trainer's. `layout`: the trainer's, None = that of a published system."""
+    """`rollouts`: each a Rollout or the beginning of one; colocated: the same GPUs as the trainer's.
+    `layout`: the trainer's, None = that of a published system."""
     colocated = rules.placement == "colocated"
+    parts = [part for entry in rollouts if (part := Rollout(*entry)).gpus >= part.tensor_parallel]
+    away = [part for part in parts if part.link is not None]
+    numbers = accumulate(part.link is not None for part in parts)  # of the places so far
     kinds = tuple(
-        engines(model, gpu, gpus, tp, mtbf, colocated, c, cuda_graphs)
-        for gpu, gpus, tp, mtbf in rollouts
-        if gpus >= tp
+        dataclasses.replace(
+            engines(model, part.gpu, part.gpus, part.tensor_parallel, part.mtbf, colocated, c, cuda_graphs),
+            site=number if part.link is not None else 0,
+            grace=part.grace,
+        )
+        for part, number in zip(parts, numbers, strict=True)
     )
-    total = sum(gpus for _, gpus, *_ in rollouts)
+    total = sum(part.gpus for part in parts if part.link is None)
+    size = 2.0 * model.parameters
+    inside = [chain_seconds(size, math.ceil(part.gpus / part.gpu.machine), c) for part in away]
+    links = [(part.link, seconds) for part, seconds in zip(away, inside, strict=True) if part.link]
     layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, workload, c)
     layout = layout or offloaded_layout(trainer_gpu, trainer_gpus, workload)
     job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
@@ -126,6 +170,7 @@ def setup(
         layout,
         workload,
         admission=Admission.of(workload.max_response_tokens, c, engine),
+        sites=chained(size, links, c),
         repack_kv_share=c.repack_kv_share,
         speed_spread=c.replica_speed_spread,
         **settings,

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.simulator.groups import exchange_seconds, simulate_groups
 from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.run import Outcome, simulate
 from laminar_hpc.simulator.schema import SimulationConfig
 from laminar_hpc.simulator.settings import constants_of
-from laminar_hpc.simulator.setup import setup
-from laminar_hpc.simulator.tables import GPUS, MODELS
+from laminar_hpc.simulator.setup import Rollout, rollout_of, setup
+from laminar_hpc.simulator.tables import GPUS, MODELS, Gpu
 from laminar_hpc.simulator.trainer_cost import layouts
 from laminar_hpc.simulator.uncertainty import Rates, draw, quantiles
 
@@ -27,53 +28,62 @@ def rules_of(config: SimulationConfig, pipeline: str) -> Rules:
     return rules
 
 
+def rollouts_of(config: SimulationConfig, gpus: int) -> list[Rollout]:
+    """Of one trainer group: `gpus` beside the trainer, and its part of each site."""
+    tensor_parallel = config.tensor_parallel or MODELS[config.model].tensor_parallel
+    mtbf = config.rollout_mtbf_hours and config.rollout_mtbf_hours * 3600
+    parts = [(site, site.count // config.trainer_groups) for site in config.sites]
+    return [
+        Rollout(GPUS[config.rollout_gpu], gpus, tensor_parallel, mtbf),
+        *(rollout_of(site, count, tensor_parallel) for site, count in parts),
+    ]
+
+
 def point(
-    config: SimulationConfig, pipeline: str, gpus: int, trainer_gpus: int, steps: int, watch: bool = False
+    config: SimulationConfig,
+    pipeline: str,
+    gpus: int,
+    trainer_gpus: int,
+    steps: int,
+    watch: bool = False,
+    groups: int = 1,
 ) -> Outcome:
-    """One simulated run."""
+    """One simulated run. `gpus`, `trainer_gpus`: of one of `groups` trainer groups."""
     model, rules, c = MODELS[config.model], rules_of(config, pipeline), constants_of(config)
     rollout_gpus = gpus if rules.placement == "colocated" else gpus - trainer_gpus
-    replica_mtbf, trainer_mtbf = (
-        hours and hours * 3600 for hours in (config.rollout_mtbf_hours, config.trainer_mtbf_hours)
+    made = setup(
+        rules,
+        model,
+        GPUS[config.trainer_gpu],
+        trainer_gpus,
+        rollouts_of(config, rollout_gpus),
+        config.workload,
+        c,
+        engine=config.engine,
+        cuda_graphs=config.cuda_graphs,
+        steps=steps,
+        warmup_steps=config.warmup_steps,
+        seed=config.seed,
+        max_concurrent=config.max_concurrent,
+        checkpoint_every=config.checkpoint_every,
+        watch=watch,
+        trainer_mtbf=config.trainer_mtbf_hours and config.trainer_mtbf_hours * 3600,
     )
-    return simulate(
-        setup(
-            rules,
-            model,
-            GPUS[config.trainer_gpu],
-            trainer_gpus,
-            [
-                (
-                    GPUS[config.rollout_gpu],
-                    rollout_gpus,
-                    config.tensor_parallel or model.tensor_parallel,
-                    replica_mtbf,
-                )
-            ],
-            config.workload,
-            c,
-            engine=config.engine,
-            cuda_graphs=config.cuda_graphs,
-            steps=steps,
-            warmup_steps=config.warmup_steps,
-            seed=config.seed,
-            max_concurrent=config.max_concurrent,
-            checkpoint_every=config.checkpoint_every,
-            watch=watch,
-            trainer_mtbf=trainer_mtbf,
-        )
-    )
+    if groups == 1:
+        return simulate(made)
+    return simulate_groups(made, groups, exchange_seconds(model, groups, c))
 
 
 def split(config: SimulationConfig, pipeline: str, gpus: int) -> int:
-    """The trainer's GPUs: known, or the best of a few shares by a short run each."""
+    """The GPUs of a group's trainer: known, or the best of a few shares by a short run each."""
     if rules_of(config, pipeline).placement == "colocated":
         return gpus
     tensor_parallel = config.tensor_parallel or MODELS[config.model].tensor_parallel
     share = config.splits.get(f"{pipeline}@{gpus}", config.splits.get(pipeline, config.trainer_share))
     if share is not None:
         trainer = round(gpus * share / tensor_parallel) * tensor_parallel
-        if not 0 < trainer <= gpus - tensor_parallel:
+        least = 0 if config.sites else tensor_parallel  # rollouts beside the trainer
+        if not 0 < trainer <= gpus - least:
             raise LaminarError(
                 f"{pipeline} at {gpus} GPUs: a trainer share of "
                 f"{share:g} leaves no GPUs to train or to generate"
@@ -111,7 +121,9 @@ def rate_range(
     """Tokens/s that the constants allow, around the prediction `middle`: how a short run changes from draw to
     draw. What the configuration says of a constant is certain."""
     steps = min(config.steps, config.warmup_steps + _RANGE_STEPS)
-    model, gpus_of = MODELS[config.model], (GPUS[config.trainer_gpu], GPUS[config.rollout_gpu])
+    model = MODELS[config.model]
+    gpus_of: tuple[Gpu, ...] = (GPUS[config.trainer_gpu], GPUS[config.rollout_gpu])
+    gpus_of += tuple(GPUS[site.gpu] for site in config.sites)
     of_tables = [dataclasses.asdict(model), *(dataclasses.asdict(gpu) for gpu in gpus_of)]
 
     def short(constants: dict[str, float]) -> float:
@@ -134,10 +146,11 @@ def sweep(
     rows, rates = [], Rates(cache)
     for gpus in config.gpus:
         for pipeline in config.pipelines:
-            trainer_gpus = split(config, pipeline, gpus)
-            outcome = point(config, pipeline, gpus, trainer_gpus, config.steps, watch=True)
+            each, groups = gpus // config.trainer_groups, config.trainer_groups
+            trainer_gpus = split(config, pipeline, each)
+            outcome = point(config, pipeline, each, trainer_gpus, config.steps, watch=True, groups=groups)
             rate = outcome.figures["tokens_per_second"]
-            low, high = rate_range(config, pipeline, gpus, trainer_gpus, rate, rates)
+            low, high = rate_range(config, pipeline, each, trainer_gpus, rate, rates)
             outcome.figures |= {"tokens_per_second_low": low, "tokens_per_second_high": high}
             say(f"{pipeline} on {gpus} GPUs: {rate:,.0f} tokens/s, {low:,.0f} to {high:,.0f}")
             rows.append({"pipeline": pipeline, "gpus": gpus, "outcome": outcome})

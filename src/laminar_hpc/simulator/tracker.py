@@ -70,6 +70,15 @@ class TrajectoryTracker:
         self.views.put(group.view())
         return group
 
+    def take_lost(self, count: int, weight_step: int) -> list[Request]:
+        """At most `count` of the lost, for a replica with weights of this step: none goes on with older ones
+        than it began with, which a distant place may have."""
+        taken = [request for request in self.lost if request.weight_step <= weight_step][:count]
+        if taken:
+            gone = set(map(id, taken))
+            self.lost = [request for request in self.lost if id(request) not in gone]
+        return taken
+
     def finish(self, request: Request, trainer_step: int) -> bool:
         """A trajectory is complete; True when its group is."""
         group = request.group

@@ -59,8 +59,9 @@ class Trainer:
         self.delay = 0.0
         self.spans: list[tuple[str, float, float]] = []
         self.on_step: Callable[[int], None] = lambda step: None  # called at the end of each step
+        self.finish_step: Callable[[], None] = self.end_step  # called when its last update is done
 
-    def _book(self, kind: str, start: float, end: float) -> None:
+    def book(self, kind: str, start: float, end: float) -> None:
         if end > start:
             self.seconds[kind] = self.seconds.get(kind, 0.0) + end - start
             self.spans.append((kind, start, end))
@@ -79,7 +80,7 @@ class Trainer:
         if not choice.group_ids:
             return
         now = self.clock.now
-        self._book("wait", self.waiting_since, now)
+        self.book("wait", self.waiting_since, now)
         self.waiting_since = None
         tokens = self.tracker.consume(choice.group_ids, self.step)
         self.taken += len(choice.group_ids)
@@ -105,7 +106,7 @@ class Trainer:
         self.delay += down + self.since_checkpoint
         if self.waiting_since is not None:
             now = self.clock.now
-            self._book("wait", self.waiting_since, now)
+            self.book("wait", self.waiting_since, now)
             self.waiting_since = None
             self.clock.at(now, self._recover, now)
 
@@ -115,25 +116,25 @@ class Trainer:
             delay, self.delay = self.delay, 0.0
             self.clock.after(delay, self._recover, start)
             return
-        self._book("down", start, self.clock.now)
+        self.book("down", start, self.clock.now)
         self.waiting_since = self.clock.now
         self.poke()
 
     def _trained(self, start: float, seconds: float) -> None:
         if self.delay:
             delay, self.delay = self.delay, 0.0
-            self._book("down", self.clock.now, self.clock.now + delay)
+            self.book("down", self.clock.now, self.clock.now + delay)
             self.clock.after(delay, self._trained, start, seconds)
             return
-        self._book("train", start, start + seconds)
+        self.book("train", start, start + seconds)
         self.since_checkpoint += seconds
         if self.part < self.parts:
             self.waiting_since = self.clock.now
             self.poke()
             return
-        self._end_step()
+        self.finish_step()
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
         now = self.clock.now
         self.step += 1
         self.taken = self.part = 0
@@ -153,10 +154,10 @@ class Trainer:
         else:
             stall = self.rollouts.global_sync_seconds
             self.rollouts.weights_available(self.step)
-        self._book("publish", now, now + stall)
+        self.book("publish", now, now + stall)
         saving = self.costs.checkpoint if self.step % self.checkpoint_every == 0 else 0.0
         if saving:
-            self._book("checkpoint", now + stall, now + stall + saving)
+            self.book("checkpoint", now + stall, now + stall + saving)
             self.since_checkpoint = 0.0
         self.clock.after(stall + saving, self._ready)
 

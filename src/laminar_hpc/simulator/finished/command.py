@@ -4,6 +4,7 @@ what happened, and overrides that would have made it faster on the same GPUs."""
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
@@ -28,39 +29,46 @@ def is_run(name: str, known: list[str]) -> bool:
 
 def sim(run_dir: str, words: list[str], as_json: bool) -> int:
     """Prints what happened beside what is simulated, and the best single change. Returns 0."""
-    _no_words("sim", words)
-    measured = measure(Path(run_dir))
-    now = predict(measured)
-    changes = best_of_each(measured, now, _say)
-    if as_json:
-        print(json.dumps(_as_dict(measured, now, changes[:1]), indent=1))
-        return 0
-    print("\n".join([*table(measured.happened, now), *costs(measured), *_change_lines(changes[:1], now)]))
-    return 0
+
+    def lines(measured: Measured, now: Figures, changes: list[Change]) -> list[str]:
+        return [*table(measured.happened, now), *costs(measured), *_change_lines(changes, now)]
+
+    return _answer("sim", run_dir, words, as_json, lambda *run: best_of_each(*run)[:1], lines)
 
 
 def plan(run_dir: str, words: list[str], as_json: bool) -> int:
     """Prints the overrides that would be fastest together, step by step. Returns 0."""
-    _no_words("plan", words)
-    measured = measure(Path(run_dir))
-    now = predict(measured)
-    changes = best_together(measured, now, _say)
-    if as_json:
-        print(json.dumps(_as_dict(measured, now, changes), indent=1))
-        return 0
-    rate = measured.happened.tokens_per_second
-    lines = [f"{'now':<12} {rate:,.0f} tokens/s; simulated {now.tokens_per_second:,.0f}"]
-    print("\n".join([*lines, *_change_lines(changes, now)]))
-    if changes:
-        print(f"{'overrides':<12} {' '.join(changes[-1].words)}")
-    return 0
+
+    def lines(measured: Measured, now: Figures, changes: list[Change]) -> list[str]:
+        happened, simulated = measured.happened.tokens_per_second, now.tokens_per_second
+        first = f"{'now':<12} {happened:,.0f} tokens/s; simulated {simulated:,.0f}"
+        last = [f"{'overrides':<12} {' '.join(changes[-1].words)}"] if changes else []
+        return [first, *_change_lines(changes, now), *last]
+
+    return _answer("plan", run_dir, words, as_json, best_together, lines)
 
 
-def _no_words(command: str, words: list[str]) -> None:
+def _answer(
+    command: str,
+    run_dir: str,
+    words: list[str],
+    as_json: bool,
+    look_for: Callable[[Measured, Figures, Callable[[str], None]], list[Change]],
+    lines: Callable[[Measured, Figures, list[Change]], list[str]],
+) -> int:
+    """What both commands do: measure the run, predict it, look for changes, print."""
     if words:
         raise LaminarError(
             f"laminar {command} RUN_DIR takes no settings, and got {' '.join(words)}: the run has its own"
         )
+    measured = measure(Path(run_dir))
+    now = predict(measured)
+    changes = look_for(measured, now, _say)
+    if as_json:
+        print(json.dumps(_as_dict(measured, now, changes), indent=1))
+    else:
+        print("\n".join(lines(measured, now, changes)))
+    return 0
 
 
 def _say(line: str) -> None:
