@@ -74,6 +74,8 @@ def test_signals(tmp_path, capfd) -> None:
     done: list[int] = []
     thread = threading.Thread(target=lambda: done.append(launcher.run()))
     thread.start()
+    while not launcher.begun:
+        time.sleep(0.05)
     for _ in range(3):
         launcher.on_signal(signal.SIGINT)
         launcher.on_signal(signal.SIGINT)

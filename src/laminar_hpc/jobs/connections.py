@@ -25,6 +25,7 @@ from laminar_hpc.jobs.hosts import Part
 _LOOK_SECONDS = 0.1
 _END_SECONDS = 60.0  # for the others behind the controller
 _LOST = 255  # ssh's exit code for an error of its own
+_NO_PYTHON = (126, 127)  # a shell's, for a command that is not there
 
 
 class Connection:
@@ -76,20 +77,26 @@ class Launcher:
     def __init__(
         self, commands: Sequence[tuple[Part, Sequence[str]]], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._clock, self._codes = clock, dict[Connection, int]()
+        self._commands, self._clock = commands, clock
+        self._codes = dict[Connection, int]()
         self._signals, self._asked, self._gave_up = 0, 0.0, False
         self._leave_at: float | None = None  # when those that are left are told to leave
         self._lock = threading.RLock()  # a signal may come between two lines
-        self._connections = [Connection(part, command, self._say) for part, command in commands]
+        self._connections: list[Connection] = []
 
     @property
     def begun(self) -> bool:
         """Whether each machine has said that its part begins."""
-        return all(each.begun for each in self._connections)
+        begun = [each for each in self._connections if each.begun]
+        return len(begun) == len(self._commands)
 
     def run(self) -> int:
         """Exit code: 0 = the run is done or was stopped in order, 2 = a machine has refused it, 1 = it
         failed, or a part of it did."""
+        for part, command in self._commands:
+            self._connections.append(Connection(part, command, self._say))
+        if self._signals:  # it came meanwhile
+            self._order("leave", self._connections)
         while len(self._codes) < len(self._connections) and not self._gave_up:
             for connection in self._going_on():
                 if (code := connection.code()) is not None:
@@ -133,6 +140,10 @@ class Launcher:
         part, others = connection.part, self._going_on()
         if code == _LOST:
             self._lost(connection)
+        if code in _NO_PYTHON and not connection.begun:
+            self._tell(
+                f"error: {part.host.name} has no Python where this machine has it: VENV= names another"
+            )
         if code and (code == REFUSED or not self.begun):
             self._order("leave", others)
         elif part.controller and code != _LOST:

@@ -80,11 +80,15 @@ class Orders:
     def __init__(self, tied: bool) -> None:
         self.given: list[str] = []
         self._tied = tied
+        self._lines = os.fdopen(os.dup(0))
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)  # what is started here reads none of them
+        os.close(nothing)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         with suppress(OSError, ValueError):
-            for line in sys.stdin:
+            for line in self._lines:
                 self.given.append(line.strip())
         if self._tied:
             self.given.append("stop")

@@ -79,12 +79,11 @@ def assign(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[P
     here = {host: (index, len(nodes)) for index, host in enumerate(nodes)}
     free = [host for host in hosts if host not in here]
     replicas = _replicas(config, derived, free or ([] if on_gpus else list(hosts)))
-    parts = [
+    return [
         Part(host, host == hosts[0], here.get(host), replicas.get(host, 0))
         for host in hosts
         if host == hosts[0] or host in here or host in replicas
     ]
-    return parts
 
 
 def _trainer_hosts(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[Host]:
