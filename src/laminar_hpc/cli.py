@@ -141,6 +141,25 @@ COMMANDS: dict[str, Command] = {
         options=submit_options,
         keys=True,
     ),
+    "launch": Command(
+        elsewhere("laminar_hpc.jobs.launch"),
+        "check, then run the job on several machines over ssh, without Slurm, and show its progress here",
+        {
+            "laminar launch --hosts hosts.txt experiment=mine": "hosts.txt: a line for each, NAME [gpus=N]",
+            "laminar launch --hosts hosts.txt experiment=mine --dry-run": "print the ssh lines",
+            "laminar launch --hosts hosts.txt experiment=mine --only node3": "start one that was lost again",
+        },
+        options=(
+            "--hosts FILE",
+            "--dry-run",
+            "--tied",
+            "--only NAMES",
+            "--ssh OPTIONS",
+            "--plan FILE",
+            "--config-dir DIR",
+        ),
+        keys=True,
+    ),
     "slurm": Command(
         elsewhere("laminar_hpc.jobs.check"),
         "look at all nodes of a Slurm allocation: network, clocks, limits, versions, GPUs, shared storage",

@@ -70,16 +70,21 @@ def _single(derived: Derived, nodes: int, gpus: int) -> Job:
     return Job("laminar_single.sbatch", (f"--nodes={nodes}", *_gpus(gpus)), ranks)
 
 
-def _trainer(config: RunConfig, derived: Derived, gpus: int) -> Job:
-    """As many on each node as it has GPUs, in whole tensor-parallel groups where these fit a node, and as
+def trainers_per_node(config: RunConfig, derived: Derived, gpus: int) -> int:
+    """As many as a node has GPUs (0: all), in whole tensor-parallel groups where these fit a node, and as
     many on each."""
     ranks, group = derived.trainer_ranks, config.trainer.tensor_parallel
-    each = ranks
-    if gpus:
-        fits = [n for n in range(1, min(gpus, ranks) + 1) if ranks % n == 0]
-        whole = [n for n in fits if n % group == 0] if group <= gpus else [n for n in fits if group % n == 0]
-        each = max(whole or fits)
-    return Job("trainer.sbatch", (f"--nodes={ranks // each}", *_gpus(each if gpus else 0)))
+    if not gpus:
+        return ranks
+    fits = [n for n in range(1, min(gpus, ranks) + 1) if ranks % n == 0]
+    whole = [n for n in fits if n % group == 0] if group <= gpus else [n for n in fits if group % n == 0]
+    return max(whole or fits)
+
+
+def _trainer(config: RunConfig, derived: Derived, gpus: int) -> Job:
+    each = trainers_per_node(config, derived, gpus)
+    nodes = derived.trainer_ranks // each
+    return Job("trainer.sbatch", (f"--nodes={nodes}", *_gpus(each if gpus else 0)))
 
 
 def _rollouts(config: RunConfig, derived: Derived, gpus: int) -> Job:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from laminar_hpc.cluster import checkpoints
-from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import shipped_directory
 from laminar_hpc.config.options import with_absolute_config_dir
@@ -24,7 +23,7 @@ from laminar_hpc.jobs.layout import Job, gpus_by_default, layout
 from laminar_hpc.jobs.patience import patience, slurm_configuration
 from laminar_hpc.observability import console
 
-_OURS = ("run_dir", "resume", "dry_run")  # settings that the scripts make themselves
+OURS = ("run_dir", "resume", "dry_run")  # settings that the scripts make themselves
 _PARTS = {
     "controller": "control.sbatch",
     "trainer": "trainer.sbatch",
@@ -97,11 +96,15 @@ def main(arguments: list[str]) -> int:
     options.dry_run |= "dry_run=true" in words
     if not words:
         raise LaminarError("laminar submit needs what laminar train needs: laminar submit experiment=...")
-    settings = [word for word in words if word.partition("=")[0] not in _OURS]
+    settings = [word for word in words if word.partition("=")[0] not in OURS]
     loaded, config, derived = prepare([*words, *["dry_run=true"][: options.dry_run]], print)
     gpus = gpus_by_default(config) if options.gpus is None else options.gpus
     jobs = layout(config, derived, gpus, options.apart)
-    if not options.dry_run and not look_around(config, derived):
+    if not options.dry_run and shutil.which("sbatch") is None:
+        raise LaminarError(
+            "there is no sbatch here; run this on a login node of the cluster, or add --dry-run"
+        )
+    if not options.dry_run and not look_around(config):
         return 0
     settings = [*with_absolute_config_dir(settings), *pinned_words(loaded, config)]
     if len(jobs) > 1:
@@ -119,19 +122,15 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def look_around(config: RunConfig, derived: Derived) -> bool:
-    """Whether there is something to start. Raises LaminarError for what a run lacks, for a live run in its
-    folder, and for an earlier one there unless it is to go on; fetches the model, which the nodes may not be
-    able to."""
+def look_around(config: RunConfig) -> bool:
+    """Whether there is something to start on several machines. Raises LaminarError for what a run lacks, for
+    a live run in its folder, and for an earlier one there unless it is to go on; fetches the model, which the
+    machines may not be able to."""
     from laminar_hpc import supervisor
     from laminar_hpc.controller.rewards import check_rewards
     from laminar_hpc.pretrained import download_model
     from laminar_hpc.train_command import lacking
 
-    if shutil.which("sbatch") is None:
-        raise LaminarError(
-            "there is no sbatch here; run this on a login node of the cluster, or add --dry-run"
-        )
     run_dir = Path(config.run_dir)
     begun = (run_dir / "metrics.jsonl").exists() or bool(checkpoints.present(run_dir))
     if begun and config.resume != "auto":

@@ -1,0 +1,120 @@
+"""The machines of a run without Slurm: the host file, and which role runs on which of them. Pure functions.
+
+    # a line for each: what ssh calls it, and its GPUs
+    node1            gpus=8
+    me@10.0.0.2      gpus=8
+
+The controller is on the first machine. The trainers fill the first ones in equal shares, as in a Slurm job
+(jobs/layout.py); relays and replicas are on those behind them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from laminar_hpc.config.check import Derived
+from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.jobs.layout import shares_gpus, trainers_per_node
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine; `gpus`: 0 = its part of the run is on the CPU."""
+
+    name: str
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one machine does. `trainers`: (which of the trainers' machines, how many of them there are).
+    `replicas`: here, with their relays."""
+
+    host: Host
+    controller: bool = False
+    trainers: tuple[int, int] | None = None
+    replicas: int = 0
+
+
+def read_hosts(path: Path, gpus: int) -> list[Host]:
+    """`gpus`: of machines whose line does not say. Raises Refused with a line for each mistake."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise LaminarError(f"--hosts={path} cannot be read: {why}") from None
+    hosts, mistakes = list[Host](), list[str]()
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name, rest = words[0], words[1:]
+        key, _, value = rest[0].partition("=") if rest else ("gpus", "", str(gpus))
+        if name.startswith("-") or "=" in name or len(rest) > 1 or key != "gpus" or not value.isdigit():
+            mistakes.append(f"{path}:{number}: {line.strip()}: write NAME or NAME gpus=N")
+        elif name in [host.name for host in hosts]:
+            mistakes.append(f"{path}:{number}: {name} is there twice")
+        else:
+            hosts.append(Host(name, int(value)))
+    if mistakes:
+        raise Refused(mistakes)
+    if not hosts:
+        raise LaminarError(f"--hosts={path} names no machine: a line for each, NAME or NAME gpus=N")
+    return hosts
+
+
+def assign(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[Part]:
+    """A part for each machine that has one, in the order of `hosts`.
+
+    Raises LaminarError for what has no place on them."""
+    on_gpus = any(host.gpus for host in hosts)
+    if on_gpus and shares_gpus(config):
+        raise LaminarError(
+            "trainer.devices and rollout.devices name the same GPUs: that is for one machine "
+            "(laminar train); leave both at null"
+        )
+    nodes = _trainer_hosts(config, derived, hosts)
+    here = {host: (index, len(nodes)) for index, host in enumerate(nodes)}
+    free = [host for host in hosts if host not in here]
+    replicas = _replicas(config, derived, free or ([] if on_gpus else list(hosts)))
+    return [
+        Part(host, host == hosts[0], here.get(host), replicas.get(host, 0))
+        for host in hosts
+        if host == hosts[0] or host in here or host in replicas
+    ]
+
+
+def _trainer_hosts(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[Host]:
+    smallest = min((host.gpus for host in hosts if host.gpus), default=0)
+    each = trainers_per_node(config, derived, smallest)
+    nodes = [host for host in hosts if host.gpus >= each or not smallest][: derived.trainer_ranks // each]
+    if len(nodes) * each < derived.trainer_ranks:
+        raise LaminarError(
+            f"{derived.trainer_ranks} trainers, {each} on each machine, need {derived.trainer_ranks // each} "
+            f"machines with GPUs, and {len(nodes)} are there: name more, or lower trainer.data_parallel"
+        )
+    return nodes
+
+
+def _replicas(config: RunConfig, derived: Derived, free: Sequence[Host]) -> dict[Host, int]:
+    """How many on which machine: as equally as their GPUs allow."""
+    size, left = config.rollout.tensor_parallel, derived.rollout_ranks
+    room = {host: host.gpus // size if host.gpus else left for host in free}
+    if any(host.gpus for host in free):
+        room = {host: number for host, number in room.items() if host.gpus}
+    if left > sum(room.values()):
+        raise LaminarError(
+            f"{left} replicas of {size} GPUs (rollout.replicas, rollout.tensor_parallel) do not fit the "
+            f"{len(room)} machines that are left behind the trainers', which hold {sum(room.values())}: name "
+            "more, or lower rollout.replicas; for one machine use laminar train"
+        )
+    found: dict[Host, int] = {}
+    for position, (host, most) in enumerate(room.items()):
+        found[host] = min(most, math.ceil(left / (len(room) - position)))
+        left -= found[host]
+    for host, most in room.items():  # what the later ones had no room for
+        more = min(left, most - found[host])
+        found[host], left = found[host] + more, left - more
+    return {host: number for host, number in found.items() if number}

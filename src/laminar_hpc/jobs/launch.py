@@ -1,0 +1,161 @@
+"""`laminar launch --hosts FILE [OPTIONS] key=value ...`: a run over several machines without Slurm.
+
+Checks the run as `laminar train` does, prints an ssh line for each machine as it could be typed, starts them
+all, and shows the run's progress until its end. What runs on a machine is `python -m laminar_hpc.jobs.host`.
+"""
+
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from laminar_hpc import __version__
+from laminar_hpc.cluster import durable
+from laminar_hpc.cluster.run_lock import refuse_if_held
+from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.options import with_absolute_config_dir
+from laminar_hpc.jobs.connections import Launcher
+from laminar_hpc.jobs.hosts import Host, Part, assign, read_hosts
+from laminar_hpc.jobs.layout import gpus_by_default
+from laminar_hpc.jobs.submit import OURS, look_around, plan_words, split
+from laminar_hpc.observability import console
+
+# a machine that does not answer for 20 s is gone; nobody is asked for a password
+_OPEN = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
+# variables of this shell that the machines get: nothing secret, as command lines can be read by others
+_PREFIXES, _NAMES = ("NCCL_", "GLOO_"), ("LAMINAR_INTERFACE", "STORE_DIR", "OMP_NUM_THREADS")
+
+
+@dataclass
+class Options:
+    """`only`: names of machines; empty = all. `ssh`: more options of ssh."""
+
+    hosts: str = ""
+    dry_run: bool = False
+    tied: bool = False
+    only: list[str] = field(default_factory=list)
+    ssh: list[str] = field(default_factory=list)
+
+
+def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
+    """Splits them from the settings. Raises LaminarError for values that they cannot have."""
+    taken, rest, left = Options(), list[str](), iter(words)
+    for word in left:
+        flag, equals, value = word.partition("=")
+        if flag in ("--dry-run", "--tied"):
+            setattr(taken, flag[2:].replace("-", "_"), True)
+        elif flag in ("--hosts", "--only", "--ssh", "--plan"):
+            value = value if equals else next(left, "")
+            if flag == "--hosts":
+                taken.hosts = value
+            elif flag == "--only":
+                taken.only += [name for name in value.split(",") if name]
+            elif flag == "--ssh":
+                taken.ssh += split(flag, value)
+            else:
+                rest += plan_words(value)
+        else:
+            rest.append(word)
+    return taken, rest
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code as Launcher.run; 0 as well when nothing is left to do. Raises LaminarError for what is
+    refused."""
+    from laminar_hpc.pretrained import pinned_words
+    from laminar_hpc.train_command import prepare
+
+    options, words = take_options(arguments)
+    options.dry_run |= "dry_run=true" in words
+    if not options.hosts or not words:
+        raise LaminarError(
+            "laminar launch needs a host file and what laminar train needs: "
+            "laminar launch --hosts FILE experiment=..."
+        )
+    settings = [word for word in words if word.partition("=")[0] not in OURS]
+    loaded, config, derived = prepare([*words, *["dry_run=true"][: options.dry_run]], print)
+    hosts = read_hosts(Path(options.hosts), gpus_by_default(config))
+    parts = chosen(assign(config, derived, hosts), options.only)
+    run_dir, launch = Path(config.run_dir).absolute(), "" if options.dry_run else secrets.token_hex(4)
+    if not options.dry_run and not options.only:
+        refuse_if_held(run_dir)
+        if not look_around(config):
+            return 0
+    settings = [*with_absolute_config_dir(settings), *pinned_words(loaded, config)]
+    lines = [(part, command_of(part, options, launch, run_dir, settings)) for part in parts]
+    for _, command in lines:
+        print(shlex.join(command), flush=True)
+    for text in [] if options.only else unused(hosts, parts):
+        print(text, flush=True)
+    return 0 if options.dry_run else launched(lines, run_dir, launch)
+
+
+def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
+    """Those of the machines that --only names. Raises LaminarError for a name that has no part."""
+    names = [part.host.name for part in parts]
+    if wrong := [name for name in only if name not in names]:
+        raise LaminarError(f"--only={wrong[0]}: no machine with a part in this run: {', '.join(names)}")
+    return [part for part in parts if not only or part.host.name in only]
+
+
+def unused(hosts: Sequence[Host], parts: Sequence[Part]) -> list[str]:
+    """A line on machines that have nothing to do."""
+    busy = {part.host for part in parts}
+    names = [host.name for host in hosts if host not in busy]
+    return [console.line("unused", ", ".join(names))] if names else []
+
+
+def command_of(
+    part: Part, options: Options, launch: str, run_dir: Path, settings: Sequence[str]
+) -> list[str]:
+    """The words of one ssh."""
+    python = Path(os.environ.get("VENV", sys.prefix)) / "bin" / "python"
+    variables = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_PREFIXES) or name in _NAMES
+    ]
+    words = [
+        *(["--controller"] if part.controller else []),
+        *([f"--trainers={part.trainers[0]}/{part.trainers[1]}"] if part.trainers else []),
+        *([f"--replicas={part.replicas}"] if part.replicas else []),
+        *(["--tied"] if options.tied else []),
+        *([f"--launch={launch}"] if launch else []),
+        f"run_dir={run_dir}",
+        *settings,
+    ]
+    start = shlex.join(["env", *variables, str(python), "-m", "laminar_hpc.jobs.host", *words])
+    return [
+        "ssh",
+        "-T",
+        *_OPEN,
+        *_ALIVE,
+        *options.ssh,
+        part.host.name,
+        f"cd {shlex.quote(os.getcwd())} && exec {start}",
+    ]
+
+
+def launched(lines: Sequence[tuple[Part, Sequence[str]]], run_dir: Path, launch: str) -> int:
+    """Starts them, until all have ended; the exit code. Raises Refused where it cannot."""
+    if shutil.which("ssh") is None:
+        raise LaminarError("there is no ssh here: install its client (openssh-client)")
+    mark = run_dir / "jobs" / f"launch.{launch}"  # by which each machine sees that it has the same folder
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        durable.write(mark, f"{__version__}\n".encode())
+    except OSError as error:
+        raise Refused([f"{mark} cannot be written ({error.strerror}): choose another run_dir"]) from None
+    try:
+        launcher = Launcher(lines)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda got, _: launcher.on_signal(got))
+        return launcher.run()
+    finally:
+        mark.unlink(missing_ok=True)

@@ -1,0 +1,133 @@
+"""Who is told what when a machine's part ends. The processes are stand-ins for ssh and what it starts: shell
+scripts that take orders on their input; tests/jobs/test_launch_over_ssh.py has the real ones."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc.jobs.connections import Launcher
+from laminar_hpc.jobs.hosts import Host, Part
+
+CONTROLLER = Part(Host("n1", 0), controller=True)
+TRAINERS = Part(Host("n2", 0), trainers=(0, 1))
+REPLICAS = Part(Host("n3", 0), replicas=1)
+BEGIN = "echo machine here;"
+# begins, then ends in order by the first order that comes
+OBEYS = f'{BEGIN} read word; echo "got $word"'
+
+
+def launched(*scripts: tuple[Part, str]) -> Launcher:
+    return Launcher([(part, ["bash", "-c", script]) for part, script in scripts])
+
+
+def run(launcher: Launcher, go: Path) -> int:
+    """Its exit code; `go` is made when all have begun."""
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(launcher.run()))
+    thread.start()
+    while thread.is_alive():
+        if launcher.begun:
+            go.touch()
+        thread.join(0.05)
+    return codes[0]
+
+
+@pytest.mark.parametrize(
+    ("controller", "trainers", "replicas", "code", "said"),
+    [
+        ("{all} exit 0", "{all} exit 0", "{all} exit 0", 0, []),
+        ("{all} exit 1", "{obeys}", "{obeys}", 1, ["n2: got leave", "n3: got leave"]),
+        ("{obeys}", "{all} exit 1", "{all} exit 0", 1, ["got stop"]),
+        ("{obeys}", "{all} exit 2", "{obeys}", 2, ["got leave", "n3: got leave"]),
+        ("{all} ! read -t 2 word || echo wrong", "{all} exit 0", "{all} exit 1", 1, []),
+        ("{all} ! read -t 2 word || echo wrong", "{all} exit 0", "{all} exit 255", 1, []),
+        ("{obeys}", "{obeys}", "exit 255", 1, ["got leave", "n2: got leave"]),
+    ],
+)
+def test_who_is_told_what(controller, trainers, replicas, code, said, tmp_path, capfd) -> None:
+    """The table of jobs/connections.py: a run ends in order where its trainers have failed, goes on where
+    replicas or a connection have, and no process is left where it cannot go on or has not begun."""
+    go = tmp_path / "go"
+    all_begun = f"{BEGIN} while [ ! -e {go} ]; do sleep 0.05; done;"
+    scripts = [text.format(all=all_begun, obeys=OBEYS) for text in (controller, trainers, replicas)]
+    launcher = launched(*zip((CONTROLLER, TRAINERS, REPLICAS), scripts, strict=True))
+    assert run(launcher, go) == code
+    out = capfd.readouterr()
+    assert sorted(line for line in out.out.splitlines() if "machine" not in line) == said
+    lost = "n3 is gone, or the connection to it: the run goes on without its replicas"
+    assert (lost in out.err) == (replicas.endswith("255") and "{all}" in replicas)
+    assert ("n3: ssh could not start its part" in out.err) == (replicas == "exit 255")
+
+
+def test_signals(tmp_path, capfd) -> None:
+    """The first is a stop, told to the controller alone; the second tells all to leave; the third leaves them
+    alone. Two at once are one."""
+    now = [100.0]
+    patient = f'{BEGIN} while read word; do echo "got $word"; done; exit 0'
+    scripts = [(CONTROLLER, patient), (REPLICAS, patient)]
+    launcher = Launcher([(part, ["bash", "-c", script]) for part, script in scripts], lambda: now[0])
+    done: list[int] = []
+    thread = threading.Thread(target=lambda: done.append(launcher.run()))
+    thread.start()
+    while not launcher.begun:
+        time.sleep(0.05)
+    for _ in range(3):
+        launcher.on_signal(signal.SIGINT)
+        launcher.on_signal(signal.SIGINT)
+        now[0] += 10
+    thread.join(60)
+    assert done == [1]
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2 and "a checkpoint, then all processes end" in said[0]
+
+
+# ---- the machine's side ------------------------------------------------------------------------------------
+
+
+MACHINE = """
+import sys
+from pathlib import Path
+from laminar_hpc.jobs.host import HostRun, Orders, Output
+output = Output(Path(sys.argv[1]))
+script = "trap 'echo leaving; exit 0' USR1; while :; do echo here; sleep 0.1; done"
+code = HostRun(Path(sys.argv[1]), {"rollout": ["bash", "-c", script]}, Orders(sys.argv[2] == "tied")).run()
+output.close()
+sys.exit(code)
+"""
+
+
+def machine(run_dir: Path, tied: str) -> subprocess.Popen[str]:
+    """A machine's part, of which the replica is a stand-in that says so all the time; it has said so once."""
+    (run_dir / "logs").mkdir()
+    command = [sys.executable, "-c", MACHINE, str(run_dir), tied]
+    found = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert found.stdout is not None and found.stdout.readline() == "here\n"
+    return found
+
+
+@pytest.mark.parametrize("order", ["leave\n", "stop\n", ""])
+def test_a_machine_obeys_and_with_tied_ends_with_its_connection(order: str, tmp_path: Path) -> None:
+    """Orders come over the connection; its end is a stop for who asked for that. All that is said arrives."""
+    process = machine(tmp_path, "tied" if not order else "")
+    said, _ = process.communicate(order, timeout=60)
+    assert process.returncode == 0 and said.endswith("leaving\n")
+
+
+def test_a_machine_goes_on_without_its_connection(tmp_path: Path) -> None:
+    """The launcher has died, nobody reads: what runs there goes on, and its words are in the run's logs."""
+    process = machine(tmp_path, "")
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    process.stdout.close()
+    (log,) = (tmp_path / "logs").iterdir()
+    size, deadline = log.stat().st_size, time.monotonic() + 60
+    while log.stat().st_size < size + 20 * len("here\n"):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()

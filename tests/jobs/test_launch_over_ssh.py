@@ -1,0 +1,153 @@
+"""`laminar launch`, and torchrun by hand as docs/hosts.md has it, on two machines with real sshds: network
+namespaces, with processes, host names and shared memory of their own."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import machines
+import pytest
+from machines import Machines
+
+from audits import assert_clean
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+ROOT = Path(__file__).parents[2]
+SMALL = ["experiment=demo", "sampling.max_response_tokens=48", "evaluation.problems=32"]
+RUN_SECONDS = 500
+
+
+@pytest.fixture
+def two() -> Iterator[Machines]:
+    if why := machines.missing():
+        if os.environ.get("CI"):
+            pytest.fail(why)
+        pytest.skip(why)
+    folder = Path(tempfile.mkdtemp(prefix="hosts"))
+    found = Machines(folder, 2)
+    try:
+        yield found
+    finally:
+        found.close()
+        shutil.rmtree(folder)
+
+
+def wait_for(condition: Callable[[], object], what: str, out: Path) -> None:
+    deadline = time.monotonic() + RUN_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}; the launcher said: {out.read_text()[-3000:]}"
+        time.sleep(0.2)
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
+
+
+def check_end(run_dir: Path, steps: int) -> None:
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == steps
+    assert_clean(run_dir)
+    assert not list((run_dir / "jobs").glob("launch.*"))
+
+
+def test_a_run_on_two_machines_is_stopped_and_goes_on(two: Machines, tmp_path: Path) -> None:
+    """docs/architecture.md#over-ssh: one command trains on two machines and shows the steps; Ctrl-C ends all
+    of it in order with a checkpoint, the same command with resume=auto trains the rest; no process is left,
+    no secret was in a command line."""
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    words = [*SMALL, f"run_dir={run_dir}", "checkpoint.every=100"]
+    first = two.launch(out, *words, "steps=1000", WANDB_API_KEY="a-secret")
+    wait_for(lambda: "step    2/" in out.read_text() or first.poll() is not None, "a second step", out)
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert any(f"run_dir={run_dir}".encode() in line for line in lines)
+    assert not [line for line in lines if b"a-secret" in line]
+    first.send_signal(signal.SIGINT)
+    assert first.wait(RUN_SECONDS) == 0, out.read_text()
+    trained = steps_done(run_dir)
+    assert f"step_{trained:06d}" in os.listdir(run_dir / "checkpoints")
+    assert not two.processes(run_dir)
+    (run_dir / "checkpoints" / f"step_{trained:06d}" / "signature.json").unlink()
+    more = [*words, f"steps={trained + 2}", "resume=auto"]
+    assert two.launch(out, *more).wait(200) == 2 and "is not signed: name the key" in out.read_text()
+    second = two.launch(out, *more, "checkpoint.unsigned=true")
+    assert second.wait(RUN_SECONDS) == 0, out.read_text()
+    check_end(run_dir, trained + 2)
+    assert not two.processes(run_dir)
+
+
+def test_a_machine_and_the_launcher_are_lost(two: Machines, tmp_path: Path) -> None:
+    """docs/architecture.md#over-ssh: the machine of the replica loses its power; that is said, and it begins
+    again with --only in the run that goes on. The launchers die, and the run goes on to its end."""
+    run_dir, out, again = tmp_path / "run", tmp_path / "out", tmp_path / "again"
+    words = [*SMALL, f"run_dir={run_dir}", "steps=40"]
+    first = two.launch(out, *words)
+    wait_for(lambda: steps_done(run_dir) >= 2, "two steps", out)
+    two.off("m2")
+    wait_for(
+        lambda: "m2 is gone, or the connection to it: the run goes on" in out.read_text(), "the line", out
+    )
+    assert first.poll() is None
+    two.network.mend(2)
+    two.on("m2")
+    before = steps_done(run_dir)
+    second = two.launch(again, *words, "--only=m2")
+    wait_for(lambda: steps_done(run_dir) >= before + 6, "more steps", again)
+    for launcher in (first, second):
+        launcher.kill()
+        launcher.wait()
+    assert steps_done(run_dir) < 40
+    wait_for(lambda: (run_dir / "summary.json").exists() and not two.processes(run_dir), "the end", out)
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 40
+    assert_clean(run_dir)
+    assert "step 40/40" in (run_dir / "logs" / "host-m1.log").read_text()
+
+
+def test_machines_that_cannot_begin(two: Machines, tmp_path: Path) -> None:
+    """One that ssh does not reach, and one without Python: said with the machine's name, and nothing is left
+    on the other."""
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    words = [*SMALL, f"run_dir={run_dir}"]
+    assert two.launch(out, *words, VENV="/nowhere").wait(120) == 1
+    assert "m2 has no Python where this machine has it: VENV= names another" in out.read_text()
+    two.off("m2")
+    assert two.launch(out, *words).wait(120) == 1
+    assert "m2: ssh could not start its part" in out.read_text()
+    assert not two.processes(run_dir)
+
+
+def by_hand(prompt: str) -> list[tuple[str, str]]:
+    """(machine, line) of the lines of docs/hosts.md that start so, with their continuations."""
+    text = (ROOT / "docs" / "hosts.md").read_text().replace("\\\n", " ")
+    found = re.findall(rf"^10\.0\.0\.([12])\$ ({prompt}.*?)&?$", text, re.M)
+    return [(f"m{number}", line) for number, line in found]
+
+
+@pytest.mark.parametrize(("prompt", "count"), [("GLOO_SOCKET_IFNAME", 2), ("launch/", 4)])
+def test_torchrun_by_hand(prompt: str, count: int, two: Machines, tmp_path: Path) -> None:
+    """The lines of docs/hosts.md, typed on their machines, train to the end."""
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    lines = by_hand(prompt)
+    assert len(lines) == count
+    processes = []
+    with open(out, "w") as file:
+        for machine, line in lines:
+            for number in (1, 2):
+                line = line.replace(f"10.0.0.{number}", two.address(f"m{number}"))
+            line = " ".join([line.replace("/shared/runs/a", str(run_dir)), *SMALL[1:], "steps=3"])
+            folder = Path(sys.executable).parent
+            remote = f"cd {ROOT} && export PATH={folder}:$PATH OMP_NUM_THREADS=1 && {line}"
+            command = ["ssh", "-F", str(two.config), machine, remote]
+            processes.append(two.on_login_node(*command, stdout=file, stderr=subprocess.STDOUT))
+    assert [process.wait(RUN_SECONDS) for process in processes] == [0] * count, out.read_text()[-3000:]
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 3
+    assert_clean(run_dir)
