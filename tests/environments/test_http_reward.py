@@ -145,12 +145,12 @@ async def test_a_bad_reply_is_an_error_of_that_call(server):
 async def test_the_time_limit_holds(server):
     """A server that never answers, and one that is not there: the URL is named, without its query, and the
     time is kept."""
-    found = await scores([{"do": "hang"}, {}], timeout=1.0, url=f"{server.address}/score?token=secret")
-    assert [s.reward for s in found] == [-7.0, 2.0] and found[0].t1 - found[0].t0 < 2.0
-    assert found[0].error == f"judge: {server.address}/score: no reply in time, 1 tries in 0.95 s"
-    found = await scores([{}], timeout=1.0, url="http://127.0.0.1:9/score?token=secret")
+    found = await scores([{"do": "hang"}, {}], timeout=2.0, url=f"{server.address}/score?token=secret")
+    assert [s.reward for s in found] == [-7.0, 2.0] and found[0].t1 - found[0].t0 < 3.0
+    assert found[0].error == f"judge: {server.address}/score: no reply in time, 1 tries in 1.5 s"
+    found = await scores([{}], timeout=2.0, url="http://127.0.0.1:9/score?token=secret")
     assert (
-        "http://127.0.0.1:9/score: no connection (" in found[0].error and "tries in 0.95 s" in found[0].error
+        "http://127.0.0.1:9/score: no connection (" in found[0].error and "tries in 1.5 s" in found[0].error
     )
     assert "secret" not in json.dumps([s.error for s in found])
 

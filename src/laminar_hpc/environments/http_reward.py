@@ -24,7 +24,8 @@ from laminar_hpc.environments.reward_styles import NotAReward, RewardFault
 
 # Seconds between tries; each is twice the one before, with up to half of it more at random.
 FIRST_PAUSE, MAX_PAUSE = 0.1, 2.0
-SHARE_OF_LIMIT = 0.95  # of the call's time limit: so that the error says what is wrong with the server
+# Of the call's time limit, and how much is left then, so that it is the server whose fault is told.
+SHARE_OF_LIMIT, SECONDS_LEFT = 0.95, 0.5
 MAX_REPLY = 1 << 20  # bytes
 _AGAIN = (408, 429)
 
@@ -40,7 +41,8 @@ class HttpReward:
 
     def __init__(self, spec: Spec, timeout_seconds: float) -> None:
         self._url, self._style, self._key_name = spec.url, spec.style, spec.api_key_env
-        self._seconds = timeout_seconds * SHARE_OF_LIMIT
+        left = min(SECONDS_LEFT, timeout_seconds / 2)
+        self._seconds = min(SHARE_OF_LIMIT * timeout_seconds, timeout_seconds - left)
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
