@@ -197,15 +197,6 @@ def accuracies(run: Run, beside: Run | None) -> dict[str, float | None]:
     return {"accuracy": mean(of), "accuracy_alone": mean(other), "accuracy_step": last}
 
 
-def kinds(text: str) -> list[str]:
-    for word in (words := text.split(",")):
-        try:
-            Fault.read(word)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    return words
-
-
 def options_of() -> argparse.Namespace:
     parser = common.parser(__doc__ or "")
     for name, default, about in (
@@ -219,7 +210,12 @@ def options_of() -> argparse.Namespace:
         ("--slurmd-timeout", 60, "seconds until Slurm takes a node for dead"),
     ):
         parser.add_argument(name, type=type(default), default=default, help=f"{about} (default {default})")
-    parser.add_argument("--kinds", type=kinds, default=list(KINDS), help="default: all that can be had here")
+    parser.add_argument(
+        "--kinds",
+        type=common.words(Fault.read),
+        default=list(KINDS),
+        help="default: all that can be had here",
+    )
     parser.add_argument("--rollouts", type=int, default=2, choices=(1, 2), help="nodes of them (default 2)")
     parser.add_argument("--spare", action="store_true", help="with a spare controller (docs/slurm.md)")
     options = parser.parse_args()

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +61,21 @@ def parser(about: str) -> argparse.ArgumentParser:
     )
     options.add_argument("overrides", nargs="*", metavar="key=value", help="settings for every run")
     return options
+
+
+def words(read: Callable[[str], object]) -> Callable[[str], list[str]]:
+    """The type of an option that takes words with commas between them. `read` raises ValueError for one that
+    is wrong."""
+
+    def taken(text: str) -> list[str]:
+        for word in (found := text.split(",")):
+            try:
+                read(word)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+        return found
+
+    return taken
 
 
 @contextmanager

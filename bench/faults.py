@@ -154,22 +154,15 @@ def alone(options: argparse.Namespace, folder: Path) -> float | None:
     return tokens_per_second(rundata.load(folder / "alone"), start, end)
 
 
-def kinds(text: str) -> list[str]:
-    for word in (words := text.split(",")):
-        try:
-            Fault.read(word)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-    return words
-
-
 def main() -> None:
     parser = common.parser(__doc__ or "")
     parser.add_argument("--seconds", type=float, default=1800.0, help="under faults (default 1800)")
     parser.add_argument("--alone-seconds", type=float, default=300.0, help="without (default 300; 0: never)")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between faults (default 60)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults")
-    parser.add_argument("--kinds", type=kinds, default=list(KINDS), help=f"default {','.join(KINDS)}")
+    parser.add_argument(
+        "--kinds", type=common.words(Fault.read), default=list(KINDS), help=f"default {','.join(KINDS)}"
+    )
     options = parser.parse_args()
     with common.run_folder(options) as folder:
         without = alone(options, folder)

@@ -51,6 +51,12 @@ WINDOWS = {
 }
 
 
+def window(name: str) -> tuple[str, str, str, str]:
+    if name not in WINDOWS:
+        raise ValueError(f"there is no window {name}; there are {', '.join(WINDOWS)}")
+    return WINDOWS[name]
+
+
 def deaths(folder: Path, names: Iterable[str]) -> dict[str, int]:
     return {name: len(list(folder.glob(f"{name}.*.death"))) for name in names}
 
@@ -90,15 +96,15 @@ def main() -> None:
     parser.add_argument("--between", type=float, default=8.0, help="seconds from death to death (default 8)")
     parser.add_argument(
         "--windows",
-        type=lambda names: names.split(","),
+        type=common.words(window),
         default=list(WINDOWS),
         help="some of them, with commas (default all)",
     )
     options = parser.parse_args()
     names = ("role", "module", "function", "when")
-    windows = {name: dict(zip(names, WINDOWS[name], strict=True)) for name in options.windows}
-    for window in windows.values():
-        window["module"] = f"laminar_hpc.{window['module']}"
+    windows = {name: dict(zip(names, window(name), strict=True)) for name in options.windows}
+    for each in windows.values():
+        each["module"] = f"laminar_hpc.{each['module']}"
     with common.run_folder(options) as folder:
         plan = folder / "windows"
         plan.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,18 @@
 """A replica for tests: the real rollout worker in a thread, with a real engine, slots and reward workers. The
 test plays the controller and the relay."""
 
-import asyncio
+import contextlib
+import json
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
 
 from engines import engine_config, fill_slot, make_model
+from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.in_order import InOrder
 from laminar_hpc.config.schema import RunConfig
@@ -24,7 +26,7 @@ from laminar_hpc.messages.rollouts import (
 )
 from laminar_hpc.messages.wire import decode, encode
 from laminar_hpc.observability.trace import Trace
-from laminar_hpc.rollout import worker
+from laminar_hpc.rollout import event_loop, worker
 from laminar_hpc.weights.slots import SlotWriter
 
 SCORER = """
@@ -136,7 +138,7 @@ class Replica:
     def _run(self) -> None:
 
         try:
-            asyncio.run(self.worker.run())
+            event_loop.run(self.worker.run())
         except BaseException as error:
             self.error = error
 
@@ -151,3 +153,23 @@ class Replica:
     def ended(self, seconds: float = 60.0) -> bool:
         self._thread.join(seconds)
         return not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def replica_of_turns(
+    folder: Path, template: str, stops: list[int], adjust: Callable[[RunConfig], None]
+) -> Iterator[Replica]:
+    """A replica on weights 0 whose model has this chat template and these stop tokens."""
+
+    def all_of_it(config: RunConfig) -> None:
+        model = Path(config.model.path)
+        (model / "chat_template.jinja").write_text(template)
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+        adjust(config)
+
+    replica = Replica(folder, all_of_it)
+    fill_slot(replica.writer, replica.models[0], 0, step=0)
+    yield replica
+    replica.controller.tell(StopReceived("the tests are over"))
+    assert replica.ended()
+    replica.writer.close()

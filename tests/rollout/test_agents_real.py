@@ -2,19 +2,16 @@
 token by token, what the engine saw, on one policy."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from chats import SEPARATED
-from replica_stand import Replica
+from replica_stand import Replica, replica_of_turns
 
-from engines import EOS, fill_slot, hf_logprobs, reference
-from laminar_hpc.cluster.channel import StopReceived
+from engines import EOS, hf_logprobs, reference
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages.data import PromptGroup, Sample
 from laminar_hpc.messages.rollouts import Generated, Grant, Scored, WeightsOpened
@@ -52,26 +49,18 @@ async def run(row, base_url, api_key, model):
 def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     """A replica on weights 0 whose trajectories are an agent's."""
     folder = tmp_path_factory.mktemp("agents")
-    before = os.getcwd(), list(sys.path)
-    os.chdir(folder)
     (folder / "agent_of_real_test.py").write_text(AGENT)
 
     def adjust(config: RunConfig) -> None:
-        model = Path(config.model.path)
-        (model / "chat_template.jinja").write_text(TEMPLATE)
-        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": STOPS}))
         config.environment.agent = "agent_of_real_test.run"
         config.environment.timeout_seconds = 120.0
         config.reward.function = ""
 
-    replica = Replica(folder, adjust)
-    fill_slot(replica.writer, replica.models[0], 0, step=0)
-    yield replica
-    replica.controller.tell(StopReceived("the tests are over"))
-    assert replica.ended()
-    replica.writer.close()
-    os.chdir(before[0])
-    sys.path[:] = before[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [*sys.path])
+        with replica_of_turns(folder, TEMPLATE, STOPS, adjust) as made:
+            yield made
 
 
 def test_an_agent_on_a_real_engine(replica: Replica) -> None:

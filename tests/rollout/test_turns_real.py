@@ -2,20 +2,16 @@
 before it does not compute again. The parser is stood in for, as a random model writes no calls."""
 
 import itertools
-import json
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from chats import SEPARATED
-from replica_stand import Replica
+from replica_stand import Replica, replica_of_turns
 
-from engines import EOS, fill_slot, hf_logprobs, reference
-from laminar_hpc.cluster.channel import StopReceived
+from engines import EOS, hf_logprobs, reference
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.messages.rollouts import Generated, Scored, WeightsOpened
@@ -42,25 +38,17 @@ def wait(key: str) -> str:
 def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
     """A replica on weights 0, all of whose turns but the third call `wait`."""
     folder = tmp_path_factory.mktemp("turns")
-    before = os.getcwd(), list(sys.path)
-    os.chdir(folder)
     (folder / "toolbox_of_turns_test.py").write_text(TOOLBOX)
 
     def adjust(config: RunConfig) -> None:
-        model = Path(config.model.path)
-        (model / "chat_template.jinja").write_text(TEMPLATE)
-        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": STOPS}))
         config.environment.tools = ["toolbox_of_turns_test.wait"]
         config.environment.max_turns = 3
 
-    replica = Replica(folder, adjust)
-    fill_slot(replica.writer, replica.models[0], 0, step=0)
-    yield replica
-    replica.controller.tell(StopReceived("the tests are over"))
-    assert replica.ended()
-    replica.writer.close()
-    os.chdir(before[0])
-    sys.path[:] = before[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [*sys.path])
+        with replica_of_turns(folder, TEMPLATE, STOPS, adjust) as made:
+            yield made
 
 
 def response_of(replica: Replica, trajectory: Trajectory) -> Response:
