@@ -17,9 +17,9 @@ def found(pids: Iterable[int]) -> list[psutil.Process]:
 
 def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Those that are there and have not ended: a zombie has."""
-    found = []
+    alive = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                alive.append(process)
+    return alive

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc import __version__
-from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean
+from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean, print_lines
 
 WIDE = 60  # columns of an example; what a longer one does follows right behind it
 _SIMULATOR_KEYS = "The keys are in src/laminar_hpc/simulator/schema.py."
@@ -284,8 +284,7 @@ def main() -> None:
     try:
         sys.exit(run(sys.argv[1:]))
     except LaminarError as error:
-        for line in str(error).splitlines():
-            print(f"laminar: error: {line}", file=sys.stderr)
+        print_lines(error)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

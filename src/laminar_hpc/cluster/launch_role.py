@@ -23,7 +23,7 @@ import psutil
 from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.launch import DEAF, GONE_SECONDS, REFUSED, REPEAT_SECONDS, Launch
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability import console, jsonl
@@ -199,8 +199,7 @@ def main(arguments: list[str]) -> int:
         overrides = [f"role={role}", *overrides]
         config = load_config(overrides)
     except LaminarError as error:
-        for line in str(error).splitlines():
-            print(f"laminar: error: {line}", file=sys.stderr, flush=True)
+        print_lines(error)
         return 2
     if role == "rollout":
         return launch_replicas(config, overrides, int(processes))

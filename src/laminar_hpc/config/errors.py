@@ -1,6 +1,7 @@
 """The exceptions meant for the user: what is wrong, where, and how to mend it. One line per mistake."""
 
 import difflib
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,12 @@ class Refused(LaminarError):
 
     def __init__(self, lines: Iterable[str]) -> None:
         Exception.__init__(self, "\n".join(" ".join(line.split()) for line in lines))
+
+
+def print_lines(error: LaminarError) -> None:
+    """For whoever has started this process."""
+    for line in str(error).splitlines():
+        print(f"laminar: error: {line}", file=sys.stderr, flush=True)
 
 
 class PermanentFailure(LaminarError):

@@ -49,7 +49,9 @@ class Agent:
         return self._noted(call.session, value) if self.is_async else value
 
     async def _noted(self, session: int, running: Coroutine[Any, Any, object]) -> object:
-        task = self._tasks[session] = asyncio.current_task() or asyncio.create_task(running)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[session] = task
         try:
             return await running
         finally:

@@ -25,7 +25,7 @@ from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.launch import REFUSED
 from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.cluster.terminal import SHARED_VARIABLE
-from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.errors import LaminarError, Refused, print_lines
 from laminar_hpc.config.load import load_config
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import INTERFACE, addresses, own_address, use_interface
@@ -212,8 +212,7 @@ def main(arguments: list[str]) -> int:
         print(console.line("machine", f"{socket.gethostname()}  {', '.join(started)}"), flush=True)
         return HostRun(run_dir, started, Orders(options.tied)).run()
     except LaminarError as error:
-        for line in str(error).splitlines():
-            print(f"laminar: error: {line}", file=sys.stderr, flush=True)
+        print_lines(error)
         return REFUSED
     finally:
         if machine:

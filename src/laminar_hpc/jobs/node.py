@@ -29,7 +29,7 @@ from pathlib import Path
 from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.launch import DEAF, REFUSED
 from laminar_hpc.cluster.processes import die_with_parent
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -257,8 +257,7 @@ def main(arguments: list[str]) -> int:
         started = partial(commands, place, config, words, address, machine.number if machine else 0)
         code, again = run_in_turn(place, started)
     except LaminarError as error:
-        for line in str(error).splitlines():
-            print(f"laminar: error: {line}", file=sys.stderr, flush=True)
+        print_lines(error)
         return REFUSED
     finally:
         if machine:
