@@ -124,8 +124,12 @@ def test_a_machine_goes_on_without_its_connection(tmp_path: Path) -> None:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     process.stdout.close()
-    (log,) = (tmp_path / "logs").iterdir()
-    size, deadline = log.stat().st_size, time.monotonic() + 60
+    deadline = time.monotonic() + 60
+    while not (logs := list((tmp_path / "logs").iterdir())):  # a line is passed on first, then kept
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    (log,) = logs
+    size = log.stat().st_size
     while log.stat().st_size < size + 20 * len("here\n"):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
