@@ -115,8 +115,8 @@ def test_kernels_are_compiled_where_there_is_a_gpu(
 
 
 def test_the_wheel_holds_the_configuration_and_the_entry_points(tree: Path, tmp_path: Path) -> None:
-    """An installed laminar_hpc has inside itself conf/, the demo's model and data, what `laminar init` writes
-    (which then runs), its command, and the two places where SGLang looks for us."""
+    """An installed laminar_hpc has inside itself conf/, the examples' models and data, what `laminar init`
+    writes (which then runs), its command, and the two places where SGLang looks for us."""
     command = [
         sys.executable,
         "-m",
@@ -150,7 +150,7 @@ from laminar_hpc import cli, train_command
 assert laminar_hpc.__file__.startswith({str(tmp_path / "installed")!r})
 assert cli.run(["init", "mine"]) == 0
 os.chdir("mine")
-for words in (["experiment=demo"], ["--config-dir", "conf", "experiment=mine"]):
+for words in (["experiment=demo"], ["experiment=tools"], ["--config-dir", "conf", "experiment=mine"]):
     assert train_command.main([*words, "dry_run=true"]) == 0
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
